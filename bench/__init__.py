@@ -1,1 +1,1 @@
-"""Benchmarks, one module per question: ``python -m bench --help``. Runs from a checkout."""
+"""Benchmarks, one module per question: ``python -m bench --help``. They run from a checkout."""

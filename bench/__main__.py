@@ -11,12 +11,12 @@ QUESTIONS = ("copy", "tiers", "shared", "churn", "restart", "hooks", "policies",
 
 
 def build() -> typer.Typer:
-    """The command line, with one command per question that there is a module for."""
+    """The command line, with one command per benchmark module."""
     app = typer.Typer(help="Benchmarks of this project.", no_args_is_help=True)
 
     @app.callback()
     def _root() -> None:
-        """Without this a single command would lose its name."""
+        """Without this callback, typer would drop the name of a single command."""
 
     for name in QUESTIONS:
         if importlib.util.find_spec(f"bench.{name}") is not None:

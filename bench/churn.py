@@ -1,8 +1,9 @@
-"""Do disk tiers stay fast when they are full and everything is replaced again and again?
+"""Measures whether disk tiers stay fast when they are full and all blocks are replaced again and
+again.
 
-Ten times as many blocks as fit are written in order, each batch after the oldest ones were
-deleted. All systems take turns, a tenth of the work at a time, so that a noisy machine is noisy
-for all of them. Raw ``O_DIRECT`` writes over the same number of places are the limit.
+Ten times as many blocks as fit are written in order; before each batch, the oldest blocks are
+deleted. The systems take turns, a tenth of the work at a time, so that noise on the machine affects
+all of them. The limit is raw ``O_DIRECT`` writes that go round a file of the same size.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ BATCH = 50
 
 @dataclass(frozen=True, slots=True)
 class Config:
-    """``cap`` blocks fit; ``TENTHS * cap`` are written."""
+    """``cap`` blocks fit; ``TENTHS * cap`` blocks are written."""
 
     block_bytes: int = 256 << 10
     cap: int = 1000
@@ -45,7 +46,7 @@ class Config:
 
 
 def run(config: Config, progress: Progress) -> Report:
-    """Measure. The folder is emptied afterwards."""
+    """Run the benchmark and empty the folder afterwards."""
     root = Path(tempfile.mkdtemp(prefix="bench-churn-", dir=config.folder or None))
     names = [name for name in config.systems if name in SYSTEMS]
     report = Report(
@@ -54,13 +55,17 @@ def run(config: Config, progress: Progress) -> Report:
         dataclasses.asdict(config),
         describe(root),
         notes=[
-            f"GB/s: median of {TENTHS} parts; last / first: speed of the last part by the first.",
-            "worst / first: of all parts, which shows how noisy the disk was; compare with raw.",
-            "bytes on disk: files of the system at the end, as a share of the blocks that fit.",
+            f"GB/s: median of {TENTHS} parts; last / first: speed of the last part divided by "
+            "that of the first.",
+            "worst / first: the same for the slowest part, which shows how noisy the disk was; "
+            "compare with raw.",
+            "bytes on disk: size of the system's files at the end, relative to the blocks that "
+            "fit.",
             *(f"Not measured: {name}." for name in config.systems if name not in names),
         ],
     )
-    arena = Arena(config.cap // 2, config.block_bytes)  # systems hold twice its count
+    # systems reserve memory for twice this number
+    arena = Arena(config.cap // 2, config.block_bytes)
     task = progress.add_task("churn", total=TENTHS * len(names))
     systems = [_Churned(SYSTEMS[n](root / n, arena, config.depth)) for n in names]
     try:
@@ -91,7 +96,7 @@ class _Churned:
         return median(self.parts)
 
     def run(self, numbers: Sequence[int], cap: int) -> None:
-        """Write these blocks, deleting as many old ones first."""
+        """Delete as many old blocks as will be written, then write these blocks."""
         began = time.perf_counter()
         for start in range(0, len(numbers), BATCH):
             batch = numbers[start : start + BATCH]
@@ -116,11 +121,11 @@ def register(app: typer.Typer) -> None:
 
     @app.command("churn", help=__doc__)
     def churn(
-        size: Annotated[str, typer.Option(help="Bytes of a block.")] = "256KiB",
-        cap: Annotated[int, typer.Option(help="Blocks that fit.")] = 1000,
+        size: Annotated[str, typer.Option(help="Size of a block in bytes.")] = "256KiB",
+        cap: Annotated[int, typer.Option(help="Number of blocks that fit.")] = 1000,
         depth: int = 4,
         systems: str = ",".join(DEFAULT),
-        folder: Annotated[str, typer.Option(help="On the disk to measure.")] = "",
+        folder: Annotated[str, typer.Option(help="Folder on the disk to measure.")] = "",
         as_json: Annotated[bool, typer.Option("--json", help="Print JSON only.")] = False,
         keep: Annotated[bool, typer.Option(help="Write to bench/results.")] = False,
     ) -> None:

@@ -1,7 +1,8 @@
-"""How fast do KV blocks move between the model's caches and the slab, as a share of one large copy?
+"""Measures how fast KV blocks move between the model's caches and the slab, as a share of one large
+copy.
 
-Every way of copying runs interleaved, round by round, with fresh random blocks and slots in each
-job. The limit is one contiguous copy of 256 MiB in the same round (pinned, on a GPU).
+Every way of copying runs in every round, with new random blocks and slots in each job. The limit is
+one contiguous copy of 256 MiB in the same round (pinned, on a GPU).
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ Samples = dict[str, list[float]]
 
 @dataclass(frozen=True, slots=True)
 class Config:
-    """Sizes in bytes. ``job_bytes`` move in one job, from and to caches of ``cache_bytes``."""
+    """Sizes in bytes. Each job moves ``job_bytes``, from and to caches of ``cache_bytes``."""
 
     device: str = "cpu"
     chunk_bytes: tuple[int, ...] = (1 << 16, 1 << 19, 1 << 21, 1 << 24)
@@ -55,12 +56,12 @@ def run(config: Config, progress: Progress) -> Report:
         dataclasses.asdict(config),
         {**describe(), "gpu": bed.gpu_name()},
         notes=[
-            "share: of one contiguous copy of 256 MiB in the same round; 'both': of the sum of "
-            "one in each direction, one after the other.",
-            "GB/s: medians over rounds, from submission to the awaited ticket.",
-            "CPU: all threads of the process. alone us: a job of one chunk.",
-            "products: rate of a 4096 x 4096 bfloat16 product beside the copies, as a share of its "
-            "rate alone (GPU only).",
+            "share: of the rate of one contiguous copy of 256 MiB in the same round; 'both': of "
+            "the combined rate of one in each direction, one after the other.",
+            "GB/s: medians over rounds, from submission until the ticket has completed.",
+            "CPU: CPU time of all threads of the process. alone us: time of a job of one chunk.",
+            "products: rate of 4096 x 4096 bfloat16 matrix products during the copies, as a "
+            "share of their rate alone (GPU only).",
         ],
     )
     found = [layout(name, size) for name in config.layouts for size in config.chunk_bytes]
@@ -112,7 +113,7 @@ async def _measure(
 
 
 def _limits(bed: Bed) -> dict[str, dict[str, float]]:
-    """Large copies; "both" is what one after the other gives."""
+    """Large copies; "both" is the rate of two copies one after the other."""
     found = {}
     gigabytes = LARGE_COPY_BYTES / 1e9
     for direction in ("store", "load"):
@@ -129,7 +130,7 @@ def _limits(bed: Bed) -> dict[str, dict[str, float]]:
 
 
 async def _once(engine: CopyEngine, load: Load, direction: str, limit: float) -> dict[str, float]:
-    """One job (two at once for "both"), and one of a single chunk."""
+    """One job (two at once for "both"), and one job of a single chunk."""
     out_job, in_job = load.pair()
     jobs = 2 if direction == "both" else 1
     cpu, began = time.process_time(), time.perf_counter()
@@ -167,7 +168,7 @@ async def _alone(engine: CopyEngine, load: Load, direction: str) -> float:
 
 async def _beside(engine: CopyEngine, load: Load, bed: Bed, seconds: float) -> float:
     """Matrix products per second while both lanes copy without a pause, as a share of their rate
-    alone; nan where there is no GPU."""
+    alone; nan without a GPU."""
     alone = bed.products_per_s(seconds)
     if alone != alone:
         return alone
@@ -202,7 +203,7 @@ def register(app: typer.Typer) -> None:
         device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
         sizes: Annotated[str, typer.Option(help="Chunk sizes.")] = "64KiB,512KiB,1MiB,2MiB,16MiB",
         layouts: str = ",".join(LAYOUTS),
-        job: Annotated[str, typer.Option(help="Moved by one job.")] = "64MiB",
+        job: Annotated[str, typer.Option(help="Bytes that one job moves.")] = "64MiB",
         cache: Annotated[str, typer.Option(help="Size of the cache and of the slab.")] = "512MiB",
         rounds: int = 9,
         as_json: Annotated[bool, typer.Option("--json", help="Print JSON only.")] = False,
@@ -231,7 +232,8 @@ def register(app: typer.Typer) -> None:
         )
 
 
-if __name__ == "__main__":  # alone, where the packages of the other benchmarks are not installed
+if __name__ == "__main__":
+    # imported alone if the packages of the other benchmarks are not installed
     alone = typer.Typer()
     register(alone)
     alone()

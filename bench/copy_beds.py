@@ -54,7 +54,8 @@ class Layout:
 
 
 def layout(name: str, chunk_bytes: int) -> Layout | None:
-    """The layout ``name`` with chunks of about ``chunk_bytes``; ``None`` where it has none."""
+    """The layout ``name`` with chunks of about ``chunk_bytes``; ``None`` if it has no such
+    chunks."""
     if name == "mla":
         blocks = chunk_bytes // (MLA_LAYERS * MLA_PAGE_BYTES)
         return Layout(name, MLA_PAGE_BYTES, MLA_LAYERS, blocks, False) if blocks else None
@@ -66,14 +67,15 @@ LAYOUTS = ("separate", "contiguous", "mla")
 
 
 class Bed(ABC):
-    """Memory of one device that holds a cache of ``cache_bytes``, and a slab as large."""
+    """Memory of one device that contains a cache of ``cache_bytes``, and a slab of the same
+    size."""
 
     def __init__(self, cache_bytes: int) -> None:
         self.cache_bytes = cache_bytes
 
     @abstractmethod
     def cache_address(self) -> int:
-        """Where the cache starts."""
+        """The address of the cache."""
 
     @abstractmethod
     def slab(self, slot_bytes: int) -> HostSlab:
@@ -87,11 +89,11 @@ class Bed(ABC):
 
     @abstractmethod
     def large_copy_s(self, to_slab: bool) -> float:
-        """Seconds for one contiguous copy of ``LARGE_COPY_BYTES``: the limit."""
+        """Time in seconds of one contiguous copy of ``LARGE_COPY_BYTES``, which is the limit."""
 
     @abstractmethod
     def gpu_name(self) -> str:
-        """For the report."""
+        """Text for the report."""
 
     def products_per_s(self, seconds: float) -> float:
         """Matrix products per second on the device during about ``seconds``; nan on a CPU."""
@@ -144,7 +146,7 @@ class CpuBed(Bed):
 
 
 class CudaBed(Bed):
-    """The cache on a CUDA device, the slab pinned. Not yet run on a GPU."""
+    """The cache on a CUDA device, the slab pinned. This has not yet run on a GPU."""
 
     def __init__(self, cache_bytes: int, device: int = 0) -> None:
         import torch
@@ -222,7 +224,7 @@ class CudaBed(Bed):
 
 
 class Load:
-    """Jobs over one layout: which chunks go to which slots, drawn again for every job."""
+    """Jobs over one layout: random chunks and slots, drawn again for every job."""
 
     def __init__(self, layout: Layout, bed: Bed, jobs_bytes: int, seed: int) -> None:
         self.layout = layout

@@ -1,6 +1,6 @@
 """Checks whether a report of ``bench copy`` on a GPU meets the targets.
 
-``python -m bench.copy_targets copy-cuda.json`` prints the shares, names missed targets, and ends
+``python -m bench.copy_targets copy-cuda.json`` prints the shares, names missed targets, and exits
 with 1 if there are any. Needs only the standard library.
 """
 
@@ -13,13 +13,13 @@ from pathlib import Path
 from typing import Any
 
 TARGETS = {"contiguous": (1, 0.95), "separate": (2, 0.90)}
-"""By layout, the smallest chunks in MiB that have a target, and their least share of one large
-copy in each direction. 2 MiB of the separate layout are 32 pages of 64 KiB. At 32 KiB submitting a
-descriptor takes about as long as its bytes, so there is nothing to promise."""
+"""By layout, the smallest chunks in MiB that have a target, and their minimum share of one large
+copy in each direction. 2 MiB of the separate layout are 32 pages of 64 KiB. At 32 KiB, submitting a
+descriptor takes about as long as copying its bytes, so there is no target."""
 
 
 def shares(report: Mapping[str, Any]) -> Iterator[tuple[str, str, float, float]]:
-    """Case, series, GB/s and share of everything that is ours."""
+    """Case, series, GB/s and share of each row that measures kvtiers."""
     for row in report["rows"]:
         values = row["values"]
         if row["series"].startswith("kvtiers") and values.get("share") is not None:
@@ -27,7 +27,7 @@ def shares(report: Mapping[str, Any]) -> Iterator[tuple[str, str, float, float]]
 
 
 def target_of(case: str) -> float:
-    """The least share of a case; 0 if it has none."""
+    """The minimum share of a case; 0 if it has none."""
     layout, size, direction = case.split(", ")
     number, unit = size.split(" ")
     smallest, target = TARGETS.get(layout, (0, 0.0))
@@ -36,7 +36,7 @@ def target_of(case: str) -> float:
 
 
 def missed(report: Mapping[str, Any]) -> list[str]:
-    """The cases that fell short of their target, in words."""
+    """The cases that missed their target, in words."""
     short = []
     for case, _, _, share in shares(report):
         target = target_of(case)
@@ -46,7 +46,7 @@ def missed(report: Mapping[str, Any]) -> list[str]:
 
 
 def untried(report: Mapping[str, Any]) -> list[str]:
-    """The targets about which the report says nothing, in words."""
+    """The targets for which the report has no measurement, in words."""
     cases = [case.split(", ") for case, *_ in shares(report) if target_of(case)]
     tried = {(layout, way) for layout, _, way in cases}
     wanted = [(layout, way) for layout in TARGETS for way in ("store", "load")]
@@ -56,7 +56,7 @@ def untried(report: Mapping[str, Any]) -> list[str]:
 
 
 def main(path: str) -> int:
-    """Print and return the exit status. A target that was not measured is not met."""
+    """Print the result and return the exit status. A target that was not measured is not met."""
     report = json.loads(Path(path).read_text())
     found = list(shares(report))
     for case, series, rate, share in found:

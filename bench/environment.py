@@ -1,4 +1,4 @@
-"""The machine and the versions that a result belongs to."""
+"""Describes the machine and the versions with which a result was measured."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ PACKAGES = (
 
 
 def describe(folder: Path | None = None) -> dict[str, str]:
-    """Plain text facts; ``folder`` is where data lies during the run, if any does."""
+    """Facts as plain text; ``folder`` is where the data is during the run, if there is any."""
     facts = {
         "date": datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d %H:%M UTC"),
         "cpu": _cpu(),

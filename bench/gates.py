@@ -1,7 +1,8 @@
-"""Does the default policy hit at least as much as LRU, and how much of LRU's gap does it close?
+"""Checks that the default policy hits at least as much as LRU, and measures how much of LRU's gap
+it closes.
 
-Replays whole traces and parts of them at several capacities, without hints and with the ends of
-sessions where the trace has them, beside LRU and Belady's optimum.
+Replays whole traces and parts of them at several capacities, without hints and, if the trace has
+them, with the ends of sessions; compares the result with LRU and Belady's optimum.
 """
 
 from __future__ import annotations
@@ -24,16 +25,17 @@ from policies.simulation.jobs import OPTIMUM, Job, Source, load, run_jobs
 from policies.simulation.simulator import Result
 
 ALLOWANCE = 0.005
-"""The default may be behind LRU by this much of the token hit ratio."""
+"""The default policy's token hit ratio may be lower than that of LRU by this much."""
 FLOORS = {("mooncake_conversation", 0.01): 0.068, ("cc_agentic", 0.01): 0.642}
-"""Token hits that the default must reach on whole traces, by the start of their file's name."""
+"""Minimum token hit ratio of the default policy on whole traces, by the beginning of the file
+name."""
 END = " + ends"
 
 
 @dataclass(frozen=True, slots=True)
 class Config:
-    """``traces`` are files; ``shares`` of the unique blocks of each part are capacities; ``parts``
-    are shares of the requests, from and to."""
+    """``traces`` are files; ``shares`` are capacities, as shares of the unique blocks of each part;
+    ``parts`` are ranges of the requests, as shares."""
 
     traces: tuple[str, ...]
     shares: tuple[float, ...] = (0.005, 0.01, 0.05, 0.1, 0.25)
@@ -42,17 +44,17 @@ class Config:
 
 
 def run(config: Config, progress: Progress) -> Report:
-    """Replay all; the notes say which gates are met."""
+    """Replay everything; the notes state which gates are met."""
     report = Report(
         "gates",
-        f"The default policy ({DEFAULT_CPU_POLICY}) beside LRU",
+        f"The default policy ({DEFAULT_CPU_POLICY}) compared with LRU",
         dataclasses.asdict(config),
         dict(describe()),
         notes=[
             "token hits: prompt tokens in the longest leading run of resident blocks.",
             "over lru: token hits minus those of LRU.",
-            "gap closed: the same, as a share of what the optimum has over LRU.",
-            '"+ ends": the policy learns the end of each session; - where a trace has none.',
+            "gap closed: the same, as a share of the optimum's lead over LRU.",
+            '"+ ends": the policy is notified of the end of each session; - if a trace has none.',
         ],
     )
     jobs = [

@@ -1,8 +1,8 @@
-"""What do the connector's hooks cost on vLLM's threads, and what does the index cost per key?
+"""Measures the time of the connector's hooks on vLLM's threads, and the index's memory per key.
 
 One long request at a time goes through the real scheduler side (with vLLM's own ``Request`` and
-``SchedulerOutput``), over an index that holds up to ten million chunks in a lower tier. No engine
-runs. Times are CPU time of the calling thread, so that other work on the machine hardly matters.
+``SchedulerOutput``), over an index with up to ten million chunks in a lower tier. No engine runs.
+Times are CPU time of the calling thread, so that other work on the machine hardly matters.
 """
 
 from __future__ import annotations
@@ -31,12 +31,13 @@ BLOCK = 16
 GOAL_CHUNKS = 8192
 POLICY = "adaptive"
 CHECKED_MAX = 1_100_000
-"""Keys up to which the books are checked after each request; it takes seconds for ten million."""
+"""Up to this number of keys, the planner's invariants are checked after each request; with ten
+million keys a check takes seconds."""
 SCHEDULER_GOAL_US = 2000.0
 RUNNER_GOAL_US = 100.0
 GOAL_BYTES_PER_KEY = 200.0
 DECODES = 256
-"""Requests in the step that only decodes."""
+"""Number of requests in the step that only decodes."""
 HOOKS = "all hooks of a step"
 MESSAGES = ("pickle plan", "runner, unpickle plan")
 
@@ -44,7 +45,7 @@ MESSAGES = ("pickle plan", "runner, unpickle plan")
 @dataclass(frozen=True, slots=True)
 class Config:
     """``chunks`` of one request (16 tokens each), ``keys`` in the index of the lower tier, and the
-    CPU tier's ``policy``; below it is ``lru``, as by default."""
+    CPU tier's ``policy``; the lower tier uses ``lru``, its default."""
 
     chunks: tuple[int, ...] = (512, GOAL_CHUNKS, 65_536)
     keys: tuple[int, ...] = (100_000, 1_000_000, 10_000_000)
@@ -53,8 +54,8 @@ class Config:
 
 
 class Clock:
-    """Microseconds of this thread's CPU time: of each hook the most that one step of a request's
-    life takes, and of all hooks of a step together (``HOOKS``)."""
+    """Microseconds of this thread's CPU time: the maximum of each hook over the steps of a request,
+    and of all hooks of a step together (``HOOKS``)."""
 
     def __init__(self) -> None:
         self.found: dict[str, list[float]] = defaultdict(list)
@@ -62,21 +63,21 @@ class Clock:
         self._most: dict[str, float] = {}
 
     def time(self, name: str, work: Callable[[], Any]) -> Any:
-        """The result of ``work``."""
+        """Run ``work``, add its time to a hook, and return its result."""
         began = time.thread_time_ns()
         result = work()
         self._step[name] += (time.thread_time_ns() - began) / 1000
         return result
 
     def next_step(self) -> None:
-        """A step is over."""
+        """Note the end of a step."""
         hooks = [us for name, us in self._step.items() if name not in MESSAGES]
         for name, us in [*self._step.items(), (HOOKS, sum(hooks))]:
             self._most[name] = max(self._most.get(name, 0.0), us)
         self._step.clear()
 
     def end(self, case: str) -> None:
-        """A request's life is over."""
+        """Note the end of a request."""
         self.next_step()
         for name, us in self._most.items():
             runner, _, hook = name.rpartition("runner, ")
@@ -89,7 +90,7 @@ class Clock:
 
 class Bed:
     """A scheduler side over an index of ``keys`` chunks in a lower tier, and a worker's executor.
-    ``bytes_per_key`` is what they take in memory."""
+    ``bytes_per_key`` is the memory that they use per key."""
 
     def __init__(self, keys: int, chunks_max: int, policy: str) -> None:
         from offload.connector.guard import Faults
@@ -139,14 +140,14 @@ class Bed:
         )
 
     def fill(self) -> None:
-        """Fill the CPU tier with chunks that nobody asks for."""
+        """Fill the CPU tier with chunks that no request uses."""
         from policies.base import EntryInfo
 
         keys = [os.urandom(36) for _ in range(self.planner.cpu.space.capacity)]
         self.planner.cpu.recover(keys, [EntryInfo()] * len(keys))
 
     def life(self, clock: Clock, case: str, keys: Sequence[bytes], prompt: list[int]) -> None:
-        """One request whose chunks lie in a tier: looked up, loaded, ended."""
+        """Run one request whose chunks are in a tier: lookup, load, end."""
         from offload.messages.report import JobResult, StepReport
 
         side = self.side
@@ -177,7 +178,8 @@ class Bed:
         clock.end(case)
 
     def store(self, clock: Clock, case: str, keys: Sequence[bytes], prompt: list[int]) -> None:
-        """One request that computes all of its chunks in one step, and then more tokens."""
+        """Run one request that computes all of its chunks in one step, and further tokens in later
+        steps."""
         request = self.request(keys, prompt)
         tables = (list(range(1, 2 + len(keys))),)
         clock.time("arrived", lambda: self.side.on_new_request(request))
@@ -216,7 +218,7 @@ class Bed:
             clock.time("take in", lambda: self.side.update(report, (), ()))
 
     def _rest(self, clock: Clock) -> None:
-        """Steps until no work is left, while other requests compute."""
+        """Run steps until no work is left, while other requests compute."""
         while self.planner.busy:
             clock.next_step()
             plan = clock.time("build plan", lambda: self.side.build_plan(_output()))
@@ -226,7 +228,7 @@ class Bed:
             self.planner.check()
 
     def decode(self, clock: Clock, prompt: list[int]) -> None:
-        """A step that begins many requests of half a block, and one in which they decode."""
+        """Run a step that begins many requests of half a block, and a step in which they decode."""
         requests = [self.request([], prompt[: BLOCK // 2]) for _ in range(DECODES)]
         for request in requests:
             self.side.lookup(request, 0)
@@ -238,7 +240,7 @@ class Bed:
         for request in requests:
             request.append_output_token_ids(1)
             request.num_computed_tokens = len(prompt[: BLOCK // 2])
-        self.side.build_plan(output)  # the first tokens are seen
+        self.side.build_plan(output)  # the first tokens have been produced
         clock.time("build plan", lambda: self.side.build_plan(output))
         clock.end("decode")
         for request in requests:
@@ -270,7 +272,7 @@ def _measure(bed: Bed, chunks: int, repeats: int) -> dict[str, float]:
     keys = list(planner.lower[0].some(chunks))
     for _ in range(repeats):
         planner.cpu.clear()
-        bed.life(clock, "disk", keys, prompt)  # which promotes them
+        bed.life(clock, "disk", keys, prompt)  # the load promotes the chunks
         bed.life(clock, "cpu", keys, prompt)
         planner.cpu.clear()
         bed.fill()
@@ -290,22 +292,22 @@ def _measure(bed: Bed, chunks: int, repeats: int) -> dict[str, float]:
 
 
 def run(config: Config, progress: Progress) -> Report:
-    """Measure all; the notes say which goals are met."""
+    """Measure everything; the notes state which goals are met."""
     report = Report(
         "hooks",
         "Time of the connector's hooks on vLLM's threads (microseconds)",
         dataclasses.asdict(config),
         dict(describe()),
         notes=[
-            "CPU time of the calling thread: the most that one step of a request's life takes, "
-            "medians over lives. Chunks of one request, of 16 tokens each.",
-            "disk, cpu: the request's chunks lie in that tier. store: they are computed in one "
-            "step. full: as many other chunks have to be evicted from the CPU tier. begin, decode: "
-            "a step that begins 256 requests without a whole chunk, and one in which they decode.",
-            "all hooks of a step: arrival, lookup, allocation and the step's plan come one after "
-            "the other. pickle and unpickle are not among them, they only happen with several "
-            "ranks. first lookup: as many steps as it takes; lookup: once more, as of a request "
-            "that waits.",
+            "CPU time of the calling thread: the maximum over the steps of a request, as the "
+            "median over requests. Chunks of one request, with 16 tokens each.",
+            "disk, cpu: the request's chunks are in that tier. store: they are computed in one "
+            "step. full: storing them requires evicting as many other chunks from the CPU tier. "
+            "begin, decode: a step that begins 256 requests without a whole chunk, and a step in "
+            "which these decode.",
+            "all hooks of a step: the sum of arrival, lookup, allocation and the step's plan. "
+            "pickle and unpickle are excluded, because they run only with several ranks. first "
+            "lookup: all steps that it takes; lookup: a repeated one, as for a waiting request.",
         ],
     )
     gc.disable()  # vLLM freezes its heap and collects rarely
@@ -329,7 +331,7 @@ def run(config: Config, progress: Progress) -> Report:
 
 
 def _verdicts(report: Report) -> list[str]:
-    """Each hook of a request of ``GOAL_CHUNKS`` chunks against the goals."""
+    """Compare each hook for a request of ``GOAL_CHUNKS`` chunks with the goals."""
     notes = []
     for row in report.rows:
         if not row.case.startswith(f"{GOAL_CHUNKS} chunks"):
@@ -348,10 +350,14 @@ def register(app: typer.Typer) -> None:
 
     @app.command("hooks", help=__doc__)
     def hooks(
-        chunks: Annotated[list[int] | None, typer.Option(help="Chunks of one request.")] = None,
-        keys: Annotated[list[int] | None, typer.Option(help="Keys in the lower tier.")] = None,
+        chunks: Annotated[
+            list[int] | None, typer.Option(help=("Number of chunks of one request."))
+        ] = None,
+        keys: Annotated[
+            list[int] | None, typer.Option(help=("Number of keys in the lower tier."))
+        ] = None,
         repeats: Annotated[int, typer.Option(min=1)] = 7,
-        policy: Annotated[str, typer.Option(help="Of the CPU tier.")] = POLICY,
+        policy: Annotated[str, typer.Option(help="Policy of the CPU tier.")] = POLICY,
         as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
         keep: Annotated[bool, typer.Option(help="Write into bench/results.")] = False,
     ) -> None:

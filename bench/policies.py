@@ -1,7 +1,7 @@
-"""What do eviction policies cost per operation, as a ratio to our LRU, and what do they hit?
+"""Measures the cost of eviction policies per operation, as a ratio to our LRU, and their hits.
 
-Every policy replays the same requests several times, interleaved with the others. The time of
-each request is the least of all rounds, because a busy machine only ever adds to it.
+Every policy replays the same requests several times, in turn with the others. The time of each
+request is its minimum over all rounds, because a busy machine only ever adds to it.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ LIBCACHESIM = ("LRU", "FIFO", "ARC")
 
 @dataclass(frozen=True, slots=True)
 class Config:
-    """``traces`` are files (none: a synthetic one); ``shares`` of the unique blocks are
-    capacities; of each trace the first ``part`` of the requests is replayed."""
+    """``traces`` are files (none: a synthetic one); ``shares`` of the unique blocks are capacities;
+    only the first ``part`` of the requests of each trace is replayed."""
 
     traces: tuple[str, ...] = ()
     policies: tuple[str, ...] = ()
@@ -91,7 +91,7 @@ def _measure(
 
 
 def _makers(config: Config, capacity: int) -> dict[str, Callable[[], EvictionPolicy]]:
-    """LRU first: the others are compared with it."""
+    """LRU first, because the others are compared with it."""
     names = dict.fromkeys(("lru", *(config.policies or policy_names())))
     makers: dict[str, Callable[[], EvictionPolicy]] = {
         name: lambda name=name: make_policy(name)  # type: ignore[misc]  # a default binds the name
@@ -124,9 +124,11 @@ def register(app: typer.Typer) -> None:
     @app.command("policies", help=__doc__)
     def policies(
         traces: Annotated[list[Path] | None, typer.Argument(help="Trace files.")] = None,
-        policy: Annotated[list[str] | None, typer.Option(help="Only these. Repeatable.")] = None,
+        policy: Annotated[
+            list[str] | None, typer.Option(help=("Only these policies. Repeatable."))
+        ] = None,
         share: Annotated[list[float] | None, typer.Option(help="Capacities, 0.01 for 1 %.")] = None,
-        rounds: Annotated[int, typer.Option(help="Replays of each.")] = 5,
+        rounds: Annotated[int, typer.Option(help="Number of replays of each policy.")] = 5,
         part: Annotated[float, typer.Option(help="Share of each trace, from its start.")] = 1.0,
         as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
         keep: Annotated[bool, typer.Option(help="Keep the result in bench/results.")] = False,

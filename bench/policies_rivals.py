@@ -1,4 +1,4 @@
-"""vLLM's own eviction policies and libcachesim's caches as rivals, where they are installed."""
+"""Runs vLLM's own eviction policies and libcachesim's caches as rivals, if they are installed."""
 
 from __future__ import annotations
 
@@ -14,9 +14,10 @@ from policies.simulation.trace import Trace
 class VllmPolicy(EvictionPolicy):
     """One of vLLM's CPU offloading policies ("lru", "arc") behind our interface.
 
-    vLLM evicts where we only name victims; what it evicted counts as a member until it is removed,
-    so every victim must be. Requests are reported as its manager does: once, at their end, telling
-    inserted from reused keys. Raises ``ImportError`` without vLLM.
+    vLLM's policies evict, where ours only name victims; a key that they have evicted counts as a
+    member until it is removed, so they must choose every victim. Requests are reported as by vLLM's
+    manager: once, at their end, with inserted and reused keys distinguished. Raises ``ImportError``
+    without vLLM.
     """
 
     def __init__(self, name: str, capacity: int) -> None:
@@ -89,9 +90,9 @@ class _Refused:
 
 
 def libcachesim_run(trace: Trace, name: str, capacity: int) -> tuple[float, float]:
-    """Token hit ratio and ns per access of one of libcachesim's caches on the same blocks.
+    """Token hit ratio and time in ns per access of one of libcachesim's caches on the same blocks.
 
-    Before a request its leading resident blocks are counted; then every block is one access,
+    Before each request its leading resident blocks are counted; then every block is accessed once,
     tail first. Raises ``ImportError`` without libcachesim.
     """
     library = importlib.import_module("libcachesim")

@@ -1,4 +1,4 @@
-"""A report as a table on the screen, as Markdown, as JSON and as bar charts."""
+"""Shows a report as a table on the screen, as Markdown, as JSON and as bar charts."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ RESULTS = Path(__file__).parent / "results"
 
 
 def number(value: float | None) -> str:
-    """Three significant digits; a dash for what was not measured."""
+    """Three significant digits, or a dash for a value that was not measured."""
     if value is None or math.isnan(value):
         return "-"
     if value == 0 or 0.001 <= abs(value) < 1e6:
@@ -50,7 +50,7 @@ def show(report: Report, console: Console | None = None) -> None:
 
 
 def to_json(report: Report) -> str:
-    """Everything, for machines. Not-a-number becomes null."""
+    """The whole report in machine-readable form. Not-a-number becomes null."""
 
     def clean(value: Any) -> Any:
         if isinstance(value, float) and math.isnan(value):
@@ -85,16 +85,16 @@ def _md_row(cells: Sequence[str]) -> str:
 
 
 SERIES_MAX = 6
-"""Number of bars in a group that a reader can distinguish. With more series, series and cases are
-swapped."""
+"""Number of bars in a group that a reader can distinguish. If there are more series, series and
+cases are swapped."""
 BARS_MAX = 102
 LABEL_CHARACTERS = 28
-"""From this length of a label on the legend has two columns instead of three."""
+"""If a label is longer than this, the legend has two columns instead of three."""
 PAGE_INCHES = (7.2, 10.0)
-"""Width, and the largest height: what fits a printed page."""
+"""Width and maximum height in inches, to fit a printed page."""
 
 LOWER_IS_BETTER = frozenset({"us", "s", "ms", "ns/op", "CPU s", "CPU s/GB", "bytes on disk"})
-"""Columns of costs. Columns that begin with ``TTFT`` are costs, too; all others are gains."""
+"""Columns that are costs. Columns that begin with ``TTFT`` are costs too; all others are gains."""
 
 COLOURS = {
     "kvtiers": "#1f5fa8",
@@ -117,13 +117,13 @@ COLOURS = {
     "lru": "#e07b39",
     "optimum": "#555555",
 }
-"""One colour per system in every plot; the longest name that a series begins with decides."""
+"""One colour per system in every plot, chosen by the longest name with which a series begins."""
 OTHERS = ("#1f5fa8", "#e07b39", "#2a9d8f", "#8e5ea2", "#c94f4f", "#b8a038")
-"""Series that are no systems: cases, sizes."""
+"""Colours of series that are not systems: cases, sizes."""
 
 
 def colour_of(series: str, number: int) -> str:
-    """The colour of a system, else that of the ``number``-th series."""
+    """The colour of a system, or else that of the ``number``-th series."""
     named = [name for name in COLOURS if re.match(rf"{re.escape(name)}\b(?!_)", series)]
     known = max(named, key=len, default=None)
     return COLOURS[known] if known else OTHERS[number % len(OTHERS)]
@@ -139,7 +139,8 @@ def direction(column: str, *, cost: bool | None = None) -> str:
 
 @dataclass(slots=True)
 class Bars:
-    """The content of a plot: groups of bars, a bar per series, and intervals where known."""
+    """The content of a plot: groups of bars, one bar per series, and intervals if they are
+    known."""
 
     groups: list[str]
     series: list[str]
@@ -149,7 +150,7 @@ class Bars:
 
 
 def bars_of(report: Report, column: str, wanted: Callable[[Row], bool] | None = None) -> Bars:
-    """At most ``SERIES_MAX`` series and ``BARS_MAX`` bars; the first groups of the report."""
+    """At most ``SERIES_MAX`` series and ``BARS_MAX`` bars, from the first groups of the report."""
     rows = [row for row in report.rows if column in row.values and (wanted is None or wanted(row))]
     cases = list(dict.fromkeys(row.case for row in rows))
     names = list(dict.fromkeys(row.series for row in rows))
@@ -174,7 +175,7 @@ def plot(
     wanted: Callable[[Row], bool] | None = None,
     cost: bool | None = None,
 ) -> tuple[float, float]:
-    """Grouped bars of one column; the size in inches. Needs matplotlib."""
+    """Grouped bars of one column, with the size in inches. Needs matplotlib."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -220,9 +221,9 @@ def save(
     wanted: Callable[[Row], bool] | None = None,
     cost: bool | None = None,
 ) -> Path:
-    """Write ``<name>.{md,json,png}``; the path of the Markdown. ``name`` says what was asked. Each
-    column of ``more`` gets a picture with the column in its name. A later run of the same question
-    replaces the earlier one, which stays in the history of the repository."""
+    """Write ``<name>.{md,json,png}``; return the path of the Markdown file. ``name`` states the
+    question. Each column of ``more`` gets a picture with the column in its name. A later run for
+    the same question replaces the earlier one, which stays in the repository's history."""
     folder.mkdir(parents=True, exist_ok=True)
     stem = folder / (name or report.question)
     stem.with_name(f"{stem.name}.json").write_text(to_json(report))
@@ -247,7 +248,7 @@ def deliver(
     wanted: Callable[[Row], bool] | None = None,
     cost: bool | None = None,
 ) -> None:
-    """End a command: print JSON or a table, and keep files if asked to."""
+    """End a command: print JSON or a table, and keep files if requested."""
     if as_json:
         print(to_json(report))
     else:

@@ -1,13 +1,13 @@
-"""How long until a disk tier's index is back in memory after a restart?
+"""Measures how long it takes after a restart until a disk tier's index is back in memory.
 
-An index of many records is made (their payloads are a hole in a sparse file: nobody reads them),
-then opened again and again, each time in a new process, as at a real restart: every second
-time after a clean close, every second time after a process that ended without one. Wall time
-follows the machine's load; CPU time says what a step costs.
+Creates an index of many records (whose payloads are a hole in a sparse file, because they are never
+read) and opens it repeatedly, each time in a new process as after a real restart, alternately after
+a clean close and after a process that ended without one. Wall time depends on the machine's load;
+CPU time is the cost of a step.
 
-Steps: the tier's ``open`` (walk over the index's file, checks, a table of keys), ``keys``, the
-message from a worker to the scheduler (packed and unpacked), the scheduler's index with its LRU.
-Bytes per record are what the process has grown by when the tier is open.
+Steps: the tier's ``open`` (walk over the index file, checks, a table of keys), ``keys``, the
+message from a worker to the scheduler (packed and unpacked), and the scheduler's index with its
+LRU. Bytes per record is the growth of the process until the tier is open.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ WRITE_EVERY_NS = 10 * 10**9
 
 @dataclass(frozen=True, slots=True)
 class Config:
-    """``records`` in the index; ``rounds`` of each kind of end."""
+    """``records`` in the index; ``rounds`` for each way of ending."""
 
     records: int = 1_000_000
     rounds: int = 5
@@ -66,17 +66,18 @@ class Config:
 
 
 def run(config: Config, progress: Progress) -> Report:
-    """Measure. The folder is emptied afterwards."""
+    """Run the benchmark and empty the folder afterwards."""
     root = Path(tempfile.mkdtemp(prefix="bench-restart-", dir=config.folder or None))
     report = Report(
         "restart",
-        "An index back in memory",
+        "Restoring an index to memory",
         dataclasses.asdict(config),
         describe(root),
         notes=[
-            "Medians; keys of 36 bytes in random order: the index's pages are two thirds full.",
-            "The index's file is in the page cache, as it is when only the process was restarted.",
-            "Uses are times of writes of 32 records, ten seconds apart.",
+            "Medians; keys of 36 bytes in random order, so that the index's pages are two thirds "
+            "full.",
+            "The index file is in the page cache, as when only the process was restarted.",
+            "Times of use are those of writes of 32 records, ten seconds apart.",
         ],
     )
     samples: dict[tuple[str, str], list[dict[str, float]]] = defaultdict(list)
@@ -97,7 +98,7 @@ def run(config: Config, progress: Progress) -> Report:
 
 
 def _options() -> tuple[int, LmdbOptions]:
-    """Bytes of capacity per record, and options that give each record room in the index."""
+    """Bytes of capacity per record, and options that give each record space in the index."""
     return 2 * ALIGNMENT, LmdbOptions(record_bytes=ALIGNMENT, reserve_bytes=0)
 
 
@@ -117,20 +118,20 @@ def _make(folder: Path, records: int) -> None:
 
 
 def _use_of(number: int) -> int:
-    """Times as they are: those of one batch follow each other by the nanosecond, batches do not."""
+    """Realistic times: those of one batch are a nanosecond apart, batches are not."""
     batch, within = divmod(number, RECORDS_PER_WRITE)
     return DATED_FROM_NS + batch * WRITE_EVERY_NS + within
 
 
 def _in_child(folder: Path, records: int, end: str) -> dict[str, dict[str, float]]:
-    """One restart in a new process; ``end`` says how the process ends."""
+    """One restart in a new process; ``end`` selects how the process ends."""
     code = f"from bench.restart import child; child({str(folder)!r}, {records}, {end!r})"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     return dict(json.loads(done.stdout.splitlines()[-1]))
 
 
 def child(folder: str, records: int, end: str) -> None:
-    """Open the tier, print what each step took, and end."""
+    """Open the tier, print the time of each step, and end."""
     asyncio.run(_restart(folder, records, end))
 
 
@@ -146,7 +147,8 @@ async def _restart(folder: str, records: int, end: str) -> None:
     batches = tier.keys()
     columns = joined([batch.column async for batch in batches])
     laps.end("keys")
-    columns = pickle.loads(pickle.dumps(columns, pickle.HIGHEST_PROTOCOL))  # our own bytes
+    # the benchmark's own bytes
+    columns = pickle.loads(pickle.dumps(columns, pickle.HIGHEST_PROTOCOL))
     laps.end("message")
     index = TierIndex("disk", ByteCapacity(info.capacity_bytes), make_policy("lru"))
     assert not recover(index, columns, {0: EntryInfo(size_bytes=ALIGNMENT)}), "everything fits"
@@ -162,7 +164,7 @@ def _resident_bytes() -> int:
 
 
 class _Laps:
-    """Wall and CPU seconds from step to step, and from the first."""
+    """Wall and CPU seconds of each step, and in total."""
 
     def __init__(self) -> None:
         self.found: dict[str, dict[str, float]] = {}
@@ -184,9 +186,9 @@ def register(app: typer.Typer) -> None:
 
     @app.command("restart", help=__doc__)
     def restart(
-        records: Annotated[int, typer.Option(help="In the index.")] = 1_000_000,
+        records: Annotated[int, typer.Option(help="Number of records in the index.")] = 1_000_000,
         rounds: int = 5,
-        folder: Annotated[str, typer.Option(help="On the disk to measure.")] = "",
+        folder: Annotated[str, typer.Option(help="Folder on the disk to measure.")] = "",
         as_json: Annotated[bool, typer.Option("--json", help="Print JSON only.")] = False,
         keep: Annotated[bool, typer.Option(help="Write to bench/results.")] = False,
     ) -> None:

@@ -1,12 +1,12 @@
-"""What does offloading gain and cost on real vLLM?
+"""Measures what offloading gains and costs on real vLLM.
 
-Every system serves the same model and answers the same prompts (random tokens) in an engine of its
-own. All engines stay alive; batch by batch each gets its turn, in random order, so that a noisy
-machine is noisy for all of them, and ratios are taken batch by batch. Before each batch vLLM's
-own prefix cache is emptied, so that hits come from the tiers.
+Every system serves the same model and answers the same prompts (random tokens) in a separate
+engine. All engines stay alive and take turns, batch by batch in random order, so that noise on the
+machine affects all of them; ratios are taken per batch. Before each batch vLLM's own prefix cache
+is emptied, so that hits come from the tiers.
 
-In each round some batches of new prompts are answered: nothing hits, everything is stored. Then
-batches follow whose prompts begin like those of one of them.
+In each round, some batches of new prompts come first: nothing hits, everything is stored. Then
+follow batches whose prompts begin like those of an earlier batch.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ class Config:
 
 
 def run(config: Config, progress: Progress) -> Report:
-    """Measure. The folder is emptied afterwards."""
+    """Run the benchmark. The folder is emptied afterwards."""
     root = Path(tempfile.mkdtemp(prefix="bench-serve-", dir=config.folder or None))
     report = Report(
         "serve",
@@ -142,9 +142,9 @@ def _arguments(config: Config, model: Path) -> dict[str, Any]:
 
 
 def _room(config: Config, folder: Path) -> Room:
-    """The size of a tier.
+    """The size of a tier in bytes.
 
-    A host tier holds a whole round. One above a disk holds two batches, so that all but the last
+    A host tier can hold a whole round. One above a disk holds two batches, so that all but the last
     come back from the disk.
     """
     longest = max(config.sizes) + config.output_tokens
@@ -159,8 +159,8 @@ def _room(config: Config, folder: Path) -> Room:
 def _measure(
     config: Config, engines: dict[str, Engine], report: Report, progress: Progress
 ) -> Samples:
-    """Run all rounds. A short one, which is not counted, warms up; a system that restores nothing
-    in it, although there was something to restore, takes no part in the others."""
+    """Run all rounds. A short round, which is not counted, warms up; a system that restores nothing
+    in it although there was something to restore does not take part in the others."""
     samples, warm = Samples(), Samples()
     short = dataclasses.replace(config, misses=1, hits=config.hits[-1:])
     batches = config.rounds * (config.misses + len(config.hits)) + 1 + len(short.hits)
@@ -211,25 +211,25 @@ def _notes(config: Config) -> list[str]:
     size, intensity = kv_bytes_per_token(shape), flops_per_token(shape) / kv_bytes_per_token(shape)
     name, real = REAL
     return [
-        "ratio: tokens/s of a batch to those of the same batch without offloading, median; low and "
-        "high bound it (95 %, by ranks). TTFT ratio and CPU ratio likewise; CPU time counts the "
-        "whole process tree until its transfers have ended.",
-        f"TTFT: from handing a request to vLLM, {config.in_flight} requests at a time. p99 is the "
-        "worst of less than 100 where rounds are few.",
-        "restored: prompt tokens that came from outside, by vLLM's own count; from disk: those of "
-        "ours that were read from the disk tier.",
-        "hooks: share of the time that vLLM's threads spent in our hooks; threads: CPU time of our "
-        "threads, as a share of the same. Together they are about the most that offloading "
-        "can cost, and hardly change with the noise.",
+        "ratio: tokens/s of a batch to those of the same batch without offloading, median, with "
+        "low and high as its 95 % confidence interval. TTFT ratio and CPU ratio likewise; CPU "
+        "time counts the whole process tree until its transfers have ended.",
+        f"TTFT: from passing a request to vLLM until its first token, with {config.in_flight} "
+        "requests at a time. With few rounds, p99 is the maximum of fewer than 100 values.",
+        "restored: prompt tokens that were loaded from outside, by vLLM's own count; from disk: "
+        "tokens that kvtiers read from the disk tier.",
+        "hooks: share of the time that vLLM's threads spent in kvtiers' hooks; threads: CPU time "
+        "of kvtiers' threads, as a share of the same time. Together they are about the most that "
+        "offloading can cost, and they hardly vary with noise.",
         f"Model: {shape.layers} layers of {shape.hidden}, random weights, {size // 1024} KiB of KV "
         f"cache per token, {intensity:,.0f} operations per byte of it ({name}: {real:,.0f}).",
-        f"{config.threads} threads compute, on {os.cpu_count()} cores: copies, disk and vLLM's "
-        "scheduler take their time from the model.",
+        f"Each engine computes with {config.threads} threads, on {os.cpu_count()} cores: copies, "
+        "disk I/O and vLLM's scheduler compete with the model for them.",
     ]
 
 
 def _observed(config: Config, samples: Samples) -> list[str]:
-    """How fast KV cache came into being, and how quiet the machine was."""
+    """Describes how fast KV cache was produced, and how quiet the machine was."""
     kv = kv_bytes_per_token(MODELS[config.model])
     plain = [
         batch
@@ -247,7 +247,7 @@ def _observed(config: Config, samples: Samples) -> list[str]:
     if plain:
         speed = median([throughput(batch) for batch in plain])
         notes.append(
-            f"Computing took {1e6 / speed:.0f} us per token, which made {kv * speed / 1e6:.0f} "
+            f"Computing took {1e6 / speed:.0f} us per token and produced {kv * speed / 1e6:.0f} "
             "MB/s of KV cache."
         )
     foreign = [(batch.foreign_cpu_s - batch.waiting_cpu_s) / batch.seconds for batch in everything]
@@ -273,17 +273,21 @@ def register(app: typer.Typer) -> None:
 
     @app.command("serve", help=__doc__)
     def serve(
-        sizes: Annotated[str, typer.Option(help="Prompts, in tokens.")] = "512",
-        hits: Annotated[str, typer.Option(help="Shares stored before.")] = "0.25,0.5,0.75,1",
+        sizes: Annotated[str, typer.Option(help="Prompt lengths, in tokens.")] = "512",
+        hits: Annotated[
+            str, typer.Option(help=("Shares of the prompts that were stored before."))
+        ] = "0.25,0.5,0.75,1",
         rounds: Annotated[int, typer.Option(min=1)] = plain.rounds,
-        misses: Annotated[int, typer.Option(min=1, help="New batches per round.")] = plain.misses,
+        misses: Annotated[
+            int, typer.Option(min=1, help=("Batches of new prompts per round."))
+        ] = plain.misses,
         requests: Annotated[int, typer.Option(min=1, help="Per batch.")] = plain.requests,
         in_flight: Annotated[int, typer.Option(min=1)] = plain.in_flight,
         output_tokens: Annotated[int, typer.Option(min=1)] = plain.output_tokens,
         systems: str = ",".join(SYSTEMS),
         model: Annotated[str, typer.Option(help=", ".join(MODELS))] = plain.model,
         threads: Annotated[int, typer.Option(min=1, help="That compute.")] = plain.threads,
-        folder: Annotated[str, typer.Option(help="On the disk to use.")] = "",
+        folder: Annotated[str, typer.Option(help="Folder on the disk to use.")] = "",
         as_json: Annotated[bool, typer.Option("--json", help="Print JSON only.")] = False,
         keep: Annotated[bool, typer.Option(help="Write to bench/results.")] = False,
     ) -> None:
@@ -300,7 +304,9 @@ def register(app: typer.Typer) -> None:
             threads,
             folder,
         )
-        signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # so that engines end on the way out
+        signal.signal(
+            signal.SIGTERM, lambda *_: sys.exit(1)
+        )  # so that the engines end when this command ends
         with progress_bar() as progress:
             report = run(config, progress)
         command = "python -m bench " + " ".join(sys.argv[1:])

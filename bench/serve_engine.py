@@ -1,9 +1,9 @@
 """A real vLLM engine in a separate process, for ``bench serve``.
 
-vLLM runs in that one process (``VLLM_ENABLE_V1_MULTIPROCESSING=0``) and is stepped there. By
-default its CPU platform puts the worker into another process that polls for its next step, and
-gives servers with a connector another number of cores than those without: both would be measured
-instead.
+vLLM runs in that one process (``VLLM_ENABLE_V1_MULTIPROCESSING=0``), which also steps it. By
+default vLLM's CPU platform runs the worker in another process that polls for its next step, and
+gives servers with a connector a different number of cores: the benchmark would measure these two
+effects instead.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ BASE_ENV = {
     "VLLM_NO_USAGE_STATS": "1",
     "LMCACHE_TRACK_USAGE": "false",
     "HF_HUB_OFFLINE": "1",
-    "TORCHDYNAMO_DISABLE": "1",  # the sampler would be compiled at the first request
+    "TORCHDYNAMO_DISABLE": "1",  # otherwise the sampler would be compiled at the first request
     "PYTHONPATH": str(ROOT),
 }
 COUNTED = ("vllm:prompt_tokens_by_source", "vllm:kvtiers_")
@@ -54,15 +54,15 @@ Prompts = Sequence[Sequence[int]]
 
 
 class EngineError(Exception):
-    """The engine did not start, or did not answer; the text is the first line of the reason."""
+    """The engine did not start or did not answer; the text is the first line of the reason."""
 
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """Some requests, in flight together. ``seconds`` end with the last token; CPU time of the
-    engine and all that it started also covers what it did afterwards. ``foreign_cpu_s`` is what
-    other processes took meanwhile, ``waiting_cpu_s`` the other engines among them; ``thread_cpu_s``
-    is what the threads of this project took."""
+    """Some requests, in flight together. ``seconds`` end with the last token; the CPU time of the
+    engine and all its processes also covers the work after that. ``foreign_cpu_s`` is the CPU time
+    of other processes meanwhile, with the other engines in ``waiting_cpu_s``; ``thread_cpu_s`` is
+    that of this project's threads."""
 
     seconds: float
     ttft_s: tuple[float, ...]
@@ -76,21 +76,21 @@ class Batch:
 
     @property
     def restored(self) -> float:
-        """Prompt tokens that came from outside, by vLLM's own count."""
+        """Prompt tokens that were loaded from outside, by vLLM's own count."""
         return self._source("external_kv_transfer")
 
     @property
     def gpu_hits(self) -> float:
-        """Prompt tokens that vLLM's own prefix cache gave."""
+        """Prompt tokens that came from vLLM's own prefix cache."""
         return self._source("local_cache_hit")
 
     def loaded_from(self, tier: str) -> float:
-        """Prompt tokens from one of our tiers."""
+        """Prompt tokens that came from kvtiers' tiers."""
         return self.counters.get(f'vllm:kvtiers_loaded_tokens{{tier="{tier}"}}', 0.0)
 
     @property
     def hook_s(self) -> float:
-        """Seconds in our hooks on vLLM's threads; published about once a second."""
+        """Seconds spent in kvtiers' hooks on vLLM's threads; published about once a second."""
         hooks = "vllm:kvtiers_hook_seconds{"
         return sum(value for name, value in self.counters.items() if name.startswith(hooks))
 
@@ -99,7 +99,7 @@ class Batch:
 
 
 class Engine:
-    """The parent's end. Starting is split, so that several engines start side by side: construct
+    """The parent's side. Starting is split, so that several engines start concurrently: construct
     all, then ``wait`` for each. Every other method raises ``EngineError``."""
 
     def __init__(self, arguments: dict[str, Any], env: dict[str, str], log: Path) -> None:
@@ -128,7 +128,8 @@ class Engine:
         self._ask("reset")
 
     def run(self, prompts: Prompts, output_tokens: int, in_flight: int) -> Batch:
-        """Have these prompts answered, ``in_flight`` at a time, and let what they started end."""
+        """Let the engine answer these prompts, ``in_flight`` at a time, and wait for the transfers
+        that they started."""
         before = self.cpu_s(), busy_s()
         batch: Batch = self._ask("run", prompts, output_tokens, in_flight)
         own = self.cpu_s() - before[0]
@@ -136,10 +137,10 @@ class Engine:
         return replace(batch, cpu_s=own, foreign_cpu_s=foreign)
 
     def cpu_s(self) -> float:
-        """CPU seconds so far of the engine's process and all that it started."""
+        """CPU seconds used so far by the engine's process and all its descendants."""
         ticks = 0
         for stat in Path("/proc").glob("[0-9]*/stat"):
-            with contextlib.suppress(OSError):  # it has ended
+            with contextlib.suppress(OSError):  # the process has ended
                 fields = stat.read_text().rpartition(")")[2].split()
                 if int(fields[2]) == self._process.pid:  # proc(5): pgrp; utime, stime
                     ticks += int(fields[11]) + int(fields[12])
@@ -153,7 +154,7 @@ class Engine:
         return lines[0] if lines else "it names no error"
 
     def close(self) -> None:
-        """End the engine and everything that it started."""
+        """End the engine and all processes that it started."""
         with contextlib.suppress(EngineError):
             self._ask("close")
         self._connection.close()
@@ -187,7 +188,8 @@ class Engine:
 
 
 def busy_s() -> float:
-    """Seconds that all cores together were busy since the machine started, also for its host."""
+    """Seconds for which all cores together have been busy since the machine started, including work
+    for its host."""
     with open("/proc/stat", encoding="ascii") as file:  # proc(5): user nice system idle iowait ...
         ticks = [int(field) for field in file.readline().split()[1:9]]
     return (sum(ticks) - ticks[3] - ticks[4]) / os.sysconf("SC_CLK_TCK")
@@ -198,19 +200,19 @@ def own_threads() -> dict[int, float]:
     found = {}
     for thread in threading.enumerate():
         if thread.name.startswith(("kvtiers-", "tier-")) and thread.ident is not None:
-            with contextlib.suppress(OSError):  # it has just ended
+            with contextlib.suppress(OSError):  # the thread has just ended
                 clock = time.pthread_getcpuclockid(thread.ident)
                 found[thread.ident] = time.clock_gettime(clock)
     return found
 
 
 class _Host:
-    """The child's end: owns the engine."""
+    """The child's side, which owns the engine."""
 
     def __init__(self, arguments: dict[str, Any]) -> None:
         add_missing_version()
-        # What LMCache imports (numba) would keep vLLM's CPU worker from starting otherwise; see
-        # tiers/copy/host_loop.py. For all systems alike.
+        # Without this, LMCache's import of numba would prevent vLLM's CPU worker from starting; see
+        # tiers/copy/host_loop.py. All systems get the same treatment.
         copy_loop()
         from vllm import LLM
 
@@ -260,17 +262,19 @@ class _Host:
         )
 
     def _settle(self) -> None:
-        """Step until transfers have ended, as an idle server would, and all is counted."""
+        """Step until transfers have ended, as an idle server would, and until all of it is
+        counted."""
         scheduler = self._engine.engine_core.engine_core.scheduler
         end = time.monotonic() + SETTLE_S
         while scheduler.has_requests() and time.monotonic() < end:
             self._engine.step()
         time.sleep(PUBLISHED_S)
-        for _ in range(2):  # workers tell the scheduler side, which publishes in the next step
+        for _ in range(2):  # workers report to the scheduler side, which publishes in the next step
             self._engine.step()
 
     def _counters(self) -> dict[str, float]:
-        """By name and labels; from the registry, because vLLM's own reader cuts off fractions."""
+        """Values by name and labels, from the registry, because vLLM's own reader cuts off
+        fractions."""
         found = {}
         for metric in REGISTRY.collect():
             if metric.type == "counter" and metric.name.startswith(COUNTED):
@@ -288,10 +292,10 @@ class _Host:
 
 
 def serve(connection: Connection, arguments: dict[str, Any]) -> None:
-    """Build the engine and answer until asked to close, or until the parent is gone."""
+    """Build the engine and answer requests until asked to close, or until the parent has ended."""
     try:
         host = _Host(arguments)
-    except Exception as error:  # whatever it is, the parent's table shows it
+    except Exception as error:  # whatever the error, the parent shows it in its table
         traceback.print_exc()
         connection.send((first_line(error), None))
         return
@@ -315,6 +319,6 @@ def first_line(error: BaseException) -> str:
 
 
 def child() -> None:
-    """Run the engine's process; it ends with its parent."""
+    """Run the engine's process, which ends with its parent."""
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     serve(Connection(int(sys.argv[1])), json.loads(sys.argv[2]))

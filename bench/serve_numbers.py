@@ -1,4 +1,4 @@
-"""From the batches of ``bench serve`` to rows and verdicts."""
+"""Turns the batches of ``bench serve`` into rows and verdicts."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from bench.serve_engine import Batch
 from bench.serve_systems import BASELINE, BLOCK_TOKENS, OURS, SYSTEMS
 
 GOAL = 0.98
-"""Throughput with nothing to hit, as a share of that without offloading."""
+"""Throughput without hits, as a share of the throughput without offloading."""
 RESTORED_ENOUGH = 0.9
 CONFIDENCE = 0.95
 
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """Prompts of ``size`` tokens, of which the first ``hit`` (a share) were stored before."""
+    """Prompts of ``size`` tokens, of which the first part (the share ``hit``) was stored before."""
 
     size: int
     hit: float
@@ -30,7 +30,7 @@ class Case:
 
     @property
     def restorable(self) -> float:
-        """The share of a prompt that can come back: whole blocks, and never the last token."""
+        """The share of a prompt that can be restored: whole blocks, and never the last token."""
         known = min(int(self.hit * self.size), self.size - 1)
         return known // BLOCK_TOKENS * BLOCK_TOKENS / self.size
 
@@ -38,7 +38,7 @@ class Case:
 @dataclass(slots=True)
 class Samples:
     """The batches of each case and system, by the names of the systems' rows. The n-th batches of
-    all systems had the same prompts and ran one after the other."""
+    all systems had the same prompts and ran directly after each other."""
 
     batches: dict[Case, dict[str, list[Batch]]] = field(
         default_factory=lambda: defaultdict(lambda: defaultdict(list))
@@ -48,7 +48,7 @@ class Samples:
         self.batches[case][system].append(batch)
 
     def restored_nothing(self) -> list[str]:
-        """Systems that got back nothing of what was stored before."""
+        """Systems that restored nothing of what was stored before."""
         restored: dict[str, float] = {}
         for case, systems in self.batches.items():
             for system, found in systems.items():
@@ -58,7 +58,7 @@ class Samples:
         return [system for system, tokens in restored.items() if not tokens]
 
     def rows(self) -> list[Row]:
-        """Every case with every system."""
+        """Rows for every case and every system."""
         return [
             Row(str(case), system, _values(found, systems.get(BASELINE, [])))
             for case, systems in self.batches.items()
@@ -96,7 +96,8 @@ def _values(found: Sequence[Batch], plain: Sequence[Batch]) -> dict[str, float]:
 
 
 def _own_shares(found: Sequence[Batch]) -> dict[str, float]:
-    """The time of our hooks and threads as shares of the batches' time; empty for other systems."""
+    """The time of kvtiers' hooks and threads as shares of the batches' time; empty for other
+    systems."""
     seconds = sum(batch.seconds for batch in found)
     shares = {
         "hooks": sum(batch.hook_s for batch in found) / seconds,
@@ -108,15 +109,16 @@ def _own_shares(found: Sequence[Batch]) -> dict[str, float]:
 def ratios_of(
     value: Callable[[Batch], float], found: Sequence[Batch], plain: Sequence[Batch]
 ) -> list[float]:
-    """Batch by batch, so that what the machine did meanwhile happened to both."""
+    """Ratios batch by batch, so that noise on the machine affects both sides."""
     pairs = zip(found, plain, strict=False)
     return [value(one) / value(other) for one, other in pairs if value(other)]
 
 
 def interval(values: Sequence[float]) -> tuple[float, float]:
-    """Between these the median of what was sampled lies with ``CONFIDENCE``, whatever its
-    distribution: by the order statistics whose ranks a fair coin stays between. With fewer than six
-    values not even the extremes do; they are returned all the same."""
+    """The interval that contains the median of the sampled distribution with probability
+    ``CONFIDENCE``, whatever the distribution: between two order statistics whose ranks follow from
+    the binomial distribution. With fewer than six values not even the extremes reach that
+    probability; they are returned all the same."""
     ranked = sorted(values)
     count = len(ranked)
     if not count:
@@ -132,7 +134,7 @@ def interval(values: Sequence[float]) -> tuple[float, float]:
 
 
 def verdicts(samples: Samples) -> list[str]:
-    """Compares the run with the goal, and names rows without the hits that their case needs."""
+    """Compare the run with the goal, and name rows without the hits that their case needs."""
     ours = {SYSTEMS[name].name for name in OURS}
     notes = []
     for case, systems in samples.batches.items():
@@ -158,15 +160,15 @@ def _cost(case: Case, system: str, ratios: list[float], own: Mapping[str, float]
 
 
 def _untrue(case: Case, system: str, found: Sequence[Batch]) -> list[str]:
-    """Batches whose hits were not those of their case."""
+    """Batches whose hits differ from those of their case."""
     notes = []
     wanted = 0.0 if system == BASELINE else case.restorable
     short = [b for b in found if b.restored < RESTORED_ENOUGH * wanted * b.prompt_tokens]
     if short:
         shares = [batch.restored / batch.prompt_tokens for batch in short]
         notes.append(
-            f"NOT RESTORED: {case}, {system}: {len(short)} of {len(found)} batches got a share of "
-            f"{median(shares):.2f} instead of {wanted:.2f}"
+            f"NOT RESTORED: {case}, {system}: {len(short)} of {len(found)} batches restored a "
+            f"share of {median(shares):.2f} instead of {wanted:.2f}"
         )
     if case.hit == 0.0 and any(batch.restored for batch in found):
         notes.append(f"INVALID: {case}, {system}: something was restored")

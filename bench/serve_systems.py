@@ -1,6 +1,6 @@
 """The systems that ``bench serve`` compares, and the model that all of them serve.
 
-A system is a ``--kv-transfer-config`` and the other settings of its engine. Starting it
+A system consists of a ``--kv-transfer-config`` and the other settings of its engine. Starting it
 shows whether it runs on this machine.
 """
 
@@ -37,16 +37,16 @@ the width) at an eighth of the width and half the layers. float32, because proce
 AVX-512 multiply bfloat16 eight times slower."""
 REAL = ("Llama 3.1 8B", 2 * 8.03e9 / (2 * 32 * 8 * 128 * 2))
 """A model in use and its arithmetic operations per byte of KV cache (two per weight and token; 32
-layers, 8 KV heads of 128 numbers in bfloat16: its ``config.json``)."""
+layers, 8 KV heads of 128 numbers in bfloat16, from its ``config.json``)."""
 
 
 def kv_bytes_per_token(shape: LlamaShape) -> int:
-    """Bytes of KV cache that one token takes."""
+    """Bytes of KV cache per token."""
     return 2 * shape.layers * shape.kv_heads * shape.head_dim * NUMBER_BYTES[shape.dtype]
 
 
 def flops_per_token(shape: LlamaShape) -> float:
-    """Two per weight, without attention's own, which grows with the prompt."""
+    """Two per weight, without those of attention itself, which grow with the prompt."""
     attention = shape.hidden * shape.head_dim * 2 * (shape.heads + shape.kv_heads)
     layer = attention + 3 * shape.hidden * shape.intermediate
     return 2.0 * (shape.layers * layer + shape.hidden * VOCAB_SIZE)
@@ -54,8 +54,8 @@ def flops_per_token(shape: LlamaShape) -> float:
 
 @dataclass(frozen=True, slots=True)
 class Room:
-    """Bytes of the tiers. A host tier alone is ``host`` large. Above a disk it is ``small``, so
-    that hits must come from the disk; ``folder`` is on it."""
+    """Sizes of the tiers in bytes. A host tier alone is ``host`` large. Above a disk it is
+    ``small``, so that hits must come from the disk; ``folder`` is on that disk."""
 
     host: int
     small: int
@@ -65,7 +65,7 @@ class Room:
 
 @dataclass(frozen=True, slots=True)
 class Start:
-    """The settings of one engine beside the common ones."""
+    """The settings of one engine in addition to the common ones."""
 
     connector: dict[str, Any] | None = None
     env: dict[str, str] = field(default_factory=dict)
@@ -131,7 +131,7 @@ def _lmcache_server(room: Room) -> Start:
     server = (
         f"--l1-size-gb {size_gb:.3f} --eviction-policy LRU --supported-transfer-mode auto "
         f"--http-port {free_port()} "
-        "--disable-observability"  # it needs a package that LMCache does not ask for
+        "--disable-observability"  # it needs a package that LMCache does not require
     )
     extra = {
         "lmcache.mp.port": free_port(),
@@ -149,7 +149,7 @@ def _lmcache_server(room: Room) -> Start:
 
 @dataclass(frozen=True, slots=True)
 class System:
-    """One contestant: what its rows are called, how it starts, and the package that it needs."""
+    """One contestant: the name of its rows, how to start it, and the package that it needs."""
 
     name: str
     start: Callable[[Room], Start]
@@ -157,7 +157,7 @@ class System:
 
     @property
     def missing(self) -> str:
-        """Why it cannot even be tried."""
+        """The reason why it cannot even be tried, or ``None``."""
         if self.package and importlib.util.find_spec(self.package) is None:
             return f"{self.package} is not installed"
         return ""

@@ -1,9 +1,8 @@
-"""How fast are the shared tiers, as a share of the components they are built on?
+"""Measures how fast the shared tiers are, as a share of the components on which they are built.
 
 The Mooncake tier over TCP on this machine against the same calls of Mooncake's own client on the
-same memory; the shared LMDB tier against the exclusive one. All run interleaved, round by round,
-over the same blocks; figures are medians over rounds. Lookups are questions for many keys in one
-call.
+same memory; the shared LMDB tier against the exclusive one. All run in turn, round by round, over
+the same blocks; figures are medians over rounds. A lookup is one query for many keys.
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ from bench.tiers_systems import Arena
 from demo.mooncake import why_not
 
 ASKED = 512
-"""Keys of one question: a prompt of 8,192 tokens in chunks of 16."""
+"""Keys of one query: a prompt of 8,192 tokens in chunks of 16."""
 QUESTIONS = 40
 NEVER = 1 << 40
 """A number that no block has."""
@@ -41,7 +40,7 @@ Samples = dict[tuple[str, str], dict[str, list[float]]]
 
 @dataclass(frozen=True, slots=True)
 class Config:
-    """``total_bytes`` are moved per phase and round, ``depth`` threads move them."""
+    """Each phase and round moves ``total_bytes``, with ``depth`` threads."""
 
     sizes: tuple[int, ...]
     total_bytes: int = 128 << 20
@@ -51,11 +50,11 @@ class Config:
 
 
 def run(config: Config, progress: Progress) -> Report:
-    """Measure every size. The folder is emptied afterwards."""
+    """Measure every size and empty the folder afterwards."""
     root = Path(tempfile.mkdtemp(prefix="bench-shared-", dir=config.folder or None))
     report = Report(
         "shared",
-        "Shared tiers against what they are made of",
+        "Shared tiers compared with their components",
         dataclasses.asdict(config),
         describe(root),
         notes=[
@@ -63,7 +62,8 @@ def run(config: Config, progress: Progress) -> Report:
             "Limits: Mooncake's client for its tier, the exclusive LMDB tier for the shared one.",
             f"Mooncake over TCP on loopback, memory in a separate process; {config.depth} "
             "threads. CPU s/GB counts this process only.",
-            f"lookup: {ASKED} keys in a question, half of them there. Our tiers verify checksums.",
+            f"lookup: one query for {ASKED} keys, half of which are stored. Our tiers verify "
+            "checksums.",
         ],
     )
     store = None
@@ -104,7 +104,7 @@ def _measure(
 
 
 def _round(contestant: Contestant, arena: Arena, turn: int, samples: Samples | None) -> None:
-    """Write, read cold, read again, look up, forget; nothing is noted without ``samples``."""
+    """Write, read cold, read again, look up, forget; records no result without ``samples``."""
     system = contestant.system
     numbers = range((turn + 1) * arena.count, (turn + 2) * arena.count)
     gigabytes = arena.count * arena.block_bytes / 1e9
@@ -157,10 +157,10 @@ def register(app: typer.Typer) -> None:
     @app.command("shared", help=__doc__)
     def shared(
         sizes: Annotated[str, typer.Option(help="Block sizes.")] = "2MiB,256KiB",
-        total: Annotated[str, typer.Option(help="Moved per phase and round.")] = "128MiB",
-        depth: Annotated[int, typer.Option(help="Threads of each system.")] = 4,
+        total: Annotated[str, typer.Option(help="Bytes moved per phase and round.")] = "128MiB",
+        depth: Annotated[int, typer.Option(help="Number of threads of each system.")] = 4,
         rounds: int = 7,
-        folder: Annotated[str, typer.Option(help="On the disk to measure.")] = "",
+        folder: Annotated[str, typer.Option(help="Folder on the disk to measure.")] = "",
         as_json: Annotated[bool, typer.Option("--json", help="Print JSON only.")] = False,
         keep: Annotated[bool, typer.Option(help="Write to bench/results.")] = False,
     ) -> None:

@@ -41,7 +41,7 @@ store = mooncake_client._joined(settings)
 print("ready", flush=True)
 sys.stdin.read()
 """
-"""A process that gives its memory to the store until its input is closed."""
+"""A process that contributes its memory to the store until its input is closed."""
 
 
 class Store:
@@ -65,7 +65,7 @@ class Store:
 
     @property
     def settings(self) -> MooncakeSettings:
-        """How a client that gives no memory joins it."""
+        """Settings of a client that joins the store without contributing memory."""
         return MooncakeSettings(self.master.address, self.master.metadata, 0, host="127.0.0.1")
 
     def close(self) -> None:
@@ -75,8 +75,8 @@ class Store:
 
 @dataclass(frozen=True, slots=True)
 class Contestant:
-    """A system, the one that is its limit ("" for none), and how it is asked which of some blocks
-    it has (``None``: it cannot be)."""
+    """A system, the name of its limit ("" if it has none), and a function that returns which of
+    some blocks it has (``None``: impossible)."""
 
     system: System
     limit: str
@@ -84,7 +84,7 @@ class Contestant:
 
 
 class Mooncake(TierSystem):
-    """The Mooncake tier, its memory registered as the slab is."""
+    """The Mooncake tier, with its memory registered as the slab's is."""
 
     name = "Mooncake tier"
 
@@ -99,8 +99,8 @@ class Mooncake(TierSystem):
 
 
 class MooncakeClient(ThreadedSystem):
-    """The limit: the calls of Mooncake's own client for records of one piece, without checksums,
-    in batches as large as ours and as many threads."""
+    """The limit: calls of Mooncake's own client for records in one piece, without checksums, with
+    the same batch size and number of threads as the tier."""
 
     name = "Mooncake's client"
 
@@ -165,7 +165,7 @@ class SharedLmdb(TierSystem):
 
 
 def contestants(folder: Path, arena: Arena, depth: int, store: Store | None) -> list[Contestant]:
-    """All that can run here, each limit before what it limits."""
+    """All systems that can run here, each limit before the systems that it limits."""
     exclusive = Lmdb(folder / "lmdb", arena, depth)
     shared = SharedLmdb(folder / "shared", arena, depth)
     found = [Contestant(exclusive, "", None), Contestant(shared, exclusive.name, _asked(shared))]

@@ -1,8 +1,8 @@
-"""How fast are the disk tiers, as a share of what the disk can do?
+"""Measures how fast the disk tiers are, as a share of the disk's speed.
 
-All systems run interleaved, round by round, over the same blocks, so that a noisy machine is noisy
-for all of them; figures are medians over rounds. In every round each system forgets the
-blocks of the round before (not timed), then writes, reads cold, reads again, and mixes both.
+All systems run in turn, round by round, over the same blocks, so that noise on the machine affects
+all of them; figures are medians over rounds. In every round each system forgets the blocks of the
+previous round (not timed), then writes, reads cold, reads again, and does both at once.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ Samples = dict[str, list[float]]
 
 @dataclass(frozen=True, slots=True)
 class Config:
-    """``points`` are (block bytes, depth); ``total_bytes`` are moved per phase and round."""
+    """``points`` are (block bytes, depth); each phase and round moves ``total_bytes``."""
 
     points: tuple[tuple[int, int], ...]
     total_bytes: int = 256 << 20
@@ -47,17 +47,17 @@ class Config:
 
 
 def run(config: Config, progress: Progress) -> Report:
-    """Measure every point. The folder is emptied afterwards."""
+    """Measure every point and empty the folder afterwards."""
     root = Path(tempfile.mkdtemp(prefix="bench-tiers-", dir=config.folder or None))
     report = Report(
         "tiers",
-        "Disk tiers against the raw disk",
+        "Disk tiers compared with the raw disk",
         dataclasses.asdict(config),
         describe(root),
         notes=[
-            "GB/s and CPU s/GB: medians over rounds, interleaved; share: of raw O_DIRECT.",
+            "GB/s and CPU s/GB: medians over rounds, systems in turn; share: of raw O_DIRECT.",
             "Checksums are on in our tiers; vLLM's fs tier has none and does not flush.",
-            "p50/p99: one block per call, as many callers as the depth.",
+            "p50/p99: one block per call, with as many callers as the depth.",
             *(
                 f"Not measured: {name}, {package} is not installed."
                 for name, (package, _) in OPTIONAL.items()
@@ -112,7 +112,7 @@ def _no_samples() -> Samples:
 
 
 def _round(system: System, turn: int) -> dict[str, Samples]:
-    """All phases once. Blocks of a turn are numbered from ``2 * turn * count``."""
+    """Run all phases once. Blocks of a turn are numbered from ``2 * turn * count``."""
     count = system.arena.count
     first = 2 * turn * count
     mine = range(first, first + count)
@@ -167,7 +167,7 @@ def _rows(name: str, samples: dict[str, dict[str, Samples]], systems: list[str])
 
 
 def default_points(sizes: list[int], depths: list[int]) -> tuple[tuple[int, int], ...]:
-    """Every size at the first depth, every depth at 2 MiB (or at the only size)."""
+    """Every size at the first depth, and every depth at 2 MiB (or at the only size)."""
     pivot = 2 << 20 if 2 << 20 in sizes else sizes[0]
     points = [(size, depths[0]) for size in sizes] + [(pivot, depth) for depth in depths[1:]]
     return tuple(points)
@@ -181,11 +181,13 @@ def register(app: typer.Typer) -> None:
         sizes: Annotated[
             str, typer.Option(help="Block sizes.")
         ] = "64KiB,256KiB,1MiB,2MiB,4MiB,16MiB",
-        depths: Annotated[str, typer.Option(help="The first for all sizes.")] = "4,1,8,32",
-        total: Annotated[str, typer.Option(help="Moved per phase and round.")] = "256MiB",
+        depths: Annotated[
+            str, typer.Option(help=("Queue depths; the first one is used for all sizes."))
+        ] = "4,1,8,32",
+        total: Annotated[str, typer.Option(help="Bytes moved per phase and round.")] = "256MiB",
         rounds: int = 5,
         systems: str = ",".join(SYSTEMS),
-        folder: Annotated[str, typer.Option(help="On the disk to measure.")] = "",
+        folder: Annotated[str, typer.Option(help="Folder on the disk to measure.")] = "",
         as_json: Annotated[bool, typer.Option("--json", help="Print JSON only.")] = False,
         keep: Annotated[bool, typer.Option(help="Write to bench/results.")] = False,
     ) -> None:

@@ -1,4 +1,4 @@
-"""Contestants of ``bench tiers`` that need packages which this project does not depend on.
+"""Contestants of ``bench tiers`` whose packages are not dependencies of this project.
 
 ``lmcache``: the disk backend of LMCache (``pip install --no-deps lmcache aiofile caio``), with its
 own functions for files, O_DIRECT on, and as many threads as the depth. It neither
@@ -34,7 +34,7 @@ class LmcacheDisk(ThreadedSystem):
             max_local_disk_size=1024,
             extra_config={"use_odirect": True, "disk_io_threads": depth},
         )
-        # The CPU backend only hands out buffers; here they are the arena's.
+        # The CPU backend only provides buffers; here they are in the arena.
         self._backend = backend.LocalDiskBackend(config, self._loop, None, dst_device="cpu")
         self._view = memoryview(arena.data)  # type: ignore[arg-type]  # arrays are buffers
 
@@ -67,7 +67,7 @@ class LmcacheDisk(ThreadedSystem):
 OPTIONAL: dict[str, tuple[str, type[System]]] = {
     "lmcache": ("lmcache", LmcacheDisk),
 }
-"""By name: the package that is needed, and the system."""
+"""By name: the required package, and the system."""
 
 
 def available() -> dict[str, type[System]]:

@@ -1,8 +1,9 @@
 """The systems that ``bench tiers`` compares: our tiers, raw disk, memory, vLLM's fs tier.
 
-Every system moves the same numbered blocks of one arena. ``write`` ends when the system's own
-promise holds: ours, the file tier and the raw file have flushed; vLLM's fs tier never flushes,
-which favours it. All of them avoid the page cache where they can, as they do in production.
+Every system moves the same numbered blocks of one arena. ``write`` ends when the system keeps its
+own promise: the LMDB tier, the file tier and the raw file have flushed; vLLM's fs tier never
+flushes, which favours it. All of them avoid the page cache where they can, as they do in
+production.
 """
 
 from __future__ import annotations
@@ -33,8 +34,8 @@ HUGE_BYTES = 2 << 20
 
 
 def _memory(size_bytes: int) -> Buffer:
-    """Aligned to huge pages and made of them where there are any, as the slab is. Pinning pages
-    for O_DIRECT is most of its CPU time; for all systems alike."""
+    """Aligned to huge pages, and made of huge pages if there are any, like the slab. Pinning pages
+    for O_DIRECT takes most of its CPU time, for all systems alike."""
     flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
     memory = mmap.mmap(-1, size_bytes + HUGE_BYTES, flags=flags)
     with contextlib.suppress(OSError):  # a kernel without huge pages
@@ -61,7 +62,7 @@ class Arena:
 
 
 class System(ABC):
-    """One contestant over one folder. Calls block."""
+    """One contestant over one folder. Its calls block."""
 
     name = ""
 
@@ -72,7 +73,7 @@ class System(ABC):
 
     @abstractmethod
     def mixed(self, write: Numbers, read: Numbers) -> None:
-        """Write some blocks and read others, all at once."""
+        """Write some blocks and read others at the same time."""
 
     @abstractmethod
     def forget(self, numbers: Numbers) -> None:
@@ -80,7 +81,7 @@ class System(ABC):
 
     @abstractmethod
     def latencies_s(self, write: Numbers, read: Numbers) -> tuple[list[float], list[float]]:
-        """Seconds of each block when ``depth`` callers handle them one by one."""
+        """Time in seconds of each block when ``depth`` callers handle them one by one."""
 
     def write(self, numbers: Numbers) -> None:
         self.mixed(numbers, ())
@@ -114,7 +115,7 @@ class Threads:
         while (job := self._jobs.get()) is not None:
             try:
                 job()
-            except BaseException as error:  # reported by run()
+            except BaseException as error:  # run() reports it
                 self._ended.put(error)
             else:
                 self._ended.put(None)
@@ -134,7 +135,7 @@ class Threads:
 
 
 class ThreadedSystem(System):
-    """A system of blocking calls for single blocks."""
+    """A system whose calls block and handle single blocks."""
 
     def __init__(self, folder: Path, arena: Arena, depth: int) -> None:
         super().__init__(folder, arena, depth)
@@ -147,7 +148,7 @@ class ThreadedSystem(System):
     def read_one(self, number: int) -> None: ...
 
     def flush(self) -> None:
-        """Make what was written durable, if the system does that."""
+        """Make the written data durable, if the system does that."""
 
     def mixed(self, write: Numbers, read: Numbers) -> None:
         jobs: list[Callable[[], None]] = []
@@ -179,7 +180,8 @@ class ThreadedSystem(System):
 
 
 class RawDisk(ThreadedSystem):
-    """The limit: one preallocated file, ``O_DIRECT``, blocks one after the other in a ring."""
+    """The limit: one preallocated file with ``O_DIRECT``, whose blocks are written one after the
+    other in a ring."""
 
     name = "raw O_DIRECT"
 
@@ -204,7 +206,7 @@ class RawDisk(ThreadedSystem):
         os.fdatasync(self.fd)
 
     def forget(self, numbers: Numbers) -> None:
-        """The ring overwrites."""
+        """Nothing to delete: the ring overwrites old blocks."""
 
     def close(self) -> None:
         os.close(self.fd)
@@ -269,7 +271,7 @@ class VllmFs(ThreadedSystem):
 
 
 class TierSystem(System):
-    """One of our tiers, driven from its own event loop."""
+    """One of kvtiers' tiers, driven from a separate event loop."""
 
     def __init__(self, folder: Path, arena: Arena, depth: int) -> None:
         super().__init__(folder, arena, depth)
@@ -332,7 +334,7 @@ class TierSystem(System):
 
 
 class Lmdb(TierSystem):
-    """The LMDB tier, as it is configured for this depth."""
+    """The LMDB tier, configured for this depth."""
 
     name = "lmdb tier"
 

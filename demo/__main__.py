@@ -1,14 +1,14 @@
 """``./run demo``: a conversation with a real vLLM server whose KV cache has a CPU and a disk tier.
 
-1. Plain vLLM answers the conversation: the reference for the tokens, and for the time that it
-   takes to compute every prompt in full.
-2. vLLM with this project's connector answers the same. Then vLLM's own prefix cache is emptied
-   before every request, so that the prompts come back from the CPU tier.
-3. The server is stopped and started again: the prompts come back from the disk.
+1. Plain vLLM answers the conversation: the reference for the tokens, and for the time that
+   computing every prompt in full takes.
+2. vLLM with this project's connector answers the same conversation. Before every request, vLLM's
+   own prefix cache is emptied, so that the prompts are restored from the CPU tier.
+3. The server is stopped and started again: the prompts are restored from the disk.
 
-Greedy tokens of a restored prompt are compared with those of plain vLLM whose own prefix cache held
-the same tokens, and every restored block with what was computed. Exit code 0: all equal, and
-something came from the CPU and from the disk.
+The greedy tokens after a restored prompt are compared with those of plain vLLM whose own prefix
+cache held the same tokens, and every restored block is compared with what was computed. Exit code 0
+means: all were equal, and tokens came from both the CPU tier and the disk.
 """
 
 from __future__ import annotations
@@ -64,7 +64,8 @@ def connector_config(folder: Path) -> dict[str, Any]:
 
 
 def run_offloaded(model: Path, reference: Reference) -> tuple[list[Row], Compared]:
-    """The conversation with offloading, before and after a restart, and what was compared."""
+    """Run the conversation with offloading, before and after a restart; return the rows and what
+    was compared."""
     connector = connector_config(FOLDER / "kv")
     server_log = FOLDER / "offload.log"
     with VllmServer(model, log=server_log, flags=FLAGS, connector=connector) as server:
@@ -93,7 +94,7 @@ def verdict(rows: list[Row], compared: Compared) -> list[str]:
 
 
 def conclusion(rows: list[Row], compared: Compared) -> str:
-    """One sentence that says what was shown."""
+    """One sentence about what was shown."""
     cpu = sum(row.sources.cpu for row in rows)
     disk = sum(row.sources.disk for row in rows if row.phase == "restarted")
     return (
@@ -114,7 +115,7 @@ def main() -> int:
         return 1
     signal.signal(
         signal.SIGTERM, lambda *_: sys.exit(1)
-    )  # so that servers are ended on the way out
+    )  # so that servers are stopped when the demo ends
     shutil.rmtree(FOLDER, ignore_errors=True)
     FOLDER.mkdir()
     model = make_llama(FOLDER / "model")

@@ -1,7 +1,7 @@
 """The scripted conversation of the demo.
 
-The tiny model answers with random letters; the point is that every turn repeats all turns before
-it, as a chat does.
+The tiny model answers with random letters; what matters is that every turn repeats all earlier
+turns, as in a chat.
 """
 
 from __future__ import annotations

@@ -23,11 +23,11 @@ NEEDS = (
 
 
 class MasterError(Exception):
-    """The master did not start; the text carries the end of its log."""
+    """The master did not start; the message ends with the end of its log."""
 
 
 def why_not() -> str:
-    """The reason why Mooncake cannot be used here, and the remedy; "" if it can."""
+    """The reason why Mooncake cannot be used here, with the remedy; "" if it can."""
     try:
         importlib.import_module("mooncake.store")
     except ImportError as error:
@@ -36,8 +36,8 @@ def why_not() -> str:
 
 
 class Master:
-    """A running ``mooncake_master`` with its metadata server, on free ports that are the same after
-    a restart.
+    """A running ``mooncake_master`` with its metadata server, on free ports that stay the same
+    after a restart.
 
     ``flags`` are added to its command line.
     """
@@ -62,7 +62,7 @@ class Master:
 
     @property
     def address(self) -> str:
-        """Where clients find it."""
+        """The address for clients."""
         return f"127.0.0.1:{self.port}"
 
     @property
@@ -81,7 +81,7 @@ class Master:
         }
 
     def start(self) -> None:
-        """Start it, empty, and wait until it answers. Raises ``MasterError``."""
+        """Start it, empty, and wait until it responds. Raises ``MasterError``."""
         command = [
             sys.executable,
             "-m",
@@ -104,7 +104,7 @@ class Master:
             time.sleep(0.05)
 
     def kill(self) -> None:
-        """SIGKILL."""
+        """Kill it with SIGKILL."""
         if self._process is not None:
             self._process.kill()
             self._process.wait()

@@ -17,11 +17,12 @@ _held: list[int] = []
 
 
 def free_port() -> int:
-    """A port that nobody listens at. It belongs to this process until it ends.
+    """Return a port on which no process listens. It belongs to this process until it ends.
 
-    The kernel gives ports of the ephemeral range to outgoing connections, also between the end of a
-    server and its next start; this one is from below that range. A lock on a file keeps other
-    processes that call this away from it. Raises ``OSError`` if there is none.
+    The kernel assigns ports of the ephemeral range to outgoing connections, also between the end of
+    a server and its next start; the returned port is below that range. A lock on a file keeps other
+    processes that call this function from choosing the same port. Raises ``OSError`` if there is
+    none.
     """
     folder = Path(tempfile.gettempdir()) / f"kvtiers-ports-{os.getuid()}"
     folder.mkdir(mode=0o700, exist_ok=True)
@@ -40,7 +41,7 @@ def _range() -> range:
         end = int(EPHEMERAL.read_text(encoding="ascii").split()[0])
     except (OSError, ValueError):
         end = EPHEMERAL_FIRST
-    if end < LOWEST + ENOUGH:  # nearly all ports are ephemeral here
+    if end < LOWEST + ENOUGH:  # nearly all ports are ephemeral on this machine
         end = EPHEMERAL_FIRST
     return range(LOWEST, end)
 

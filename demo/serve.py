@@ -1,5 +1,5 @@
-"""``./run serve MODEL [flags]``: ``kvtiers serve`` from a checkout, unless the model is too large
-for the GPUs of this machine."""
+"""``./run serve MODEL [flags]``: runs ``kvtiers serve`` from a checkout, unless the model is too
+large for this machine's GPUs."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ MIB = 2**20
 
 
 def too_large(model: Path, flags: list[str], gpus: list[int]) -> str:
-    """Say why a model on disk does not fit these GPUs; empty if it may, or nothing is known."""
+    """Explain why a local model does not fit these GPUs; return an empty text if it may fit or if
+    its size is unknown."""
     weights = sum(path.stat().st_size for path in model.glob("*.safetensors"))
     if not gpus or not weights or _offloads_weights(flags):
         return ""
@@ -31,7 +32,7 @@ def too_large(model: Path, flags: list[str], gpus: list[int]) -> str:
 
 
 def gpu_bytes() -> list[int]:
-    """The memory of each GPU; empty where there is none."""
+    """The memory of each GPU; empty if there is none."""
     command = ["nvidia-smi", "--query-gpu=memory.total", "--format=csv,noheader,nounits"]
     try:
         done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=60)
@@ -41,7 +42,7 @@ def gpu_bytes() -> list[int]:
 
 
 def _number(flags: list[str], *names: str) -> int:
-    """The value of a flag that is a number; 1 without it."""
+    """The value of a numeric flag; 1 if it is missing."""
     for at, flag in enumerate(flags):
         name, _, value = flag.partition("=")
         if name in names:
@@ -51,7 +52,7 @@ def _number(flags: list[str], *names: str) -> int:
 
 
 def _offloads_weights(flags: list[str]) -> bool:
-    """True if the weights may take less of the GPU than their files."""
+    """True if the weights may take less GPU memory than their files."""
     names = ("--cpu-offload", "--offload", "--quantization", "-q")
     return any(flag.startswith(names) for flag in flags)
 

@@ -1,4 +1,4 @@
-"""Start, ask and stop a real ``vllm serve``; used by the demo and by the tests."""
+"""Starts, queries and stops a real ``vllm serve``; used by the demo and by the tests."""
 
 from __future__ import annotations
 
@@ -20,16 +20,17 @@ from demo.ports import free_port
 
 ROOT = Path(__file__).resolve().parents[1]
 DEADLINE_S = 600.0
-"""For a start, a request and a stop: far longer than any of them takes on the slowest machine."""
+"""Deadline for a start, a request and a stop: far longer than any of them takes on the slowest
+machine."""
 LOG_CHARS = 20_000
 
 BASE_ENV = {
     "VLLM_SERVER_DEV_MODE": "1",  # gives /reset_prefix_cache
     "VLLM_NO_USAGE_STATS": "1",
     "HF_HUB_OFFLINE": "1",
-    "TORCHDYNAMO_DISABLE": "1",  # the sampler would be compiled at the first request, 3 s
-    # Exact repeats. With several threads vLLM's CPU attention gives other last bits as soon as any
-    # connector is configured (seen with vLLM's own ExampleConnector, on AVX-512).
+    "TORCHDYNAMO_DISABLE": "1",  # no compiling of the sampler, which takes 3 s
+    # For exact repeatability. With several threads, vLLM's CPU attention produces other last bits
+    # as soon as any connector is configured (seen with vLLM's own ExampleConnector, on AVX-512).
     "OMP_NUM_THREADS": "1",
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
 }
@@ -38,13 +39,14 @@ Metrics = dict[str, float]
 
 
 class ServerError(Exception):
-    """The server did not start, answer or stop in time; the text carries the end of its log."""
+    """The server did not start, respond or stop in time; the message ends with the end of its
+    log."""
 
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """One streamed chat completion. ``ttft_s`` is from sending to the first generated token;
-    ``cached_tokens`` needs ``--enable-prompt-tokens-details``."""
+    """The result of one streamed chat completion. ``ttft_s`` is from sending to the first generated
+    token; ``cached_tokens`` needs ``--enable-prompt-tokens-details``."""
 
     prompt_tokens: int
     cached_tokens: int
@@ -54,7 +56,7 @@ class Answer:
 
 
 class VllmServer:
-    """One ``vllm serve`` with everything it starts. Raises ``ServerError``.
+    """One ``vllm serve`` with all processes that it starts. Raises ``ServerError``.
 
     ``program`` is the command before the model; ``connector`` is the value of
     ``--kv-transfer-config``; ``flags`` are other flags. A start, a request and a stop may each
@@ -92,7 +94,7 @@ class VllmServer:
             )
         try:
             self._wait_until_healthy()
-        except BaseException:  # also Ctrl-C: nothing may stay behind
+        except BaseException:  # on Ctrl-C as well: no process may be left behind
             self.kill()
             raise
 
@@ -140,14 +142,15 @@ class VllmServer:
         return Answer(usage["prompt_tokens"], cached, tuple(tokens), "".join(text), first - start)
 
     def complete(self, prompt: Sequence[int], max_tokens: int, **parameters: Any) -> dict[str, Any]:
-        """``/v1/completions`` for token ids: the choice of the answer, with ``token_ids``."""
+        """``/v1/completions`` for token ids: returns the choice of the response, with
+        ``token_ids``."""
         choice: dict[str, Any] = self.completion(prompt, max_tokens, **parameters)["choices"][0]
         return choice
 
     def completion(
         self, prompt: Sequence[int], max_tokens: int, **parameters: Any
     ) -> dict[str, Any]:
-        """The whole answer of ``complete``."""
+        """The whole response of ``complete``."""
         body = {
             "model": "tiny",
             "prompt": list(prompt),
@@ -174,15 +177,17 @@ class VllmServer:
         return dict(_parse_metrics(self.metrics_page()))
 
     def metrics_page(self) -> str:
-        """``/metrics`` as it is."""
+        """``/metrics`` as text."""
         return self._request("GET", "/metrics").decode()
 
     def nudge(self) -> None:
-        """A request of one token: the engine makes a step and reports what happened meanwhile."""
+        """Send a request of one token, so that the engine makes a step and reports what happened
+        meanwhile."""
         self.complete([0], max_tokens=1)
 
     def stop(self) -> None:
-        """SIGTERM, as an operator would; SIGKILL and ``ServerError`` after the deadline."""
+        """Stop the server with SIGTERM, as an operator would; after the deadline, with SIGKILL and
+        ``ServerError``."""
         if self._process.poll() is None:
             self._process.terminate()
             try:
@@ -190,23 +195,23 @@ class VllmServer:
             except subprocess.TimeoutExpired:
                 self.kill()
                 raise ServerError(
-                    f"no end {self._deadline_s} s after SIGTERM{self._log_text()}"
+                    f"the server did not end {self._deadline_s} s after SIGTERM{self._log_text()}"
                 ) from None
         self._kill_group()
 
     def kill(self) -> None:
-        """SIGKILL to the server and everything that it started."""
+        """Send SIGKILL to the server and all processes that it started."""
         self._kill_group()
         self._process.wait(self._deadline_s)
 
     def _kill_group(self) -> None:
-        with contextlib.suppress(ProcessLookupError):  # nothing is left
+        with contextlib.suppress(ProcessLookupError):  # no process is left
             os.killpg(self._process.pid, signal.SIGKILL)
 
     def _wait_until_healthy(self) -> None:
         end = time.monotonic() + self._deadline_s
         while True:
-            with contextlib.suppress(OSError, ServerError):  # not up yet
+            with contextlib.suppress(OSError, ServerError):  # not started yet
                 self._request("GET", "/health")
                 return
             if self._process.poll() is not None:
@@ -248,7 +253,7 @@ class VllmServer:
 
 
 def _parse_metrics(text: str) -> Iterator[tuple[str, float]]:
-    """Lines of the Prometheus text format: ``name{labels} value``."""
+    """Parses lines of the Prometheus text format: ``name{labels} value``."""
     for line in text.splitlines():
         if line.startswith("#") or not line.strip():
             continue

@@ -1,13 +1,13 @@
 """``./run demo --shared``: two real vLLM servers that share a Mooncake store.
 
 1. Plain vLLM answers a conversation: the reference for the tokens and the times.
-2. The first server with this project's connector computes it and stores it.
+2. The first server with this project's connector computes and stores the conversation.
 3. The second server, which has never seen it, restores it from the store.
 4. The store's master is killed: both servers still answer. It is started again, empty, and is used
    again.
 
-Exit code 0: all tokens and restored blocks equal, and the second server restored what the first had
-computed.
+Exit code 0 means: all tokens and restored blocks were equal, and the second server restored what
+the first had computed.
 """
 
 from __future__ import annotations
@@ -31,12 +31,13 @@ from demo.talk import (
 )
 
 HASH = "--prefix-caching-hash-algo=sha256_cbor"
-"""Equal in every process; vLLM's own choice may differ for equal content, which costs hits."""
+"""The hash algorithm is equal in every process; vLLM's default may hash equal content differently,
+which costs hits."""
 
 
 def connector_config(master: Master, folder: Path) -> dict[str, Any]:
-    """The ``--kv-transfer-config`` of both servers: a CPU tier above the store. Each finds the
-    digests of what the other computed in ``folder``."""
+    """The ``--kv-transfer-config`` of both servers: a CPU tier above the store. Through ``folder``,
+    each server finds the digests of the chunks that the other has computed."""
     return {
         "kv_connector": "KvTiersConnector",
         "kv_connector_module_path": "offload.connector",
@@ -52,7 +53,8 @@ def connector_config(master: Master, folder: Path) -> dict[str, Any]:
 
 
 def run_shared(model: Path, folder: Path, reference: Reference) -> tuple[list[Row], list[str], str]:
-    """The conversation on two servers, what went wrong, and one sentence on what was shown."""
+    """Run the conversation on two servers; return the rows, the problems, and one sentence about
+    what was shown."""
     rows: list[Row] = []
     with Master(folder / "master.log") as master:
         connector = connector_config(master, folder)
@@ -76,7 +78,7 @@ def run_shared(model: Path, folder: Path, reference: Reference) -> tuple[list[Ro
 
 
 def conclusion(rows: list[Row], compared: Compared) -> str:
-    """One sentence that says what was shown."""
+    """One sentence about what was shown."""
     found = sum(row.sources.disk for row in rows if row.phase == "second server")
     return (
         f"Shown: a second server restored {found:,} prompt tokens that only the first had "
@@ -86,7 +88,7 @@ def conclusion(rows: list[Row], compared: Compared) -> str:
 
 
 def _is_used_again(server: VllmServer) -> bool:
-    """New prompts until the tier's breakers have closed and it is written again."""
+    """Send new prompts until the tier's breakers have closed and it is written again."""
     end = time.monotonic() + DEADLINE_S
     before = _stored(server)
     number = 0

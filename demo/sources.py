@@ -14,7 +14,7 @@ STORED = "vllm:kvtiers_stored_chunks_total"
 
 @dataclass(frozen=True, slots=True)
 class Sources:
-    """Prompt tokens by where they came from. ``gpu`` is vLLM's own prefix cache."""
+    """Numbers of prompt tokens by source. ``gpu`` is vLLM's own prefix cache."""
 
     computed: int
     gpu: int
@@ -25,10 +25,10 @@ class Sources:
 def read_sources(
     server: VllmServer, before: Metrics, prompt_tokens: int, lower: str = "lmdb"
 ) -> Sources:
-    """The difference that one request of ``prompt_tokens`` made to the metrics.
+    """The difference in the metrics that one request of ``prompt_tokens`` made.
 
-    Metrics are published a moment after the answer, so this waits until all tokens of the prompt
-    are accounted for. Raises ``ServerError`` if they never are.
+    Metrics are published a moment after the answer, so this waits until every token of the prompt
+    is accounted for. Raises ``ServerError`` if that never happens.
     """
     end = time.monotonic() + DEADLINE_S
     nudges = 0
@@ -43,7 +43,8 @@ def read_sources(
         gpu = grown(BY_SOURCE, 'source="local_cache_hit"')
         external = grown(BY_SOURCE, 'source="external_kv_transfer"')
         cpu, disk = grown(LOADED, 'tier="cpu"'), grown(LOADED, f'tier="{lower}"')
-        own = computed + gpu + external - prompt_tokens  # of nudges, which have one token each
+        # subtracts the nudges, which have one token each
+        own = computed + gpu + external - prompt_tokens
         if 0 <= own <= nudges and cpu + disk >= external:
             return Sources(computed - own, gpu, cpu, disk)
         if time.monotonic() > end:

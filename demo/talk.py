@@ -1,4 +1,4 @@
-"""The demo's conversation, asked of plain vLLM for the reference and of servers with offloading."""
+"""Sends the demo's conversation to plain vLLM for the reference, and to servers with offloading."""
 
 from __future__ import annotations
 
@@ -29,15 +29,15 @@ PATIENT = {
     "lookup_timeout_s": 10,
     "break_even": False,
 }
-"""On a busy machine nothing is given up because it is late, and no load is left out because this
-small model computes faster than anything loads."""
+"""These settings ensure that on a busy machine nothing is given up because it is late, and that no
+load is skipped because this small model computes faster than anything loads."""
 Messages = list[dict[str, str]]
 
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One request with offloading. ``ttft_computed_s``: plain vLLM, nothing cached.
-    ``tokens_equal`` is None if the answers cannot be compared; see `compare`."""
+    """The result of one request with offloading. ``ttft_computed_s`` is the time of plain vLLM with
+    nothing cached. ``tokens_equal`` is None if the answers cannot be compared; see `compare`."""
 
     phase: str
     turn: int
@@ -50,8 +50,8 @@ class Row:
 
 @dataclass(frozen=True, slots=True)
 class Reference:
-    """The answers of plain vLLM to each turn: in the conversation, with its prefix cache warm, and
-    with an empty one."""
+    """The answers of plain vLLM to each turn: during the conversation, with its prefix cache warm,
+    and with its prefix cache empty."""
 
     requests: list[Messages]
     talk: list[Answer]
@@ -82,7 +82,7 @@ def run_reference(model: Path, log: Path) -> Reference:
 def compare(answer: Answer, wanted: Answer, has_failed: bool) -> bool | None:
     """True if the tokens are those of plain vLLM, False if not.
 
-    None if the answers differ in how many of their prompt's tokens were cached, or if a load
+    Returns None if the numbers of cached prompt tokens differ between the answers, or if a load
     failed: the rest was then computed in other pieces, by kernels whose last bits may differ.
     """
     if has_failed or answer.cached_tokens != wanted.cached_tokens:
@@ -91,10 +91,10 @@ def compare(answer: Answer, wanted: Answer, has_failed: bool) -> bool | None:
 
 
 CAPTION = (
-    "TTFT: time to the first token. A fresh engine answers its first requests slowly, whatever "
-    "they ask, because it prepares kernels for each size of input. So every engine was warmed up "
-    "with other texts of the same sizes; a first row that is slow all the same shows the rest. "
-    "Median: {restored_ms:.0f} ms where the prompt was restored, {computed_ms:.0f} ms where it was "
+    "TTFT: time to the first token. A fresh engine answers its first requests slowly because it "
+    "prepares kernels for each input size. So every engine was warmed up with other texts of the "
+    "same sizes; if the first row is slow all the same, some preparation was left. Median: "
+    "{restored_ms:.0f} ms where the prompt was restored, {computed_ms:.0f} ms where it was "
     "computed; a model this small computes almost for nothing."
 )
 TOKENS_EQUAL = {True: "yes", False: "[red]NO[/red]", None: "other hit"}
@@ -102,10 +102,10 @@ TOKENS_EQUAL = {True: "yes", False: "[red]NO[/red]", None: "other hit"}
 
 
 def warm_up(server: VllmServer, requests: list[Messages]) -> None:
-    """Ask everything with its text reversed, computed and then cached, before anything is measured.
+    """Send every text reversed, first computed and then cached, before anything is measured.
 
-    The first requests of a fresh engine are slow whatever they ask: kernels are prepared for each
-    size of input when it first comes up. Reversed texts have the same sizes and share no block.
+    The first requests of a fresh engine are slow, because it prepares kernels when it meets an
+    input size for the first time. Reversed texts have the same sizes and share no block.
     """
     for request in requests:
         mirrored = [{**message, "content": message["content"][::-1]} for message in request]
@@ -123,8 +123,8 @@ def ask_all(
     reset: bool,
     lower: str = "lmdb",
 ) -> list[Row]:
-    """Ask every request of the reference, with ``reset`` after emptying vLLM's own cache; ``lower``
-    is the tier below the CPU."""
+    """Send every request of the reference, each after calling ``reset`` to empty vLLM's own cache;
+    ``lower`` is the tier below the CPU."""
     rows = []
     for turn, request in enumerate(reference.requests):
         if reset:
@@ -163,13 +163,13 @@ def problems_of(rows: list[Row], compared: Compared) -> list[str]:
 
 
 def answers_shown(rows: list[Row]) -> str:
-    """The part of the last sentence that is about the tokens of these answers."""
+    """The part of the final sentence about the tokens of these answers."""
     equal = sum(row.tokens_equal is True for row in rows)
     if equal == len(rows):
         return "every answer has the tokens of vLLM without offloading"
     return (
-        f"the {equal} of {len(rows)} answers whose prompts were cached as far as without "
-        "offloading have the same tokens"
+        f"{equal} of {len(rows)} answers, those whose prompts had the same cached length as "
+        "without offloading, have the same tokens"
     )
 
 

@@ -1,11 +1,11 @@
 """A tiny Llama with random weights and a byte-level tokenizer, written in Hugging Face format.
 
-Real enough for vLLM (config, safetensors, tokenizer, chat template), a few MiB, made in about a
-second without a download, the same bytes for the same seed.
+It is real enough for vLLM (config, safetensors, tokenizer, chat template), has a few MiB, takes
+about a second to make without a download, and has the same bytes for the same seed.
 
 The weights have unit gain (standard deviation fan_in^-0.5), query and key projections twice that,
-embeddings 0.5. Plain random weights give an output that hardly depends on the prefix; with
-these, attention is peaked and a wrong cached block changes the log-probabilities, often the tokens.
+embeddings 0.5. With plain random weights the output hardly depends on the prefix; with these,
+attention is peaked, and a wrong cached block changes the log-probabilities and often the tokens.
 """
 
 from __future__ import annotations
@@ -117,8 +117,8 @@ def write_tokenizer(folder: Path, max_positions: int) -> None:
 
 
 def mute_unprintable(head: npt.NDArray[np.float32]) -> None:
-    """Zero the rows of an output matrix ``[vocab, hidden]`` that are no printable character, so
-    that greedy text can be read and no end token stops it. Modifies ``head``."""
+    """Zero the rows of an output matrix ``[vocab, hidden]`` that do not stand for printable
+    characters, so that greedy text can be read and no end token stops it. Modifies ``head``."""
     printable = byte_ids("".join(chr(code) for code in range(32, 127)))
     mask = np.ones(head.shape[0], dtype=bool)
     mask[printable] = False

@@ -1,8 +1,8 @@
-"""A custom eviction policy: judged in the simulator, then at work in a real vLLM server.
+"""A custom eviction policy, first judged in the simulator and then used in a real vLLM server.
 
 Run from a checkout with vLLM: ``python examples/custom_policy.py``. It simulates the policy, starts
 a server with a tiny model whose CPU and LMDB tiers both use it, holds several conversations, and
-shows what came back from which tier. Takes about a minute on a CPU.
+shows what came back from which tier. This takes about a minute on a CPU.
 """
 
 from __future__ import annotations
@@ -99,8 +99,8 @@ def in_the_simulator() -> None:
 
 
 def in_a_server(folder: Path) -> bool:
-    """Serve with it; return True if it chose victims, and prompts came back from the disk with the
-    bytes that were computed."""
+    """Serve with the policy; return True if it chose victims and prompts were restored from the
+    disk with the bytes that were computed."""
     policy = "examples.custom_policy:EndedFirstPolicy"
     connector = {
         "kv_connector": "KvTiersConnector",
@@ -118,7 +118,7 @@ def in_a_server(folder: Path) -> bool:
             ],
             "verify": "device",  # compares every loaded block with what was computed
         }
-        | PATIENT,  # a busy machine loses no block
+        | PATIENT,  # no block is lost on a busy machine
     }
     flags = (
         "--enforce-eager",

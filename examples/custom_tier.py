@@ -1,11 +1,11 @@
-"""One tier of your own: records in a SQLite file, below the CPU tier.
+"""A custom tier: keeps records in a SQLite file, below the CPU tier.
 
 Run: ``python examples/custom_tier.py``. It offloads ten blocks to a CPU tier that holds six, with
 this tier below it, forgets the blocks, restores all ten, and finds them again after a restart.
 
-It keeps the contract of ``tiers/testing/__init__.py`` in a hundred lines: one thread, one
-transaction per call. It is an example and no fast tier: SQLite copies every payload twice and syncs
-every write.
+It fulfils the contract of ``tiers/testing/__init__.py`` in a hundred lines, with one thread and one
+transaction per call. It is an example and not a fast tier: SQLite copies every payload twice and
+syncs every write.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ class SqliteTier(Tier):
         self._epoch = self._used_bytes = 0
 
     def footprint_bytes(self, payload_bytes: int) -> int:
-        return payload_bytes + 1024  # the header, the key and the row
+        return payload_bytes + 1024  # the header, the key and the row number
 
     async def open(self) -> TierInfo:
         self._thread = DaemonThreads("sqlite-tier", 1)
@@ -117,7 +117,7 @@ class SqliteTier(Tier):
         if len(payload) != into.nbytes:
             return ReadOutcome.CORRUPT
         np.copyto(into, np.frombuffer(payload, np.uint8))
-        # Verified where it will be used, after the last copy.
+        # Verified in the buffer where it will be used, after the last copy.
         good = verify(header, self._identity, key, self._epoch, into)
         return ReadOutcome.OK if good else ReadOutcome.CORRUPT
 
@@ -168,8 +168,8 @@ class SqliteTier(Tier):
         return self._file.execute(statement, values).fetchall()
 
     async def _call(self, function: Callable[[], T]) -> T:
-        """``function`` in the thread and in a transaction. What the file cannot do any more is an
-        error of the tier."""
+        """Run ``function`` in the thread and in a transaction. If the file fails, the tier raises
+        an error."""
         if self._thread is None:
             raise TierClosedError("the SQLite tier is not open")
         return await settled(self._thread.run(self._in_transaction, function))
@@ -197,7 +197,7 @@ BLOCKS, PAGE_BYTES = 32, 8192
 
 
 async def main(folder: Path) -> bool:
-    """Offload, forget, restore, twice; returns whether every byte came back."""
+    """Offload, forget and restore, twice; return whether every byte was restored."""
     caches = {"layers.0": torch.empty((BLOCKS, PAGE_BYTES), dtype=torch.uint8)}
     layout = SimpleConfig(BLOCKS, (SimpleGroup(("layers.0",), SimpleSpec(16, PAGE_BYTES)),))
     config = {"cpu": {"capacity": 8 * PAGE_BYTES, "policy": "lru"}, "staging": 2 * PAGE_BYTES}

@@ -1,4 +1,4 @@
-"""Offload and restore KV blocks in one process, without vLLM.
+"""Offloads and restores KV blocks in one process, without vLLM.
 
 Run: ``python examples/inprocess.py``. It makes a small KV cache, offloads ten blocks to a CPU tier
 that holds six, with an LMDB tier below it, forgets the blocks, and restores all ten.
@@ -18,7 +18,7 @@ BLOCKS, BLOCK_TOKENS, PAGE_BYTES = 32, 16, 8192
 
 
 async def main() -> None:
-    """Offload, forget, restore."""
+    """Offload, forget and restore blocks."""
     layers = ("layers.0", "layers.1")
     kv_caches = {name: torch.empty((BLOCKS, PAGE_BYTES), dtype=torch.uint8) for name in layers}
     spec = SimpleSpec(BLOCK_TOKENS, PAGE_BYTES)

@@ -15,7 +15,7 @@ MIB = 1 << 20
 GIB = 1 << 30
 TIB = 1 << 40
 SIZE_MAX = 1 << 60
-"""1 EiB: more than any machine has, small enough for every signed 64-bit field below."""
+"""1 EiB: more than any machine has, and small enough for all signed 64-bit fields."""
 
 _PREFIXES = "KMGTPE"
 _UNITS = {"b": 1}
@@ -27,10 +27,10 @@ _SIZE = re.compile(r"([0-9]{1,30}(?:\.[0-9]{1,30})?) ?([a-z]*)", re.IGNORECASE |
 
 
 def parse_size(value: object) -> int:
-    """Bytes from an integer or a text such as ``"8GiB"``; a fraction of a byte is cut off.
+    """Bytes from an integer or a text such as ``"8GiB"``; a fraction of a byte is discarded.
 
-    Raises ``ValueError`` whose text says what is wrong and, after the first period, how to write
-    it. Zero is allowed; the caller checks whether it makes sense.
+    Raises ``ValueError`` whose text describes the problem and, after the first period, the remedy.
+    Zero is allowed; the caller checks whether it makes sense.
     """
     if isinstance(value, int) and not isinstance(value, bool):
         size = value

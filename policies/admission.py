@@ -1,4 +1,5 @@
-"""Admission policies: which chunks may enter a tier. For tiers whose writes are expensive."""
+"""Admission policies: which chunks may enter a tier. They are for tiers whose writes are
+expensive."""
 
 from __future__ import annotations
 
@@ -39,7 +40,7 @@ class SecondUse(AdmissionPolicy):
 
 
 class FrequencyAdmission(AdmissionPolicy):
-    """Admits a chunk that was offered at least ``uses`` times lately.
+    """Admits a chunk that was offered at least ``uses`` times recently.
 
     A sketch for about ``width`` keys counts the offers. It needs 8 bytes per key, while
     ``SecondUse`` needs the keys themselves.
@@ -60,7 +61,7 @@ class FrequencyAdmission(AdmissionPolicy):
 class WriteBudget(AdmissionPolicy):
     """Admits at most ``bytes_per_s`` on average and ``burst_bytes`` at once (a token bucket).
 
-    It protects a disk's endurance. Where the budget binds, there are fewer hits.
+    It protects a disk's endurance. If the budget limits writes, there are fewer hits.
     """
 
     def __init__(

@@ -1,8 +1,8 @@
 """The interface of eviction and admission policies.
 
-A policy orders keys. It owns no slots, pins or bytes: the index asks it for victims, decides,
-and then calls ``remove``. Policies are synchronous, single-threaded, and deterministic given
-their options; no call may take more than O(log n) per key.
+A policy orders keys. It owns no slots, pins or bytes: the index requests victims from it, decides,
+and then calls ``remove``. Policies are synchronous, single-threaded, and deterministic given their
+options; no call may take more than O(log n) per key.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ def free_among(evictable: Callable[[Key], bool], keys: Sequence[Key]) -> Sequenc
 
 def hints_among(infos: Sequence[EntryInfo]) -> Iterable[Mapping[str, Any]]:
     """Return the hints of ``infos``, without empty ones. If ``infos`` has a method ``hints()``, one
-    call of it replaces a look at each."""
+    call of it replaces an access to each."""
     hints: Callable[[], Iterable[Mapping[str, Any]]] | None = getattr(infos, "hints", None)
     return hints() if hints is not None else filter(None, map(attrgetter("hints"), infos))
 
@@ -69,8 +69,8 @@ class EvictionPolicy(ABC):
     spread the work for a long request over several steps."""
 
     def __init_subclass__(cls) -> None:
-        """Keep overrides effective: a subclass that overrides ``insert`` but not ``insert_all``
-        (or ``remove`` but not ``remove_all``) gets every key one by one."""
+        """Keep overrides effective: if a subclass overrides ``insert`` but not ``insert_all`` (or
+        ``remove`` but not ``remove_all``), it gets every key one by one."""
         for one, many in (("insert", "insert_all"), ("remove", "remove_all")):
             first = next(c for c in cls.__mro__ if {one, many} & vars(c).keys())
             if many not in vars(first):
@@ -82,7 +82,7 @@ class EvictionPolicy(ABC):
 
     def insert_all(self, keys: Collection[Key], infos: Sequence[EntryInfo]) -> None:
         """Insert many keys, one after the other. After a restart ``keys`` is a dict, which the
-        policy may keep. Override it if many keys at once are faster."""
+        policy may keep. Override this if inserting many keys at once is faster."""
         for key, info in zip(keys, infos, strict=True):
             self.insert(key, info)
 
@@ -91,11 +91,12 @@ class EvictionPolicy(ABC):
         """Note one request's use of these keys, given in prefix order (head first).
 
         The policy ignores keys that are not members; a key may occur twice. The first touch of a
-        key after its insertion belongs to the insertion: it orders the key and is no reuse.
+        key after its insertion belongs to the insertion: it orders the key and does not count as a
+        reuse.
         """
 
     def advise(self, keys: Sequence[Key], hints: Mapping[str, Any]) -> None:  # noqa: B027  # optional on purpose
-        """Take the hints of a request that has ended. ``keys`` are its keys in prefix order.
+        """Receive the hints of a request that has ended. ``keys`` are its keys in prefix order.
 
         ``policies.hints`` lists the names. The default ignores hints. Keys that are not members
         have no effect.
@@ -103,7 +104,7 @@ class EvictionPolicy(ABC):
 
     @abstractmethod
     def victims(self, count: int, evictable: Callable[[Key], bool]) -> list[Key]:
-        """Name at most ``count`` distinct members for which ``evictable`` holds, worst first.
+        """Name at most ``count`` distinct members for which ``evictable`` is true, worst first.
 
         They stay members: the caller removes those that it evicts.
         """
@@ -113,13 +114,14 @@ class EvictionPolicy(ABC):
         """Remove a member; ignore an unknown key."""
 
     def remove_all(self, keys: Sequence[Key], cause: RemoveCause) -> None:
-        """Remove many members, one after the other. Override it if many at once are faster."""
+        """Remove many members, one after the other. Override this if removing many keys at once is
+        faster."""
         for key in keys:
             self.remove(key, cause)
 
     def use_clock(self, clock: Callable[[], float]) -> None:  # noqa: B027  # optional on purpose
-        """Take the time from ``clock``, which returns monotonic seconds: the simulator's. Override
-        it in a policy that depends on the time; others ignore it."""
+        """Use ``clock``, which returns monotonic seconds, for the time; the simulator passes its
+        own. Override this in a policy that depends on the time; other policies ignore it."""
 
     @abstractmethod
     def clear(self) -> None:
@@ -138,4 +140,4 @@ class AdmissionPolicy(ABC):
         """Return True if the tier is to store this key now. May count the attempt."""
 
     def use_clock(self, clock: Callable[[], float]) -> None:  # noqa: B027  # optional on purpose
-        """Take the time from ``clock``, as ``EvictionPolicy.use_clock`` does."""
+        """Use ``clock`` for the time, as in ``EvictionPolicy.use_clock``."""

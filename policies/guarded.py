@@ -1,9 +1,9 @@
-"""Contains a faulty policy, so that it costs hits and never an answer.
+"""Contains a faulty policy, so that it costs hits but never affects an answer.
 
-The guard watches every call. It replaces a policy for good by LRU over the same members if the
+The guard watches every call. It replaces a policy permanently by LRU over the same members if the
 policy raises (or calls ``sys.exit``), is slow, names keys that it must not name, or withholds
-victims. The guard counts and logs that once, and reports it to ``on_fault``. What a policy does
-never makes the guard raise.
+victims. The guard counts and logs that once, and reports it to ``on_fault``. No behaviour of the
+policy makes the guard raise.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from policies.eviction.lru import LruPolicy
 logger = logging.getLogger(__name__)
 
 _WINDOW_KEYS = 4096
-"""After each such number of keys the guard judges the mean time per key."""
+"""After this number of keys, the guard judges the mean time per key."""
 _MEMORY_KEYS = 1 << 17
 """The guard forgets a slow call after this many further keys."""
 _WAIT_S = 0.005
@@ -33,9 +33,9 @@ _WAITS_MAX = 16
 class GuardedPolicy(EvictionPolicy):
     """Passes calls on to a policy, and on to LRU once the policy has made a mistake.
 
-    ``members`` is a live view of the tier's resident keys. The tier takes a key out of it before
-    it calls ``remove`` or ``clear``, and adds a key before it calls ``insert``. Without
-    ``members`` the guard keeps its own set.
+    ``members`` is a live view of the tier's resident keys. The tier removes a key from it before it
+    calls ``remove`` or ``clear``, and adds a key before it calls ``insert``. Without ``members``
+    the guard keeps its own set.
 
     One call may take ``call_budget_s`` plus ``key_budget_s`` of the thread's processor time per
     key, and the mean per key must not exceed ``key_budget_s``. A garbage collection during a call
@@ -89,7 +89,7 @@ class GuardedPolicy(EvictionPolicy):
 
     @property
     def takes_parts(self) -> bool:  # type: ignore[override]  # changes with a fault
-        """True if the policy in charge takes parts."""
+        """True if the policy in charge accepts parts."""
         return self._active.takes_parts
 
     def insert(self, key: Key, info: EntryInfo) -> None:
@@ -114,10 +114,10 @@ class GuardedPolicy(EvictionPolicy):
         wall_s, cpu_s = self._wall_clock(), self._cpu_clock()
         try:
             names = self._active.victims(count, evictable)
-            cpu_s = self._cpu_clock() - cpu_s  # without the guard's own look at the names
+            cpu_s = self._cpu_clock() - cpu_s  # without the guard's own check of the names
             wall_s = self._wall_clock() - wall_s
             fault = self._wrong(names, count, evictable)
-        except (Exception, SystemExit) as error:  # containing it is this class's purpose
+        except (Exception, SystemExit) as error:  # containing any exception is this class's purpose
             fault = f"victims raised {error!r}"
         if fault:
             self._fall_back(fault)
@@ -148,14 +148,15 @@ class GuardedPolicy(EvictionPolicy):
 
     def _call(self, name: str, keys: int | None, *arguments: Any) -> Any:
         """Pass a call on to the policy in charge. It is charged for ``keys`` keys; ``None`` means
-        that its time does not count. If it raises, LRU takes over and gets the call too, which
-        does no harm: ``members``, from which LRU starts, already has what was inserted and no
-        longer has what was removed."""
+        that its time does not count. If it raises, LRU takes over and gets the call too. This does
+        no harm: LRU starts from ``members``, which already contains what was inserted and no longer
+        contains what was removed."""
         if not self.faults:
             wall_s, cpu_s = self._wall_clock(), self._cpu_clock()
             try:
                 result = getattr(self._active, name)(*arguments)
-            except (Exception, SystemExit) as error:  # containing it is this class's purpose
+            except (Exception, SystemExit) as error:
+                # containing any exception is this class's purpose
                 self._fall_back(f"{name} raised {error!r}")
             else:
                 if keys is not None:
@@ -165,7 +166,7 @@ class GuardedPolicy(EvictionPolicy):
         return getattr(self._active, name)(*arguments)
 
     def _wrong(self, names: object, count: int, evictable: Callable[[Key], bool]) -> str:
-        """Say what is wrong with these victims; empty if nothing is."""
+        """Describe what is wrong with these victims; empty if nothing is."""
         if not isinstance(names, list) or len(names) > count:
             return f"victims({count}) returned {_brief(names)}"
         if len(set(names)) != len(names):
@@ -205,7 +206,7 @@ class GuardedPolicy(EvictionPolicy):
                 self._note_slow(f"took {mean_s * 1e6:.0f} us of processor time per key on average")
 
     def _note_slow(self, what: str) -> None:
-        """Replace the policy if it was slow ``patience`` times lately."""
+        """Replace the policy if it was slow ``patience`` times recently."""
         now = self._passed + self._keys
         self._slow_at.append(now)
         often = len(self._slow_at) == self._patience
@@ -233,7 +234,8 @@ class GuardedPolicy(EvictionPolicy):
 def contained(
     policy: EvictionPolicy, tier: str, members: Collection[Key] | None = None
 ) -> EvictionPolicy:
-    """Wrap a policy in a guard that names this tier in the log. Our plain LRU needs no guard."""
+    """Wrap a policy in a guard that names this tier in the log. Plain LRU from this package needs
+    no guard."""
     if type(policy) is LruPolicy:
         return policy
     return GuardedPolicy(policy, members=members, tier=tier)

@@ -1,6 +1,6 @@
 """Types and ranges of a policy's options, and the check of the options that a user gives.
 
-A constructor declares them where it names the option:
+A constructor declares them in the annotation of the option:
 
     def __init__(self, protected_share: Annotated[float, Range(0, 1)] = 0.8) -> None: ...
 
@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 
 
 class Range(NamedTuple):
-    """The bounds of an option: from ``low``, or with ``above`` from anything more, to ``high``."""
+    """The bounds of an option: from ``low`` (or above ``above``) to ``high``."""
 
     low: float
     high: float = math.inf
@@ -48,7 +48,8 @@ _NAMES: dict[type, str] = {
 
 
 def wrong_options(made: type, options: Mapping[str, Any]) -> list[WrongOption]:
-    """Check options against a class's constructor; return everything that is wrong."""
+    """Check options against a class's constructor; return a description of everything that is
+    wrong."""
     hints = _hints_of(made)
     found = []
     for name, value in options.items():
@@ -70,7 +71,7 @@ def _hints_of(made: type) -> dict[str, tuple[type, Range | None]]:
     """Return the types and ranges that the constructor declares and that can be checked."""
     try:
         hints = typing.get_type_hints(made.__init__, include_extras=True)  # type: ignore[misc]  # the class is only asked
-    except Exception:  # names that are not there at run time, or no annotations at all
+    except Exception:  # names that do not exist at run time, or no annotations at all
         return {}
     found: dict[str, tuple[type, Range | None]] = {}
     for name, hint in hints.items():

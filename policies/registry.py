@@ -7,8 +7,8 @@ Other packages offer a policy under a short name with an entry point in the grou
     mine = "my_package.my_policy:MyPolicy"
 
 A spec is ``"lru"``, ``"my_package.my_policy:MyPolicy"``, or a mapping ``{"name": <one of these>}``
-whose other items are the options of the class's constructor. Built-in names come first, so that
-no installed package can replace ``lru``.
+whose other items are the options of the class's constructor. Built-in names take precedence, so
+that no installed package can replace ``lru``.
 """
 
 from __future__ import annotations
@@ -31,7 +31,8 @@ ADMISSION_GROUP = "kvtiers.admission"
 
 DEFAULT_CPU_POLICY = "adaptive"
 DEFAULT_TIER_POLICY = "lru"
-"""Lower tiers: the upper policy only moves hits between the levels, so the disk keeps plain LRU."""
+"""The default of lower tiers: the policy above only moves hits between the levels, so the disk
+keeps plain LRU."""
 
 _POLICIES = {
     "lru": "policies.eviction.lru:LruPolicy",
@@ -119,7 +120,8 @@ def _make(spec: Spec, base: type[P], noun: str, builtin: Mapping[str, str], grou
         return found(**options)
     except KeyboardInterrupt:
         raise
-    except BaseException as error:  # whatever a foreign constructor raises is a bad option here
+    except BaseException as error:
+        # any exception of a third-party constructor means a bad option here
         raise PolicyOptionError(
             f'{noun} "{name}" cannot be made with {_show(options)}: {_reason(error)}. '
             f"{_takes(found)}"
@@ -150,7 +152,7 @@ def _find(name: str, noun: str, builtin: Mapping[str, str], group: str) -> Any:
             return point.load()
         except KeyboardInterrupt:
             raise
-        except BaseException as error:  # a foreign module may raise anything when imported
+        except BaseException as error:  # a third-party module may raise anything when imported
             raise PolicyImportError(
                 f'cannot import {noun} "{name}" ({point.value}): {_reason(error)}.'
             ) from error
@@ -168,7 +170,7 @@ def _load(path: str, noun: str) -> Any:
         module = importlib.import_module(module_name)
     except KeyboardInterrupt:
         raise
-    except BaseException as error:  # a foreign module may raise anything when imported
+    except BaseException as error:  # a third-party module may raise anything when imported
         raise PolicyImportError(f'cannot import {noun} "{path}": {_reason(error)}.') from error
     found = getattr(module, class_name, None)
     if found is None:
@@ -211,7 +213,7 @@ def _option_names(found: type) -> list[str]:
     """Constructor parameters; ``"**"`` stands for any."""
     try:
         parameters: Sequence[inspect.Parameter] = list(inspect.signature(found).parameters.values())
-    except (TypeError, ValueError):  # written in C, or with a broken __signature__
+    except (TypeError, ValueError):  # written in C, or with an invalid __signature__
         return ["**"]
     if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
         return ["**"]

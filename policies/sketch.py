@@ -1,4 +1,4 @@
-"""A frequency sketch: how often a key was seen lately, in eight bytes per key.
+"""A frequency sketch: how often a key was seen recently, in eight bytes per key.
 
 G. Cormode, S. Muthukrishnan, "An improved data stream summary: the count-min sketch and its
 applications", J. Algorithms 55(1), 2005; with 4-bit counts that are halved from time to time, as
@@ -24,7 +24,8 @@ def stable_hash(key: Key) -> int:
 
 
 class FrequencySketch:
-    """Two rows of counts up to 15 for about ``width`` keys; never counts too few until aged.
+    """Two rows of counts up to 15 for about ``width`` keys; a count is never too low until it has
+    been halved.
 
     After ``10 * width`` additions all counts are halved. Rows have four places per key.
     """
@@ -54,7 +55,8 @@ class FrequencySketch:
         return count
 
     def estimate(self, key: Key) -> int:
-        """Estimate how often the key was added lately, up to 15. Collisions raise the estimate."""
+        """Estimate how often the key was added recently, up to 15. Collisions raise the
+        estimate."""
         mixed = stable_hash(key)
         one, two = self._one[mixed >> 20 & self._mask], self._two[mixed >> 36 & self._mask]
         return one if one < two else two

@@ -56,7 +56,7 @@ CONTRACTS = {"policies.testing": ("PolicyContract", "synthetic_trace"), "policie
 
 
 HIDDEN = "Use ``open``"
-"""Constructors whose docstring begins with this are private."""
+"""Constructors whose docstring begins like this are private."""
 
 Function = ast.FunctionDef | ast.AsyncFunctionDef
 
@@ -71,7 +71,7 @@ class Entry(NamedTuple):
 
     @property
     def key(self) -> tuple[str, str]:
-        """Equal for two names of one object."""
+        """A key that is equal for two names of one object."""
         return self.module, self.name
 
 
@@ -95,7 +95,7 @@ def public_names(module: str) -> list[str]:
 
 
 def find(module: str, name: str) -> Entry:
-    """Where a name is defined, followed through imports. Raises ``LookupError``."""
+    """The place where a name is defined, followed through imports. Raises ``LookupError``."""
     tree = tree_of(module)
     for node, after in with_next(tree.body):
         if isinstance(node, ast.ClassDef | Function) and node.name == name:
@@ -110,7 +110,7 @@ def find(module: str, name: str) -> Entry:
 
 
 def with_next(body: list[ast.stmt]) -> Iterator[tuple[ast.stmt, ast.stmt | None]]:
-    """Each statement and the one that follows it."""
+    """Each statement with the statement that follows it."""
     yield from zip(body, [*body[1:], None], strict=True)
 
 
@@ -122,7 +122,7 @@ def assigned(node: ast.stmt) -> list[str]:
 
 
 def string_of(node: ast.stmt | None) -> str:
-    """The text of a statement that is only a string; empty for any other."""
+    """The text of a statement that is only a string; empty for any other statement."""
     value = node.value if isinstance(node, ast.Expr) else None
     if isinstance(value, ast.Constant) and isinstance(value.value, str):
         return inspect.cleandoc(value.value)
@@ -191,7 +191,7 @@ def inherited(entry: Entry) -> set[str]:
         try:
             plain = base.value if isinstance(base, ast.Subscript) else base
             parent = find(entry.module, ast.unparse(plain))
-        except (LookupError, OSError):  # of another library
+        except (LookupError, OSError):  # defined in another library
             continue
         if isinstance(parent.node, ast.ClassDef):
             found |= {item.name for item in parent.node.body if isinstance(item, Function)}

@@ -17,7 +17,7 @@ PICTURE = DOCS / "architecture.svg"
 
 WIDTH, MARGIN, GAP = 1180, 20, 14
 COLUMN_GAP = 110
-"""Between the two processes; the plans and reports pass through it."""
+"""Gap between the two processes, through which plans and reports pass."""
 FRAME_HEAD, BOX_HEAD, LINE, ROW_GAP = 34, 21, 14, 22
 CHARACTER = 6.1  # width of a character of the small type
 COLOURS = {"offload": "#e8f0fb", "tiers": "#e9f6ec", "policies": "#fdf3e1", "bench": "#f1f1f1"}
@@ -37,7 +37,7 @@ def wrapped(text: str, width: float) -> list[str]:
 
 
 def place_row(row: list[list[str]], left: float, top: float, width: float) -> list[Box]:
-    """The boxes of one row, equally wide and equally high."""
+    """The boxes of one row, with equal widths and heights."""
     each = (width - GAP * (len(row) - 1)) / len(row)
     texts = [(wrapped(names, each), wrapped(text, each)) for names, text in row]
     height = max(BOX_HEAD + LINE * (len(head) - 1 + len(text)) + 8 for head, text in texts)
@@ -65,7 +65,7 @@ def draw_box(box: Box) -> list[str]:
 def draw_frame(
     frame: dict[str, Any], left: float, top: float, width: float
 ) -> tuple[list[str], list[Box]]:
-    """The frame's drawing and its boxes, the last of which ends where the frame does."""
+    """The drawing of a frame and its boxes; the last box ends where the frame does."""
     boxes = list[Box]()
     y = top + FRAME_HEAD
     for row in frame["rows"]:
@@ -83,8 +83,8 @@ def draw_frame(
 
 
 def draw_arrow(start: Box, end: Box, label: str, shift: float, at: float | None) -> list[str]:
-    """Straight down between rows, or across between the processes with its label above. ``at``
-    is the share of the upper box's width where an arrow begins that must not cross a box."""
+    """An arrow straight down between rows, or across between the processes with its label above.
+    ``at`` is the share of the upper box's width where an arrow begins that must not cross a box."""
     if abs(start.top - end.top) < 1:
         right = start.left < end.left
         x1 = start.left + start.width if right else start.left

@@ -1,4 +1,5 @@
-"""Lint the prose: Markdown, docstrings, comments and messages, against the list in ``prose.toml``.
+"""Checks the prose (Markdown, docstrings, comments and messages) against the list in
+``prose.toml``.
 
 python scripts/prose.py            # every finding; fails if there is one
 python scripts/prose.py offload    # only in these files and folders
@@ -25,7 +26,7 @@ MESSAGES_IN = ("offload", "tiers", "policies", "bench", "demo")
 """Folders whose string literals are prose too: errors, log lines, help."""
 MESSAGE_WORDS_MIN = 3
 UNREAD = ("bench/results/", "docs/reference/api.md")
-"""Markdown that is generated: results, and docstrings that are read in the source."""
+"""Generated Markdown: results, and docstrings that are checked in the source."""
 
 
 class Text(NamedTuple):
@@ -45,7 +46,7 @@ class Finding(NamedTuple):
 
 
 def without_code(text: str) -> str:
-    """The text with code spans and the targets of links blanked out; lines stay lines."""
+    """The text with code spans and link targets blanked out; line breaks stay."""
     text = re.sub(r"(`{1,2})(?!`).+?\1", lambda m: re.sub(r"[^\n]", "x", m[0]), text, flags=re.S)
     return re.sub(r"\]\([^)\n]*\)", "]", text)
 
@@ -90,7 +91,7 @@ def python_texts(source: str, *, messages: bool) -> Iterator[Text]:
 
 
 def docstring_prose(text: str, *, margin: int) -> str:
-    """The docstring without examples, which are indented deeper than it; lines stay lines."""
+    """The docstring without examples, which are indented deeper; line breaks stay."""
     deeper = " " * (margin + 4)
     return "\n".join("" if line.startswith(deeper) else line for line in text.splitlines())
 
@@ -118,7 +119,7 @@ def tracked(suffixes: tuple[str, ...]) -> list[str]:
     listed = subprocess.run(
         ["git", "ls-files", "-co", "--exclude-standard"], cwd=ROOT, capture_output=True, text=True
     )
-    if listed.returncode:  # an unpacked archive
+    if listed.returncode:  # not a git checkout: an unpacked archive
         files = [p for f in (*PYTHON, "docs") for p in (ROOT / f).rglob("*")] + [*ROOT.iterdir()]
         names = [p.relative_to(ROOT).as_posix() for p in files]
     else:

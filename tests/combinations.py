@@ -1,11 +1,11 @@
-"""The tests that run again with another version of vLLM, or under Model Runner V2.
+"""Selects the tests that run again with another version of vLLM, or under Model Runner V2.
 
     python -m tests.combinations 0.33 v2    # the arguments for pytest
     python -m tests.combinations --table    # the table of docs/testing.md
 
-The quick tests are those that import vLLM. Under V2 only those count that a model runner has a
-part in. Of the tests on real engines each combination runs a few, all of them together each kind
-of KV cache, drafts, preemption, a kill and two ranks.
+The quick tests are those that import vLLM. Under V2, only those count in which a model runner takes
+part. Each combination runs a few of the tests on real engines. Together, these cover each kind of
+KV cache, drafts, preemption, a kill and two ranks.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ ENGINES: dict[tuple[str, str], dict[str, str]] = {
         f"{KIND}[qwen3_next]": "Gated DeltaNet states, whose blocks V2 zeroes before it says so",
     },
 }
-"""The tests on real engines, and what each is for."""
+"""The tests on real engines, and the purpose of each."""
 
 
 def quick_files(runner: str) -> list[str]:
@@ -43,7 +43,7 @@ def arguments(version: str, runner: str) -> list[str]:
 
 
 def table() -> str:
-    """The combinations in Markdown."""
+    """The combinations as a Markdown table."""
     lines = ["| vLLM | runner | real engines |", "|---|---|---|"]
     lines.append("| 0.32 | V1 | all of them |")
     for (version, runner), engines in ENGINES.items():

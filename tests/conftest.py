@@ -18,25 +18,26 @@ from tests import model_runner, order, processor
 processor.pretend()
 model_runner.pretend()
 
-# A shell that starts the tests in the background of a script lets them ignore Ctrl-C. Processes
-# that tests interrupt would inherit that.
+# If a script's shell starts the tests in the background, they ignore Ctrl-C. Processes that tests
+# interrupt would inherit that, so it is undone here.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
-# The GPU tests run on machines that have little more than torch.
+# The GPU tests run on machines with little more than torch.
 with contextlib.suppress(ImportError):
     import hypothesis
 
-    # No time limits for single examples: machines are busy. The blob repeats a failure anywhere.
+    # No time limits for single examples, because machines are busy. The printed blob repeats a
+    # failure on any machine.
     hypothesis.settings.register_profile("kvtiers", deadline=None, print_blob=True)
     hypothesis.settings.load_profile("kvtiers")
 
 WRITTEN_BYTES = 8 << 30
-"""An upper bound of the space that the files of one run take at a time."""
+"""An upper bound of the space that the files of one run need at a time."""
 
 
 def pytest_sessionstart(session: pytest.Session) -> None:
-    """End the run before its first test if a disk tier would not fit."""
+    """End the run before its first test if the files of a disk tier would not fit."""
     folder = session.config.getoption("basetemp") or tempfile.gettempdir()
     place = Path(folder) if Path(folder).exists() else Path(folder).parent
     disk = shutil.disk_usage(place)
@@ -63,13 +64,14 @@ def pytest_collection_finish() -> None:
 
 
 def pytest_unconfigure() -> None:
-    """Unfreeze them: nanobind reports objects that are frozen at the end as leaks."""
+    """Unfreeze them, because nanobind reports objects that are still frozen at exit as leaks."""
     gc.unfreeze()
 
 
 @pytest.fixture(autouse=True)
 def _loggers_as_they_were() -> Iterator[None]:
-    """A connector that is made in the test process sends our log lines to vLLM's handlers."""
+    """Restore our loggers, because a connector created in the test process sends our log lines to
+    vLLM's handlers."""
     ours = [logging.getLogger(name) for name in ("offload", "tiers", "policies")]
     before = [(list(logger.handlers), logger.propagate, logger.level) for logger in ours]
     yield

@@ -22,7 +22,7 @@ def alert_rules() -> list[Any]:
 
 
 def queries() -> Iterator[tuple[str, str]]:
-    """Where each query stands, and the query."""
+    """The place of each query, and the query."""
     for panel in dashboard()["panels"]:
         for target in panel.get("targets", ()):
             yield f"panel {panel['title']}", target["expr"]

@@ -1,4 +1,4 @@
-"""The imports of this project's code, read from its sources."""
+"""Reads the imports of this project's code from its source."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def tree_of(path: Path) -> ast.Module:
 
 
 def without_type_checking(tree: ast.AST) -> Iterator[ast.AST]:
-    """All nodes but those under ``if TYPE_CHECKING:``, which is never run."""
+    """All nodes except those under ``if TYPE_CHECKING:``, which never run."""
     stack = [tree]
     while stack:
         node = stack.pop()
@@ -63,8 +63,8 @@ def modules_imported(path: Path, modules: Container[str]) -> set[str]:
 
 
 def files_that_import(package: str, *folders: str) -> list[Path]:
-    """Test files below ``tests`` that import something of ``package``, or code of these folders
-    that does, however far away and however late."""
+    """Test files below ``tests`` that import something from ``package``, directly or through other
+    modules of these folders, including imports inside functions."""
     modules = {_module(path): path for path in python_files(*folders)}
     direct = {name: set(imports_of(path)) for name, path in modules.items()}
     tests = [name for name, path in modules.items() if path.name.startswith("test_")]

@@ -1,5 +1,5 @@
-"""In which order files are tested when several processes share them: what takes longest first, so
-that no process works on alone at the end."""
+"""The order in which files are tested when several processes share them: the slowest files first,
+so that no process works alone at the end."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ LONGEST = (
     "sim/",
     "tiers/",
 )
-"""Beginnings of paths below ``tests``, the longest first; everything else follows."""
+"""Prefixes of paths below ``tests``, slowest first; all other files follow."""
 
 
 def longest_first(items: list[pytest.Item]) -> None:

@@ -1,8 +1,9 @@
-"""Tests on the kernels of an older processor: ``KVTIERS_TEST_ISA=avx2``.
+"""Runs tests with the kernels of an older processor: ``KVTIERS_TEST_ISA=avx2``.
 
-Kernels are chosen by instruction set, and other kernels give other last bits, so a comparison that
-holds on one processor may fail on the next. oneDNN and ATen have switches for it; vLLM chooses
-between its two builds by what torch says of the processor, so torch is made to deny AVX-512.
+Kernels are chosen by instruction set, and other kernels produce other last bits, so a comparison
+that holds on one processor may fail on another. oneDNN and ATen have switches for this; vLLM
+chooses between its two builds by the features that torch reports, so torch is made to report no
+AVX-512.
 """
 
 from __future__ import annotations
@@ -15,8 +16,8 @@ DENIED = ("_is_avx512_supported", "_is_avx512_bf16_supported", "_is_amx_tile_sup
 
 
 def pretend() -> None:
-    """Limit this process, and those that it starts, to the kernels asked for; call before torch is
-    imported. Raises ``ValueError`` for an instruction set that is not known here."""
+    """Limit this process, and those that it starts, to the requested kernels; call this before
+    torch is imported. Raises ``ValueError`` for an unknown instruction set."""
     if not ISA:
         return
     if ISA not in SWITCHES:

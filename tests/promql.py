@@ -1,5 +1,5 @@
-"""A small reader of PromQL: enough to find the metrics and labels of a query, and to refuse what
-Prometheus would refuse at first sight."""
+"""A small parser for PromQL: enough to find the metrics and labels of a query, and to reject what
+Prometheus would reject when parsing."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ _PAIRS = {")": "(", "}": "{"}
 
 
 class PromqlError(Exception):
-    """The query cannot be right."""
+    """The query cannot be valid."""
 
 
 @dataclass
 class Query:
-    """The metrics of a query, each with the labels that it selects by; ``values`` are those that
-    must be equal, and ``grouped`` the labels that series are grouped by."""
+    """The metrics of a query, each with the labels that it selects by; ``values`` are the labels
+    that must be equal, and ``grouped`` the labels by which series are grouped."""
 
     metrics: dict[str, set[str]] = field(default_factory=dict)
     values: list[tuple[str, str, str]] = field(default_factory=list)
@@ -94,7 +94,7 @@ def _check_brackets(tokens: list[tuple[str, str]]) -> None:
 
 
 def _names(tokens: list[tuple[str, str]], at: int) -> tuple[list[str], int]:
-    """The names in the brackets that begin here."""
+    """The names in the brackets that begin at this token."""
     if tokens[at][1] != "(":
         raise PromqlError(f"a list of labels should stand before {tokens[at][1]!r}")
     names = []
@@ -137,8 +137,8 @@ def _selector(tokens: list[tuple[str, str]], at: int, found: Query) -> int:
 
 
 def problems(query: str, known: Mapping[str, set[str]], others: set[str]) -> list[str]:
-    """The problems of a query on a page with these metrics and their labels; ``others`` are labels
-    that Prometheus adds."""
+    """The problems of a query, given the metrics and labels of a page; ``others`` are labels that
+    Prometheus adds."""
     try:
         found = parse(query)
     except PromqlError as error:
@@ -150,6 +150,6 @@ def problems(query: str, known: Mapping[str, set[str]], others: set[str]) -> lis
             continue
         missing = (labels | found.grouped) - known[name] - others
         anywhere = set().union(*(known.get(other, set()) for other in found.metrics))
-        missing -= anywhere - labels  # a side of a division may lack a label of the other
+        missing -= anywhere - labels  # one side of a division may lack a label of the other
         wrong += [f"{query}: {name} has no label {label}" for label in sorted(missing)]
     return wrong

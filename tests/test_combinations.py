@@ -1,4 +1,4 @@
-"""The tests that run again with other versions of vLLM and under Model Runner V2."""
+"""Checks the list of tests that run again with other versions of vLLM and under Model Runner V2."""
 
 from __future__ import annotations
 

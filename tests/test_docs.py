@@ -1,4 +1,4 @@
-"""Every path, module, name, link and decision that the documentation mentions exists."""
+"""Checks that every path, module, name, link and decision in the documentation exists."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ NOT_OURS = frozenset(
         *("expand_groups", "trim_to_common"),  # removed; decision 0084 says why
     }
 )
-"""Names that the documentation mentions and our code does not have."""
+"""Names that the documentation mentions although our code does not contain them."""
 
 
 EXAMPLE_FILES = frozenset({"my_policy.py", "test_my_policy.py", "my_tier.py", "test_my_tier.py"})
-"""Files that a guide asks its reader to write."""
+"""Files that a guide asks its reader to create."""
 
 PATH = re.compile(r"(?:[\w.-]+/)*[\w.*-]+\.(?:py|sh|toml|md|json|yaml|png|svg)")
 DOTTED = re.compile(rf"(?<![\w./-])(?:{'|'.join(PACKAGES)})(?:\.\w+)+")
@@ -62,7 +62,7 @@ def files() -> tuple[str, ...]:
 
 @cache
 def words_of_code() -> frozenset[str]:
-    """Every word of the code and of what lies beside it, without the documentation."""
+    """Every word of the code and of the files beside it, without the documentation."""
     found = set[str]()
     for name in files():
         if (
@@ -77,7 +77,7 @@ def words_of_code() -> frozenset[str]:
 
 @cache
 def names_in(module: Path) -> frozenset[str]:
-    """Names that a module defines or imports at its top level, and the text of its exports."""
+    """Names that a module defines or imports at its top level, and the strings of its exports."""
     found = set[str]()
     for node in ast.parse(module.read_text(encoding="utf-8")).body:
         if isinstance(node, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
@@ -93,7 +93,8 @@ def names_in(module: Path) -> frozenset[str]:
 
 
 def exists_dotted(name: str) -> bool:
-    """``tiers.base`` is a module, ``tiers.base.Tier`` a name in one."""
+    """True if the dotted name exists: ``tiers.base`` is a module, ``tiers.base.Tier`` a name in
+    one."""
     path = ROOT
     parts = name.split(".")
     for index, part in enumerate(parts):
@@ -108,7 +109,8 @@ def exists_dotted(name: str) -> bool:
 
 
 def exists_file(name: str, page: Path) -> bool:
-    """From the root, from the page, or the plain name of a file anywhere."""
+    """True if the file exists, relative to the root or to the page, or anywhere if it is a plain
+    name."""
     if (ROOT / name).exists() or (page.parent / name).exists():
         return True
     if "*" in name:
@@ -135,7 +137,7 @@ def test_modules_exist(page: Path) -> None:
 
 @pages
 def test_names_exist(page: Path) -> None:
-    """A name in code type that looks like an identifier is a word of the code."""
+    """A name in code type that looks like an identifier must occur in the code."""
     identifier = re.compile(r"[A-Z][a-z]\w+|[A-Z]+_[A-Z_]+|_?[a-z0-9]+_\w+")
     mentioned = {
         part

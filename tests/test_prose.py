@@ -1,4 +1,5 @@
-"""The prose linter: what it finds, what it leaves alone, and that no text has a finding."""
+"""The prose linter: what it reports and what it ignores, and that no text in the tree has a
+finding."""
 
 from __future__ import annotations
 
@@ -52,7 +53,8 @@ def test_each_construction_is_found_everywhere(sentence: str, words: str) -> Non
 
 
 def ends(words: str) -> int:
-    """1 for a construction, which is reported where its paragraph begins; 0 for a word."""
+    """Returns 1 for a construction, which is reported at the beginning of its paragraph, and 0 for
+    a word."""
     return int(words.endswith("."))
 
 

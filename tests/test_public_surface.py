@@ -36,7 +36,8 @@ def test_every_exported_name_exists(package: str) -> None:
 
 @pytest.mark.parametrize("package", PACKAGES)
 def test_a_lazy_name_is_what_the_type_checker_sees(package: str) -> None:
-    """The type checker reads the imports, Python the table: both name the same object."""
+    """The type checker reads the imports, Python reads the table: both must name the same
+    object."""
     module = importlib.import_module(package)
     for name in module.__all__:
         entry = REFERENCE.find(package, name)
@@ -125,7 +126,7 @@ def test_the_packages_are_typed_and_their_version_has_one_source() -> None:
 
 @pytest.mark.thorough
 def test_code_that_follows_the_guides_passes_mypy_strict(tmp_path: Path) -> None:
-    """The examples, and the guides' policy, tier and tests as they are printed."""
+    """Checks the examples, and the policy, tier and tests printed in the guides."""
     for guide in ("write-a-policy", "write-a-tier"):
         text = (ROOT / f"docs/guides/{guide}.md").read_text()
         for block in re.findall(r"```python\n(.*?)```", text, re.DOTALL):

@@ -1,4 +1,4 @@
-"""The structure of the code: import arrows, sizes, and what product code must not contain.
+"""The structure of the code: order of imports, sizes, and what product code must not contain.
 
 The limits are ratchets: lower them when the code allows, never raise them to let something in.
 """
@@ -22,7 +22,7 @@ STILL_LONG = {
     "tests/oracle/serving.py": 464,
     "tests/offload/connector/model/test_identity.py": 401,
 }
-"""Files above the limit and how long they may be; entries only shrink and go."""
+"""Files above the limit, with their maximum length; entries may only shrink and disappear."""
 
 ORDER = (
     # policies: which chunks to keep
@@ -32,7 +32,7 @@ ORDER = (
     "policies.guarded policies.admission policies.registry",
     "policies.simulation",
     "policies.testing",
-    # tiers: where chunks lie, and copies between there and the KV cache
+    # tiers: where chunks are stored, and copies between there and the KV cache
     "tiers.cuda_driver tiers.base tiers.record",
     "tiers.io",
     "tiers.folders",
@@ -67,7 +67,7 @@ ORDER = (
     "bench",
 )
 """Packages and modules from the lowest to the highest: code imports from its own line and from the
-lines above it. Everything belongs to the longest name here that it begins with."""
+lines before it. A module belongs to the longest name in this list with which its name begins."""
 
 NEVER = (
     ("policies", "tiers"),  # the two know nothing of each other
@@ -75,7 +75,7 @@ NEVER = (
     ("demo", "tiers"),
     ("demo", "policies"),
 )
-"""Imports that the order would allow, and that are wrong all the same."""
+"""Imports that the order would allow but that are wrong."""
 
 VLLM_IN = ("offload/connector/",)
 TORCH_IN = (
@@ -83,7 +83,7 @@ TORCH_IN = (
     "offload/layout/registration.py",
     "offload/worker/device_digest.py",
     "offload/worker/verify.py",
-    "offload/worker/runtime.py",  # takes the caller's tensors
+    "offload/worker/runtime.py",  # accepts the caller's tensors
     "tiers/slab/slab.py",
     "tiers/copy/",
     "tiers/testing/simulated_copy.py",
@@ -106,7 +106,8 @@ def is_in(path: Path, places: tuple[str, ...]) -> bool:
 
 LEVELS = {name: level for level, line in enumerate(ORDER) for name in line.split()}
 ROOTS = ("offload", "tiers", "policies")
-"""The packages' own ``__init__``: they only export, lazily, and stand above what they export."""
+"""The packages' own ``__init__`` modules: they only export, lazily, and may import what they
+export."""
 
 
 def module_of(path: Path) -> str:
@@ -167,8 +168,8 @@ def test_imports_follow_the_order() -> None:
     assert wrong == []
 
 
-def test_no_module_needs_itself() -> None:
-    """Not even for type checking, and not even through other modules."""
+def test_no_import_is_circular() -> None:
+    """Includes imports for type checking, and imports through other modules."""
     modules = {module_of(path): path for path in python_files(*PRODUCT, "bench", "demo")}
     left = {name: modules_imported(path, modules) for name, path in modules.items()}
     while free := {name for name, needed in left.items() if not needed & left.keys()}:
@@ -194,7 +195,7 @@ def defined_in(tree: ast.Module) -> set[str]:
 
 
 def test_imported_names_exist() -> None:
-    """Also in tests that only a GPU runs and in imports inside functions."""
+    """Includes tests that only a GPU runs, and imports inside functions."""
     modules = {module_of(path): path for path in python_files(*OURS)}
     packages = {name.rpartition(".")[0] for name in modules}
     defined: dict[str, set[str]] = {}
@@ -225,7 +226,7 @@ def test_imported_names_exist() -> None:
 
 
 def test_no_constant_is_bound_twice() -> None:
-    """The second binding at the top level of a module would hide the first."""
+    """The second binding at the top level of a module would silently replace the first."""
     wrong = []
     for path in python_files(*OURS):
         seen = set[str]()
@@ -362,7 +363,7 @@ def test_files_have_one_subject() -> None:
     assert long == {}
 
 
-def test_product_code_runs_no_data() -> None:
+def test_product_code_executes_no_data() -> None:
     wrong = []
     for path in python_files(*PRODUCT):
         wrong += [
@@ -377,7 +378,8 @@ def test_product_code_runs_no_data() -> None:
 
 
 def test_nothing_depends_on_one_machine() -> None:
-    """Paths of a developer's machine. ``/tmp`` is one too, outside of documentation."""
+    """No file may contain paths of a developer's machine. This includes ``/tmp``, except in
+    documentation."""
     machine_path = re.compile(r"""(?<![\w.])/(?:work|root|home/\w+|Users/\w+)/""")
     files = python_files(*OURS)
     files += [p for s in ("*.md", "*.toml", "*.sh", "*.txt", "*.json") for p in ROOT.glob(s)]
@@ -394,7 +396,7 @@ def test_nothing_depends_on_one_machine() -> None:
 
 
 def test_suppressions_give_their_reason() -> None:
-    """``noqa`` and ``type: ignore`` carry a reason after their code."""
+    """``noqa`` and ``type: ignore`` must be followed by a reason."""
     bare = re.compile(r"#\s*(?:noqa(?::\s*[A-Z0-9, ]+)?|type:\s*ignore(?:\[[\w\-, ]+\])?)\s*$")
     wrong = [
         f"{name_of(path)}:{number}: {line.strip()}"
@@ -406,7 +408,8 @@ def test_suppressions_give_their_reason() -> None:
 
 
 def test_broad_handlers_give_their_reason() -> None:
-    """A handler of every exception ends with ``raise``, or says on its line or the next why not."""
+    """A handler for every exception must end with ``raise``, or give the reason on its line or the
+    next."""
     wrong = []
     for path in python_files(*OURS, "scripts"):
         lines = path.read_text().splitlines()

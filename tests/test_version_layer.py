@@ -1,4 +1,4 @@
-"""An environment with another version of vLLM, as `scripts/version_layer.py` fills it."""
+"""Tests the environment with another version of vLLM that `scripts/version_layer.py` creates."""
 
 from __future__ import annotations
 

@@ -27,7 +27,7 @@ pytestmark = pytest.mark.thorough
 
 
 def run(*words: object, folder: Path) -> subprocess.CompletedProcess[str]:
-    """A program as a user starts it: nothing of this checkout is in its environment."""
+    """Run a program as a user starts it, with nothing of this checkout in its environment."""
     env = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     command = [str(word) for word in words]
     return subprocess.run(
@@ -88,7 +88,7 @@ def installed(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return python.parent
 
 
-def test_it_holds_what_runs_and_its_metadata(wheel: Path) -> None:
+def test_the_wheel_contains_what_runs_and_its_metadata(wheel: Path) -> None:
     with zipfile.ZipFile(wheel) as file:
         names = file.namelist()
         [metadata] = [name for name in names if name.endswith("/METADATA")]

@@ -1,6 +1,8 @@
-"""Messages as files: ``same_text(name, text)`` compares with ``tests/data/messages/<name>.txt``.
+"""Compares messages with files: ``same_text(name, text)`` compares with
+``tests/data/messages/<name>.txt``.
 
-``KVTIERS_REWRITE=1 python -m pytest ...`` writes them again; read the difference before committing.
+``KVTIERS_REWRITE=1 python -m pytest ...`` writes the files again; read the difference before
+committing.
 """
 
 from __future__ import annotations

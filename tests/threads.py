@@ -1,4 +1,4 @@
-"""That no thread is left behind."""
+"""Checks that no thread is left behind."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ from tests.patience import PATIENCE_S
 
 @contextmanager
 def no_thread_is_left() -> Iterator[None]:
-    """Every thread that was started inside ends; one that has answered may still be about to."""
+    """Every thread that was started inside must end; a thread that has returned its result may
+    still need a moment."""
     before = set(threading.enumerate())
     yield
     left = [thread for thread in threading.enumerate() if thread not in before]

@@ -1,4 +1,4 @@
-"""Tiers below the GPU: media that keep KV chunks, and engines that copy chunks to and from them.
+"""Tiers below the GPU: media that store KV chunks, and engines that copy chunks to and from them.
 
 The names in ``__all__`` are public, and so are the modules ``tiers.base``, ``tiers.record``,
 ``tiers.authoring`` and ``tiers.testing``; everything else is private and may change at any time.

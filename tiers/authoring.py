@@ -1,8 +1,8 @@
-"""Everything that the author of a tier imports, in one place (docs/guides/write-a-tier.md).
+"""Exports everything that the author of a tier needs, in one place (docs/guides/write-a-tier.md).
 
 The interface comes from ``tiers.base``, sealing and checking records from ``tiers.record``.
-``DaemonThreads``, ``in_thread`` and ``settled`` run blocking calls: a medium that hangs then stops
-neither the event loop nor the exit of the process.
+``DaemonThreads``, ``in_thread`` and ``settled`` run blocking calls, so that a medium that hangs
+stops neither the event loop nor the exit of the process.
 """
 
 from __future__ import annotations

@@ -4,8 +4,8 @@ Records are immutable and keys are bytes. A tier decides nothing: the planner ab
 to keep and what to evict. The tier enforces its own hard capacity and reports a full medium as an
 outcome. Every method is asynchronous and batched; one call may carry hundreds of keys.
 
-Ownership: the caller owns every buffer until the call returns. That holds for a cancelled call too:
-a cancelled ``read`` returns only when nothing writes to ``into`` any more.
+Ownership: the caller owns every buffer until the call returns. This also applies to a cancelled
+call: a cancelled ``read`` returns only when nothing writes to ``into`` any more.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ import numpy as np
 import numpy.typing as npt
 
 Key = bytes
-"""The name of a record: at most 511 bytes, equal only for equal content."""
+"""The name of a record: at most 511 bytes; equal only for equal content."""
 Buffer = npt.NDArray[np.uint8]
 """One-dimensional, C-contiguous bytes. A buffer whose address and length are multiples of
 ``ALIGNMENT`` can be moved by direct I/O without a copy; any other one still works."""
 
 ALIGNMENT = 4096
-"""Bytes; direct I/O needs addresses and lengths that are multiples of it."""
+"""Direct I/O needs addresses and lengths that are multiples of this number of bytes."""
 KEYS_PER_BATCH = 1 << 14
 
 
@@ -90,7 +90,7 @@ class StoredKey(NamedTuple):
 
 
 KeyColumn = npt.NDArray[np.void]
-"""Keys of one length, one item each; ``tolist`` makes them ``bytes``."""
+"""Keys of one length, one item for each; ``tolist`` returns them as ``bytes``."""
 
 
 class StoredKeys(NamedTuple):
@@ -125,7 +125,7 @@ def stored_keys(found: Iterable[tuple[Key, int]]) -> Iterator[StoredKeys]:
 
 class Scrubbed(NamedTuple):
     """The result of one ``scrub``: it verified ``records`` with ``payload_bytes`` in total and
-    forgot the ``damaged`` ones. ``trouble`` says why nothing could be read, if so."""
+    forgot the ``damaged`` ones. ``trouble`` is the reason why nothing could be read, or empty."""
 
     records: int = 0
     payload_bytes: int = 0
@@ -139,7 +139,7 @@ class Tier(ABC):
 
     @abstractmethod
     async def open(self) -> TierInfo:
-        """Open or create the medium and recover what it holds."""
+        """Open or create the medium and recover its records."""
 
     @abstractmethod
     def footprint_bytes(self, payload_bytes: int) -> int:
@@ -161,7 +161,8 @@ class Tier(ABC):
     async def delete(self, keys: Sequence[Key]) -> None:
         """Forget these keys; unknown ones are ignored. Later writes can use their space.
 
-        Not durable when it returns: after a crash a deleted record may be present again, intact.
+        The deletion is not durable when this returns: after a crash a deleted record may be present
+        again, intact.
         """
 
     @abstractmethod
@@ -176,7 +177,7 @@ class Tier(ABC):
     async def reset(self, epoch: int) -> None:
         """Forget everything at once: from now on only records written under ``epoch`` exist.
 
-        Durable when it returns. The space is reclaimed in the background.
+        The change is durable when this returns. The space is reclaimed in the background.
         """
 
     @abstractmethod
@@ -191,8 +192,8 @@ class Tier(ABC):
         return None
 
     def on_loss(self, call: Callable[[], None]) -> None:
-        """Register ``call``, which runs on the loop when the tier finds that records it had
-        reported are all gone."""
+        """Register ``call``, which runs on the loop when the tier finds that all records it had
+        reported are lost."""
         del call  # most tiers cannot detect this
 
     def stats(self) -> dict[str, Any]:
@@ -201,9 +202,9 @@ class Tier(ABC):
 
 
 class SharedTier(Tier):
-    """A tier that other engines write to as well. It evicts records itself to keep its capacity,
-    so the engine asks it what it holds (``present``) and does not list it: ``keys`` may leave
-    records out, and ``TierInfo`` counts what all engines have stored."""
+    """A tier that other engines write to as well. It evicts records itself to stay within its
+    capacity, so the engine queries its content (``present``) instead of listing it: ``keys`` may
+    leave records out, and ``TierInfo`` counts what all engines have stored."""
 
     @abstractmethod
     async def present(self, keys: Sequence[Key]) -> list[bool]:

@@ -25,16 +25,16 @@ BATCH_COPY_VERSION = 12080
 """``cuMemcpyBatchAsync`` as of CUDA 12.8: with a ``failIdx`` argument (13.0 dropped it)."""
 
 BATCH_COPIES_MAX = 1024
-"""Copies of one ``cuMemcpyBatchAsync`` at most. Drivers were seen to crash at 51,828 and to hang
-(vLLM issue 49276); a call takes about half a microsecond per copy, and with several calls the GPU
-copies while the next is being submitted."""
+"""Maximum number of copies in one ``cuMemcpyBatchAsync``. Drivers were seen to crash at 51,828
+copies and to hang (vLLM issue 49276); a call takes about half a microsecond per copy, and with
+several calls the GPU copies while the next call is being submitted."""
 
 _SUCCESS = 0
 _REGISTER_PORTABLE = 0x1  # pinned for every context of the process
 _REGISTER_DEVICEMAP = 0x2  # mapped into the GPU's address space, for the gather kernel
 _CAPTURE_RELAXED = 2
-_STREAM_NON_BLOCKING = 1  # no implicit order with the default stream: events alone decide
-_EVENT_BLOCKING_SYNC = 1  # waiting for it sleeps instead of spinning
+_STREAM_NON_BLOCKING = 1  # no implicit order with the default stream: only events order them
+_EVENT_BLOCKING_SYNC = 1  # a wait for it sleeps instead of spinning
 _EVENT_DISABLE_TIMING = 2
 _ACCESS_IN_STREAM_ORDER = 1  # CU_MEMCPY_SRC_ACCESS_ORDER_STREAM
 _PREFER_OVERLAP_WITH_COMPUTE = 1  # CU_MEMCPY_FLAG_PREFER_OVERLAP_WITH_COMPUTE
@@ -88,7 +88,7 @@ _BatchCopy = ctypes.CFUNCTYPE(
     _pointer,  # attrsIdxs: size_t[numAttrs]
     _size,  # numAttrs
     _pointer,  # failIdx: size_t*
-    _pointer,  # stream; must not be the default one
+    _pointer,  # a stream; must not be the default stream
 )
 
 
@@ -155,7 +155,8 @@ class Driver:
         return value.value != 0
 
     def retain_context(self, device: int) -> int:
-        """The device's primary context (the one that torch uses); ``release_context`` undoes."""
+        """The device's primary context (the one that torch uses); ``release_context`` undoes
+        this."""
         context = ctypes.c_void_p()
         self._call("cuDevicePrimaryCtxRetain", ctypes.byref(context), device)
         return context.value or 0
@@ -179,7 +180,7 @@ class Driver:
 
     @contextmanager
     def within(self, context: int) -> Iterator[None]:
-        """Make the context current for a few calls on a thread that is not ours."""
+        """Make the context current for a few calls on a thread that was not prepared."""
         self._call("cuCtxPushCurrent_v2", context)
         try:
             previous = self._relax_capture()
@@ -212,7 +213,7 @@ class Driver:
         return stream.value or 0
 
     def destroy_stream(self, stream: int) -> None:
-        """Free a stream; what was submitted to it still runs to its end."""
+        """Free a stream; work submitted to it still runs to its end."""
         self._call("cuStreamDestroy_v2", stream)
 
     def synchronize_stream(self, stream: int) -> None:
@@ -254,9 +255,9 @@ class Driver:
         self._call("cuMemcpyAsync", to, source, nbytes, stream)
 
     def copy_batch(self, to: Addresses, source: Addresses, sizes: Addresses, stream: int) -> None:
-        """Submit all copies, up to ``BATCH_COPIES_MAX`` per call. They run after what was
-        submitted to ``stream`` before and in any order among themselves. Arrays of shape ``[n]``,
-        contiguous; sizes above 0."""
+        """Submit all copies, up to ``BATCH_COPIES_MAX`` per call. They run after all earlier work
+        of ``stream``, and in any order among themselves. Arrays of shape ``[n]``, contiguous; sizes
+        above 0."""
         for start in range(0, len(sizes), BATCH_COPIES_MAX):
             part = slice(start, start + BATCH_COPIES_MAX)
             self._copy_part(to[part], source[part], sizes[part], stream, start)
@@ -264,8 +265,8 @@ class Driver:
     def _copy_part(
         self, to: Addresses, source: Addresses, sizes: Addresses, stream: int, start: int
     ) -> None:
-        """Submit one call's copies, the ``start``-th of their job and those after it."""
-        assert self._batch_copy is not None, "ask has_batch_copy first"
+        """Submit the copies of one call; ``start`` is the position of the first one in its job."""
+        assert self._batch_copy is not None, "check has_batch_copy first"
         attributes = MemcpyAttributes(
             src_access_order=_ACCESS_IN_STREAM_ORDER, flags=_PREFER_OVERLAP_WITH_COMPUTE
         )
@@ -289,7 +290,7 @@ class Driver:
             raise DriverError(f"{text}: {self._error_text(code)}", code, kind)
 
     def allocate(self, nbytes: int) -> int:
-        """Allocate memory on the current context's device; ``free`` undoes."""
+        """Allocate memory on the current context's device; ``free`` undoes this."""
         address = ctypes.c_uint64()
         self._call("cuMemAlloc_v2", ctypes.byref(address), nbytes)
         return address.value
@@ -336,7 +337,7 @@ class Driver:
             0,
             ctypes.byref(found),
         )
-        # Older drivers know no such function.
+        # Older drivers lack this function.
         if code != _SUCCESS or found.value != _SYMBOL_FOUND or not address.value:
             return None
         return _BatchCopy(address.value)
@@ -359,7 +360,7 @@ class Driver:
 
 @functools.cache
 def load_driver(path: str = "libcuda.so.1") -> Driver:
-    """The machine's driver. Raises ``DriverError`` where there is none or no device."""
+    """The machine's driver. Raises ``DriverError`` if there is no driver or no device."""
     try:
         library = ctypes.CDLL(path)
     except OSError as error:

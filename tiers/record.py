@@ -1,4 +1,5 @@
-"""The header of a record on disk: what the record is, whose it is, and a tag over all of that.
+"""The header of a record on disk: the record's name and size, its owner, and a tag over both and
+the payload.
 
 A header is ``HEADER_BYTES`` long, little-endian, without padding between fields:
 
@@ -22,10 +23,10 @@ In a record file the key follows the header; an index keeps the key itself.
 
 The tag of an unencrypted record is xxh3-128 over ``header[:72] + key + payload``. It detects a
 flipped bit, a torn or truncated payload, and an intact record of another key, namespace, rank or
-epoch. It does not stop a deliberate forgery: that takes encryption (``tiers.io.codec``), where the
-tag is that of AES-GCM.
+epoch. It does not stop a deliberate forgery: that takes encryption (``tiers.io.codec``), whose tag
+comes from AES-GCM.
 
-This module knows nothing of files.
+This module knows nothing about files.
 """
 
 from __future__ import annotations
@@ -141,9 +142,10 @@ def seal(identity: Identity, key: bytes, epoch: int, payload: Any, payload_bytes
 
 
 def verify(header: bytes, identity: Identity, key: bytes, epoch: int, payload: Any) -> bool:
-    """Return True if ``payload`` is exactly what was sealed for this key, identity and epoch.
+    """Return True if ``payload`` is exactly the payload that was sealed for this key, identity and
+    epoch.
 
-    Call it on the bytes that will be used, after the last copy.
+    Call this on the bytes that will be used, after the last copy.
     """
     head = header[:PREFIX_BYTES]
     if len(header) != HEADER_BYTES:
@@ -221,4 +223,4 @@ def check_identity(identity: Identity) -> None:
             f"a namespace has {NAMESPACE_BYTES} bytes, this one {len(identity.namespace)}"
         )
     if not 0 <= identity.rank < 1 << 16:
-        raise ValueError(f"a rank must lie in 0..65535, this one is {identity.rank}")
+        raise ValueError(f"a rank must be in 0..65535, this one is {identity.rank}")

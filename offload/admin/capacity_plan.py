@@ -58,10 +58,10 @@ class Machine:
 
 @dataclass(frozen=True, slots=True)
 class TierPlan:
-    """One tier.
+    """One tier of the plan.
 
-    ``loads_tokens_per_s`` is how many tokens per second it can bring back: loading pays while the
-    model computes fewer. ``pays`` is ``None`` if the computing speed is unknown.
+    ``loads_tokens_per_s`` is the number of tokens per second that it can restore: loading pays
+    while the model computes fewer. ``pays`` is ``None`` if the computing speed is unknown.
     """
 
     name: str
@@ -94,7 +94,7 @@ class Plan:
     notes: tuple[str, ...] = field(default=())
 
     def to_json(self) -> dict[str, Any]:
-        """Plain values."""
+        """The plan as plain values."""
         return asdict(self)
 
 
@@ -108,7 +108,7 @@ class Simulated:
 
     @property
     def seconds(self) -> float:
-        """From the first request to the last."""
+        """The time from the first request to the last."""
         requests = self.trace.requests
         return requests[-1].time_s - requests[0].time_s if requests else 0.0
 
@@ -150,7 +150,7 @@ def make_plan(
         writes = result.extra["lower_writes"] * per_block / seconds * DAY_S
     _judge(tiers, writes, machine, notes)
     if seconds and seconds < DAY_S / 24:
-        notes.append(f"the requests cover {seconds:.0f} s only, from an empty cache on")
+        notes.append(f"the requests cover only {seconds:.0f} s, starting from an empty cache")
     return Plan(
         model,
         tiers,
@@ -167,7 +167,7 @@ def make_plan(
 
 
 def _does_not_pay(tier: str) -> str:
-    """Describe how a server reacts: it compares lower tiers only
+    """Describe how a server would react: it compares lower tiers only
     (``offload.planner.tier_health``)."""
     what = f"{tier}: computing is faster than loading"
     if tier == "cpu":
@@ -211,7 +211,7 @@ def _tiers(
     cpu_tokens, disk_tokens = _tokens(model, machine)
     speeds = [("cpu", machine.cpu_bytes, cpu_tokens, link * model.ranks)]
     if machine.disk_bytes:
-        # Data from the disk crosses the link as well, at the same time.
+        # Data from the disk also crosses the link, at the same time.
         speeds.append(("disk", machine.disk_bytes, disk_tokens, min(disk, link * model.ranks)))
     return tuple(
         TierPlan(
@@ -244,7 +244,7 @@ def _with_hits(
 def _judge(
     tiers: Sequence[TierPlan], writes: float | None, machine: Machine, notes: list[str]
 ) -> None:
-    """Note which parts of the plan will not hold."""
+    """Note which parts of the plan are unrealistic."""
     notes += [
         f"{tier.name}: these hits need {tier.reads_bytes_per_s / 1e9:.2f} GB/s, more than its "
         f"{tier.bytes_per_s / 1e9:.2f} GB/s: some of them will be computed"
@@ -254,6 +254,6 @@ def _judge(
     budget = machine.write_budget_bytes
     if writes is not None and budget and writes > budget:
         notes.append(
-            "the disk would be written more than its budget: with write_budget_per_day stores "
-            "beyond it are skipped, and hits are fewer than shown"
+            "the disk would be written more than its budget allows: with write_budget_per_day, "
+            "stores beyond the budget are skipped, and hits are fewer than shown"
         )

@@ -23,8 +23,8 @@ from tiers.folders.folder import prepare
 
 @dataclass(frozen=True, slots=True)
 class Wanted:
-    """The conditions for a removal; all that are given must hold. ``before_ns`` is the time before
-    which the last use must lie."""
+    """The conditions for a removal; all conditions that are given must be met. Data matches
+    ``before_ns`` if its last use was before that time."""
 
     names: Sequence[str] = ()
     models: Sequence[str] = ()
@@ -43,8 +43,8 @@ class Wanted:
 class Removal:
     """One removal.
 
-    It is a namespace, or ``old`` records in it (their number), or the folders in it that a tier
-    moved ``aside``. ``left_bytes`` could not be deleted; ``problem`` is the reason.
+    It removes a namespace, or ``old`` records in it (their number), or the folders in it that a
+    tier moved ``aside``. ``left_bytes`` could not be deleted; ``problem`` is the reason.
     """
 
     namespace: NamespaceFolder
@@ -63,7 +63,7 @@ class Removal:
         return not (self.old or self.aside)
 
     def to_json(self) -> dict[str, Any]:
-        """Plain values."""
+        """The removal as plain values."""
         return {
             "namespace": self.namespace.name,
             "model": self.namespace.model,
@@ -113,7 +113,7 @@ def _find(removal: Removal, wanted: Wanted) -> bool:
 
 
 def _find_old(removal: Removal, before_ns: int) -> bool:
-    """Note the records that were not used since then; returns whether there are any."""
+    """Note the records whose last use is older than requested; return whether there are any."""
     removal.size_bytes = 0
     for store in removal.namespace.stores:
         if store.kind == "empty":
@@ -152,7 +152,7 @@ def remove(removals: Sequence[Removal], before_ns: int, advance: Callable[[int],
 
 
 def _remove(removal: Removal, before_ns: int) -> bool:
-    """Return True if it was removed, and False if a server uses it.
+    """Remove it; return False if a server uses it.
 
     Raises ``InUseError`` and ``NotDeletedError``.
     """

@@ -1,6 +1,6 @@
 """The findings of ``kvtiers doctor`` about a model, and their text. Pure: numbers in, text out.
 
-``offload.connector.model.probe`` asks vLLM for the geometry; this module compares it with the
+``offload.connector.model.probe`` gets the geometry from vLLM; this module compares it with the
 configured tiers.
 """
 
@@ -32,7 +32,7 @@ SLOT_ALIGNMENT = 4 * KIB
 
 
 class Verdict(StrEnum):
-    """The answer in one line."""
+    """The verdict in one line."""
 
     FITS = "can be offloaded"
     REFUSED = "cannot be offloaded"
@@ -123,12 +123,12 @@ class Facts:
 
 
 def refusal(model: str, verdict: Verdict, reason: str, fixes: Sequence[str] = ()) -> Report:
-    """A report that says only that, and why, a model or its configuration is refused."""
+    """A report that contains only the refusal of a model or its configuration, with the reason."""
     return Report(model, 0, (), 0, 0, 0.0, (), (reason,), tuple(fixes), (), verdict=verdict)
 
 
 AskAgain = Callable[[Sequence[str]], LayoutInput | None]
-"""Asks vLLM about the model with more flags; returns ``None`` if vLLM refuses them."""
+"""Runs vLLM on the model with more flags; returns ``None`` if vLLM refuses them."""
 
 
 def examine(
@@ -139,8 +139,9 @@ def examine(
 ) -> Report:
     """Check the geometry and the tiers' sizes.
 
-    ``problems`` are those of the configuration. With ``ask_again``, a hint that changes vLLM's
-    flags is given only if the checks pass on vLLM's answer to these flags.
+    ``problems`` are the problems of the configuration. With ``ask_again``, a hint that changes
+    vLLM's flags is given only if the checks pass on the geometry that vLLM derives from these
+    flags.
     """
     given = replace(facts.given, chunk_blocks=config.chunk_blocks)
     misfits = find_misfits(given)
@@ -184,7 +185,7 @@ def _helps(hint: Hint, ask_again: AskAgain | None) -> bool:
 
 
 def _causes(misfits: Sequence[Misfit], hints: Sequence[Hint]) -> Sequence[Misfit]:
-    """Remove misfits that only follow from others: they vanish when their cause is fixed."""
+    """Remove misfits that only follow from others: they disappear when their cause is fixed."""
     cured = {hint.cures for hint in hints if hint.cures}
     causes = [misfit for misfit in misfits if misfit.cause in cured]
     return causes or misfits
@@ -243,23 +244,23 @@ def _tier_reports(
 
 
 def _block_notes(facts: Facts) -> list[str]:
-    """Say where the block size in use differs from the requested one."""
+    """Describe where the block size in use differs from the requested one."""
     if facts.asked_block is None:
         return []
     sizes = {group.block_tokens for group in facts.given.groups}
     if sizes == {facts.asked_block}:
         return []
     used = " and ".join(map(str, sorted(sizes)))
-    return [f"--block-size {facts.asked_block} was asked for; vLLM uses blocks of {used} tokens"]
+    return [f"--block-size {facts.asked_block} was requested; vLLM uses blocks of {used} tokens"]
 
 
 def to_json(report: Report) -> dict[str, Any]:
-    """The report as plain values, with the verdict."""
+    """The report with the verdict, as plain values."""
     return {"ok": report.ok, **asdict(report)}
 
 
 def to_text(report: Report) -> str:
-    """The report as a person reads it."""
+    """The report as text for people."""
     lines = [f"Model    {report.model}"]
     if report.groups:
         lines += _geometry_lines(report)

@@ -5,9 +5,9 @@ every record is verified before it is written. Records are ordered by their last
 so that a tier filled from the file has the same order.
 
 The export writes to a part file, which it renames when it is complete. A kernel lock on the part
-file lets one process at a time write, remove or rename it, and ends with that process: the next
-export overwrites the part file of a killed one. After taking the lock, the export checks that the
-locked file still has the part file's name.
+file ensures that only one process at a time writes, removes or renames it. The lock ends with its
+process: the next export overwrites the part file of a killed one. After taking the lock, the export
+checks that the locked file still has the part file's name.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ from tiers.offline.inspect import Checker, Health, OfflineStore
 
 
 class ExportFileError(OffloadError):
-    """An export cannot be written there now."""
+    """An export cannot be written to this file now."""
 
 
 @contextlib.contextmanager
 def export_file(path: Path, *, overwrite: bool) -> Iterator[IO[bytes]]:
-    """A new file, readable by its owner only, that gets its name durably at the end of the block.
+    """A new file, readable only by its owner, that gets its name durably at the end of the block.
 
     If the block raises, the file is removed. Raises ``ExportFileError`` and ``OSError``.
     """
@@ -46,7 +46,7 @@ def export_file(path: Path, *, overwrite: bool) -> Iterator[IO[bytes]]:
         try:
             if not overwrite and os.path.lexists(
                 path
-            ):  # a process that waited for the lock would no longer see it
+            ):  # a process that waited for the lock would find another file under the name
                 raise ExportFileError(
                     f"{path} exists by now. Name another file, or give --overwrite"
                 )
@@ -72,7 +72,7 @@ def _take(file: IO[bytes], part: Path) -> None:
         is_named = is_mine and os.path.samestat(found, os.lstat(part))
     except FileNotFoundError:
         is_named = False
-    if not is_named:  # or its export ended between our opening and locking it
+    if not is_named:  # otherwise its export has ended between our opening and locking it
         raise ExportFileError(
             f"another export is writing {part}. Wait for its end, or name another file"
         )
@@ -104,8 +104,8 @@ def export_namespace(
     pace: Pace,
     advance: Callable[[int], None],
 ) -> list[Exported]:
-    """Write everything. Raises ``StoreChangedError`` and ``OSError``, after which the file is
-    useless."""
+    """Write the complete export. Raises ``StoreChangedError`` and ``OSError``, after which the file
+    is useless."""
     write_magic(file)
     write_about(
         file,

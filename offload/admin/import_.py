@@ -1,7 +1,7 @@
 """``kvtiers import``: writes the records of an export into rank folders that no server uses.
 
 It claims the folders as a server does, and writes through their tiers, which keep the capacity, the
-epoch, encryption and durability. It refuses a folder that does not fit before it opens a tier,
+epoch, encryption and durability. Before it opens a tier, it refuses a folder that does not fit,
 because a tier drops or moves aside records that do not fit its settings.
 """
 
@@ -36,11 +36,11 @@ from tiers.record import KEY_BYTES_MAX, NAMESPACE_BYTES
 
 KINDS = ("lmdb", "file")
 REPLICAS_MAX = 1_000_000
-"""Folders of higher numbers are not looked for."""
+"""Folders with higher numbers are not searched."""
 LEAVE_AS_IS = OnDamage(is_strict=True)
 _RECORDS_OF = re.compile(f"[0-9a-f]{{{2 * NAMESPACE_BYTES}}}", re.ASCII)
 RECORD_BYTES = 64 << 10
-"""The smallest usual payload, if the size is unknown."""
+"""A common minimum for payloads, for exports that do not state theirs."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,7 +103,7 @@ class Import:
             raise NamespaceError(f"its format is {about.get('format')!r}, not {FORMAT}")
         try:
             self.namespace = Namespace.of(about["fields"])
-            dump_manifest(self.namespace)  # the description must fit
+            dump_manifest(self.namespace)  # the description of the ranks must fit
         except (KeyError, TypeError, ValueError, AttributeError, RecursionError) as error:
             raise NamespaceError(f"its namespace is not readable: {error!r}") from error
         if self.namespace.name != about.get("namespace"):
@@ -144,7 +144,7 @@ class Import:
         replica, rank = about["replica"], about["rank"]
         result = Imported(replica, rank)
         replica_dir = replica_folder(self._target.root, self.namespace, replica)
-        if not replica_dir.exists():  # look before any folder is made
+        if not replica_dir.exists():  # check before any folder is made
             store = RankFolder(replica_dir / f"rank-{rank}", self.namespace.name, replica, rank)
             result.refused = _Maker(store, about, self._target, about["epoch"]).problem
         if result.refused:
@@ -192,7 +192,7 @@ def _is_sound(record: Record) -> bool:
 
 
 class _Maker:
-    """Decides whether an export fits a rank folder, and makes the tier that takes it.
+    """Decides whether an export fits a rank folder, and makes the tier that receives it.
 
     A tier drops or moves aside records that do not fit its settings; here that is a ``problem``.
     """
@@ -248,8 +248,8 @@ class _Maker:
             )
         if self.kind == "lmdb" and self.capacity_bytes < self._known_bytes:
             return (
-                f"--capacity is below the {self._known_bytes} bytes it was made with, and would "
-                "drop records"
+                f"--capacity is below the {self._known_bytes} bytes with which the store was "
+                "made, and would drop records"
             )
         if self.kind == "lmdb":
             limits = Limits(self.capacity_bytes, self._record_bytes)

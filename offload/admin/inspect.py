@@ -24,10 +24,11 @@ class RankSummary:
     """One rank.
 
     Sizes in bytes; uses in ns since 1970, 0 if unknown; ``ages`` counts records by the time since
-    their last use. ``hits`` stays ``None``, because tiers do not keep hits on disk. ``standing`` is
-    how the next start would treat the folder (``offload.namespaces.inventory.Standing``);
-    ``problem`` is the reason why it would not be used, or cannot be read, and ``remark`` adds other
-    facts. ``aside_bytes`` is the size of untrusted data that its tier moved aside.
+    their last use. ``hits`` stays ``None``, because tiers do not store hit counts on disk.
+    ``standing`` is how the next start would treat the folder
+    (``offload.namespaces.inventory.Standing``); ``problem`` is the reason why it would not be used,
+    or cannot be read, and ``remark`` adds other facts. ``aside_bytes`` is the size of untrusted
+    data that its tier moved aside.
     """
 
     replica: int
@@ -56,7 +57,8 @@ class RankSummary:
 
 @dataclass(slots=True)
 class NamespaceSummary:
-    """A namespace. ``differs`` compares its fields with those of the one used last."""
+    """A namespace. ``differs`` lists the differences between its fields and those of the namespace
+    used last."""
 
     name: str
     model: str
@@ -71,7 +73,8 @@ class NamespaceSummary:
 def summarise(
     namespaces: list[NamespaceFolder], advance: Callable[[int], None]
 ) -> list[NamespaceSummary]:
-    """Walk over everything. ``advance`` gets the number of records seen since its last call."""
+    """Walk over everything. ``advance`` receives the number of records seen since its previous
+    call."""
     found = []
     for namespace in namespaces:
         disk_bytes, last_used = usage(namespace.folder)
@@ -119,7 +122,7 @@ def summarise_store(store: RankFolder, advance: Callable[[int], None]) -> RankSu
         if outside is not None:
             _walk(outside, found, advance)
     except StoreChangedError as error:
-        found.problem = found.problem or f"{error} while it was read"
+        found.problem = found.problem or f"{error} while the store was read"
     except (OSError, TierError) as error:
         found.problem = found.problem or str(error)
     return found

@@ -57,7 +57,7 @@ class PageError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Page:
-    """The samples of one moment: by name, then by tier (empty for those without)."""
+    """The samples of one moment: by metric name, then by tier (empty for metrics without tiers)."""
 
     at_s: float
     samples: Mapping[str, Mapping[str, list[float]]]
@@ -65,7 +65,8 @@ class Page:
     """Misses since the start of the server, by reason."""
 
     def value(self, name: str, tier: str | None = "") -> float | None:
-        """One number; with ``tier=None`` over all labels. ``None`` if the page lacks it."""
+        """One number; with ``tier=None`` the sum over all labels. ``None`` if the page
+        lacks it."""
         by_tier = self.samples.get(name)
         if by_tier is None:
             return None
@@ -97,7 +98,7 @@ class Page:
 
 @dataclass(slots=True)
 class TierView:
-    """One tier. Bytes, seconds; ``None`` is not known. Rates are over the time between two
+    """One tier. Bytes and seconds; ``None`` means unknown. Rates are over the time between two
     pages."""
 
     name: str
@@ -135,7 +136,7 @@ class View:
 
 @dataclass(frozen=True, slots=True)
 class TierHits:
-    """Tokens since the server started: wanted and there, of those restored, and not there."""
+    """Tokens since the server started: wanted and found, of those restored, and missing."""
 
     name: str
     hit_tokens: float
@@ -158,14 +159,15 @@ def hits(page: Page) -> list[TierHits]:
 
 
 def metrics_url(text: str) -> str:
-    """``host:port`` or any address of a server as that of its metrics. Raises ``ValueError``."""
+    """The address of a server's metrics, from ``host:port`` or any address of the server. Raises
+    ``ValueError``."""
     address = text if "://" in text else f"http://{text}"
     try:
         parts = urllib.parse.urlsplit(address)
         is_plain = address.isprintable() and " " not in address
         is_good = parts.scheme in ("http", "https") and parts.hostname and is_plain
-        _ = parts.port  # raises ValueError for one that is no number
-    except ValueError:  # its text may repeat a part of a password
+        _ = parts.port  # raises ValueError for a port that is not a number
+    except ValueError:  # the exception's text may repeat a part of the password
         is_good = False
     if not is_good:
         raise ValueError(f'is not the address of a server (got "{_without_password(text)}")')
@@ -198,7 +200,7 @@ def fetch(url: str, timeout_s: float = TIMEOUT_S) -> str:
             request.add_unredirected_header("Authorization", f"Basic {token}")
         with urllib.request.urlopen(request, timeout=timeout_s) as answer:
             return str(answer.read(PAGE_BYTES_MAX).decode("utf-8", "replace"))
-    except http.client.HTTPException as error:  # another protocol, or a page that breaks off
+    except http.client.HTTPException as error:  # another protocol, or a page that is cut off
         raise PageError(f"{url} answers, but not as a web server does: {error!r}") from error
     except (OSError, ValueError) as error:
         reason = getattr(error, "reason", None) or error
@@ -223,7 +225,7 @@ def parse(text: str, at_s: float) -> Page:
                     reason = sample.labels.get("reason", "unknown")
                     reasons[reason] = reasons.get(reason, 0.0) + sample.value
     except (ValueError, KeyError, IndexError) as error:
-        raise PageError(f"it is no page of metrics: {error}") from error
+        raise PageError(f"it is not a page of metrics: {error}") from error
     if not any(name.startswith(PREFIX) for name in samples):
         what = "vLLM's, but none of kvtiers" if samples else "no metrics of vLLM"
         raise PageError(

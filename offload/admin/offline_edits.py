@@ -1,7 +1,8 @@
-"""Changes that the command line makes below a tier's path, only where no server uses it.
+"""Changes that the command line makes below a tier's path, in folders that no server uses.
 
-The owner of a rank's folder keeps its index in memory, so no other process may write to it. Short
-changes hold the lock of the path; a server that starts meanwhile waits a few seconds for it.
+The owner of a rank's folder keeps its index in memory, so no other process may write to the folder.
+Short changes hold the lock of the path; a server that starts at that moment waits a few seconds for
+it.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from tiers.offline.lmdb_reader import LmdbReader
 from tiers.offline.remove import forget_files, forget_in_lmdb
 
 KEYS_PER_LOCK = 20_000
-"""Records removed under one lock: a fraction of a second."""
+"""Number of records removed under one lock; takes a fraction of a second."""
 
 
 class InUseError(Exception):
@@ -69,7 +70,7 @@ def remove_damaged(store: RankFolder, damaged: Sequence[Found], key_file: str) -
 
 
 def remove_unused(store: RankFolder, before_ns: int) -> int:
-    """Remove every record whose last use is known and lies before that time; returns their number.
+    """Remove every record whose last use is known to be before that time; return their number.
 
     Raises the errors of ``alone_with``.
     """
@@ -85,15 +86,15 @@ def remove_unused(store: RankFolder, before_ns: int) -> int:
 
 
 def is_older(record: Found, before_ns: int) -> bool:
-    """True if a record's last use is known and lies before that time."""
+    """True if a record's last use is known to be before that time."""
     return 0 < record.use_ns < before_ns
 
 
 def _open_alone(store: RankFolder, key_file: str) -> LmdbReader | FileReader:
     if store.kind == "file":
         return FileReader(store.folder)
-    # It was checked when the walk began, and every later user checked it too. Each change is
-    # checked once more.
+    # The folder was checked when the walk began, and every later user has checked it too. It is
+    # checked again before each change.
     return LmdbReader(store.folder, is_owned=True, key_file=key_file)
 
 

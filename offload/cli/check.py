@@ -1,4 +1,4 @@
-"""``kvtiers check``: a configuration against this machine, without vLLM."""
+"""``kvtiers check``: checks a configuration against this machine, without vLLM."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def check(where: Where, as_json: AsJson = False) -> None:
 
 
 def _transfer(problems: Problems, where: str) -> dict[str, Any]:
-    """The transfer configuration in a file or a text; an empty one beside a problem."""
+    """The transfer configuration in a file or a text, or an empty one with a problem."""
     from offload.config.transfer import EXTRA, NAME, ours, transfer_config
 
     is_text = where.lstrip().startswith(("{", "["))

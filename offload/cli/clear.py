@@ -28,12 +28,12 @@ if TYPE_CHECKING:
 app = make_app()
 
 LIVE = (
-    "in use by pid {pids}: not removed. To empty the tiers of a running server call its "
-    "POST /reset_prefix_cache?reset_external=true; to remove the files stop it first"
+    "in use by pid {pids}: not removed. To empty the tiers of a running server, call its POST "
+    "/reset_prefix_cache?reset_external=true; to remove the files, stop the server first"
 )
 LIVE_SHARED = (
-    "shared by pid {pids}: not removed. A reset would not empty it, and would leave that server on "
-    "its own until it restarts. To remove the files stop all of them first"
+    "shared by pid {pids}: not removed. A reset would not empty it, and that server would not "
+    "share its blocks until it restarts. To remove the files, stop all of these servers first"
 )
 
 
@@ -68,9 +68,9 @@ def clear(
 ) -> None:
     """Remove namespaces by name, model or age; what a running server uses stays.
 
-    Options of several kinds must all fit. Works while servers run on other namespaces of the same
-    path. What an earlier run could not delete is tried again. Exits with 1 if something stays
-    because it is in use or could not be deleted.
+    Data must match all kinds of options that are given. Works while servers run on other namespaces
+    of the same path. What an earlier run could not delete is tried again. Exits with 1 if something
+    remains because it is in use or could not be deleted.
     """
     from offload.admin.clear import Wanted, find_removals, remove
 
@@ -143,8 +143,8 @@ def _print_plan(removals: list[Removal]) -> None:
         )
     for removal in removals:
         what = f"{sum(removal.old.values()):,} records" if removal.old else "everything"
-        what = "what was moved aside" if removal.aside else what
-        what = "what is left of a removed one" if removal.namespace.is_trash else what
+        what = "damaged files set aside" if removal.aside else what
+        what = "remains of a removal" if removal.namespace.is_trash else what
         pids = sorted({str(owner.pid) for owner in removal.owners})
         table.add_row(
             removal.namespace.name,
@@ -158,7 +158,7 @@ def _print_plan(removals: list[Removal]) -> None:
 
 
 def _report(removals: list[Removal], folder: str, dry_run: bool, as_json: bool) -> None:
-    """Say what was done; ends the program."""
+    """Report what was done, and end the program."""
     kept = [removal for removal in removals if removal.owners and not removal.done]
     stuck = [removal for removal in removals if removal.problem]
     if as_json:

@@ -34,7 +34,7 @@ WRONG = 2
 _DURATION = re.compile(r"([0-9]+(?:\.[0-9]+)?)(s|m|h|d|w)", re.ASCII)
 _SECONDS = {"s": 1, "m": 60, "h": 3600, "d": 86_400, "w": 604_800}
 FILES_WIDTH = 150
-"""Columns if the output is no terminal: nothing is cut off in files and pipes."""
+"""Width in columns if the output is no terminal: nothing is cut off in files and pipes."""
 
 
 def make_app() -> typer.Typer:
@@ -92,13 +92,13 @@ class Problems(list[Problem]):
 
         fix = "Give the path of a tier, as in tiers[].path of the configuration."
         try:
-            os.listdir(folder)  # the search skips folders that may not be read
+            os.listdir(folder)  # the search skips folders that this user may not read
             found = find_namespaces(folder)
         except OSError as error:
             self.add(str(folder), *(not_a_folder(folder) or _unreadable(error, fix)))
             return []
         if not found:
-            self.add(str(folder), "holds no records of kvtiers", fix)
+            self.add(str(folder), "contains no records of kvtiers", fix)
         return found
 
     def metrics_url(self, where: str, text: str) -> str:
@@ -118,7 +118,7 @@ class Problems(list[Problem]):
 
 
 def _unreadable(error: OSError, fix: str) -> tuple[str, str]:
-    """Say why a path cannot be read, and what to do; ``fix`` applies if the path is wrong."""
+    """Report why a path cannot be read, and what to do; ``fix`` applies if the path is wrong."""
     if isinstance(error, PermissionError):
         return "may not be read by this user", "Run this as the user that the server runs as."
     if isinstance(error, NotADirectoryError):
@@ -140,7 +140,7 @@ def refuse(command: str, problems: list[Problem]) -> NoReturn:
 
 
 def give_up(command: str, text: str, code: int = 1) -> NoReturn:
-    """Say why it cannot be done, and end with 1 or another code."""
+    """Report why the command cannot continue, and end with 1 or another code."""
     print(f"kvtiers {command}: {text}", file=sys.stderr)
     raise typer.Exit(code)
 
@@ -162,7 +162,7 @@ def guarded_work(command: str) -> Iterator[None]:
     try:
         yield
     except StoreChangedError as error:
-        give_up(command, f"{error} while it was read. Run this again")
+        give_up(command, f"{error} while the store was read. Run this again")
     except FolderUnusableError as error:
         text = "A server that opens it starts empty; kvtiers clear removes it"
         give_up(command, f"the tier's folder is damaged: {error}. {text}")
@@ -174,13 +174,14 @@ def guarded_work(command: str) -> Iterator[None]:
 
 
 def _end(_number: int, _frame: object) -> None:
-    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as a script's shell starts jobs with &
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        # the shell of a script starts background jobs with this signal ignored
         raise KeyboardInterrupt
-    signal.raise_signal(signal.SIGINT)  # which asyncio handles as well, and ends its tasks in order
+    signal.raise_signal(signal.SIGINT)  # asyncio handles it as well, and ends its tasks in order
 
 
 def confirm(question: str) -> bool:
-    """Ask on stderr; only a yes is one. Unlike ``typer.confirm`` it lets Ctrl-C through."""
+    """Ask on stderr; only a yes counts as yes. Unlike ``typer.confirm`` it lets Ctrl-C through."""
     print(f"{question} [y/N]: ", end="", file=sys.stderr, flush=True)
     return sys.stdin.readline().strip().lower() in ("y", "yes")
 
@@ -200,7 +201,7 @@ def _plain(value: Any) -> Any:
 
 
 def screen() -> Console:
-    """For tables on stdout."""
+    """A console for tables on stdout."""
     from rich.console import Console
 
     found = Console(highlight=False)
@@ -208,7 +209,7 @@ def screen() -> Console:
 
 
 def progress_bar(*, is_bytes: bool) -> Progress:
-    """A bar on stderr if that is a terminal, with bytes per second or with a count."""
+    """A progress bar on stderr if that is a terminal, with bytes per second or with a count."""
     from rich.console import Console
     from rich.progress import (
         BarColumn,

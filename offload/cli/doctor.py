@@ -24,9 +24,9 @@ def doctor(
     model: Annotated[str, typer.Argument(help="Folder or name of the model, as for vllm serve.")],
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
-    """Say whether and how a model's KV caches can be offloaded, without loading its weights.
+    """Report whether and how a model's KV caches can be offloaded, without loading its weights.
 
-    All other flags are those of vllm serve, --kv-transfer-config among them. Exits with 0 if the
+    All other flags are those of vllm serve, including --kv-transfer-config. Exits with 0 if the
     model can be offloaded, 1 if not, 2 if the flags or the configuration are wrong, 3 if there is
     no such model, and 4 if vLLM itself refuses it.
     """
@@ -38,8 +38,8 @@ def doctor(
 
 
 def missing_folder(model: str) -> Report | None:
-    """The report for a path that does not exist. vLLM would be asked for a quarter of a minute, and
-    take it for a name on the hub."""
+    """The report for a path that does not exist. vLLM would take a quarter of a minute, and would
+    treat the path as a name on the hub."""
     from offload.admin.doctor import Verdict, refusal
 
     if not model.startswith(("/", "./", "../", "~")) or os.path.exists(model):
@@ -49,14 +49,15 @@ def missing_folder(model: str) -> Report | None:
 
 
 def ask_vllm(model: str, flags: list[str]) -> Report:
-    """The doctor's report. vLLM's output goes to stderr, so that stdout holds only results."""
+    """Make the doctor's report. vLLM's output goes to stderr, so that stdout contains only
+    results."""
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
     os.environ.setdefault("VLLM_LOGGING_STREAM", "ext://sys.stderr")
     from rich.console import Console
     from rich.markup import escape
 
     console = Console(stderr=True)
-    waiting = console.status(f"asking vLLM about {escape(model)}; importing it takes a while")
+    waiting = console.status(f"querying vLLM about {escape(model)}; importing it takes a while")
     with waiting if console.is_terminal else contextlib.nullcontext():
         return _examine(model, flags)
 

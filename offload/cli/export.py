@@ -49,7 +49,8 @@ def export(
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace the file.")] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Write all records of one namespace to a file, each verified; also while a server uses it.
+    """Write all records of one namespace to a file and verify each; works while a server uses the
+    namespace.
 
     The file is neither encrypted nor compressed, and only its owner can read it. Exits with 1 if
     damaged records had to be left out.
@@ -92,7 +93,7 @@ def _choose(
             f"{chosen.name} ({chosen.model or 'unknown'})" for chosen in namespaces[:10]
         )
         count = len(fitting) or "no"
-        problems.add("namespace", f"{count} of them fit", f"Give --namespace. Known: {known}.")
+        problems.add("namespace", f"{count} of them match", f"Give --namespace. Known: {known}.")
     return None
 
 

@@ -37,7 +37,7 @@ def import_(
         typer.Option(
             help=(
                 "Bytes that the folder of one rank may take, e.g. 200GiB. (default: the capacity "
-                "it was created with)"
+                "with which it was created)"
             )
         ),
     ] = "",
@@ -81,7 +81,7 @@ def _check_folder(problems: Problems, folder: Path) -> None:
 
     above = "Give the tier's path above it, as in tiers[].path of the configuration."
     if any(NAME.fullmatch(path.name) for path in (folder, *folder.parents[:2])):
-        problems.add(str(folder), "is a namespace, or lies in one", above)
+        problems.add(str(folder), "is a namespace, or is inside one", above)
     elif os.path.lexists(folder) and not os.path.isdir(folder):
         problems.add(str(folder), "is not a folder", "Give the path of a tier.")
     elif RankFolder(folder).kind != "empty":

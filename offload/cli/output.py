@@ -14,7 +14,8 @@ from typing import Any, TextIO, cast
 
 
 class OutputLostError(Exception):
-    """Standard output cannot be written. Not an ``OSError``, because those concern a tier."""
+    """Standard output cannot be written. This is not an ``OSError``, because those are errors of a
+    tier."""
 
 
 class _Output:
@@ -49,7 +50,7 @@ def _as_output_lost() -> Iterator[None]:
 def guarded_output() -> Iterator[None]:
     """Guard standard output while the program runs."""
     file = sys.stdout
-    if file is None:  # it was started with stdout closed: nothing is printed
+    if file is None:  # the program was started with stdout closed: print nothing
         yield
         return
     sys.stdout = cast(TextIO, _Output(file))
@@ -60,7 +61,7 @@ def guarded_output() -> Iterator[None]:
             sys.stdout.flush()
     except (OutputLostError, BrokenPipeError) as error:
         nowhere = os.open(os.devnull, os.O_WRONLY)
-        os.dup2(nowhere, file.fileno())  # or Python would try again at its end, and fail
+        os.dup2(nowhere, file.fileno())  # otherwise Python would try again when it exits, and fail
         os.close(nowhere)
         if isinstance(error, OutputLostError):
             with contextlib.suppress(OSError):  # stderr is full as well

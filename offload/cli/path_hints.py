@@ -1,7 +1,7 @@
 """Hints for a user who gives a command something other than a tier's folder.
 
 That may be the address of a Mooncake store, or a server's configuration. The command cannot read
-those and says what to do.
+those, and explains what to do instead.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ _ADDRESS = re.compile(
 )
 CONFIG_BYTES_MAX = 1 << 20
 
-STORE = "is the address of a Mooncake store: the commands that look at records need a folder"
+STORE = "is the address of a Mooncake store: the commands that read records need a folder"
 INSTEAD = (
-    "Its master's page shows what it holds (http://{host}:9003/metrics/summary, unless the master "
+    "Its master's page shows its contents (http://{host}:9003/metrics/summary, unless the master "
     "was started with another --metrics_port); kvtiers top URL shows what a server finds there. "
     "Servers check every record that they read. To empty the store, restart the master."
 )

@@ -67,10 +67,10 @@ def plan(
     token_bytes: TokenBytes = "",
     as_json: AsJson = False,
 ) -> None:
-    """Predict what tiers of these sizes hold, hit, save and write, and whether loading pays.
+    """Predict how much tiers of these sizes hold, hit, save and write, and whether loading pays.
 
-    All other flags are those of vllm serve. Hit rates come from the simulator; speeds are what you
-    give, or estimates that are marked as such.
+    All other flags are those of vllm serve. Hit rates come from the simulator; speeds are the ones
+    you give, or estimates that are marked as such.
     """
     from offload.admin.capacity_plan import Machine
 
@@ -102,7 +102,7 @@ def plan(
 def _check(problems: Problems, model: str, given: str, flags: list[str], cpu: str) -> None:
     if not cpu:
         problems.add("--cpu", "is required", "Give the memory of the CPU tier, as 64GiB.")
-    if model.startswith("-"):  # an unknown option goes on to vLLM, but only after a model
+    if model.startswith("-"):  # an unknown option is passed on to vLLM, but only after a model
         problems.add(model, "is not an option", "Flags of vLLM come after MODEL; see --help.")
     elif bool(model) == bool(given):
         what = (
@@ -118,7 +118,7 @@ def _check(problems: Problems, model: str, given: str, flags: list[str], cpu: st
 
 
 def _check_spelling(problems: Problems, flags: list[str]) -> None:
-    """Flags that go on to vLLM and look like ours."""
+    """Flags that are passed on to vLLM and look like ours."""
     known = [option for parameter in _parameters() for option in parameter.opts]
     for name in (flag.split("=")[0] for flag in flags if flag.startswith("--")):
         if near := difflib.get_close_matches(name, known, n=1, cutoff=0.8):
@@ -141,7 +141,7 @@ def _check_policies(problems: Problems, *texts: str) -> None:
 
 
 def _requests(problems: Problems, trace: Path | None, mix: str) -> Trace | str | None:
-    """The trace that was given, or the mix as text: its blocks depend on the model."""
+    """The trace that was given, or the mix as text, because its blocks depend on the model."""
     from policies.simulation.synthetic_trace import Mix
     from policies.simulation.trace_formats import read_trace
 
@@ -159,7 +159,7 @@ def _requests(problems: Problems, trace: Path | None, mix: str) -> Trace | str |
 
 
 def _size_of(model: str, flags: list[str], given: int, parameters: float) -> ModelSize:
-    """Ask vLLM for the model's geometry, unless bytes per token were given."""
+    """Get the model's geometry from vLLM, unless bytes per token were given."""
     from offload.admin.capacity_plan import ModelSize
     from offload.admin.doctor import EXIT_CODES
 
@@ -191,7 +191,7 @@ def _work_out(
     try:
         simulated = _simulate(trace, size, machine, policy, disk_policy) if trace else None
         return make_plan(size, machine, block_tokens, simulated)
-    except ValueError as error:  # the CPU tier names itself
+    except ValueError as error:  # the CPU tier contains its own name
         text = str(error)
         where = "" if text.startswith("--") else f"--disk {size_text(machine.disk_bytes)}: "
         give_up("plan", f"{where}{text}")
@@ -267,7 +267,7 @@ def _lines(found: Plan) -> list[str]:
         lines.append(f"requests: {found.requests}{rate}")
         lines.append(
             f"hits: {share_text(found.hit_ratio)} of the prompt tokens, of "
-            f"{share_text(found.hit_ratio_max)} that an endless cache would have; "
+            f"{share_text(found.hit_ratio_max)} that an infinite cache would have; "
             f"{share_text(found.compute_saved)} of the arithmetic saved"
         )
     else:

@@ -38,7 +38,7 @@ Disk = Annotated[
 
 @dataclass(slots=True)
 class Wanted:
-    """The tiers that were asked for, and what asked for each field, to name it in a problem."""
+    """The requested tiers, and the flag or variable behind each field, to name it in a problem."""
 
     extra: dict[str, Any] = field(default_factory=dict)
     sources: dict[str, str] = field(default_factory=dict)
@@ -54,14 +54,14 @@ def serve(
         bool, typer.Option("--dry-run", help="Check, print the command, and end.")
     ] = False,
 ) -> None:
-    """Start vllm serve with KV blocks kept in host memory and on disk, and say what was added.
+    """Start vllm serve with KV blocks kept in host memory and on disk, and print the added flags.
 
     All other flags are those of vllm serve. The tiers are checked first. With --kv-transfer-config
-    or --config nothing is added but what --kv-cpu and --kv-disk ask for.
+    or --config, only the flags for --kv-cpu and --kv-disk are added.
     """
     problems = Problems()
     if model.startswith("-"):
-        problems.add(model, "stands before the model", "Write kvtiers serve MODEL [flags].")
+        problems.add(model, "comes before the model", "Write kvtiers serve MODEL [flags].")
     added = flags_to_add(context.args, kv_cpu, kv_disk or [], os.environ, problems)
     problems.refuse("serve")
     command = [*VLLM, model, *added, *context.args]
@@ -80,15 +80,15 @@ def flags_to_add(
     environment: Mapping[str, str],
     problems: Problems,
 ) -> list[str]:
-    """The flags of ``vllm serve`` that the user has not given. The first come first, so that the
-    user's win."""
+    """The flags of ``vllm serve`` that the user has not given. They come first on the command line,
+    so that the user's flags take precedence."""
     from offload.config.transfer import check_transfer, transfer_config
     from offload.namespaces.patience import Patience
 
     has_own = has_flag(flags, TRANSFER) or has_flag(flags, FILE)
     if has_flag(flags, TRANSFER) and (cpu or disks):
         fix = "Give one of them, or put the tiers into the JSON."
-        problems.add(TRANSFER, "stands beside --kv-cpu or --kv-disk", fix)
+        problems.add(TRANSFER, "is given together with --kv-cpu or --kv-disk", fix)
     if has_own and not (cpu or disks):
         _say_unused(environment)
         return []
@@ -108,7 +108,7 @@ def flags_to_add(
 def _say_unused(environment: Mapping[str, str]) -> None:
     for name in (CPU_VARIABLE, DISK_VARIABLE):
         if environment.get(name):
-            _say(f"{name} is not used beside {TRANSFER} or {FILE}")
+            _say(f"{name} is not used together with {TRANSFER} or {FILE}")
 
 
 def _say(line: str) -> None:
@@ -116,7 +116,7 @@ def _say(line: str) -> None:
 
 
 def has_flag(flags: list[str], name: str) -> bool:
-    """Whether a flag is given in one of vLLM's spellings: ``--a-b``, ``--a_b=x``, ``--a-b.c``."""
+    """True if a flag is given in one of vLLM's spellings: ``--a-b``, ``--a_b=x``, ``--a-b.c``."""
     heads = {flag.split("=")[0].split(".")[0].replace("_", "-") for flag in flags}
     return name in heads
 
@@ -124,7 +124,7 @@ def has_flag(flags: list[str], name: str) -> bool:
 def tiers_wanted(
     cpu: str, disks: list[str], environment: Mapping[str, str], problems: Problems
 ) -> Wanted:
-    """Read the flags, or where there are none the environment."""
+    """Read the flags, or the environment if there are none."""
     wanted = Wanted()
     name = "--kv-cpu" if cpu else CPU_VARIABLE
     if cpu := cpu or environment.get(CPU_VARIABLE, ""):
@@ -145,5 +145,5 @@ def tiers_wanted(
 
 
 def _named(problem: Problem, sources: Mapping[str, str]) -> Problem:
-    """A problem at the flag or variable that it comes from."""
+    """A problem, named by the flag or variable that causes it."""
     return Problem(sources.get(problem.where, problem.where), problem.what, problem.fix)

@@ -99,7 +99,7 @@ def _follow(address: str, interval: float) -> None:
 
     out = screen()
     views = _views(address, interval)
-    first = next(views)  # a server that never answers ends this
+    first = next(views)  # ends the wait for a server that never answers
     if not out.is_terminal:
         for found in itertools.chain([first], views):
             out.print(found)
@@ -110,7 +110,7 @@ def _follow(address: str, interval: float) -> None:
 
 
 def _views(address: str, interval: float) -> Iterator[RenderableType]:
-    """Yield one view after another; waits for a server that is briefly away."""
+    """Yield one view after another; wait for a server that is briefly unreachable."""
     from offload.admin.metrics_client import PageError, view
 
     before = _look(address)
@@ -127,7 +127,7 @@ def _views(address: str, interval: float) -> Iterator[RenderableType]:
 
 
 def _shown(found: View) -> Table:
-    """One block for the server and one for each tier; lines that are too long go on below."""
+    """One block for the server and one for each tier; long lines are continued on the next line."""
     from rich.markup import escape
     from rich.table import Table
 
@@ -154,7 +154,7 @@ def _server(found: View) -> dict[str, str]:
     return {
         "requests": f"{count_text(found.running)} running, {count_text(found.waiting)} waiting; "
         f"{count_text(found.prompt_tokens_per_s)} prompt tokens/s",
-        "hits": f"{share_text(found.hit_ratio)} of the tokens asked for "
+        "hits": f"{share_text(found.hit_ratio)} of the requested tokens "
         f"({share_text(found.hit_ratio_since_start)} since the start)",
         "misses": "" if missed is None else f"{count_text(missed)} requests/s",
         "  because": ", ".join(f"{why} {n:,.0f}" for why, n in reasons),
@@ -189,7 +189,7 @@ def _tier(tier: TierView) -> dict[str, str]:
 
 
 def _used(tier: TierView) -> str:
-    """How full it is, in bytes, percent and chunks, as far as the server says so."""
+    """How full the tier is, in bytes, percent and chunks, as far as the server reports it."""
     share, parts = tier.used_ratio, []
     if tier.used_bytes is not None:
         size = size_text(tier.used_bytes)

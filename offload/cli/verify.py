@@ -28,9 +28,10 @@ if TYPE_CHECKING:
 app = make_app()
 
 LIVE_RATE = "100MiB"
-"""If a server uses the folder, the disk is the server's."""
+"""Default rate if a server uses the folder, because the server needs the disk."""
 LINES_MAX = 20
-"""Lines below the table, of all stores together: remarks about a whole store come first."""
+"""Maximum number of lines below the table, for all stores together; remarks about a whole store
+come first."""
 
 
 @app.command()
@@ -81,7 +82,7 @@ def verify(
 
 
 def _one(store: RankFolder, rate: int, key_file: str, check_only: bool, bar: Progress) -> Scrubbed:
-    """Check one rank folder. An error does not keep the others from being checked."""
+    """Check one rank folder. An error does not prevent the others from being checked."""
     from offload.admin.verify import Scrubbed, repair
     from tiers.base import TierError
     from tiers.offline.inspect import StoreChangedError
@@ -90,7 +91,7 @@ def _one(store: RankFolder, rate: int, key_file: str, check_only: bool, bar: Pro
     try:
         _scrub(result, rate, key_file, bar)
     except StoreChangedError as error:
-        result.fail(f"{error} while it was read: run this again")
+        result.fail(f"{error} while the store was read: run this again")
     except (OSError, TierError) as error:
         result.fail(str(error))
     if not check_only:

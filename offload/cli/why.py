@@ -1,4 +1,4 @@
-"""``kvtiers why``: shows what the last requests of a server found, and why they missed the rest."""
+"""``kvtiers why``: shows what the last requests of a server found, and why the rest was missing."""
 
 from __future__ import annotations
 
@@ -36,9 +36,9 @@ def why(
     reason: Annotated[str, typer.Option(help="Only requests with this reason.")] = "",
     as_json: AsJson = False,
 ) -> None:
-    """Show what the last requests of a server found in which tier, and why they missed the rest.
+    """Show what the last requests of a server found in which tier, and why the rest was missing.
 
-    Works while the server runs. The counters vllm:kvtiers_misses_total cover all requests.
+    Works while the server runs. The counters vllm:kvtiers_misses_total include all requests.
     """
     from offload.requests.miss_reasons import MEANINGS
 
@@ -86,7 +86,7 @@ def _read(file: Path, problems: Problems) -> list[dict[str, Any]]:
 def _is_record(record: Any) -> bool:
     """Return True if a record has all fields that a server writes, with values of the right types.
 
-    A newer version may have other reasons.
+    A newer version may know other reasons.
     """
     if not isinstance(record, dict) or not isinstance(record.get("loaded_tokens"), dict):
         return False

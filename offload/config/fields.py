@@ -1,6 +1,7 @@
-"""The kinds of values a configuration may hold, and the reading of one table of named fields.
+"""The kinds of values that a configuration may contain, and the code that reads one table of named
+fields.
 
-A reader takes a raw JSON value, its place, and the list of problems. It returns the value in its
+A reader receives a raw JSON value, its place, and the list of problems. It returns the value in its
 final form, or ``None`` after it has appended a problem: every problem of a configuration is found
 in one pass. This module knows no field by name.
 """
@@ -66,9 +67,9 @@ class Kind:
 
 @dataclass(frozen=True, slots=True)
 class Field:
-    """One option: its name, kind, default, and a sentence for the reference.
+    """One option: its name, kind and default, and a sentence for the reference.
 
-    ``shown`` is the default as the reference prints it, if the value itself would not be clear.
+    ``shown`` is the text for the default in the reference, if the value itself would not be clear.
     """
 
     name: str
@@ -101,7 +102,8 @@ def read_table(
     problems: list[Problem],
     elsewhere: Mapping[str, str] | None = None,
 ) -> dict[str, Any]:
-    """Read every field of ``fields`` from the mapping ``raw``; bad and missing ones get defaults.
+    """Read every field of ``fields`` from the mapping ``raw``; missing and bad fields get their
+    defaults.
 
     ``elsewhere`` names the places where names unknown here are valid. Problems are appended.
     """
@@ -119,7 +121,7 @@ def read_table(
 
 
 def anything(label: str) -> Kind:
-    """A value that its owner reads later."""
+    """A value that its owner parses later."""
     return Kind(label, lambda value, where, problems: value)
 
 

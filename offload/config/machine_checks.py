@@ -208,7 +208,7 @@ def _check_folder(
         what = f"{tier.path} is {kind}: it uses memory and is lost at a reboot"
         warnings.append(Problem(where, what, "Use a folder on a disk."))
     if kind == "overlay":
-        what = f"{tier.path} lies in a container's own layer and is lost with the container"
+        what = f"{tier.path} is in a container's own layer and is lost with the container"
         warnings.append(Problem(where, what, "Mount a volume there."))
     return False
 
@@ -250,7 +250,7 @@ def _place_problem(tier: TierConfig, existing: Path, where: str) -> Problem | No
     kind = file_system_of(existing)
     tier_type = TIER_TYPES.get(tier.type)
     if tier_type and tier_type.needs_local_disk and kind.split(".")[0] in NETWORK_FILE_SYSTEMS:
-        what = f'{tier.path} lies on {kind}, where a tier of type "{tier.type}" must not be'
+        what = f'{tier.path} is on {kind}, where a tier of type "{tier.type}" is not allowed'
         return Problem(where, what, 'Use a local disk, or "type": "file".')
     return None
 
@@ -268,7 +268,7 @@ def _holder_problem(tier: TierConfig, where: str, is_ours: IsOurs) -> Problem | 
 def _check_space(
     tier: TierConfig, where: str, taken: dict[int, int], problems: list[Problem]
 ) -> None:
-    """Check free space. ``taken`` sums the needs of the tiers before this one by file system."""
+    """Check free space. ``taken`` sums, by file system, the needs of the tiers before this one."""
     if least := _least(tier):
         what = f"{format_size(tier.capacity)} is too small for any chunk"
         what += ": the index alone takes 2MiB" if tier.type == "lmdb" else ""
@@ -285,9 +285,9 @@ def _check_space(
     if tier.capacity > most:
         before = " and the tiers before it" if taken[device] > tier.capacity - used else ""
         what = (
-            f"{format_size(tier.capacity)} does not fit: {format_size(free)} are free, "
-            f"{format_size(used)} are this tier's already, and a reserve of "
-            f"{format_size(reserve)}{before} must stay"
+            f"{format_size(tier.capacity)} does not fit: {format_size(free)} are free, this tier "
+            f"already uses {format_size(used)}, and a reserve of {format_size(reserve)}{before} "
+            "must stay"
         )
         fix = f"Use at most {format_size(most)}." if most else "Free some space or lower reserve."
         problems.append(Problem(f"{where}.capacity", what, fix))
@@ -334,7 +334,7 @@ def _only_in_lmdb(tier: TierConfig, where: str) -> Iterator[Problem]:
 
 
 def _key_file_problem(path: str, where: str) -> Problem | None:
-    """Make the same check as the tier. No message shows any part of the key."""
+    """Make the same check as the tier does. No message shows any part of the key."""
     try:
         read_key_file(Path(path))
     except KeyFileError as error:
@@ -373,7 +373,7 @@ def _existing(path: str) -> Path:
 
 
 def _not_writable(folder: Path) -> str:
-    """Say why nothing can be created in ``folder``.
+    """Describe why nothing can be created in ``folder``.
 
     It tries to create a file, because access bits are not enough (root, read-only mounts, /proc),
     and removes it again.
@@ -386,7 +386,7 @@ def _not_writable(folder: Path) -> str:
 
 
 def _used_bytes(folder: Path) -> int:
-    """Disk bytes below a folder, without following links."""
+    """Disk bytes used below a folder, without following links."""
     total = 0
     for parent, _, files in os.walk(folder):
         for name in files:

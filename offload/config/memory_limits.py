@@ -1,4 +1,4 @@
-"""The machine's memory limits under its control groups, and the relatives of this process.
+"""Finds the machine's memory limits, including control groups, and the relatives of this process.
 
 Linux only. Everything is read from ``/proc`` and ``/sys/fs/cgroup``; the paths are parameters so
 that tests can use a copy. A file that is missing or unreadable counts as "no limit".
@@ -21,7 +21,7 @@ class MemoryLimit:
     """The total memory that this process may use, and the source of the limit (``cgroup`` or
     ``RAM``).
 
-    ``available_bytes`` can be allocated now without swapping out others.
+    ``available_bytes`` can be allocated now without causing other memory to be swapped out.
     """
 
     limit_bytes: int
@@ -62,14 +62,14 @@ def _ancestors(pid: int, proc: Path) -> set[int]:
 
 
 def _parent(pid: int, proc: Path) -> int:
-    """The parent of a process, 0 if it has none or is gone; format: proc_pid_stat(5)."""
+    """The parent of a process, or 0 if it has none or has ended; format: proc_pid_stat(5)."""
     # The command is in parentheses and may contain any character: count from its end.
     fields = _read(proc / str(pid) / "stat").rpartition(")")[2].split()
     return int(fields[1]) if len(fields) > 1 else 0
 
 
 def _meminfo(proc: Path) -> dict[str, int]:
-    """``/proc/meminfo`` in bytes (it says kB and means 1,024)."""
+    """``/proc/meminfo`` in bytes (the file says kB and means 1,024)."""
     pairs = re.findall(r"^(\w+):\s+(\d+) kB$", _read(proc / "meminfo"), re.MULTILINE)
     return {name: int(value) * 1024 for name, value in pairs}
 

@@ -1,4 +1,4 @@
-"""Every option by name: kind, default and meaning. The reference is printed from these tables.
+"""Every option by name: kind, default and meaning. The reference is generated from these tables.
 
 A new type of tier registers here, with the options that only it knows.
 """
@@ -274,10 +274,10 @@ TOP_FIELDS = (
         "verify",
         choice("off", "device"),
         "off",
-        "For debugging: `device` digests every chunk in the KV cache right after it was computed "
-        "and again after it was loaded, and compares the two. A difference is counted, logged "
-        "with key, group and layer, and fails the load, so that the chunk is recomputed. Costs "
-        "computing time. See the [guide](../guides/serve.md#when-an-answer-looks-wrong).",
+        "For debugging: `device` digests every chunk in the KV cache right after the chunk was "
+        "computed and again after it was loaded, and compares the two. A difference is counted, "
+        "logged with key, group and layer, and fails the load, so that the chunk is recomputed. "
+        "Costs computing time. See the [guide](../guides/serve.md#when-an-answer-looks-wrong).",
     ),
     Field(
         "verify_path",
@@ -310,7 +310,7 @@ class TierType:
 
     @property
     def common(self) -> tuple[Field, ...]:
-        """The fields of ``TIER_FIELDS`` that this type takes."""
+        """The fields of ``TIER_FIELDS`` that this type accepts."""
         return tuple(field for field in TIER_FIELDS if field.name not in self.without)
 
 
@@ -327,7 +327,7 @@ def register_tier_type(tier_type: TierType) -> None:
 register_tier_type(
     TierType(
         "lmdb",
-        "LMDB index with payloads in preallocated extents beside it; needs a local disk.",
+        "LMDB index, with payloads in preallocated extents in a separate file; needs a local disk.",
         (
             Field(
                 "direct_io",
@@ -347,14 +347,14 @@ register_tier_type(
                 "scrub_rate",
                 size(),
                 8 << 20,
-                "Maximum bytes per second to read for that, per server.",
+                "Maximum bytes per second that the scrub reads, per server.",
                 "`8MiB`",
             ),
             Field(
                 "scrub_period_s",
                 number(60, 31_536_000, " s"),
                 604_800.0,
-                "Time in which each record is verified once.",
+                "Time in which the scrub verifies each record once.",
             ),
             Field(
                 "shared",
@@ -419,7 +419,7 @@ register_tier_type(
                 text("10.0.0.7"),
                 "",
                 "Address by which other servers reach this machine.",
-                "the one on the way to the master",
+                "the address on the way to the master",
             ),
         ),
         shared=True,

@@ -1,6 +1,6 @@
-"""Finds paths that a tier must not use: a tier fills its folder and removes files from it.
+"""Finds paths that a tier must not use, because a tier fills its folder and removes files from it.
 
-Only looks; blocks on the disk.
+Reads only; blocks on the disk.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ SYSTEM_FOLDERS = frozenset(
 """System folders; a folder below one of them can be used."""
 SYSTEM_TREES = ("/bin", "/boot", "/dev", "/etc", "/lib", "/lib32", "/lib64", "/sbin", "/usr/bin",
                 "/usr/lib", "/usr/lib64", "/usr/libexec", "/usr/sbin", "/usr/share")  # fmt: skip
-"""Folders below which a tier must not lie either, except in ``/dev/shm``."""
+"""Folders below which a tier must not be either, except in ``/dev/shm``."""
 _SHARED_MEMORY = "/dev/shm"
 _WEIGHTS = (".safetensors", ".gguf", ".bin", ".pt", ".pth")
 _NOT_CONTENT = frozenset(("lost+found", LOCK_NAME))
@@ -42,7 +42,7 @@ def location_problem(path: str | Path) -> tuple[str, str] | None:
         return f"{path} is a folder of the system", fix
     is_system = any(f"{real}/".startswith(f"{tree}/") for tree in SYSTEM_TREES)
     if is_system and not real.startswith(f"{_SHARED_MEMORY}/"):
-        return f"{path} lies among the system's files", _OWN.format("/var/cache/kvtiers")
+        return f"{path} is among the system's files", _OWN.format("/var/cache/kvtiers")
     if os.path.dirname(real) == "/home" or real == os.path.realpath(os.path.expanduser("~")):
         return f"{path} is a home folder", fix
     for folder in (Path(real), *Path(real).parents):
@@ -70,7 +70,8 @@ def _is_ours(name: str) -> bool:
 
 
 def _is_model(folder: Path) -> bool:
-    """Return True if a model's configuration and weights are there."""
-    if not os.path.isfile(folder / "config.json"):  # Path.is_file raises if it may not read
+    """Return True if the folder contains a model's configuration and weights."""
+    if not os.path.isfile(folder / "config.json"):
+        # Path.is_file raises if the file may not be read
         return False
     return any(name.endswith(_WEIGHTS) for name in entries(folder))

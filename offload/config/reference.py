@@ -1,4 +1,4 @@
-"""Prints the tables of ``docs/reference/configuration.md``."""
+"""Generates the tables of ``docs/reference/configuration.md``."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def reference() -> str:
         if tier_type.without:
             names = [field.name for field in TIER_FIELDS if field.name in tier_type.without]
             parts.append(
-                "\nOf the options above it takes all but "
+                "\nOf the options above it accepts all except "
                 + ", ".join(f"`{name}`" for name in names)
                 + "."
             )

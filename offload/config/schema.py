@@ -1,10 +1,10 @@
 """The configuration: the contents of ``kv_connector_extra_config``, defaults, and arithmetic.
 
-``parse_config`` is pure (apart from asking for the machine's memory when no CPU capacity is given)
-and gives the same answer in every process of one server, because scheduler and workers each parse
-for themselves and must agree on the number of slots. Checks of the machine (folders, disks, other
-servers) are in ``offload.config.machine_checks``; ``load_config`` there does both and reports every
-problem at once.
+``parse_config`` is pure (apart from reading the machine's memory size when no CPU capacity is
+given) and returns the same result in every process of one server, because scheduler and workers
+each parse for themselves and must agree on the number of slots. Checks of the machine (folders,
+disks, other servers) are in ``offload.config.machine_checks``; ``load_config`` there does both and
+reports every problem at once.
 """
 
 from __future__ import annotations
@@ -50,9 +50,9 @@ class CpuConfig(msgspec.Struct, frozen=True):
 class TierConfig(msgspec.Struct, frozen=True):
     """One tier below the CPU. ``capacity`` is bytes per server, everything below ``path``.
 
-    ``reserve`` is the disk space in bytes to leave free, or ``None`` for 5 % of the file system
-    but at least 2 GiB. ``write_budget_per_day`` is bytes, 0 for no limit. ``options`` holds
-    what only this type of tier knows.
+    ``reserve`` is the disk space in bytes to leave free, or ``None`` for 5 % of the file system but
+    at least 2 GiB. ``write_budget_per_day`` is bytes, 0 for no limit. ``options`` contains the
+    options of this type of tier.
     """
 
     type: str
@@ -111,12 +111,12 @@ class OffloadConfig(msgspec.Struct, frozen=True):
 
     @property
     def lower(self) -> tuple[TierConfig, ...]:
-        """Every tier below the CPU tier, in the order in which plans number them: first the tiers
+        """Every tier below the CPU tier, in the order of their numbers in plans: first the tiers
         that are written, then the read-only ones."""
         return self.tiers + self.translated
 
     def is_read_only(self, tier: int) -> bool:
-        """Return True if ``lower[tier]`` is only read."""
+        """Return True if ``lower[tier]`` is read-only."""
         return tier >= len(self.tiers)
 
 
@@ -145,7 +145,7 @@ def parse_config(extra: Mapping[str, Any] | None) -> OffloadConfig:
 def draft_config(extra: Any) -> tuple[OffloadConfig, list[Problem]]:
     """Read a configuration as far as possible, with defaults for bad values, and list the problems.
 
-    In the draft, a tier with a bad path or capacity has ``""`` or 0 there.
+    In the draft, a bad path or capacity of a tier is replaced by ``""`` or 0.
     """
     problems: list[Problem] = []
     raw = {} if extra is None else extra
@@ -188,15 +188,15 @@ def describe_default(capacity: int, limit: MemoryLimit) -> str:
 def default_cpu_capacity(memory: int) -> int:
     """A quarter of ``memory`` bytes in steps of 256 MiB, between 256 MiB and 64 GiB.
 
-    It depends on the limit and not on what is free now, so that every process of a server
-    comes to the same number at any time.
+    It depends on the limit and not on what is free at present, so that every process of a server
+    gets the same number at any time.
     """
     quarter = memory // 4 // CPU_CAPACITY_MIN * CPU_CAPACITY_MIN
     return min(max(quarter, CPU_CAPACITY_MIN), CPU_CAPACITY_MAX)
 
 
 def slot_counts(config: OffloadConfig, slot_bytes: int, ranks: int) -> SlotCounts:
-    """The configured sizes in chunks of ``slot_bytes`` on each of ``ranks`` ranks.
+    """The configured sizes in chunks of ``slot_bytes``, on each of ``ranks`` ranks.
 
     No other code does this division, because scheduler and workers must agree. Staging is part of
     the capacity, and with lower tiers at least one slot; budgets allow at least one chunk. If the
@@ -291,7 +291,7 @@ def _check_duplicates(tiers: tuple[TierConfig, ...], problems: list[Problem]) ->
         for earlier, other in enumerate(tiers[:later]):
             mine, theirs = tier.path + "/", other.path + "/"
             if tier.path and other.path and (mine.startswith(theirs) or theirs.startswith(mine)):
-                word = "equals" if mine == theirs else "lies inside or around"
+                word = "equals" if mine == theirs else "is inside or around"
                 what = f"{word} $.tiers[{earlier}].path ({show(tier.path)}, {show(other.path)})"
                 fix = "Give every tier its own folder."
                 problems.append(Problem(f"$.tiers[{later}].path", what, fix))
@@ -322,13 +322,13 @@ def _assemble(
 
 
 def at_least(size_bytes: int) -> str:
-    """A size as text that is not below it: whole MiB (or KiB), rounded up."""
+    """A size as text, rounded up to whole MiB (or KiB), so that it is never too small."""
     unit = MIB if size_bytes >= MIB else KIB
     return format_size(-(-size_bytes // unit) * unit)
 
 
 def tier_names(config: OffloadConfig) -> list[str]:
-    """Name each lower tier by its type, with a number from the second of a type on.
+    """Name each lower tier by its type, followed by a number from the second tier of a type on.
 
     A read-only tier for other geometries gets the name of the tier with the same path.
     """

@@ -26,7 +26,7 @@ def check_capacity(
     for number, tier in enumerate(config.tiers):
         needed = ranks * least_share(tier, slot_bytes, record_bytes or slot_bytes)
         if tier.path and tier.capacity < needed:
-            beside = ", and the index lies beside it" if tier.type == "lmdb" else ""
+            beside = ", and the index is stored beside it" if tier.type == "lmdb" else ""
             what = f"{format_size(tier.capacity)} holds no chunk: {chunk}{beside}"
             fix = f"Give at least {at_least(needed)}."
             problems.append(Problem(f"$.tiers[{number}].capacity", what, fix))
@@ -34,7 +34,7 @@ def check_capacity(
 
 
 def least_share(tier: TierConfig, payload_bytes: int, record_bytes: int) -> int:
-    """The smallest share of a tier's capacity with which one rank can store a payload of this size,
+    """The smallest share of a tier's capacity in which one rank can store a payload of this size,
     if the smallest payloads have ``record_bytes``."""
     if tier.type != "lmdb":
         return (1 + pages_for(payload_bytes)) * ALIGNMENT + SMALL_FILES_BYTES

@@ -1,4 +1,5 @@
-"""The value of vLLM's ``--kv-transfer-config``: made for this connector, and searched for it."""
+"""Makes the value of vLLM's ``--kv-transfer-config`` for this connector, and searches such a value
+for the connector."""
 
 from __future__ import annotations
 
@@ -13,15 +14,15 @@ if TYPE_CHECKING:
 
 NAME = "KvTiersConnector"
 ALIASES = ("OffloadConnector",)
-"""Names from before; they stay valid."""
+"""Earlier names, which stay valid."""
 NAMES = (NAME, *ALIASES)
 MODULE = "offload.connector"
 EXTRA = "kv_connector_extra_config"
 
 
 def transfer_config(extra: Mapping[str, Any]) -> dict[str, Any]:
-    """The whole value for a configuration of ours. vLLM's default ends a request whose load fails
-    with an error; ``recompute`` computes it."""
+    """The complete value for one of our configurations. By default vLLM ends a request with an
+    error if its load fails; with ``recompute`` it computes the request."""
     return {
         "kv_connector": NAME,
         "kv_connector_module_path": MODULE,
@@ -34,12 +35,12 @@ def transfer_config(extra: Mapping[str, Any]) -> dict[str, Any]:
 def check_transfer(
     transfer: Mapping[str, Any], patience: Patience | None = None
 ) -> list[LoadedConfig]:
-    """Check every configuration of ours in a transfer configuration against this machine.
+    """Check every configuration of this connector in a transfer configuration against this machine.
 
     With ``patience``, wait for servers that hold the folders and may be about to end. Raises
     ``ConfigError`` with all problems. Returns nothing for other connectors.
     """
-    from offload.config.machine_checks import patiently  # vLLM needs only the names at first
+    from offload.config.machine_checks import patiently  # at first, vLLM needs only the names
 
     if patience is None:
         return _check_now(transfer)
@@ -76,7 +77,7 @@ def ours(transfer: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
 
 
 def role_problems(role: object) -> list[Problem]:
-    """This connector loads and stores."""
+    """Check that this connector both loads and stores."""
     if role == "kv_both":
         return []
     return [Problem("kv_role", f'loads and stores (got "{role}")', 'Use "kv_role": "kv_both".')]

@@ -2,8 +2,8 @@
 
 vLLM finds ``KvTiersConnector`` here by ``kv_connector_module_path``; its earlier name
 ``OffloadConnector`` stays valid. It is imported on first use, because vLLM loads the plugin
-(`offload.connector.plugin`) while it is still importing itself.
-`offload.connector.contract.at_start` looks at an untested vLLM first.
+(`offload.connector.plugin`) while it is still importing itself. Before that import,
+`offload.connector.contract.at_start` checks a vLLM version that was not tested.
 
 Owns everything that knows vLLM.
 

@@ -8,8 +8,8 @@ The CPU tier of vLLM's ``OffloadingConnector`` finds a policy by name and module
         "cache_policy_module_path": "offload.connector.cache_policy"
     }
 
-Every name of a policy (``policies.registry``, or ``module:Class`` for your own) is an attribute of
-this module: a class for that policy. For ``lru`` and ``arc``, vLLM uses its own policies;
+Every policy name (``policies.registry``, or ``module:Class`` for your own) is an attribute of this
+module: the class of that policy. For ``lru`` and ``arc``, vLLM uses its own policies;
 ``kvtiers_lru`` and ``kvtiers_arc`` name those of kvtiers.
 """
 
@@ -48,7 +48,8 @@ class TierCachePolicy(CachePolicy):  # type: ignore[misc]  # vllm is untyped her
     def insert(
         self, key: OffloadKey, chunk: ChunkStatus, req_context: ReqContext | None = None
     ) -> None:
-        """Insert a key. vLLM passes ``req_context`` from 0.33 on; the policies do not need it."""
+        """Insert a key. vLLM 0.33 and later also pass ``req_context``, which the policies do not
+        need."""
         self._chunks[key] = chunk
         self._policy.insert(key, EntryInfo(get_offload_group_idx(key)))
 
@@ -60,7 +61,7 @@ class TierCachePolicy(CachePolicy):  # type: ignore[misc]  # vllm is untyped her
         self._policy.touch(list(keys))
 
     def on_store_miss(self, keys: Iterable[OffloadKey], req_context: ReqContext) -> None:
-        """Do nothing: the policies recognise a returning key by themselves."""
+        """Do nothing: the policies recognise a returning key without this hook."""
 
     def on_request_finished(
         self,

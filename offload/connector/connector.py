@@ -1,7 +1,7 @@
-"""``KvTiersConnector``: vLLM's hooks, each passed on to the scheduler side or the worker side.
+"""``KvTiersConnector``: passes each of vLLM's hooks on to the scheduler side or the worker side.
 
 Every hook that vLLM calls while it serves is guarded: an exception becomes a miss. Hooks that run
-once at start-up may raise, because a clear error at start is better than a surprise later.
+once at start-up may raise: a clear error at start is better than a fault while serving.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ class KvTiersConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  
                 vllm_config, kv_cache_config, is_worker=is_worker, first_worker=first_worker
             )
         except OffloadError as error:
-            # Log it here, too: vLLM buries it in the tracebacks of several processes.
+            # Log it here as well: vLLM buries it in the tracebacks of several processes.
             logger.error("%s", error)
             raise
         self._epochs: PendingEpochs | None = None
@@ -121,7 +121,7 @@ class KvTiersConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  
                 self._watch = AdapterWatch(vllm_config.lora_config)
                 self._watch.begin()
 
-    # -- what vLLM asks of the class -----------------------------------------------------------
+    # -- class methods that vLLM calls -----------------------------------------------------------
 
     @property
     def requires_kv_delivery(self) -> bool:
@@ -132,8 +132,7 @@ class KvTiersConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  
     def requires_piecewise_for_cudagraph(cls, extra_config: dict[str, Any]) -> bool:
         """False, because there is no work per layer, so full CUDA graphs are fine.
 
-        vLLM asks this while it parses its flags, so this is the earliest place to refuse a bad
-        configuration.
+        vLLM calls this while it parses its flags: the earliest place to refuse a bad configuration.
         """
         ServerSetup.check(extra_config)
         return False
@@ -142,10 +141,10 @@ class KvTiersConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  
     def get_required_kvcache_layout(cls, vllm_config: VllmConfig) -> str | None:
         """``BLHNC`` if the user asks for it, so that one copy moves a block.
 
-        Not the default: vLLM then cannot split blocks for kernels that need small ones, and fails
-        at start. Which kernels are used is not known here (docs/decisions/0024).
+        This is not the default: vLLM then cannot split blocks for kernels that need small ones, and
+        it fails at start. At this point the kernels are not known yet (docs/decisions/0024).
 
-        Ignores a faulty configuration: the full check that follows reports every problem.
+        Ignore a faulty configuration: the full check that follows reports every problem.
         """
         config, _ = draft_config(vllm_config.kv_transfer_config.kv_connector_extra_config)
         return "BLHNC" if config.kv_layout == "block_contiguous" else None
@@ -198,7 +197,7 @@ class KvTiersConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  
             self._worker.before_step(plan)
 
     def start_load_kv(self, forward_context: ForwardContext, **kwargs: Any) -> None:
-        """Do nothing: loads are asynchronous and posted with everything else after the forward
+        """Do nothing: loads are asynchronous and are posted with all other jobs after the forward
         pass."""
 
     def wait_for_layer_load(self, layer_name: str) -> None:
@@ -219,7 +218,7 @@ class KvTiersConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  
             self._worker.post(_plan_of(self._connector_metadata), refused=self._distrust())
 
     def _distrust(self) -> str:
-        """The reason why nothing in the plan may be copied, if there is one."""
+        """The reason why none of the plan's copies may run, or ``None``."""
         meta = self._connector_metadata
         if not isinstance(meta, OffloadMetadata) or not meta.adapters:
             return ""
@@ -356,11 +355,11 @@ class KvTiersConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  
     def _finished(
         self, request: Request, block_ids: tuple[list[int], ...]
     ) -> tuple[bool, dict[str, Any] | None]:
-        """Store what is missing; the blocks may be freed at once.
+        """Store the request's missing chunks; vLLM may free its blocks at once.
 
-        Stores that still read the blocks are fenced when vLLM reuses the blocks. The returned
-        dictionary goes into the answer's ``kv_transfer_params``; vLLM acts only on the names of
-        other connectors in it.
+        If vLLM reuses the blocks while stores still read them, a fence makes vLLM wait for those
+        stores. The returned dictionary goes into the answer's ``kv_transfer_params``; vLLM acts
+        only on the names of other connectors in it.
         """
         if self._scheduler is None:
             return False, None
@@ -389,8 +388,8 @@ class KvTiersConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  
         """Invalidate every tier before this returns, because the weights may have changed.
 
         Returns ``False`` if the disk of a tier did not answer in time. A server that starts after
-        this one was killed might then find old blocks there. That tier is not used until its disk
-        has recorded the change; calling this again tells whether it has.
+        this one was killed might then find old blocks in that tier. The tier is not used until its
+        disk has recorded the change; call this again to find out whether it has.
         """
         if self._scheduler is None:
             return None
@@ -399,7 +398,7 @@ class KvTiersConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  
             self._scheduler.hold()
             return self._epochs.reset() if self._epochs is not None else True
         self._scheduler.forget()
-        if self._epochs is None:  # nothing was stored yet
+        if self._epochs is None:  # nothing has been stored yet
             return True
         is_noted = self._epochs.reset()
         self._scheduler.begin_epochs(self._epochs.take())
@@ -428,7 +427,7 @@ class KvTiersConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  
             if self._epochs is not None:
                 self._scheduler.begin_epochs(self._epochs.take())
 
-    # -- both ----------------------------------------------------------------------------------
+    # -- both sides ----------------------------------------------------------------------------
 
     @guarded(lambda: None)
     def shutdown(self) -> None:
@@ -441,7 +440,7 @@ class KvTiersConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  
 
 
 def _plan_of(metadata: KVConnectorMetadata | None) -> StepPlan:
-    """The plan in a step's metadata; an empty one if there is none (profiling runs)."""
+    """The plan in a step's metadata, or an empty plan if there is none (profiling runs)."""
     return metadata.plan if isinstance(metadata, OffloadMetadata) else StepPlan()
 
 
@@ -451,4 +450,4 @@ def _state_of(metadata: KVConnectorHandshakeMetadata) -> RankState:
 
 
 OffloadConnector = KvTiersConnector
-"""The name from before."""
+"""The connector's earlier name."""

@@ -20,12 +20,12 @@ F = TypeVar("F", bound=Callable[..., Any])
 LOGGED_MAX = 20
 LINES_MAX = 60
 HOOKS = {"explain", "build_connector_meta"}
-"""Names of all hooks in metrics; guarded methods add theirs. These two are parts of hooks that are
-guarded where they are called."""
+"""Names of all hooks in metrics; each guarded method adds its name. These two are parts of hooks
+and are guarded by their caller."""
 
 
 class HookClock:
-    """The number of calls of a hook and the time they took."""
+    """The number of calls of a hook and their total time."""
 
     __slots__ = ("calls", "seconds", "slowest_s")
 
@@ -42,14 +42,14 @@ class HookClock:
 
 
 class Faults:
-    """Hook faults of one connector object by hook name, and the time that hooks took."""
+    """Hook faults of one connector object by hook name, and the time spent in hooks."""
 
     def __init__(self) -> None:
         self.by_hook: dict[str, int] = {}
         self._clocks: dict[str, HookClock] = {}
 
     def clock(self, hook: str) -> HookClock:
-        """The clock of a hook."""
+        """The clock that measures one hook."""
         found = self._clocks.get(hook)
         if found is None:
             found = self._clocks[hook] = HookClock()
@@ -64,14 +64,14 @@ class Faults:
         return found
 
     def take_slowest(self) -> dict[str, float]:
-        """The longest call of each hook since the last time, by flat name."""
+        """The longest call of each hook since the previous call of this function, by flat name."""
         found = {f"hook_slowest_seconds:{h}": c.slowest_s for h, c in self._clocks.items()}
         for clock in self._clocks.values():
             clock.slowest_s = 0.0
         return found
 
     def note(self, hook: str, error: BaseException) -> None:
-        """Count a fault, and log it unless too many were logged before."""
+        """Count a fault, and log it unless too many have been logged."""
         self.by_hook[hook] = self.by_hook.get(hook, 0) + 1
         total = sum(self.by_hook.values())
         if total <= LOGGED_MAX:
@@ -82,7 +82,7 @@ class Faults:
 
 
 def described(error: BaseException) -> str:
-    """Describe an error and its causes, with the lines of code that they passed through.
+    """Describe an error and its causes, with the lines of code through which they passed.
 
     The standard library's traceback is not used because it reads the source files, and no hook may
     touch a file system.
@@ -110,7 +110,7 @@ def guarded(default: Callable[[], Any]) -> Callable[[F], F]:
             started = time.perf_counter()
             try:
                 return hook(self, *args, **kwargs)
-            except Exception as error:  # nothing may leave a hook
+            except Exception as error:  # no exception may leave a hook
                 self.faults.note(name, error)
                 return default()
             finally:

@@ -18,7 +18,7 @@ from offload.messages.report import RankState, StepReport
 
 @dataclass
 class OffloadMetadata(KVConnectorMetadata):  # type: ignore[misc]  # vllm is untyped here
-    """One step's plan, from the scheduler to every worker, with the adapter contents that it
+    """One step's plan, from the scheduler to every worker, with the adapter contents that the plan
     assumes."""
 
     plan: StepPlan
@@ -50,7 +50,7 @@ class WeightsAnswer:
 
 @dataclass
 class OffloadWorkerMetadata(KVConnectorWorkerMetadata):  # type: ignore[misc]  # vllm is untyped here
-    """The results of one rank (after aggregation: of all ranks), with its counters and the LoRA
+    """The results of one rank (after aggregation, of all ranks), with its counters and the LoRA
     adapters that it has loaded."""
 
     report: StepReport
@@ -70,6 +70,6 @@ class OffloadWorkerMetadata(KVConnectorWorkerMetadata):  # type: ignore[misc]  #
 
 @dataclass
 class OffloadHandshake(KVConnectorHandshakeMetadata):  # type: ignore[misc]  # vllm is untyped here
-    """The facts about a rank that the scheduler must know before it can plan."""
+    """The facts about a rank that the scheduler needs before it can plan."""
 
     state: RankState

@@ -10,7 +10,7 @@ PACKAGES = ("offload", "tiers", "policies")
 def adopt_vllm_logging() -> None:
     """Send the lines of this project's loggers to the handlers of vLLM's logger, at its level.
 
-    Leaves loggers alone that the user has configured. Idempotent.
+    Does not touch loggers that the user has configured. Idempotent.
     """
     vllm = logging.getLogger("vllm")
     for name in PACKAGES:

@@ -2,8 +2,8 @@
 
 ``vllm serve`` loads the plugin before it reads its flags. A wrong configuration then ends the
 server in the process that the user started, before anything is loaded and with one message at the
-end of the log. Without this check the engine's process finds it half a minute later, and vLLM
-buries the message in the tracebacks of several processes.
+end of the log. Without this check, the engine's process would find the error half a minute later,
+and vLLM would bury the message in the tracebacks of several processes.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from offload.errors import ConfigError
 from offload.namespaces.patience import Patience
 
 WRONG = 2
-"""Exit code for a wrong configuration, as argparse has it for wrong flags."""
+"""Exit code for a wrong configuration: the same as argparse's for wrong flags."""
 
 
 def register() -> None:
@@ -28,22 +28,22 @@ def register() -> None:
     from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 
     for name in NAMES:
-        with contextlib.suppress(ValueError):  # registered before in this process
+        with contextlib.suppress(ValueError):  # already registered in this process
             KVConnectorFactory.register_connector(name, "offload.connector", name)
     if is_first_process_of_a_server():
         check_when_read()
 
 
 def is_first_process_of_a_server() -> bool:
-    """True in ``vllm serve`` itself. Its children have its arguments too."""
+    """True in the main process of ``vllm serve``. Child processes have the same arguments."""
     program, *words = sys.argv or [""]
     is_serve = words[:1] == ["serve"] or Path(program).name == "api_server.py"
     return is_serve and multiprocessing.parent_process() is None
 
 
 def check_when_read() -> None:
-    """Have every ``KVTransferConfig`` of this process checked when vLLM makes it. vLLM has no hook
-    between its flags and the engine's process."""
+    """Make vLLM check every ``KVTransferConfig`` of this process when it creates one. vLLM has no
+    hook between parsing its flags and starting the engine's process."""
     from vllm.config.kv_transfer import KVTransferConfig
 
     before = KVTransferConfig.__post_init__

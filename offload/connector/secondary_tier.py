@@ -11,11 +11,12 @@
         }]
     }
 
-vLLM calls it on its scheduler's thread; everything that waits runs on a separate event loop. The
-tier evicts, verifies and recovers as it does under kvtiers' connector. The layers above are vLLM's:
-it looks up key by key, and a prefix must fit into the CPU tier.
+vLLM calls the tier on its scheduler's thread; every operation that waits runs on a separate event
+loop. The tier evicts, verifies and recovers as it does under kvtiers' connector. The layers above
+are vLLM's: vLLM looks up key by key, and a prefix must fit into its CPU tier.
 
-Ownership: vLLM's thread owns ``_open``; the loop owns the tier; jobs come back through a queue.
+Ownership: vLLM's thread owns ``_open``; the loop owns the tier; finished jobs return through a
+queue.
 """
 
 from __future__ import annotations
@@ -89,7 +90,7 @@ class LmdbSecondaryTier(SecondaryTierManager):  # type: ignore[misc]  # vllm is 
         backpressure_detector: Any = None,
     ) -> None:
         super().__init__(offloading_spec, primary_kv_view, tier_type, backpressure_detector)
-        del locality  # a local disk; vLLM only publishes it
+        del locality  # always a local disk; vLLM only publishes this value
         self._rows = np.asarray(primary_kv_view).view(np.uint8)
         self._done: queue.SimpleQueue[JobResult] = queue.SimpleQueue()
         self._open: set[concurrent.futures.Future[None]] = set()
@@ -105,18 +106,20 @@ class LmdbSecondaryTier(SecondaryTierManager):  # type: ignore[misc]  # vllm is 
             causes=(RemoveCause.EVICTED, RemoveCause.DROPPED),
         )
         self._is_shut = False
-        """True after a failed reset: the stored blocks may be of other weights."""
+        """True after a failed reset: the stored blocks may belong to other weights."""
         self._loop = EventLoopThread("kvtiers-secondary")
         try:
             self._loop.call(self._start(), OPEN_TIMEOUT_S)
-        except (TierError, ValueError, TimeoutError) as error:  # ValueError: too little capacity
+        except (TierError, ValueError, TimeoutError) as error:
+            # ValueError: the capacity is too small
             self._close()
             raise TierUnavailableError(f"kvtiers: {tier_type} at {folder}: {error}") from error
 
     async def _start(self) -> None:
         info = await self._tier.open()
         self._epoch = info.epoch
-        if info.epoch % 2:  # weights changed in place: only the last server had them (0013)
+        if info.epoch % 2:
+            # the weights were changed in place: only the previous server had them (0013)
             await self._new_epoch()
 
     async def _new_epoch(self) -> None:
@@ -146,10 +149,10 @@ class LmdbSecondaryTier(SecondaryTierManager):  # type: ignore[misc]  # vllm is 
         self._open.add(self._loop.start(self._run(job, work)))
 
     async def _run(self, job: TransferJob, work: Coroutine[Any, Any, JobResult]) -> None:
-        """Do one job; every job is answered, whatever happens."""
+        """Carry out one job and report its result, even if it fails."""
         try:
             result = await work
-        except Exception as error:  # vLLM asserts on jobs that never end
+        except Exception as error:  # vLLM runs into an assertion if a job never ends
             logger.warning("kvtiers: %s: job %d failed: %s", self.tier_type, job.job_id, error)
             result = JobResult(job.job_id, success=False, successful_keys=())
         self._done.put(result)
@@ -170,10 +173,10 @@ class LmdbSecondaryTier(SecondaryTierManager):  # type: ignore[misc]  # vllm is 
             self._open.add(self._loop.start(self._touch(held)))
 
     def drain_jobs(self) -> None:
-        """Wait for every transfer and forget all stored blocks, because vLLM resets its caches.
+        """Wait for every transfer, then forget all stored blocks, because vLLM resets its caches.
 
         Blocks of other weights may follow under the same hashes; vLLM's own tiers keep the old
-        ones.
+        blocks.
 
         The wait has no bound, because vLLM reuses the memory of these transfers as soon as this
         returns. A reset that fails disables the tier until another one succeeds.
@@ -208,7 +211,7 @@ class LmdbSecondaryTier(SecondaryTierManager):  # type: ignore[misc]  # vllm is 
             logger.warning("kvtiers: %s was not closed: %s", self.tier_type, error)
         self._loop.stop()
 
-    # -- our loop ----------------------------------------------------------------------------
+    # -- event loop thread -----------------------------------------------------------------------
 
     async def _store(self, job: TransferJob) -> JobResult:
         started = time.perf_counter()
@@ -250,8 +253,8 @@ def _describe(key: bytes, payload_bytes: int) -> EntryInfo:
 def _place(root: Path, spec: Any, row_bytes: int) -> tuple[Path, bytes]:
     """The folder, and the namespace of its records.
 
-    The namespace has everything that vLLM's file tier distinguishes by its path, the bytes of a
-    chunk, and everything that decides what is computed.
+    The namespace contains everything that vLLM's file tier distinguishes by its path, the bytes of
+    a chunk, and every setting that decides what is computed.
     """
     mapper = FileMapper.from_offloading_spec(str(root), spec, spec.blocks_per_chunk)
     fields = mapper.get_run_config() | {"row_bytes": row_bytes, "rank": mapper.rank}
@@ -267,9 +270,9 @@ def _place(root: Path, spec: Any, row_bytes: int) -> tuple[Path, bytes]:
 def _content(config: Any) -> dict[str, Any]:
     """The facts that decide the bytes of a block.
 
-    vLLM tells a tier only the model's name, so its whole configuration is looked up in this
-    process. If it is not found, or if there are adapters, whose content is unknown here, blocks are
-    good for this engine only.
+    vLLM passes only the model's name to a tier, so this function looks up vLLM's whole
+    configuration in this process. If it is not found, or if there are adapters (whose content is
+    unknown here), only this engine can use the blocks.
     """
     found = configs_of(config.engine_id)
     why = "vLLM's configuration was not found in this process"
@@ -279,6 +282,6 @@ def _content(config: Any) -> dict[str, Any]:
         content = content_of(found[0])
         if "engine" not in content["model"]["weights"]:
             return content
-        why = f"no weight files were found for {config.model.name}, or others may be loaded"
+        why = f"no weight files were found for {config.model.name}, or other weights may be loaded"
     logger.warning("kvtiers: stored blocks are not used after a restart: %s", why)
     return {"engine": config.engine_id}

@@ -1,7 +1,7 @@
-"""Derives everything that one process of a server needs from vLLM's configuration at start-up.
+"""Derives, at start-up, everything that one process of a server needs from vLLM's configuration.
 
-Scheduler and workers do this independently and must come to the same result; the handshake compares
-it.
+The scheduler and the workers do this independently and must get the same result; the handshake
+compares the results.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ logger = logging.getLogger(__name__)
 class ServerSetup:
     """Configuration, geometry and identity of one server, as seen from one process.
 
-    ``namespace`` is complete in a worker; a scheduler knows part of it until it has adopted the
+    In a worker, ``namespace`` is complete; a scheduler knows part of it until it has adopted the
     workers' namespace. Capacities are divided among ``shares`` workers of this machine: all ranks
     of all data-parallel replicas.
     """
@@ -76,8 +76,8 @@ class ServerSetup:
         is_worker: bool,
         first_worker: bool,
     ) -> ServerSetup:
-        """Read everything; the first worker also checks it against the machine, before any process
-        of this server has taken memory or folders.
+        """Read everything. The first worker also checks it against the machine before any process
+        of this server has claimed memory or folders.
 
         Raises ``ConfigError`` and ``LayoutError``.
         """
@@ -115,11 +115,12 @@ class ServerSetup:
 
     @property
     def fence_is_late(self) -> bool:
-        """True if blocks are overwritten before ``handle_preemptions`` is called.
+        """True if vLLM overwrites blocks before it calls ``handle_preemptions``.
 
-        Model Runner V2 (vLLM's choice wherever Triton works) zeroes fresh blocks and copies
-        recurrent states (``update_requests``, ``preprocess_state``) before that hook, V1 after it.
-        Only models that need zeroing are affected; they include all models with recurrent states.
+        Before that hook, Model Runner V2 (which vLLM chooses wherever Triton works) zeroes fresh
+        blocks and copies recurrent states (``update_requests``, ``preprocess_state``); V1 does so
+        after it. This affects only models whose blocks need zeroing, among them all models with
+        recurrent states.
         """
         runner, cache = self.vllm_config, self.kv_cache_config
         return bool(runner.use_v2_model_runner and cache.needs_kv_cache_zeroing)
@@ -148,7 +149,7 @@ class ServerSetup:
         return loaded.config
 
     def announce(self) -> None:
-        """Log what was chosen and what a user should know."""
+        """Log the chosen settings and what a user should know about them."""
         if untested := check_installed():
             logger.warning("kvtiers: %s", untested)
         if recompute_failed_loads(self.vllm_config):
@@ -160,7 +161,7 @@ class ServerSetup:
             logger.warning("kvtiers: %s", line)
         cache = self.vllm_config.cache_config
         if cache.user_specified_block_size:
-            # For hybrid models vLLM has replaced the given number by its own.
+            # For hybrid models, vLLM has replaced the given block size by its own.
             used = sorted({group.block_tokens for group in self.layout.groups})
             text = "kvtiers: --block-size was given; vLLM uses blocks of %s tokens"
             logger.info(text, " and ".join(map(str, used)))
@@ -189,7 +190,7 @@ class ServerSetup:
         for name in kv_caches:
             try:
                 found[name] = kernel_of(layers.get(name))
-            except Exception:  # an unknown kind of layer; its shape still counts
+            except Exception:  # an unknown kind of layer; its shape is still included
                 found[name] = ""
         return found
 
@@ -198,7 +199,8 @@ class ServerSetup:
     ) -> Geometry | None:
         """Describe this worker's records for engines of other geometry.
 
-        ``None`` if that is not possible, which only prevents a start if the user has asked for it.
+        Returns ``None`` if that is not possible; this prevents a start only if the user has
+        requested translation.
         """
         try:
             geometry = describe(
@@ -209,7 +211,7 @@ class ServerSetup:
                 registration,
                 self._records,
             )
-            geometry.dump()  # other engines must be able to read it
+            geometry.dump()  # engines with another user id must be able to read it
         except Exception as error:  # an unknown kind of model
             if any(tier.geometry != "own" for tier in self.config.tiers):
                 raise
@@ -219,10 +221,11 @@ class ServerSetup:
         return geometry
 
     def tier_specs(self) -> list[TierSpec]:
-        """This rank's lower tiers; claims their folders for this process. Call it after
+        """Open this rank's lower tiers and claim their folders for this process. Call it after
         ``register``.
 
-        Raises ``NamespaceError`` for stored blocks of other geometry that must not be read.
+        Raises ``NamespaceError`` if there are stored blocks of another geometry that must not be
+        read.
         """
         return TierFolders(
             self.config,
@@ -237,7 +240,8 @@ class ServerSetup:
         ).specs()
 
     def tier_epochs(self) -> TierEpochs:
-        """Begins epochs of the lower tiers, which the workers have opened by now."""
+        """Returns the object that begins epochs of the lower tiers, which the workers have opened
+        by now."""
         paths = [tier.path for tier in self.config.tiers]
         shared = [number for number, tier in enumerate(self.config.tiers) if tier.shared]
         return TierEpochs(paths, self.namespace, self.replica, shared)
@@ -250,7 +254,7 @@ class ServerSetup:
         return TraceRecorder(self._own(path), recorded_group(self.layout).chunk_tokens)
 
     def request_log(self) -> RequestLog:
-        """The log of this server's lookups, which also writes a file if one is configured."""
+        """The log of this server's lookups; it also writes a file if one is configured."""
         most, path = self.config.recent_requests, self.config.record_requests
         if path is None:
             return RequestLog(most)
@@ -266,7 +270,7 @@ class ServerSetup:
 
     def foreign(self, lower: Sequence[TierIndex]) -> list[str]:
         """The fields in which the records of other namespaces differ, for tiers without records of
-        ours."""
+        this namespace."""
         empty = [
             tier for tier, index in zip(self.config.tiers, lower, strict=False) if not len(index)
         ]
@@ -277,11 +281,11 @@ class ServerSetup:
 def _form_of(
     num_blocks: int, kv_caches: Mapping[str, LayerTensors], kernels: Mapping[str, str]
 ) -> bytes:
-    """Describe how the kernels of this worker order the bytes inside a page.
+    """Describe in which order the kernels of this worker arrange the bytes inside a page.
 
-    By layer: the kernel's name, kernel blocks per block, shape and type. At the next start vLLM may
-    choose other kernels with pages of equal size and shape, depending on installed packages and the
-    environment. Their records have another byte order, so they must not match.
+    By layer: the kernel's name, kernel blocks per block, shape and dtype. At the next start vLLM
+    may choose other kernels with pages of equal size and shape, depending on installed packages and
+    the environment. Records of such kernels have another byte order, so they must not match.
     """
     forms = [
         f"{name} {kernels[name]} {tensor.shape[0] / num_blocks} {tuple(tensor.shape[1:])} "

@@ -20,17 +20,19 @@ ENGINE_ID = (
 
 
 def check_vllm_config(vllm_config: VllmConfig) -> list[Problem]:
-    """Check the settings of ``--kv-transfer-config`` itself; raises for those that cannot work."""
+    """Check the settings of ``--kv-transfer-config`` itself; raise for settings that cannot
+    work."""
     transfer = vllm_config.kv_transfer_config
     return role_problems(transfer.kv_role) if transfer is not None else []
 
 
 def recompute_failed_loads(vllm_config: VllmConfig) -> bool:
-    """Make vLLM compute tokens that could not be loaded; returns whether that had to be changed.
+    """Make vLLM recompute tokens that could not be loaded; return whether the setting had to be
+    changed.
 
     By default vLLM ends such requests with an error, although nothing is lost. vLLM reads the
-    setting after it has made its connector, from its own configuration: a connector within a
-    ``MultiConnector`` has a copy.
+    setting from its own configuration after it has created its connector; a connector inside a
+    ``MultiConnector`` has only a copy of that configuration.
     """
     transfer = vllm_config.kv_transfer_config
     assert transfer is not None
@@ -81,8 +83,8 @@ def _weight_warnings(vllm_config: VllmConfig) -> list[str]:
     model, load = vllm_config.model_config, vllm_config.load_config
     kind = weights_of(vllm_config, model, load, place_of(vllm_config, model))["kind"]
     why = {
-        "unknown": f"no weight files were found for {model.model}: other weights under the same "
-        "name cannot be distinguished",
+        "unknown": f"no weight files were found for {model.model}: kvtiers cannot distinguish "
+        "them from other weights under the same name",
         "dummy": "the weights are dummies (--load-format dummy): real ones may be pushed before "
         "the first request, and kvtiers cannot identify them",
         "pushed": "the weights will be pushed (--weight-transfer-config), and kvtiers "
@@ -91,7 +93,7 @@ def _weight_warnings(vllm_config: VllmConfig) -> list[str]:
     lines = [f"{why}. Stored blocks are not used after a restart. {ENGINE_ID}"] if why else []
     if callable(model.hf_overrides):
         lines.append(
-            "hf_overrides is a function and known by its name only. Clear the tiers' folders "
-            "whenever it changes"
+            "hf_overrides is a function, and kvtiers knows only its name. Clear the tiers' "
+            "folders whenever the function changes"
         )
     return lines

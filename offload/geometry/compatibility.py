@@ -1,9 +1,9 @@
-"""Decides whether this engine may read the records of an engine of the same model and another
+"""Decides whether this engine may read the records of another engine of the same model but another
 geometry.
 
-If not, it words the refusal. The kind of storage makes no difference: folders
+If it may not, this module words the refusal. The same rules apply to every kind of storage: folders
 (``offload.geometry.folder_source``) and stores without folders
-(``offload.geometry.mooncake_source``) use the same rules. Pure.
+(``offload.geometry.mooncake_source``). Pure.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def refusal(
     where: str, place: str, another: str, refused: Mapping[str, Sequence[Incompatibility]]
 ) -> NamespaceError:
     """The error about ``refused`` namespaces in ``place``; ``another`` names the alternative that
-    the user may choose."""
+    the user has."""
     lines = "\n".join(_lines(name, problems) for name, problems in refused.items())
     return NamespaceError(
         f"kvtiers: {where}: {place} holds blocks of this model that this engine must not read:\n"
@@ -56,7 +56,7 @@ def refusal(
 
 
 def _rank_obstacles(place: str, ranks: Sequence[Geometry], now: Geometry) -> list[Incompatibility]:
-    """Why the records of a replica cannot be read."""
+    """The reason why the records of a replica cannot be read."""
     if not ranks:
         why = (
             f"{place} does not describe the order of its records. It was written before that "
@@ -66,13 +66,13 @@ def _rank_obstacles(place: str, ranks: Sequence[Geometry], now: Geometry) -> lis
     first = ranks[0]
     for other in ranks[1:]:
         if (other.ranks, other.groups) != (first.ranks, first.groups):
-            why = f"ranks {first.rank} and {other.rank} of {place} differ in it"
+            why = f"ranks {first.rank} and {other.rank} of {place} differ in this field"
             return [Incompatibility("groups", "not the same on every rank", "the same", why)]
     return obstacles(first, now)
 
 
 def _field_obstacles(stored: Mapping[str, Any], now: Mapping[str, Any]) -> list[Incompatibility]:
-    """Fields of the manifest that no translation can bridge."""
+    """Fields of the manifest whose differences no translation can bridge."""
     found = []
     there, here = stored.get("parallel", {}), now.get("parallel", {})
     for name in sorted({*there, *here} - {"tensor"}):

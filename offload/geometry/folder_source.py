@@ -1,14 +1,15 @@
 """Finds and reads the records of engines of other geometry below a tier's path.
 
-Each namespace of the same model there is translated, or refused with an error that names the
-differing field, or left alone, as the tier's ``geometry`` says. Namespaces of other models,
-versions or hashes are ignored, because their keys are never requested.
+As the tier's ``geometry`` option requires, each namespace of the same model is translated, refused
+with an error that names the differing field, or left alone. Namespaces of other models, versions or
+hashes are ignored, because their keys are never requested.
 
 A source reads one replica of one namespace, and combines the records of its ranks. A live engine
 may own the stores: they are read as the command line reads them (decision 0070), and a record that
 the owner removes, replaces or resets meanwhile is a miss. A source belongs to one thread.
 
-Nothing here writes below another namespace, claims it or locks it. Everything blocks on the disk.
+This module never writes below another namespace, and never claims or locks it. Every function here
+blocks on the disk.
 """
 
 from __future__ import annotations
@@ -74,9 +75,9 @@ class ForeignStore:
 
 
 def write_geometry(rank_folder: Path, geometry: Geometry) -> None:
-    """Write durably how the records of this rank are ordered, beside its folder.
+    """Write durably, beside the folder of this rank, how its records are ordered.
 
-    Raises ``OSError``; writing the same again changes nothing.
+    Raises ``OSError``; writing the same description again changes nothing.
     """
     path = rank_folder.with_name(f"{rank_folder.name}.geometry.json")
     content = geometry.dump()
@@ -84,7 +85,7 @@ def write_geometry(rank_folder: Path, geometry: Geometry) -> None:
         if read_small_file(path, GEOMETRY_BYTES_MAX) == content:
             return
     except NamespaceError:
-        pass  # it is replaced, whatever it is
+        pass  # whatever this is, it is replaced
     write_durably(path, content)
 
 
@@ -93,9 +94,9 @@ def find_foreign(
 ) -> list[ForeignStore]:
     """Find stores of other geometry below ``root`` that can be translated to ``now``.
 
-    With ``how`` "own" nothing is searched for; with "refuse" nothing may be there. Raises
-    ``NamespaceError`` for stores that cannot be translated, or must not be. It names every
-    conflicting field, both values, and the choice.
+    With ``how`` "own" there is no search; with "refuse" there must be none. Raises
+    ``NamespaceError`` for stores that cannot be translated, or must not be. The error names every
+    conflicting field, both values, and the user's choices.
     """
     found: list[ForeignStore] = []
     refused: dict[str, list[Incompatibility]] = {}
@@ -104,7 +105,7 @@ def find_foreign(
     for name, other in _same_model(Path(root), namespace):
         stores = list(_stores(Path(root) / name))
         if not stores:
-            continue  # opened and never written
+            continue  # opened, and never written
         ranks = {str(store.folder): store.ranks for store in stores}
         problems = problems_with(other, ranks, namespace, now, how)
         if problems:
@@ -136,7 +137,7 @@ def _same_model(root: Path, namespace: Namespace) -> Iterator[tuple[str, Namespa
         try:
             other = read_manifest(root / name)
         except NamespaceError:
-            continue  # the process that opens it reports that
+            continue  # the process that opens it reports the problem
         if other is not None and content_fields(other.fields) == content:
             yield name, other
 
@@ -192,7 +193,7 @@ def padded(size: int) -> int:
 
 
 class TranslatedSource:
-    """See the module. A ``tiers.adapters.read_only.Source``."""
+    """See the module's docstring. A ``tiers.adapters.read_only.Source``."""
 
     def __init__(
         self,
@@ -202,7 +203,7 @@ class TranslatedSource:
         now: Geometry,
         key_file: str = "",
     ) -> None:
-        """``folder`` is the replica's; the ``ranks`` must be readable with ``now``.
+        """``folder`` is the replica's folder; ``now`` must be able to read the ``ranks``.
 
         Raises ``NamespaceError`` if a needed rank is missing or does not match its geometry, and
         the errors of ``RankFolder.open``.
@@ -266,7 +267,7 @@ class TranslatedSource:
     def _read(self, key: Key, into: Buffer) -> ReadOutcome:
         """Read one chunk.
 
-        A record that has gone, or is of another epoch, is only missing; a damaged one is
+        A record that has been removed, or is of another epoch, is only missing; a damaged one is
         ``CORRUPT``.
         """
         plan = self._plans.get(key[-GROUP_BYTES:])
@@ -301,7 +302,7 @@ class TranslatedSource:
         return ReadOutcome.OK, payload
 
     def have(self, keys: Sequence[Key]) -> list[bool]:
-        """Say which chunks all needed ranks hold now."""
+        """Determine which chunks all needed ranks hold at present."""
         found = [key[-GROUP_BYTES:] in self._plans for key in keys]
         try:
             for at, key in enumerate(keys):
@@ -330,6 +331,6 @@ class TranslatedSource:
 def _check_owner(store: OfflineStore, identity: Identity, epoch: int) -> None:
     """Check that a rank's records match its description."""
     if store.owner != identity:
-        raise NamespaceError(f"{store.folder} holds other records than its geometry describes")
+        raise NamespaceError(f"{store.folder} contains other records than its geometry describes")
     if store.epoch != epoch:
         raise NamespaceError(f"{store.folder} is of epoch {store.epoch}, its replica of {epoch}")

@@ -5,8 +5,8 @@ geometry. The description is on a board (``tiers.mooncake.bulletin``), one per r
 engines of one model share, whatever their geometry. It is parsed as untrusted input.
 
 If an engine of the same model has records that cannot be translated, this engine refuses to start,
-as with folders, unless the description has not been renewed for a day. Engines that come later are
-translated, or named once in the log.
+as with folders, unless the description has not been renewed for a day. Engines that appear later
+are translated, or named once in the log.
 
 Ownership: several threads call ``MooncakeSource``. Its knowledge of other engines is one value that
 ``look`` replaces; everything else is made for one call.
@@ -56,8 +56,8 @@ class Described:
 def board_of(fields: Mapping[str, Any], rank: int) -> str:
     """The name of the board of rank ``rank``.
 
-    ``fields`` are those of a namespace; those of one model lead to one board, whatever else
-    differs.
+    ``fields`` are the fields of a namespace; the fields of one model lead to one board, whatever
+    else differs.
     """
     content = json.dumps(content_fields(fields), sort_keys=True).encode()
     digest = hashlib.sha256(_DOMAIN + content).hexdigest()[:32]
@@ -65,7 +65,8 @@ def board_of(fields: Mapping[str, Any], rank: int) -> str:
 
 
 def notice_of(namespace: Namespace, geometry: Geometry, how: str) -> Notice:
-    """The document that this rank posts. With ``how`` "own", the log names the other ones."""
+    """The document that this rank posts. With ``how`` "own", the log names the descriptions of
+    other engines."""
     content = dump(namespace, geometry)
     on_found = (
         partial(_log_neighbours, namespace) if how == "own" and geometry.rank == 0 else _ignore
@@ -143,7 +144,7 @@ FILES_EPOCH = 0
 """The epoch of the weights in the model's files, which all engines of a namespace have."""
 RANKS_MAX = 1024
 READ_BYTES = 64 << 20
-"""Records of others in memory at a time, or one chunk's."""
+"""Maximum number of records of others in memory at a time, or the records of one chunk."""
 THREADS = 2
 WARNED_MAX = 1000
 
@@ -159,7 +160,7 @@ class Neighbour:
 
 @dataclass(frozen=True)
 class MooncakeView:
-    """The view of this rank of other engines in the store.
+    """This rank's view of the other engines in the store.
 
     It looks for engines of the model of ``namespace`` whose records are to be read with the
     geometry ``now``; ``how`` is the tier's ``geometry``.
@@ -219,8 +220,8 @@ class MooncakeView:
     def _others(
         self, client: MooncakeClient, warn: Callable[[str], object]
     ) -> dict[tuple[str, bytes], list[Described]]:
-        """The descriptions by ranks of other engines of this model, by namespace and by what their
-        records carry."""
+        """The descriptions of the ranks of other engines of this model, by namespace and by the
+        namespace of their records."""
         fields = self.namespace.fields
         [first] = read_boards(client, [board_of(fields, 0)])
         described = load_all(first, warn)
@@ -238,7 +239,7 @@ class MooncakeView:
 
 
 class MooncakeSource:
-    """See the module. A ``tiers.adapters.remote_read_only.LookingSource``."""
+    """See the module's docstring. A ``tiers.adapters.remote_read_only.LookingSource``."""
 
     def __init__(self, view: MooncakeView) -> None:
         """Raises ``TierIoError`` if the store cannot be joined."""
@@ -254,7 +255,7 @@ class MooncakeSource:
             raise
 
     def look(self) -> None:
-        """Find the engines that are there now."""
+        """Find the engines that are there at present."""
         found, refused = self._called(partial(self._view.look, self._client, self._warn_once))
         if len(found) > len(self._neighbours) and self._view.now.rank == 0:
             text = "kvtiers: %s: translating blocks of %d engines of other geometry"
@@ -270,11 +271,11 @@ class MooncakeSource:
             logger.warning("%s", text)
 
     def keys(self) -> list[ForeignKey]:
-        """Empty: a store has no list of its keys."""
+        """Empty, because a store has no list of its keys."""
         return []
 
     def have(self, keys: Sequence[Key]) -> list[bool]:
-        """Say which chunks some engine holds completely."""
+        """Determine which chunks some engine holds completely."""
         return self._called(partial(self._have, keys))
 
     def _have(self, keys: Sequence[Key]) -> list[bool]:
@@ -342,8 +343,8 @@ class MooncakeSource:
         self._client.close()
 
     def _called(self, call: Callable[[], T]) -> T:
-        """Call the store. While the master is known to be away, nothing is tried, because that
-        takes seconds."""
+        """Call the store. While the master is known to be unreachable, no call is made, because
+        that would take seconds."""
         if self._is_failing and not self._client.is_healthy:
             raise TierIoError("the Mooncake master does not answer")
         try:

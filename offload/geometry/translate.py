@@ -6,13 +6,13 @@ a key names a chunk's last token and does not show which chunks lie before it. B
 different sizes within one chunk, heads may be spread over another number of ranks, and pages may be
 ordered differently. Recurrent states are never split.
 
-Pure but for ``apply``, which moves the bytes.
+Pure except ``apply``, which moves the bytes.
 
-Block ids where engines split blocks differently.
+How block ids change where engines split blocks differently.
 
-One side's kernel may see a block as ``ratio`` kernel blocks, another's as more or fewer. The ids of
-kernel blocks only mean something with the ratio of the side that wrote them. Recurrent states are
-never split: a state's block is one kernel block on every side.
+One side's kernel may divide a block into ``ratio`` kernel blocks, the other side's into more or
+fewer. The ids of kernel blocks have a meaning only together with the ratio of the side that wrote
+them. Recurrent states are never split: a state's block is one kernel block on every side.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ Buffer = npt.NDArray[np.uint8]
 @dataclass(frozen=True, slots=True)
 class Incompatibility:
     """The reason why stored chunks cannot be read: a field, its value there and here, why they
-    conflict, and the flags that the other side was started with."""
+    conflict, and the flags with which the other side was started."""
 
     field: str
     stored: Any
@@ -104,7 +104,7 @@ def obstacles(stored: Geometry, now: Geometry) -> list[Incompatibility]:
 
 
 def plan_group(stored: Geometry, now: Geometry, group: int) -> GroupPlan:
-    """The copies that make a chunk of ``now`` from records of ``stored``, which must have no
+    """The copies that make a chunk of ``now`` from records of ``stored``; there must be no
     obstacles.
 
     ``stored`` may be any rank's: all ranks of a side are alike.
@@ -167,7 +167,7 @@ def _group_obstacles(
             f"{where}.layers", len(names[0]), len(names[1]), f"only one side has {odd[:3]}"
         )
         return
-    for layer in ours.layers:  # one layer represents all that differ in the same way
+    for layer in ours.layers:  # one layer represents all layers that differ in the same way
         found = list(_layer_obstacles(where, _layer(theirs, layer.layer), layer, stored, now))
         found += _cut_obstacles(where, theirs, ours, layer)
         if found:
@@ -262,9 +262,9 @@ def _head_runs(
 ) -> Iterator[tuple[int, int, int, int]]:
     """(rank there, first head here, first head there, count) for all heads of this rank.
 
-    All ranks' heads, replicas included, are numbered as places in one row. Head ``p // (places /
-    H)`` is at place ``p``, on both sides, for any number ``H`` of heads; so our place ``p`` holds
-    what is at their place ``p * theirs // ours``.
+    The heads of all ranks, including replicas, are numbered as places in one row. Head ``p //
+    (places / H)`` is at place ``p``, on both sides, for any number ``H`` of heads; so our place
+    ``p`` holds what is at their place ``p * theirs // ours``.
     """
     if ours.split == OWN:
         yield now.rank, 0, 0, 1
@@ -295,7 +295,7 @@ class _Pair:
     source: int
 
     def copies(self, from_head: int, head: int, heads: int) -> Iterator[StridedCopy]:
-        """All kernel blocks of a chunk for a run of heads."""
+        """All kernel blocks of a chunk, for a run of heads."""
         theirs, ours = self.theirs, self.ours
         same_cut = (self.their_group.chunk_blocks, theirs.kernel_blocks, theirs.tokens) == (
             self.our_group.chunk_blocks,

@@ -12,9 +12,10 @@ from typing import NamedTuple
 
 
 class Reservation(NamedTuple):
-    """A granted prefix of the keys asked for: ``locations[i]`` is the location of the i-th key.
+    """The granted keys, a prefix of the requested ones: ``locations[i]`` is the location of the
+    i-th key.
 
-    ``evicted`` are the keys that left the tier to make space.
+    ``evicted`` contains the keys that left the tier to make space.
     """
 
     locations: tuple[int, ...]
@@ -32,7 +33,7 @@ class Capacity(ABC):
         """A location for ``size`` bytes, or ``None`` if there is no space."""
 
     def take_all(self, sizes: Sequence[int]) -> Sequence[int] | None:
-        """A location for each of these, or ``None`` with nothing taken if not all of them fit."""
+        """A location for each of these, or ``None``, with nothing taken, if not all of them fit."""
         locations = self.take_some(sizes)
         if len(locations) < len(sizes):
             self.give_all(locations)
@@ -40,7 +41,7 @@ class Capacity(ABC):
         return locations
 
     def take_some(self, sizes: Sequence[int]) -> Sequence[int]:
-        """A location for each of the first ones, as long as there is space."""
+        """Locations for the first of these, as long as there is space."""
         locations: list[int] = []
         for size in sizes:
             location = self.take(size)
@@ -50,16 +51,16 @@ class Capacity(ABC):
         return locations
 
     def take_bytes(self, size: int) -> bool:
-        """Take many locations whose sizes add up to this, where a location *is* its size; ``False``
-        with nothing taken if that is not so here, or they do not fit."""
+        """Take many locations whose sizes add up to this, where a location *is* its size. Returns
+        ``False``, with nothing taken, if locations are not sizes or if they do not fit."""
         return False
 
     @abstractmethod
     def give(self, location: int) -> None:
-        """Take a location back."""
+        """Return a location."""
 
     def give_all(self, locations: Collection[int]) -> None:
-        """Take many locations back."""
+        """Return many locations."""
         for location in locations:
             self.give(location)
 
@@ -68,17 +69,17 @@ class Capacity(ABC):
         """The bytes by which ``used`` must fall so that ``size`` bytes fit; 0 if they fit now."""
 
     def missing_all(self, sizes: Sequence[int]) -> int:
-        """``missing`` for all of these together."""
+        """``missing`` for all of these sizes together."""
         return self.missing(sum(sizes))
 
     @abstractmethod
     def amount(self, location: int) -> int:
-        """The amount by which ``used`` falls when this location is given back."""
+        """The amount by which ``used`` falls when this location is returned."""
 
 
 class SlotCapacity(Capacity):
-    """``count`` equal slots from ``first`` on; the last one freed is used first (it is warm).
-    Given away are only the ``usable`` first ones of them, until ``grow`` adds more."""
+    """``count`` equal slots from ``first`` on; the slot freed last is used first (it is warm). Only
+    the first ``usable`` slots are given out, until ``grow`` adds more."""
 
     def __init__(self, count: int, first: int = 0, usable: int | None = None) -> None:
         self.capacity = count
@@ -89,12 +90,12 @@ class SlotCapacity(Capacity):
         self.grow(count if usable is None else usable)
 
     def grow(self, usable: int) -> None:
-        """Give away the first ``usable`` slots from now on; a number that is lower than before
-        changes nothing."""
+        """Give out the first ``usable`` slots from now on; a lower number than before has no
+        effect."""
         usable = min(usable, self.capacity)
         if usable > self._usable:
             added = range(self._first + usable - 1, self._first + self._usable - 1, -1)
-            self._free[:0] = added  # last: those freed before are warm
+            self._free[:0] = added  # last: slots freed earlier are warm
             self._usable = usable
 
     def take(self, size: int) -> int | None:
@@ -131,15 +132,15 @@ class SlotCapacity(Capacity):
 
 
 class UsableSlots:
-    """Gives away slots of the CPU tier that every rank can use by now. A rank pins its slots in
-    the background, from the first to the last."""
+    """Gives out slots of the CPU tier once every rank can use them. A rank pins its slots in the
+    background, from the first to the last."""
 
     def __init__(self, space: SlotCapacity, by_rank: Mapping[int, int]) -> None:
         self._space = space
         self._by_rank = dict(by_rank)
 
     def take_in(self, reported: Mapping[int, int]) -> None:
-        """Some ranks have more than before."""
+        """Note that some ranks can use more slots than before."""
         if reported:
             self._by_rank |= reported
             self._space.grow(min(self._by_rank.values()))

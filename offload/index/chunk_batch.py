@@ -1,6 +1,6 @@
-"""Chunks and groups as the planner sees them, and the facts about chunks for policies, by columns.
+"""Chunks and groups as the planner sees them, and the facts about chunks for policies, in columns.
 
-A long prompt has thousands of chunks, and most policies never look at these facts: they are made on
+A long prompt has thousands of chunks, and most policies never read these facts: they are made on
 first use.
 """
 
@@ -25,8 +25,8 @@ from policies.base import EntryInfo
 class RequestOrigin:
     """The request that a chunk comes from.
 
-    It has a digest of the tenant's cache salt and hints, which policies may know, and controls,
-    which the planner obeys.
+    It includes a digest of the tenant's cache salt and hints, which policies may know, and
+    controls, which the planner obeys.
     """
 
     salt: bytes = b""
@@ -45,10 +45,11 @@ UNKNOWN = RequestOrigin()
 
 @dataclass(frozen=True, slots=True)
 class ChunkBatch:
-    """Chunks of one group that a request needs, in prefix order and by columns.
+    """Chunks of one group that a request needs, in prefix order and as columns.
 
-    A long prompt has thousands of them. The columns are their keys; the GPU blocks of all chunks,
-    with equally many for each (below 0: skip); and the end of each chunk in the prompt (tokens).
+    A long prompt has thousands of them. The columns are the keys, the GPU blocks of all chunks
+    (equally many for each; a negative id means: skip), and the end of each chunk in the prompt (in
+    tokens).
     """
 
     keys: Sequence[bytes]
@@ -62,11 +63,11 @@ class ChunkBatch:
 
     @property
     def width(self) -> int:
-        """GPU blocks of a chunk."""
+        """The GPU blocks of a chunk."""
         return len(self.blocks) // len(self.keys) if self.keys else 1
 
     def part(self, first: int, end: int) -> ChunkBatch:
-        """Chunks ``[first, end)`` of these."""
+        """The chunks ``[first, end)`` of this batch."""
         width = self.width
         return ChunkBatch(
             self.keys[first:end],
@@ -77,7 +78,7 @@ class ChunkBatch:
         )
 
     def chosen(self, flags: Sequence[object]) -> ChunkBatch:
-        """The chunks with a true flag."""
+        """The chunks whose flag is true."""
         if all(flags):
             return self
         blocks = self.blocks
@@ -100,20 +101,20 @@ class GroupInfo:
     footprints: tuple[int, ...]
 
     def entries(self, run: ChunkBatch, size: int) -> LazyEntryInfos:
-        """The facts for policies about chunks of this group that each take ``size`` of a tier."""
+        """The facts for policies about chunks of this group that each take ``size`` in a tier."""
         return LazyEntryInfos(self, run.group, run.depths, run.origin, size)
 
 
 PAIR_TOKENS = 30_000.0
-"""At about this depth a token costs twice of what the first one costs, because it attends to all
-before it: 2 FLOPs per parameter against 4 x layers x width per earlier token, with the sizes of a
-dense model of 8 billion parameters. A policy only compares costs."""
+"""At about this depth a token costs twice as much as the first one, because it attends to all
+tokens before it: 2 FLOPs per parameter against 4 x layers x width per earlier token, with the sizes
+of a dense model of 8 billion parameters. A policy only compares costs."""
 FEW = 16
-"""For fewer chunks numpy does not pay."""
+"""For fewer chunks, numpy is slower."""
 
 
 class LazyEntryInfos(Sequence[EntryInfo]):
-    """The facts for policies about chunks of one group that each take ``size`` of a tier."""
+    """The facts for policies about chunks of one group that each take ``size`` in a tier."""
 
     __slots__ = ("_depths", "_info", "_origin", "group", "size")
 
@@ -136,7 +137,7 @@ class LazyEntryInfos(Sequence[EntryInfo]):
         return LazyEntryInfos(self._info, self.group, self._depths, self._origin, size)
 
     def chosen(self, flags: Iterable[object]) -> LazyEntryInfos:
-        """The chunks with a true flag."""
+        """The chunks whose flag is true."""
         return self._with(list(compress(self._depths, flags)))
 
     def is_like(self, other: object) -> bool:
@@ -147,7 +148,7 @@ class LazyEntryInfos(Sequence[EntryInfo]):
         )
 
     def followed_by(self, others: Iterable[LazyEntryInfos]) -> LazyEntryInfos:
-        """These chunks followed by others that are like them."""
+        """These chunks followed by similar ones."""
         return self._with([*self._depths, *chain.from_iterable(o._depths for o in others)])
 
     def _with(self, depths: Sequence[int]) -> LazyEntryInfos:
@@ -174,7 +175,7 @@ class LazyEntryInfos(Sequence[EntryInfo]):
         return map(_entry, zip(*columns, strict=True))
 
     def hints(self) -> Iterable[Mapping[str, Any]]:
-        """The hints of those that have any: see ``policies.base.hints_among``."""
+        """The hints of the chunks that have any: see ``policies.base.hints_among``."""
         hints = self._origin.hints
         return filter(None, self._hints()) if hints.stored or hints.pinned_tokens else ()
 
@@ -185,9 +186,9 @@ class LazyEntryInfos(Sequence[EntryInfo]):
         return repeat(hints.stored, len(self))
 
     def _costs(self) -> Sequence[float]:
-        """The cost of computing a chunk again, in units of a prompt's first token."""
+        """The cost of recomputing a chunk, in units of a prompt's first token."""
         depths, tokens = self._depths, self._info.chunk_tokens
-        # All groups but full ones look back at a window, or at a state.
+        # All groups except full ones read a window, or a state.
         slope = tokens / PAIR_TOKENS if self._info.kind == FULL else 0.0
         if len(depths) < FEW:
             return [tokens + slope * max(end - tokens / 2, 0.0) for end in depths]
@@ -200,14 +201,14 @@ class LazyEntryInfos(Sequence[EntryInfo]):
 
 
 def chosen(infos: Sequence[EntryInfo], flags: Sequence[object]) -> Sequence[EntryInfo]:
-    """The chunks with a true flag."""
+    """The chunks whose flag is true."""
     if isinstance(infos, LazyEntryInfos):
         return infos.chosen(flags)
     return list(compress(infos, flags))
 
 
 def joined(parts: Sequence[Sequence[EntryInfo]]) -> Sequence[EntryInfo]:
-    """All of them, one after another."""
+    """All chunks, one after another."""
     if len(parts) == 1:
         return parts[0]
     alike = [part for part in parts if isinstance(part, LazyEntryInfos) and part.is_like(parts[0])]
@@ -232,4 +233,4 @@ def sizes_of(infos: Sequence[EntryInfo]) -> list[int]:
 
 
 _size_bytes = attrgetter("size_bytes")
-_entry = partial(tuple.__new__, EntryInfo)  # without the Python function that names fields
+_entry = partial(tuple.__new__, EntryInfo)  # avoids the Python function that names fields

@@ -1,4 +1,4 @@
-"""Enters the chunks that a tier held when it was opened into its index.
+"""Enters the chunks that a tier held when it was opened into the tier's index.
 
 A restart may bring back millions of chunks, so whole columns of keys are processed at once.
 """
@@ -18,10 +18,10 @@ from tiers.base import KeyColumn
 def recover(
     index: TierIndex, columns: Sequence[KeyColumn], infos: Mapping[int, EntryInfo]
 ) -> list[bytes]:
-    """Enter the chunks of these columns, oldest first; ``infos`` are the facts about those of each
-    group.
+    """Enter the chunks of these columns, oldest first; ``infos`` are the facts about the chunks of
+    each group.
 
-    Returns the others: those of an unknown group, or without space.
+    Returns the other chunks: those of an unknown group, or without space.
     """
     keys: list[bytes] = []
     entries: list[EntryInfo] = []

@@ -2,19 +2,20 @@
 
     "kv_transfer_params": {"kvtiers": {"no_store": true, "tiers": ["cpu"], "pin_s": 600}}
 
-Pure. Controls apply to that request only, and are obeyed. Hints, in the same object, describe its
-future. No client input may raise: unreadable values are left out and described, and the answer's
-``kv_transfer_params`` carry that back.
+Pure. Controls apply only to their request, and are obeyed. Hints, in the same object, describe what
+follows the request. No client input may raise an exception: unreadable values are ignored and
+described, and the answer's ``kv_transfer_params`` return the description.
 
-A value that was not understood, but may be intended to keep a prompt off the tiers, does keep it
-off them: an unknown name in the object, a value that is not an object, and a similar name elsewhere
-in the parameters (``kvtier``, a bare ``no_store``). Other connectors' parameters are left alone.
+A value that was not understood but may have been intended to keep a prompt off the tiers does keep
+it off them: an unknown name in the object, a value that is not an object, and a similar name
+elsewhere in the parameters (``kvtier``, a bare ``no_store``). Other connectors' parameters are left
+alone.
 
 An example of hints:
 
     "kv_transfer_params": {"kvtiers": {"session": "c-17", "session_end": true}}
 
-Names and meanings of hints are those of ``policies.hints``. They never change an answer.
+The names and meanings of hints are those of ``policies.hints``. They never change an answer.
 """
 
 from __future__ import annotations
@@ -42,8 +43,8 @@ TOKENS_MAX = 1 << 53
 class RequestHints:
     """A client's hints for one request.
 
-    ``stored`` goes with its chunks, ``ended`` is reported when it ends; the first ``pinned_tokens``
-    are to be kept as long as possible.
+    ``stored`` applies to its chunks, ``ended`` is reported when it ends; the first
+    ``pinned_tokens`` are to be kept as long as possible.
     """
 
     stored: Mapping[str, Any] = field(default_factory=dict)
@@ -61,12 +62,13 @@ NO_HINTS = RequestHints()
 
 
 def parse_hints(params: object) -> tuple[RequestHints, list[str]]:
-    """The hints in a request's ``kv_transfer_params``, and what was wrong with others.
+    """The hints in a request's ``kv_transfer_params``, and descriptions of invalid ones.
 
     ``session`` is a text or a number; ``session_end``, ``one_shot`` and ``tool_call`` are true or
     false; ``return_s`` is seconds from now, with ``tool_call``; ``pinned`` is true for the whole
-    prompt, or the number of its first tokens, as those of a system prompt; ``priority`` is ``low``,
-    ``normal`` or ``high``. Controls (``offload.index.request_options``) stand in the same object.
+    prompt, or a number of first tokens, such as those of a system prompt; ``priority`` is ``low``,
+    ``normal`` or ``high``. The same object may contain controls
+    (``offload.index.request_options``).
     """
     given = params.get(FIELD) if isinstance(params, Mapping) else None
     if given is None:
@@ -82,7 +84,7 @@ def parse_hints(params: object) -> tuple[RequestHints, list[str]]:
         if expected is not None and _is_valid(name, value):
             good[name] = value
         elif len(wrong) >= WRONG_MAX:
-            continue  # a nearest name is looked for only among the given ones
+            continue  # a similar name is searched only among the given ones
         elif expected is None:
             wrong.append(f"there is no hint {show(name)} ({_advice(name)})")
         else:
@@ -135,7 +137,7 @@ def _to_hints(good: Mapping[str, Any]) -> RequestHints:
         ended[names.PINNED] = True
     if good.get(names.PRIORITY, names.NORMAL) != names.NORMAL:
         stored[names.PRIORITY] = good[names.PRIORITY]
-    if names.SESSION in good:  # also the session 0
+    if names.SESSION in good:  # including the session 0
         stored[names.SESSION] = good[names.SESSION]
     if not (stored or ended or pinned_tokens):
         return NO_HINTS
@@ -157,17 +159,17 @@ CONTROL_NAMES = (NO_STORE, NO_LOAD, MAX_LOAD_TOKENS, TIERS, PIN_S)
 KNOWN_NAMES = (*hints.NAMES, *CONTROL_NAMES)
 """All names that the object may have."""
 _PRIVACY = (NO_STORE, TIERS)
-"""Controls that keep a prompt off tiers."""
+"""Controls that keep a prompt off the tiers."""
 
 PIN_MAX_S = 86_400.0
 NAMES_MAX = 64
-"""Names of one request's object that are read."""
+"""Maximum number of names that are read from one request's object."""
 NAME_MAX = 40
 """Maximum length of a parameter's name that is compared with kvtiers' names."""
 NEAR = 0.85
-"""From this similarity on, a name is taken for a misspelt one."""
+"""A name at least this similar is treated as a misspelt one."""
 WRONG_MAX = 8
-"""Number of problems that are described; further ones would not help."""
+"""Maximum number of problems that are described; more would not help."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -177,7 +179,7 @@ class Controls:
     ``read`` and ``write`` are numbers of tiers (``CPU``: the CPU tier), ``None`` for all; only
     lower tiers count in ``write``, since every chunk passes the CPU tier. ``max_load_tokens``
     bounds the load, ``pin_s`` is how long to keep its chunks. ``is_doubtful`` means that the
-    request is not stored because something was not understood.
+    request is not stored because some value was not understood.
     """
 
     no_store: bool = False
@@ -193,10 +195,10 @@ NO_CONTROLS = Controls()
 
 
 def parse_controls(params: object, tiers: Sequence[str]) -> tuple[Controls, list[str]]:
-    """The controls in a request's ``kv_transfer_params``, and what was wrong with others.
+    """The controls in a request's ``kv_transfer_params``, and descriptions of invalid ones.
 
-    ``tiers`` are the names of the lower tiers. ``tiers`` of the request is a list of names that
-    may be read and written, or ``{"read": [...], "write": [...]}``.
+    ``tiers`` are the names of the lower tiers. The request's ``tiers`` is a list of names that may
+    be read and written, or ``{"read": [...], "write": [...]}``.
     """
     if not isinstance(params, Mapping):
         return NO_CONTROLS, []
@@ -227,7 +229,8 @@ def nearest(name: str, known: Iterable[str] = KNOWN_NAMES) -> str | None:
     best, most = None, NEAR
     for one in known:
         matcher.set_seq1(_plain(one))
-        bounds = (matcher.real_quick_ratio, matcher.quick_ratio, matcher.ratio)  # the costly last
+        # last, because it is slow
+        bounds = (matcher.real_quick_ratio, matcher.quick_ratio, matcher.ratio)
         if all(ratio() >= most for ratio in bounds):
             best, most = one, matcher.ratio()
     return best
@@ -245,8 +248,8 @@ def _is_understood(given: object) -> bool:
 
 
 def _check_siblings(params: Mapping[Any, Any], wrong: list[str]) -> bool:
-    """Describe parameters beside the object that look like kvtiers'; returns whether one may be
-    intended to keep the prompt off the tiers."""
+    """Describe parameters beside the object that resemble those of kvtiers; return whether one may
+    have been intended to keep the prompt off the tiers."""
     is_doubtful = False
     for name, value in islice(params.items(), NAMES_MAX):
         meant = _meant(name) if isinstance(name, str) and len(name) <= NAME_MAX else None
@@ -275,7 +278,7 @@ def _says_no(value: object) -> bool:
 
 @lru_cache(maxsize=256)
 def _meant(name: str) -> str | None:
-    """The field or control that a parameter's name stands for, by exact or similar letters."""
+    """The field or control that a parameter's name means, by equal or similar letters."""
     if name in (FIELD, REPORT):
         return None
     plain = _plain(name)
@@ -293,7 +296,8 @@ def show(value: object) -> str:
     """A client's value as one short line of plain characters."""
     try:
         text = ascii(value[:80] if isinstance(value, str) else value)
-    except (ValueError, RecursionError):  # a number of thousands of digits, a very deep list
+    except (ValueError, RecursionError):
+        # a number with thousands of digits, or a deeply nested list
         return f"a {type(value).__name__}"
     return text if len(text) <= 40 else text[:37] + "..."
 
@@ -333,8 +337,9 @@ def _tiers(
 ) -> tuple[frozenset[int] | None, frozenset[int] | None]:
     """The tiers that may be read and written.
 
-    A wrong value never allows more than was intended: an unreadable name is left out, a value that
-    is not a list allows no tier, and if a part has an unknown name, a missing part allows no tier.
+    A wrong value never allows more than the client intended: an unreadable name is ignored, a value
+    that is not a list allows no tier, and if a part has an unknown name, a missing part allows no
+    tier.
     """
     if value is None:
         return None, None

@@ -1,4 +1,4 @@
-"""Chunks of a tier that must not be evicted now, and the callback with which policies check
+"""Knows which chunks of a tier must not be evicted now, and gives policies the callback to check
 that."""
 
 from __future__ import annotations
@@ -11,10 +11,10 @@ _NOTHING: frozenset[bytes] = frozenset()
 
 
 class Retention:
-    """The chunks of one tier that eviction must spare. Owned by the tier's index.
+    """The chunks of one tier that must not be evicted. Owned by the tier's index.
 
     ``pins`` counts the jobs that use a chunk. ``keep`` and ``hold`` register live containers: a
-    chunk must stay as long as it is in one of them. Such a chunk can still be dropped, when it is
+    chunk must stay as long as it is in one of them. Such a chunk can still be dropped if it is
     damaged or the weights change.
     """
 
@@ -32,19 +32,19 @@ class Retention:
         self._held = keys
 
     def is_in_use(self, key: bytes) -> bool:
-        """True if a job uses this chunk now, or is about to."""
+        """True if a job uses this chunk now, or soon will."""
         return key in self.pins or key in self._held
 
     def evictable(self, protect: Container[bytes]) -> Evictable:
-        """The test for one eviction, which must spare the keys of ``protect`` too."""
+        """The test for one eviction, which must also spare the keys of ``protect``."""
         return Evictable(self._kept, self.pins, protect, self._held)
 
 
 class LoadHolds:
-    """Chunks that loads are about to use, by the load's job. Owned by the load planner.
+    """Chunks that loads are about to use, by the job of the load. Owned by the load planner.
 
-    A set per load that is entered and released as a whole is cheaper than a count per chunk; it is
-    asked only about chunks that are about to be evicted.
+    A set per load that is added and released as a whole is cheaper than a count per chunk; it is
+    queried only for chunks that are about to be evicted.
     """
 
     def __init__(self) -> None:
@@ -78,14 +78,14 @@ class LoadHolds:
 
 
 PASSED_MAX = 64
-"""When a policy has named more retained keys than this, it moves them out of its way."""
+"""When a policy has named more retained keys than this, it moves them out of the way."""
 
 
 class Evictable:
-    """The test that a policy applies while it chooses victims; lives for one eviction.
+    """The test that a policy applies while it chooses victims; used for one eviction.
 
-    A key in one of ``others`` must stay; ``passed`` are the keys that the policy has asked about
-    and that must stay, in its order.
+    A key in one of ``others`` must stay; ``passed`` contains the keys that the policy has tested
+    and that must stay, in the policy's order.
     """
 
     def __init__(self, *others: Container[bytes]) -> None:
@@ -99,8 +99,8 @@ class Evictable:
         return not stays
 
     def among(self, keys: Sequence[Hashable]) -> Sequence[Hashable]:
-        """The keys that may be evicted. Without a Python call per key, because a tier that is slow
-        to write to keeps thousands pinned."""
+        """The keys that may be evicted. Avoids a Python call per key, because a slow tier keeps
+        thousands of chunks pinned."""
         free = keys
         for names in self._others:
             if _holds_any(names, free):

@@ -1,4 +1,4 @@
-"""The state machine of a chunk in one tier. ``TierIndex`` runs this table.
+"""The state machine of a chunk in one tier. ``TierIndex`` executes this table.
 
     ABSENT   -reserve-> FILLING   -commit-> RESIDENT  -pin-> PINNED
     ABSENT   -recover-> RESIDENT
@@ -26,7 +26,7 @@ class ChunkState(enum.Enum):
     PINNED = "pinned"
     DOOMED = "doomed"
 
-    __hash__ = object.__hash__  # members are singletons; the hash of ``Enum`` is a Python function
+    __hash__ = object.__hash__  # members are singletons; ``Enum``'s hash is a Python function
 
 
 class ChunkEvent(enum.Enum):
@@ -45,8 +45,9 @@ class ChunkEvent(enum.Enum):
 
 
 class Transition(NamedTuple):
-    """The effect of an event: ``pins`` is added to the chunk's pins, which must not fall below 0;
-    then the chunk is ``free`` if it has no pins and ``pinned`` if it has some."""
+    """The effect of an event: ``pins`` is added to the chunk's pins, which must not become
+    negative; then the chunk is in state ``free`` if it has no pins and in ``pinned`` if it has
+    some."""
 
     free: ChunkState
     pinned: ChunkState
@@ -85,4 +86,5 @@ TRANSITIONS: dict[ChunkEvent, dict[ChunkState, Transition]] = {
     },
     _E.EVICT: {_S.RESIDENT: Transition(_S.ABSENT, _S.PINNED)},
 }
-"""Every allowed event by the states in which it is allowed; any other is an ``InvariantError``."""
+"""Every allowed event, by the states in which it is allowed; any other event is an
+``InvariantError``."""

@@ -29,9 +29,9 @@ MANY = 16
 
 
 class _Route(NamedTuple):
-    """The rows of one event for the chunks of one dict of locations, looked up once: they move to
-    ``free``, or to ``pinned`` if they have pins. ``None`` means out of the tier. Unless
-    ``takes_pinned`` the table has no row for chunks with pins."""
+    """The table's rows of one event for the chunks of one dict of locations, looked up once: the
+    chunks move to ``free``, or to ``pinned`` if they have pins. ``None`` means out of the tier.
+    Unless ``takes_pinned`` is set, the table has no row for chunks with pins."""
 
     source: dict[bytes, int]
     free: dict[bytes, int] | None
@@ -43,13 +43,13 @@ class TierIndex:
     """States and locations of one tier's chunks. Owned by the planner; used on its thread.
 
     States change as ``offload.index.states.TRANSITIONS`` says. The index looks up the rows of the
-    usual events when it is made (``_route``) and the others when they occur (``_apply``); only
-    pins that leave a chunk where it is are counted without the table. A policy other than our LRU
-    is guarded: one that raises, is slow or names keys that it must not is replaced by LRU
+    usual events when it is made (``_route``) and the others when they occur (``_apply``); only pins
+    that do not change a chunk's state are counted without the table. A policy other than our LRU is
+    guarded: one that raises, is slow or names keys that it must not is replaced by LRU
     (``policies.guarded``).
 
-    With ``low_watermark`` < 1 eviction runs ahead: a full tier is emptied to this share of its
-    capacity, so that a disk has free space before it needs it. ``retention`` says which chunks must
+    With ``low_watermark`` < 1, eviction runs ahead: a full tier is emptied to this share of its
+    capacity, so that it has free space before it needs it. ``retention`` knows which chunks must
     not be evicted.
     """
 
@@ -63,7 +63,8 @@ class TierIndex:
         self.unwritten = UnwrittenChunks()
         self._removals = RemovalLog()
         self._low = int(space.capacity * low_watermark)
-        self._resident: dict[bytes, int] = {}  # always this one: the policy's guard looks into it
+        # always this object: the policy's guard looks into it
+        self._resident: dict[bytes, int] = {}
         self.policy = contained(policy, name, self._resident)
         self._filling: dict[bytes, int] = {}
         self._doomed: dict[bytes, int] = {}
@@ -82,10 +83,10 @@ class TierIndex:
         self._evictions = self._route(ChunkEvent.EVICT, ChunkState.RESIDENT, ChunkState.PINNED)
 
     def log_removals(self, log: RemovalLog) -> None:
-        """Note in ``log`` what leaves this tier from now on."""
+        """From now on, record in ``log`` what leaves this tier."""
         self._removals = log
 
-    # -- questions ---------------------------------------------------------------------------
+    # -- queries -----------------------------------------------------------------------------------
 
     def __len__(self) -> int:
         return len(self._resident)
@@ -95,7 +96,7 @@ class TierIndex:
 
     @property
     def resident(self) -> Mapping[bytes, int]:
-        """The locations of the keys that can be hit, for queries about many at once."""
+        """The locations of the keys that can be hit, for queries about many keys at once."""
         return self._resident
 
     def some(self, count: int) -> tuple[bytes, ...]:
@@ -108,7 +109,7 @@ class TierIndex:
         return len(self._filling)
 
     def is_pinned(self, key: bytes) -> bool:
-        """True if a job uses this chunk now, or is about to."""
+        """True if a job uses this chunk now, or soon will."""
         return self.retention.is_in_use(key)
 
     def is_filling(self, key: bytes) -> bool:
@@ -117,7 +118,7 @@ class TierIndex:
 
     @property
     def barred(self) -> tuple[Mapping[bytes, int], ...]:
-        """Keys that are not resident and still cannot be reserved."""
+        """Keys that are not resident but cannot be reserved either."""
         return tuple(filter(None, (self._filling, self._doomed)))
 
     def filling_among(self, keys: Sequence[bytes]) -> set[bytes]:
@@ -160,10 +161,10 @@ class TierIndex:
     ) -> Reservation:
         """ABSENT -> FILLING for a prefix of ``keys``, evicting what the policy names.
 
-        ``protect`` are keys that must not be evicted for this; with ``evict`` false none is. If
-        ``patient``, eviction stops at a victim that waits to be written to a lower tier. The infos
-        must be given to ``commit`` unless they are remembered here. Stops at the first key
-        for which there is no space, so the granted keys are a prefix without a hole.
+        ``protect`` contains keys that must not be evicted for this; with ``evict`` false, nothing
+        is evicted. If ``patient``, eviction stops at a victim that waits to be written to a lower
+        tier. The infos must be passed to ``commit`` unless this index remembers them. Stops at the
+        first key for which there is no space, so the granted keys are a prefix without a hole.
         """
         evicted: list[bytes] = []
         sizes = sizes_of(infos)
@@ -193,8 +194,8 @@ class TierIndex:
         make_space: Callable[[int], list[bytes]] | None,
         evicted: list[bytes],
     ) -> Sequence[int] | None:
-        """``reserve`` for many keys, if all are absent; ``None``: nothing was done. Without
-        ``make_space`` nothing is evicted."""
+        """``reserve`` for many keys that must all be absent; returns ``None`` if nothing was done.
+        Without ``make_space`` nothing is evicted."""
         if len(keys) < MANY or not self.are_absent(keys):
             return None
         locations = self.space.take_all(sizes)
@@ -206,7 +207,7 @@ class TierIndex:
             keys = keys[: len(locations)]
         filling, before = self._filling, len(self._filling)
         filling.update(zip(keys, locations, strict=True))
-        if len(filling) < before + len(keys):  # one is named twice
+        if len(filling) < before + len(keys):  # a key is named twice
             deque(map(filling.pop, keys, repeat(None)), maxlen=0)
             self.space.give_all(locations)
             return None
@@ -215,14 +216,16 @@ class TierIndex:
     def commit(
         self, keys: Sequence[bytes], infos: Sequence[EntryInfo] | None = None
     ) -> list[bytes]:
-        """FILLING -> RESIDENT. Keys doomed meanwhile become ABSENT; returns the others.
+        """FILLING -> RESIDENT. Keys that were doomed meanwhile become ABSENT; returns the other
+        keys.
 
-        ``keys`` are in prefix order; the head ends up youngest. ``infos``: if not remembered.
+        ``keys`` are in prefix order; the head of the prefix ends up youngest. ``infos`` are needed
+        if this index does not remember them.
         """
         kept: list[bytes] = []
         try:
             self._move(keys[::-1], ChunkEvent.COMMIT, self._commits, kept)
-        finally:  # the policy must know what is resident, whatever was wrong with another key
+        finally:  # the policy must know which keys are resident, even if another key was wrong
             if infos is None:
                 infos = list(map(self._infos.pop, kept))
             elif len(kept) == len(keys):
@@ -235,22 +238,23 @@ class TierIndex:
 
     def abort(self, keys: Iterable[bytes]) -> None:
         """FILLING -> ABSENT (DOOMED while other jobs still pin the chunk)."""
-        self._removals.note(keys := list(keys))  # a lookup may have counted on them
+        self._removals.note(keys := list(keys))  # a lookup may have relied on them
         self._move(keys, ChunkEvent.ABORT, self._aborts, [])
         for key in keys:
             self._infos.pop(key, None)
 
     def recover(self, keys: Sequence[bytes], infos: Sequence[EntryInfo]) -> list[bytes]:
-        """Enter chunks found after a restart, oldest first; returns those that did not fit."""
+        """Enter chunks found after a restart, oldest first; return those that did not fit."""
         sizes = sizes_of(infos)
         if len(keys) == len(sizes) > 0 and sizes.count(sizes[0]) == len(sizes):
-            locations = dict.fromkeys(keys, sizes[0])  # in half the time
+            locations = dict.fromkeys(keys, sizes[0])  # takes half the time
         else:
             locations = dict(zip(keys, sizes, strict=True))
         is_plain = not (self._resident or self._filling or self._doomed)
         if is_plain and len(locations) == len(keys) and self.space.take_bytes(sum(sizes)):
             self._resident.update(locations)
-            self.policy.insert_all(locations, infos)  # keeps this dict: millions are not copied
+            # keeps this dict, so that millions of entries are not copied
+            self.policy.insert_all(locations, infos)
             return []
         rejected = []
         for key, info in zip(keys, infos, strict=True):
@@ -262,10 +266,10 @@ class TierIndex:
             self.policy.insert(key, info)
         return rejected
 
-    # -- using -------------------------------------------------------------------------------
+    # -- uses --------------------------------------------------------------------------------------
 
     def pin(self, keys: Collection[bytes]) -> None:
-        """Keep RESIDENT or FILLING chunks where they are until unpinned as often."""
+        """Keep RESIDENT or FILLING chunks in their locations until they are unpinned as often."""
         for key in filterfalse(self._resident.__contains__, keys):
             self._check(key, ChunkEvent.PIN)
         self._pins.update(keys)
@@ -273,7 +277,7 @@ class TierIndex:
     def unpin(self, keys: Iterable[bytes]) -> None:
         """Undo one ``pin`` per key; the last one frees the location of a DOOMED chunk."""
         pins, doomed, keys = self._pins, self._doomed, list(keys)
-        if len(keys) >= MANY and not doomed:  # mostly one pin of each
+        if len(keys) >= MANY and not doomed:  # mostly one pin for each chunk
             counts = list(map(pins.pop, keys, repeat(0)))
             if counts.count(1) == len(keys):
                 return
@@ -292,7 +296,7 @@ class TierIndex:
         self.policy.touch(keys)
 
     def drop(self, keys: Iterable[bytes]) -> list[bytes]:
-        """Forget chunks; nobody can hit them from now on. Returns those that were resident."""
+        """Forget chunks, so that they cannot be hit any more. Returns those that were resident."""
         dropped: list[bytes] = []
         keys = list(keys)
         if self._infos:
@@ -304,7 +308,7 @@ class TierIndex:
         return dropped
 
     def evict(self, count_bytes: int) -> list[bytes]:
-        """Evict by policy until ``used`` has fallen by this much or nothing more can go."""
+        """Evict by policy until ``used`` has fallen by this much or nothing more can be evicted."""
         return self._make_space(count_bytes, _NOTHING)
 
     def clear(self) -> None:
@@ -363,11 +367,12 @@ class TierIndex:
             freed += self._evict(names)  # type: ignore[arg-type]  # policies see Hashable
             evicted += names  # type: ignore[arg-type]  # policies see Hashable
         if len(evictable.passed) > PASSED_MAX and self.policy.takes_parts:
-            self.policy.touch(evictable.passed[::-1])  # or each eviction would meet them again
+            # otherwise each eviction would meet them again
+            self.policy.touch(evictable.passed[::-1])
         return evicted
 
     def _evict(self, keys: Sequence[bytes]) -> int:
-        """RESIDENT -> ABSENT; returns how much that has freed."""
+        """RESIDENT -> ABSENT; returns how much space that has freed."""
         used = self.space.used
         if not self._move_all(keys, self._evictions):
             for key in keys:
@@ -391,7 +396,7 @@ class TierIndex:
         return state, transition
 
     def _apply(self, key: bytes, event: ChunkEvent, location: int = 0) -> None:
-        """One event of one chunk. ``location`` is for a chunk that was absent."""
+        """Apply one event to one chunk. ``location`` is needed for a chunk that was absent."""
         state, (free, pinned, pins) = self._check(key, event)
         count = self._pins.get(key, 0)
         if pins:
@@ -411,7 +416,8 @@ class TierIndex:
             self.space.give(location)
 
     def _route(self, event: ChunkEvent, free: ChunkState, pinned: ChunkState) -> _Route:
-        """The rows of an event for chunks in state ``free`` without and in ``pinned`` with pins."""
+        """The rows of an event for chunks in state ``free`` without pins and in ``pinned`` with
+        pins."""
         row = TRANSITIONS[event]
         source, pinned_row = self._locations[free], row.get(pinned, row[free])
         assert source is not None
@@ -422,7 +428,7 @@ class TierIndex:
     def _move(
         self, keys: Sequence[bytes], event: ChunkEvent, route: _Route, moved: list[bytes]
     ) -> None:
-        """One event of each of these chunks; adds those that took the route to ``moved``."""
+        """Apply one event to each of these chunks; add those that took the route to ``moved``."""
         if len(keys) >= MANY and self._move_all(keys, route):
             moved += keys
             return
@@ -442,8 +448,8 @@ class TierIndex:
             self._apply(key, event)
 
     def _move_all(self, keys: Sequence[bytes], route: _Route) -> bool:
-        """``_move`` of all these chunks at once. ``False``, with nothing done, if one is not in the
-        route's source or is named twice, or if they do not all have the same target."""
+        """``_move`` for all these chunks at once. ``False``, with nothing done, if one is not in
+        the route's source or is named twice, or if they do not all have the same target."""
         source, target, pinned, _ = route
         if target is not pinned and self._pins and not self._pins.keys().isdisjoint(keys):
             return False

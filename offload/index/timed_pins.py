@@ -1,9 +1,9 @@
-"""Chunks that clients have asked to keep for a time (``pin_s``).
+"""Chunks that clients have asked kvtiers to keep for a time (``pin_s``).
 
-Part of the scheduler side, on its thread. Such a chunk is not evicted until its time is over; it is
-dropped like any other when it is damaged or the weights change. At most a share of each tier is
-kept, so that no client can fill it: chunks beyond that are not pinned, and the client gets a
-report. Memory is bounded by that share, too: one entry per kept chunk.
+Part of the scheduler side, on its thread. Such a chunk is not evicted until its time is over; like
+any other chunk it is dropped if it is damaged or the weights change. At most a share of each tier
+is kept, so that no client can fill it: chunks beyond that are not pinned, and the client gets a
+report. That share also bounds the memory: one entry per kept chunk.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ class _Kept:
 
 
 class TimedPins:
-    """Kept chunks of every tier, of each at most ``share`` of its capacity."""
+    """Kept chunks of every tier, at most ``share`` of each tier's capacity."""
 
     def __init__(
         self,
@@ -100,7 +100,7 @@ class TimedPins:
         self.refused += len(held) - kept
         for position, key in enumerate(held[:kept]):
             if key != keys[position]:
-                return position  # that one is gone: what comes after it is no prefix
+                return position  # that chunk is gone: what comes after it is no prefix
         return kept
 
     def _is_held(self, key: bytes) -> bool:
@@ -117,6 +117,6 @@ class TimedPins:
             tier.clear()
 
     def used(self) -> dict[str, int]:
-        """The space that is kept in each tier, in the tier's units."""
+        """The space taken by kept chunks in each tier, in the tier's units."""
         indexes = (self._cpu, *self._lower)
         return {i.name: tier.used for i, tier in zip(indexes, self._tiers, strict=True)}

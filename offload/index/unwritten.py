@@ -13,8 +13,8 @@ from collections.abc import Collection, Hashable, Iterable, Sequence
 class UnwrittenChunks:
     """The chunks that wait for any lower tier. Owned by the write-through.
 
-    The queue of each lower tier keeps the set of that tier (``of_tier``); eviction takes chunks out
-    of all of them. ``given_up`` counts by tier the writes that were given up that way.
+    The queue of each lower tier keeps the set of that tier (``of_tier``); eviction removes chunks
+    from all of them. ``given_up`` counts, by tier, the writes that were given up in this way.
     """
 
     def __init__(self) -> None:
@@ -26,14 +26,15 @@ class UnwrittenChunks:
         return self._tiers.setdefault(tier, set())
 
     def __len__(self) -> int:
-        """An upper bound of the chunks that wait: one that waits for two tiers counts twice."""
+        """An upper bound of the number of chunks that wait: a chunk that waits for two tiers counts
+        twice."""
         return sum(map(len, self._tiers.values()))
 
     def __contains__(self, key: object) -> bool:
         return any(key in waiting for waiting in self._tiers.values())
 
     def isdisjoint(self, keys: Collection[Hashable]) -> bool:
-        """True if none of these waits."""
+        """True if none of these keys waits."""
         return all(waiting.isdisjoint(keys) for waiting in self._tiers.values())
 
     def before_first(self, keys: Sequence[Hashable]) -> Sequence[Hashable]:
@@ -43,7 +44,7 @@ class UnwrittenChunks:
         return keys[: next(at for at, key in enumerate(keys) if key in self)]
 
     def give_up(self, keys: Iterable[bytes]) -> None:
-        """These have left the CPU tier: they cannot be written any more."""
+        """Note that these chunks have left the CPU tier: they cannot be written any more."""
         gone = set(keys)
         for tier, waiting in self._tiers.items():
             before = len(waiting)

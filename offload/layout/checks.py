@@ -1,9 +1,9 @@
-"""The start-up checks of a model's geometry: what does not fit, and what would help.
+"""The start-up checks of a model's geometry: they report what does not fit, and what would help.
 
 ``build_layout`` checks a ``LayoutInput`` and returns the ``ModelLayout`` that the rest of the
-package works with. Every misfit of every group is listed in one error. A hint is a changed input
-together with the words that lead to it. It is printed only if the checks pass on that changed
-input; hints that help only together are tried together.
+package works with. One error lists every misfit of every group. A hint is a changed input together
+with the words that lead to it. It is printed only if the checks pass on the changed input; hints
+that help only together are tried together.
 """
 
 from __future__ import annotations
@@ -87,7 +87,7 @@ def build_layout(given: LayoutInput) -> ModelLayout:
 
 
 def unchecked_layout(given: LayoutInput) -> ModelLayout:
-    """The layout that follows from the input whether or not it can work."""
+    """The layout that follows from the input, whether or not it can work."""
     return ModelLayout(
         num_blocks=given.num_blocks,
         hash_tokens=given.hash_tokens,
@@ -98,7 +98,8 @@ def unchecked_layout(given: LayoutInput) -> ModelLayout:
 
 
 def alignment_of(given: LayoutInput) -> int:
-    """Granularity of hits in tokens: every group's chunks and vLLM's own alignment fit in it."""
+    """Granularity of hits in tokens: a multiple of every group's chunks and of vLLM's own
+    alignment."""
     chunks = [_chunk_blocks(group, given) * group.block_tokens for group in given.taking_part]
     return math.lcm(given.scheduler_tokens, *chunks)
 
@@ -128,7 +129,7 @@ def _chunk_blocks(group: GroupInput, given: LayoutInput) -> int:
 
 
 def _largest_part(count: int, fits: Callable[[int], bool]) -> int:
-    """The largest divisor of ``count`` that fits; 1 if none does."""
+    """The largest divisor of ``count`` that fits; 1 if no larger one does."""
     return next((n for n in range(count, 0, -1) if count % n == 0 and fits(n)), 1)
 
 
@@ -149,7 +150,7 @@ def _group_layout(group: GroupInput, given: LayoutInput) -> GroupLayout:
 
 @dataclass(frozen=True, slots=True)
 class Misfit:
-    """One offender: ``unsupported`` kinds cannot be offloaded, others do not fit together.
+    """One misfit: groups of ``unsupported`` kinds cannot be offloaded, others do not fit together.
 
     ``cause`` is set if other misfits may follow from this one (see ``Hint.cures``).
     """
@@ -203,7 +204,7 @@ def find_misfits(given: LayoutInput) -> list[Misfit]:
 def helping_hints(given: LayoutInput) -> list[Hint]:
     """The hints that each make all checks pass.
 
-    If none does, those two that do so together, as one hint; empty if no two do.
+    If there are none, the two hints that do so together, as one hint; empty if no two do.
     """
     hints = [hint for hint in _single_hints(given) if not find_misfits(hint.changed)]
     if hints:
@@ -217,7 +218,7 @@ def helping_hints(given: LayoutInput) -> list[Hint]:
 
 
 def hint_lines(hints: Sequence[Hint]) -> list[str]:
-    """One line with all of them; none without hints."""
+    """One line with all hints; empty if there are none."""
     texts = [hint.text for hint in hints]
     if texts and all(text.startswith(START_WITH) for text in texts):
         return [START_WITH + " or ".join(text.removeprefix(START_WITH) for text in texts)]
@@ -225,7 +226,7 @@ def hint_lines(hints: Sequence[Hint]) -> list[str]:
 
 
 def _kind_misfits(group: GroupInput) -> list[Misfit]:
-    """Misfits of the group's kind alone."""
+    """Misfits that follow from the group's kind alone."""
     if group.refused:
         return [Misfit(f"{group.name}: {group.refused}", unsupported=True)]
     if not group.kind:

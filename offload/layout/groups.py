@@ -1,7 +1,7 @@
-"""The geometry of a model's KV caches as plain numbers: what a group needs to resume at a token.
+"""The geometry of a model's KV caches as plain numbers: what each group needs to resume at a token.
 
-Does not know vLLM or torch. ``offload.layout.checks.build_layout`` makes a ``ModelLayout`` from the
-findings of ``offload.connector.model.layout`` or the in-process API.
+This module does not know vLLM or torch. ``offload.layout.checks.build_layout`` makes a
+``ModelLayout`` from the findings of ``offload.connector.model.layout`` or the in-process API.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ class GroupLayout:
     """One KV cache group that is offloaded.
 
     ``group`` is vLLM's group id. ``kind`` is the restore rule; ``spec`` is vLLM's name of the kind,
-    for messages. ``block_tokens`` are the tokens that one block covers (all context parallel ranks
-    together). ``block_bytes`` is the sum of the layers' pages without padding on this rank; 0 if
-    only the token geometry is known.
+    for messages. ``block_tokens`` is the number of tokens that one block covers (all context
+    parallel ranks together). ``block_bytes`` is the sum of the layers' pages without padding on
+    this rank; 0 if only the token geometry is known.
 
     To resume at token ``b`` a group needs its blocks from ``tail_start(b)`` to ``b``:
 
@@ -30,7 +30,7 @@ class GroupLayout:
     * state: the block that ends at ``b``.
 
     The last position of a draft model's KV depends on the token after it, so a draft group's chunk
-    counts only if the chunk after it is there too.
+    counts only if the chunk after it is also present.
     """
 
     group: int

@@ -18,7 +18,7 @@ from tiers.base import KeyColumn
 
 GROUP_BYTES = 4
 CPU = -1
-"""The CPU tier's number where lower tiers are numbered from 0."""
+"""The CPU tier's number; lower tiers are numbered from 0."""
 
 
 def group_suffix(group: int) -> bytes:
@@ -38,7 +38,8 @@ def groups_of(column: KeyColumn) -> npt.NDArray[np.uint32]:
 
 
 def joined(columns: Iterable[KeyColumn]) -> tuple[KeyColumn, ...]:
-    """The same keys in the same order, in as few columns as their lengths allow: usually one."""
+    """The same keys in the same order, in as few columns as their lengths allow: usually a single
+    one."""
     filled = (column for column in columns if column.size)
     found = [list(same) for _, same in itertools.groupby(filled, lambda column: column.itemsize)]
     return tuple(same[0] if len(same) == 1 else np.concatenate(same) for same in found)
@@ -47,8 +48,8 @@ def joined(columns: Iterable[KeyColumn]) -> tuple[KeyColumn, ...]:
 def pack_keys(keys: Sequence[bytes]) -> tuple[bytes, list[int]]:
     """Pack all keys into one piece.
 
-    Returns it with their lengths: one number if they are all equal and not 0, because 0 would not
-    tell how many there are.
+    Returns the piece and the lengths of the keys: one number if they are all equal and not 0,
+    because 0 would not reveal how many keys there are.
     """
     lengths = set(map(len, keys))
     are_alike = len(lengths) == 1 and 0 not in lengths

@@ -11,7 +11,7 @@ from typing import Any, Protocol
 class KvCacheSpec(Protocol):
     """The attributes of a group's spec that are read.
 
-    A spec with a mapping ``kv_cache_specs`` holds one spec per layer (vLLM's
+    A spec with a mapping ``kv_cache_specs`` contains one spec per layer (vLLM's
     ``UniformTypeKVCacheSpecs``); a spec with ``unpadded_page_size_bytes`` has padded pages.
     """
 

@@ -1,8 +1,9 @@
-"""Finds the longest restorable prefix, and the chunks that it needs. Pure; changes nothing.
+"""Finds the longest restorable prefix, and the chunks that it needs. This module is pure and
+changes nothing.
 
 A boundary is a hit if every group can resume there: its chunks from ``tail_start`` to the boundary
-are present or lie before ``start_tokens``, which the GPU's own cache holds already. A draft group
-needs one chunk more as proof, which is not loaded. The result equals that of vLLM's
+are present or end before ``start_tokens``, up to which the GPU's own cache has all blocks. A draft
+group needs one more chunk as proof, which is not loaded. The result equals that of vLLM's
 ``find_longest_cache_hit``, which is the oracle of the tests; the largest common boundary is found
 in the same way, by letting each group lower the bound until none does.
 
@@ -25,7 +26,7 @@ PresentBatch = Callable[[Sequence[bytes]], bytes]
 """Presence of a batch of keys: one byte per key, 0 or 1."""
 
 RunEnd = Callable[[int, Sequence[bytes], int, int], int]
-"""For a group (by its place in the layout) with these keys: the first chunk of ``[first, end)``
+"""For these keys of a group (given by its place in the layout): the first chunk of ``[first, end)``
 that is not present, or ``end``."""
 
 
@@ -54,10 +55,10 @@ def _present_in_any(keys: Sequence[bytes], tests: Sequence[Callable[[bytes], boo
 
 
 def find_gap(present: PresentBatch, keys: Sequence[bytes], most: int) -> int | None:
-    """The first of these that is not present, if any.
+    """The first of these keys that is not present, or ``None``.
 
-    Of more than ``most``, only every nth is queried, and then those around the first missing one:
-    small gaps may be overlooked.
+    Of more than ``most`` keys, only every nth is queried, and then those around the first missing
+    one: small gaps may be overlooked.
     """
     nth = max(1, -(-len(keys) // most))
     gap = present(keys[::nth]).find(0)
@@ -68,7 +69,7 @@ def find_gap(present: PresentBatch, keys: Sequence[bytes], most: int) -> int | N
 
 
 class PrefixMatcher:
-    """Longest hit and load ranges over the groups of one layout."""
+    """Finds the longest hit and the ranges to load, over the groups of one layout."""
 
     def __init__(self, layout: ModelLayout) -> None:
         self.layout = layout
@@ -145,7 +146,7 @@ class PrefixMatcher:
         return None
 
     def load_ranges(self, start_tokens: int, hit_tokens: int) -> tuple[range, ...]:
-        """Chunks of each group to load so that tokens up to ``hit_tokens`` need no computing.
+        """Chunks of each group to load so that tokens up to ``hit_tokens`` need not be computed.
 
         The proof chunk of a draft group is not among them. The first chunk may be needed only in
         part: see ``block_ranges``.
@@ -158,8 +159,8 @@ class PrefixMatcher:
     def block_ranges(self, start_tokens: int, hit_tokens: int) -> tuple[range, ...]:
         """Blocks of each group to fill, by position in the block table.
 
-        These are the blocks of ``load_ranges`` without those before the window or in the GPU's
-        cache already.
+        These are the blocks of ``load_ranges`` without those that are before the window or already
+        in the GPU's cache.
         """
         return tuple(
             _needed(group, start_tokens, hit_tokens, group.block_tokens)
@@ -196,7 +197,7 @@ class PrefixMatcher:
 
 
 def _needed(group: GroupLayout, start: int, boundary: int, unit: int) -> range:
-    """Units of ``unit`` tokens that hold ``[max(start, tail_start), boundary)``."""
+    """Units of ``unit`` tokens that contain ``[max(start, tail_start), boundary)``."""
     if boundary <= start:
         return range(0)
     return range(max(start, group.tail_start(boundary)) // unit, -(-boundary // unit))
@@ -245,7 +246,8 @@ class _GroupLookup:
         return tokens // self._alignment * self._alignment
 
     def _lower_full(self, bound: int) -> int:
-        """Look up presence without a gap from ``start`` on once; later calls only trim it."""
+        """Determine presence without a gap from ``start`` on once; later calls only trim the
+        result."""
         size = self._layout.chunk_tokens
         if self._run_end < 0:
             end = bound // size + self._proof
@@ -298,7 +300,7 @@ class _GroupLookup:
             self._ask_down_to(self._flags_from - 1, end)
 
     def _ask_down_to(self, low: int, end: int) -> None:
-        """Make ``flags`` cover ``[low, end)``, querying whole batches below the known range."""
+        """Extend ``flags`` to ``[low, end)``, querying whole batches below the known range."""
         if self._flags_from < 0:
             self._flags_from = end
         if low >= self._flags_from:

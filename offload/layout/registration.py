@@ -19,7 +19,7 @@ from offload.errors import PageSizeError
 from tiers.copy.base import GroupRegions, PageRegion
 
 LayerTensors: TypeAlias = "torch.Tensor | Sequence[torch.Tensor]"
-"""One tensor, or the state tensors of a recurrent layer, each with blocks outermost."""
+"""One tensor, or the state tensors of a recurrent layer; blocks are the outermost dimension."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,7 +84,8 @@ def as_list(tensors: LayerTensors) -> list[torch.Tensor]:
 
 
 def _register_group(caches: GroupCaches, num_blocks: int, problems: list[str]) -> GroupRegions:
-    """The regions of one group. Layers that share their pages are one region: it is copied once."""
+    """The regions of one group. Layers that share their pages form one region, which is copied
+    once."""
     regions: dict[tuple[int, int, int], PageRegion] = {}
     for layer, tensors in caches.layers.items():
         try:
@@ -111,7 +112,7 @@ def _layer_regions(
 
 
 def _without_padding(shapes: list[PageShape], page_bytes: int) -> list[PageShape]:
-    """Cut padding off the end of a page that is one run; any other difference is an error."""
+    """Cut off padding at the end of a page that is one run; any other difference is an error."""
     found = sum(shape.page_bytes for shape in shapes)
     if page_bytes in (0, found):
         return shapes
@@ -142,7 +143,8 @@ def page_shape(tensor: torch.Tensor, num_blocks: int) -> PageShape:
 
 
 def _runs(dims: list[tuple[int, int]], item: int) -> tuple[int, tuple[int, ...]]:
-    """Merge dimensions (size, byte stride) into runs of adjacent bytes; the rest are offsets."""
+    """Merge dimensions (size, byte stride) into runs of adjacent bytes; the other dimensions become
+    offsets."""
     run = item
     outer: list[range] = []
     for size, stride in sorted((dim for dim in dims if dim[0] > 1), key=lambda dim: dim[1]):

@@ -15,16 +15,16 @@ from offload.errors import InvariantError
 from offload.layout.keys import chunk_keys
 
 PAGE = 256
-"""Number of keys that are made together: asking for one makes those before it in its page, and no
-others."""
+"""Number of keys that are made together: a query for one key makes the keys before it in its page,
+and no others."""
 
 
 class RequestKeys(Sequence[bytes]):
     """The keys of one group's chunks, in prefix order; see ``offload.layout.keys.chunk_keys``.
 
-    vLLM's list of block hashes is kept, not copied: ``grow`` says how much of it counts. A resumed
-    session replaces only hashes of tokens that were never part of a step, whose keys were never
-    requested. Keys that were made are kept, with their hashes in them.
+    vLLM's list of block hashes is referenced, not copied; ``grow`` sets how many of them are valid.
+    A resumed session replaces only hashes of tokens that were never part of a step, whose keys were
+    never requested. Keys that were made are kept; they contain their hashes.
     """
 
     __slots__ = ("_count", "_group", "_hashes", "_identity", "_keys", "_made", "_per_chunk")
@@ -39,7 +39,7 @@ class RequestKeys(Sequence[bytes]):
         self._made: dict[int, int] = {}  # the number of keys made in each page
 
     def grow(self, block_hashes: Sequence[bytes]) -> None:
-        """Set the request's current hashes: all of its whole chunks have keys."""
+        """Set the request's current hashes, which cover all of its whole chunks."""
         self._hashes = block_hashes
         self._count = len(block_hashes) // self._per_chunk
 
@@ -50,7 +50,7 @@ class RequestKeys(Sequence[bytes]):
         return found
 
     def make(self, end: int, most: int) -> int:
-        """Make up to ``most`` of the first ``end`` keys ahead, or all; returns how many were
+        """Make up to ``most`` of the first ``end`` keys ahead, or all; return how many were
         made."""
         end, left = min(end, self._count), most
         for page in range(-(-end // PAGE)):
@@ -91,7 +91,7 @@ class RequestKeys(Sequence[bytes]):
             self._make(page, min(PAGE, end - page * PAGE))
 
     def _make(self, page: int, count: int) -> int:
-        """Make the first ``count`` keys of a page; returns how many of them are new."""
+        """Make the first ``count`` keys of a page; return how many of them are new."""
         made = self._made.get(page, 0)
         if made >= count:
             return 0

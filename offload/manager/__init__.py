@@ -1,8 +1,8 @@
 """``OffloadManager``: offloading for one process as an asyncio API, without vLLM.
 
-It drives the planner, executor and tiers of the connector with ``await`` instead of a scheduler's
-steps. One manager serves one rank. It belongs to the loop on which it was opened; call all methods
-on that loop.
+It drives the connector's planner, executor and tiers with ``await`` instead of a scheduler's steps.
+One manager serves one rank. It belongs to the loop on which it was opened; call all methods on that
+loop.
 
 Owns the API for one process without vLLM.
 
@@ -71,7 +71,7 @@ class OffloadManager:
         self._loads: dict[str, asyncio.Future[bool]] = {}
         self._storing: dict[bytes, asyncio.Future[JobResult]] = {}
         self._moved = asyncio.Event()
-        self._is_due = False  # a look at ended work
+        self._is_due = False  # for a callback that processes ended work
         self._faults = Tally()
         self._is_broken = self._is_closing = False
         self._closing: asyncio.Task[None] | None = None
@@ -88,10 +88,11 @@ class OffloadManager:
     ) -> OffloadManager:
         """Register KV caches and open the tiers.
 
-        ``kv_caches`` maps layer names to tensors (or lists of state tensors); ``config`` is what
-        ``kv_connector_extra_config`` would hold, without ``tiers``: lower tiers are given as
+        ``kv_caches`` maps layer names to tensors (or lists of state tensors); ``config`` has the
+        contents of ``kv_connector_extra_config``, without ``tiers``: lower tiers are passed as
         objects, nearest first. Raises ``ConfigError``, ``LayoutError``, ``CapacityError`` and
-        ``TierUnavailableError``, after it has released what it had set up, tiers included.
+        ``TierUnavailableError``, after it has released everything that it had set up, including the
+        tiers.
         """
         undo = contextlib.AsyncExitStack()
         try:
@@ -109,7 +110,8 @@ class OffloadManager:
         config: Mapping[str, Any] | OffloadConfig | None,
         tiers: Sequence[Tier],
     ) -> OffloadManager:
-        """Open everything; ``undo`` receives the release of each step's resources."""
+        """Open everything; ``undo`` receives a callback that releases the resources of each
+        step."""
         settings = in_process_settings(config, len(tiers))
         registration = register_kv_caches(
             kv_cache_config.num_blocks, group_caches(kv_cache_config, kv_caches, settings)
@@ -133,22 +135,22 @@ class OffloadManager:
     # -- use ---------------------------------------------------------------------------------
 
     def lookup(self, keys: Sequence[bytes], group: int = 0) -> int:
-        """Returns the length of the longest prefix of ``keys`` that the tiers are known to hold.
-        ``restore`` also asks shared tiers for keys that this process does not know."""
+        """Return the length of the longest prefix of ``keys`` that the tiers are known to hold.
+        ``restore`` also queries shared tiers for keys that this process does not know."""
         self._check_open()
         return self._held(keys, group)
 
     async def offload(self, keys: Sequence[bytes], block_ids: Sequence[int], group: int = 0) -> int:
         """Copy blocks to the CPU tier and wait for that; lower tiers follow in the background.
 
-        ``block_ids`` has ``chunk_blocks`` entries per key. Returns how many keys, from the first
-        on, are held by a tier now; there was no space for the rest. The caller may reuse the blocks
-        afterwards, even if the call was cancelled: it ends only when nothing reads them any more.
-        Raises ``ValueError`` before anything is done, and ``ManagerClosedError``.
+        ``block_ids`` has ``chunk_blocks`` entries per key. Returns how many keys, counted from the
+        first one, a tier holds now; there was no space for the rest. The caller may reuse the
+        blocks afterwards, even if the call was cancelled: it ends only when nothing reads them any
+        more. Raises ``ValueError`` before anything is done, and ``ManagerClosedError``.
         """
         run = self._wanted(keys, block_ids, group)
         filling = self.planner.cpu.filling_among(run.keys)
-        end = self.planner.stores.plan(run, may_wait=True)  # the caller can ask again
+        end = self.planner.stores.plan(run, may_wait=True)  # the caller can try again
         own = [self._jobs[store.job] for store in self._pump().stores]
         self._storing = {key: job for key, job in self._storing.items() if not job.done()}
         for job in own:
@@ -156,26 +158,26 @@ class OffloadManager:
             self._storing |= dict.fromkeys(fresh, job)
         stored = {*own, *(self._storing[key] for key in run.keys[:end] if key in self._storing)}
         await settled(asyncio.gather(*own, return_exceptions=True))
-        if stored:  # also by callers that read other blocks
+        if stored:  # including callers that read other blocks
             await asyncio.wait(stored)
         for job in stored:
             job.result()
         return self._held(keys[:end], group)
 
     async def restore(self, keys: Sequence[bytes], block_ids: Sequence[int], group: int = 0) -> int:
-        """Fill blocks with the longest prefix of ``keys`` that is held, and wait for that.
+        """Fill blocks with the longest stored prefix of ``keys``, and wait until they are filled.
 
-        Returns how many chunks, from the first on, are restored whole and verified; the content
-        of the blocks after them is undefined. The caller may reuse the blocks afterwards, even if
-        the call was cancelled: it ends only when nothing writes into them any more. Raises
-        ``ValueError`` before anything is done, and ``ManagerClosedError``.
+        Returns how many chunks, counted from the first one, were restored completely and verified;
+        the content of the blocks after them is undefined. The caller may reuse the blocks
+        afterwards, even if the call was cancelled: it ends only when nothing writes into them any
+        more. Raises ``ValueError`` before anything is done, and ``ManagerClosedError``.
         """
         run = self._wanted(keys, block_ids, group)
         if self.planner.presence.tiers:
             await self._ask(run.keys)
         hit = self._held(keys, group)
         if not hit:
-            self._pump()  # time passes: a tier whose circuit breaker is open may be due for a probe
+            self._pump()  # a tier whose circuit breaker is open may be due for a probe
             return 0
         self._requests += 1
         request = f"restore-{self._requests}"
@@ -195,7 +197,7 @@ class OffloadManager:
         return next((n for n, key in enumerate(run.keys) if key in bad), hit)
 
     async def _ask(self, keys: Sequence[bytes]) -> None:
-        """Ask shared tiers which of these keys they hold, and wait at most ``lookup_timeout_s``."""
+        """Query shared tiers for these keys, and wait at most ``lookup_timeout_s``."""
         shared, loop = self.planner.presence, self._loop
         self.planner.tick(loop.time())
         present = present_in(*self.planner.sources.holders())(keys)
@@ -212,15 +214,15 @@ class OffloadManager:
     async def flush(self, timeout_s: float = 60.0) -> None:
         """Wait until everything accepted so far has reached, or failed to reach, every tier.
 
-        Raises ``TimeoutError`` if a tier takes longer; what it has accepted goes on. Raises
-        ``ManagerClosedError``.
+        Raises ``TimeoutError`` if a tier takes longer; the work that the tier has accepted
+        continues. Raises ``ManagerClosedError``.
         """
         self._check_open()
         if not await self._ends(self._flushed(), timeout_s):
             raise TimeoutError(f"kvtiers: a tier has not finished its work within {timeout_s:g} s")
 
     async def reset(self, timeout_s: float = 60.0) -> None:
-        """Forget everything at once, in every tier, durably: the weights have changed.
+        """Forget everything at once, in every tier and durably, because the weights have changed.
 
         Raises ``TierUnavailableError`` if a tier could not make it durable within ``timeout_s``,
         and ``ManagerClosedError``.
@@ -257,7 +259,7 @@ class OffloadManager:
                 await asyncio.wait([self._closing])
             except asyncio.CancelledError as error:
                 cancelled, flush_s, closes_s = error, 0.0, min(timeout_s, CLOSE_TIMEOUT_S)
-                self._closing.cancel()  # it starts again, and hurries
+                self._closing.cancel()  # it starts again, with the short limits
         if cancelled is not None:
             raise cancelled
 
@@ -286,7 +288,7 @@ class OffloadManager:
                 break
             except Exception as error:  # from an operation that has ended: continue with the others
                 self._note_fault(error)
-        if plan is None:  # it is never sent: the calls that raise this own its blocks
+        if plan is None:  # it is never sent; the calls that raise this own its blocks
             self._is_broken = True
             raise InvariantError("kvtiers: nothing can be planned any more; the log says why")
         for job in {*(s.job for s in plan.stores), *(load.job for load in plan.loads)}:
@@ -297,12 +299,13 @@ class OffloadManager:
     def _notice(self) -> None:
         """Schedule ``_take_in``, because something has ended.
 
-        It is a callback, not a task, because a loop that is about to end cancels all tasks, and a
-        caller that waits for a copy must still learn of its end.
+        This is a callback, not a task, because a loop that is about to end cancels all tasks, and a
+        caller that waits for a copy must still be notified of its end.
         """
         if not self._is_due:
             self._is_due = True
-            with contextlib.suppress(RuntimeError):  # the loop is closed: nobody waits any more
+            with contextlib.suppress(RuntimeError):
+                # the loop is closed, so no caller waits any more
                 self._loop.call_soon_threadsafe(self._take_in)
 
     def _take_in(self) -> None:
@@ -325,7 +328,7 @@ class OffloadManager:
         if not self._released.done():
             with contextlib.suppress(
                 Exception
-            ):  # noted, and tried again when the next operation ends
+            ):  # logged, and tried again when the next operation ends
                 self._pump()
         self._moved.set()
 

@@ -20,7 +20,7 @@ from tiers.record import KEY_BYTES_MAX
 
 KEY_MAX = KEY_BYTES_MAX - GROUP_BYTES
 SHOWN_MAX = 5
-"""Keys or block ids that one message names."""
+"""Maximum number of keys or block ids that one message names."""
 
 
 def group_caches(
@@ -62,7 +62,8 @@ def in_process_settings(
 ) -> OffloadConfig:
     """The configuration for this many tier objects, each with the default options of a tier.
 
-    Callers decide what to restore, so loading is not compared with computing."""
+    Callers decide what to restore, so the speed of loading is not compared with that of
+    computing."""
     settings = config if isinstance(config, OffloadConfig) else parse_config(config)
     if settings.tiers:
         what = "an in-process manager makes no tiers itself"
@@ -81,7 +82,7 @@ def wanted_run(
 ) -> ChunkBatch:
     """The chunks of a call; ``chunk_blocks`` are the blocks of a chunk by group.
 
-    Raises ``ValueError`` that names everything wrong with the call.
+    Raises ``ValueError`` that names every problem with the call.
     """
     if group not in chunk_blocks:
         raise ValueError(f"there is no group {group!r}: groups are {sorted(chunk_blocks)}")
@@ -113,12 +114,12 @@ def _key_problems(keys: Sequence[bytes]) -> list[str]:
         problems.append(f"a key has 1 to {KEY_MAX} bytes, got some of {sizes[:SHOWN_MAX]}")
     if twice := _repeated(keys):
         named = [key.hex()[:16] for key in twice]
-        problems.append(f"keys must differ within a call, these are there twice: {named}")
+        problems.append(f"keys must differ within a call, these occur twice: {named}")
     return problems
 
 
 def _blocks(block_ids: Sequence[int], num_blocks: int) -> tuple[tuple[int, ...], list[str]]:
-    """The block ids as integers, whatever integer type they have, and the problems with them."""
+    """The block ids as Python integers, from any integer type, and the problems with them."""
     found: list[int] = []
     others = []
     for block in block_ids:
@@ -132,7 +133,7 @@ def _blocks(block_ids: Sequence[int], num_blocks: int) -> tuple[tuple[int, ...],
     if outside := [b for b in found if not 0 <= b < num_blocks]:
         problems.append(f"block ids {outside[:SHOWN_MAX]} are not in 0..{num_blocks - 1}")
     if twice := _repeated(found):
-        problems.append(f"block ids must differ within a call, these are there twice: {twice}")
+        problems.append(f"block ids must differ within a call, these occur twice: {twice}")
     return tuple(found), problems
 
 

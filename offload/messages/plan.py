@@ -1,4 +1,5 @@
-"""Plans: what the scheduler side sends to the workers in a step. Reports come back.
+"""Plans: what the scheduler side sends to the workers in a step. `offload.messages.report` has the
+reports that the workers send back.
 
 Plain frozen values, cheap to pickle. A job has one id and ends exactly once on every rank. The
 jobs of one plan are posted in this order: deletes, stores, write-throughs, loads.
@@ -19,7 +20,7 @@ from offload.layout.keys import pack_keys, unpack_keys
 STAGED = -1
 """Slot of a load item that only passes through one of the worker's staging buffers."""
 IN_SLAB = -1
-"""Tier of a load item whose bytes are in its slot already, or are being read into it."""
+"""Tier of a load item whose bytes are already in its slot, or are being read into it."""
 
 
 _pack = msgspec.msgpack.encode
@@ -30,7 +31,7 @@ _ROWS = msgspec.msgpack.Decoder(tuple[list[int], list[int]])
 class StoreJob:
     """Copies chunks of one group from GPU blocks into slots.
 
-    ``blocks`` has equal parts: the i-th part goes to ``slots[i]``. It travels in the same way as
+    ``blocks`` has equal parts: the i-th part goes to ``slots[i]``. It is pickled in the same way as
     ``LoadJob``.
     """
 
@@ -74,11 +75,11 @@ def _frozen_store(job: int, group: int, rows: bytes) -> StoreJob:
 
 @dataclass(frozen=True, slots=True)
 class DigestJob:
-    """Digests chunks of one group as they are in the KV cache (`offload.worker.verify`); not
-    answered.
+    """Digests chunks of one group as they are in the KV cache (`offload.worker.verify`); has no
+    answer.
 
-    ``blocks`` is as in ``StoreJob``. ``early``: they were complete before this step, whose forward
-    pass may overwrite them.
+    ``blocks`` is as in ``StoreJob``. ``early``: the chunks were complete before this step, whose
+    forward pass may overwrite them.
     """
 
     group: int
@@ -90,11 +91,12 @@ class DigestJob:
 class LoadItem(NamedTuple):
     """One chunk of a load.
 
-    ``tier`` is where to read it first (``IN_SLAB``: no read); ``slot`` is where it lies or passes
-    (``STAGED``: one of the worker's buffers). Blocks below 0 are not wanted.
+    ``tier`` is the first tier to read it from (``IN_SLAB``: no read); ``slot`` is where it is or
+    through which it passes (``STAGED``: one of the worker's buffers). Blocks with negative ids are
+    not wanted.
 
-    A tuple, because a long prompt has thousands of them, which are made, pickled and unpickled on
-    vLLM's threads: a dataclass takes 30 times as long there.
+    A tuple, because a long prompt has thousands of items, which are made, pickled and unpickled on
+    vLLM's threads: a dataclass takes 30 times as long.
     """
 
     key: bytes
@@ -113,8 +115,8 @@ class Columns(NamedTuple):
     The blocks of all chunks are in one list; ``widths`` says how many each chunk has, with one
     number if all have the same. A long load has thousands of chunks. They are planned and pickled
     on vLLM's scheduler thread and unpickled on its model runner's: flat lists cost a fraction there
-    of what an object per chunk costs. The rank that carries the load out builds rows, on its own
-    thread.
+    of what an object per chunk costs. The rank that carries out the load builds rows from them, on
+    its own thread.
     """
 
     keys: Sequence[bytes]
@@ -126,7 +128,7 @@ class Columns(NamedTuple):
 
     @classmethod
     def of(cls, rows: Iterable[Row]) -> Columns:
-        """The columns of these rows."""
+        """Make columns from these rows."""
         keys, groups, blocks, slots, tiers = map(list, zip(*rows, strict=True))
         flat = list(chain.from_iterable(blocks))
         return cls(keys, groups, flat, one_width(list(map(len, blocks))), slots, tiers)
@@ -141,7 +143,7 @@ class Columns(NamedTuple):
         return zip(self.keys, self.groups, blocks, self.slots, self.tiers, strict=True)
 
     def pack(self) -> Packed:
-        """The same in fewer objects."""
+        """The same columns in fewer objects."""
         return Packed(*pack_keys(self.keys), *self[1:])
 
 
@@ -154,8 +156,8 @@ def one_width(widths: list[int]) -> list[int]:
 
 
 class Packed(NamedTuple):
-    """``Columns`` with all keys in one piece. ``key_bytes`` are their lengths: of each, or one
-    number if all are equal."""
+    """``Columns`` with all keys in one piece. ``key_bytes`` are their lengths: one per key, or a
+    single number if all are equal."""
 
     keys: bytes
     key_bytes: Sequence[int]
@@ -176,11 +178,11 @@ _PACKED = msgspec.msgpack.Decoder(Packed)
 class LoadJob:
     """Restores chunks for one request. It succeeds only if every item does.
 
-    A long load is sent part by part, in later plans: ``part`` counts from 0, and the load is over
+    A long load is sent in parts, in several plans: ``part`` counts from 0, and the load is complete
     only after the part that ``is_last``. All parts are one job, which is answered once.
 
     A probe is a load without a request, whose items name no blocks: it only reads. Items are made
-    on first use, which is on the worker's loop, not on vLLM's threads; until then a plan from
+    on first use, which happens on the worker's loop, not on vLLM's threads; until then a plan from
     another process stays in bytes.
     """
 
@@ -228,13 +230,14 @@ def _thawed(chunks: bytes) -> Columns:
     return _PACKED.decode(chunks).unpack()
 
 
-_load_item = partial(tuple.__new__, LoadItem)  # without the Python function that names fields
+_load_item = partial(tuple.__new__, LoadItem)  # avoids the Python function that names fields
 
 
 class Keys(Sequence[bytes]):
     """Keys of a plan.
 
-    They are one piece while they travel, and on vLLM's threads; the first access separates them.
+    The keys are one piece of bytes while they travel, and on vLLM's threads; the first access
+    separates them.
     """
 
     __slots__ = ("_keys", "_lengths")
@@ -277,7 +280,7 @@ class Keys(Sequence[bytes]):
 
 
 class WriteThroughJob:
-    """Writes chunks from ``slots`` to a lower tier, by key. It travels in the same way as
+    """Writes chunks from ``slots`` to a lower tier, by key. It is pickled in the same way as
     ``LoadJob``."""
 
     __slots__ = ("_slots", "group", "job", "keys", "tier")
@@ -314,7 +317,7 @@ class WriteThroughJob:
 
 
 class PresenceQuery:
-    """Asks a shared tier which of ``keys`` it holds."""
+    """Queries a shared tier: which of ``keys`` does it hold?"""
 
     __slots__ = ("keys", "number", "tier")
 
@@ -338,10 +341,10 @@ class StepPlan:
     """The work of all workers for one scheduler step.
 
     ``fence`` names store jobs whose source blocks get new content in this step: they must have read
-    them before the step's forward pass. ``reset`` orders a reset of everything first; ``epochs``
-    are new epochs of lower tiers, by number. ``questions`` go to shared tiers and have no place in
-    that order. ``digests`` are only there with ``"verify": "device"``. ``idle``: no forward pass in
-    this step.
+    those blocks before the step's forward pass. ``reset`` requests a reset of everything, which
+    comes first; ``epochs`` are new epochs of lower tiers, by tier number. ``questions`` go to
+    shared tiers and have no place in that order. ``digests`` are present only with ``"verify":
+    "device"``. ``idle``: no forward pass in this step.
     """
 
     stores: tuple[StoreJob, ...] = ()
@@ -358,7 +361,7 @@ class StepPlan:
 
     @property
     def empty(self) -> bool:
-        """True if a worker has nothing to do."""
+        """True if the plan has no work for a worker."""
         return not (
             self.stores
             or self.loads

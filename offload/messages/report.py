@@ -1,7 +1,7 @@
 """Reports of a rank to the scheduler.
 
-The first is its state after the start. Then come, step by step, the ends of its jobs and the health
-of its tiers.
+A rank's first report is its state after the start. Then come, step by step, the ends of its jobs
+and the health of its tiers.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from tiers.copy.base import CopyWay
 class Observed:
     """Results of operations of one lower tier.
 
-    Counted are operations that succeeded in time, those that failed or were late, and how often the
-    tier has lost all its records. ``damaged`` has the keys of records that were found damaged by
-    the tier itself, not by a read.
+    It counts operations that succeeded in time, operations that failed or were late, and how often
+    the tier has lost all its records. ``damaged`` has the keys of damaged records that the tier
+    itself found, not a read.
     """
 
     reads_good: int = 0
@@ -46,11 +46,11 @@ class Observed:
 class JobResult:
     """The result of one job on the ranks that have answered so far.
 
-    ``bad`` are the keys that failed. For a load, ``lost`` is the part of ``bad`` that its tier does
-    not hold intact any more (missing or ``corrupt``): those keys must be forgotten. ``late`` says
-    that it took longer than its request may wait, and ``seconds`` how long it took on the slowest
-    rank. ``wrong`` are keys whose bytes differ from those computed (`offload.worker.verify`),
-    wherever they came from: no tier may provide them again.
+    ``bad`` are the keys that failed. For a load, ``lost`` is the part of ``bad`` that the tier no
+    longer holds intact (missing or ``corrupt``): those keys must be forgotten. ``late`` means that
+    the load took longer than its request may wait, and ``seconds`` is its time on the slowest rank.
+    ``wrong`` contains keys whose bytes differ from those computed (`offload.worker.verify`), from
+    any source: no tier may provide them again.
     """
 
     ranks: int = 1
@@ -79,13 +79,14 @@ class JobResult:
 @dataclass(frozen=True, slots=True)
 class PresenceReply:
     """The presence of a query's keys in a shared tier, on the ``ranks`` that replied: one byte per
-    key, 1 if each of them has its part. ``None``: one rank could not say."""
+    key, which is 1 if all these ranks have their parts. ``None``: at least one rank could not
+    reply."""
 
     present: bytes | None
     ranks: int = 1
 
     def merge(self, other: PresenceReply) -> PresenceReply:
-        """Combine two replies: a chunk is present for every rank or not at all."""
+        """Combine two replies: a chunk is present only if every rank has it."""
         ranks = self.ranks + other.ranks
         if self.present is None or other.present is None:
             return PresenceReply(None, ranks)
@@ -96,8 +97,8 @@ class PresenceReply:
 @dataclass(slots=True)
 class StepReport:
     """The events since the last report: ended jobs by job id, the health of lower tiers by number
-    and rank, replies by the query's number, and by rank how many slots of the CPU tier may be used
-    by now if that has grown."""
+    and rank, replies by the query's number, and the number of usable slots of the CPU tier by rank,
+    if it has grown."""
 
     results: dict[int, JobResult] = field(default_factory=dict)
     tiers: dict[tuple[int, int], Observed] = field(default_factory=dict)
@@ -130,7 +131,7 @@ class StepReport:
 
 
 def merged_answer(one: PresenceReply | None, other: PresenceReply) -> PresenceReply:
-    """Combine an answer with the earlier ones, if there were any."""
+    """Combine an answer with earlier answers, if there are any."""
     return other if one is None else one.merge(other)
 
 
@@ -138,9 +139,9 @@ def merged_answer(one: PresenceReply | None, other: PresenceReply) -> PresenceRe
 class RankTier:
     """One lower tier of one rank after it was opened.
 
-    ``footprints`` are bytes by group id. ``keys`` are its records, least recently used first. They
-    travel as columns, in one piece unless their lengths differ: a million single objects take most
-    of a second to pickle. A ``shared`` tier lists none: the scheduler queries it instead.
+    ``footprints`` are bytes by group id. ``keys`` are its records, least recently used first. The
+    keys travel as columns, in one piece unless their lengths differ: pickling a million single
+    objects takes most of a second. A ``shared`` tier lists none: the scheduler queries it instead.
     """
 
     name: str
@@ -154,9 +155,9 @@ class RankTier:
 class RankState:
     """Everything that a rank has opened before the first step.
 
-    This is its part of the CPU tier, ``slots`` slots of ``slot_bytes`` each from ``first_slot`` on,
-    and its lower tiers. The first ``usable`` slots may be used at once (``None``: all of them);
-    reports announce the rest. ``copy_ways`` are its engine's ways of copying.
+    That is its part of the CPU tier (``slots`` slots of ``slot_bytes`` each, from ``first_slot``
+    on) and its lower tiers. The first ``usable`` slots may be used at once (``None``: all of them);
+    later reports announce the others. ``copy_ways`` are its engine's ways of copying.
     """
 
     rank: int

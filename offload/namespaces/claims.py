@@ -1,8 +1,9 @@
 """Claims on folders and short locks; both are ``flock`` locks of the kernel.
 
-A claim ends with its process, however that ends. Its file stays and names the last holder, for
-messages. The ``owner.lock`` files of the tiers count as claims too, and so do the files by which
-engines that share a folder without locks show that they are alive (``tiers.files.members``).
+A claim ends with its process, for whatever reason the process ends. Its file stays and names the
+last holder, for messages. The ``owner.lock`` files of the tiers count as claims too, and so do the
+files by which engines that share a folder without locks show that they are alive
+(``tiers.files.members``).
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from tiers.folders.folder import try_flock
 LOCK_NAME = ".kvtiers.lock"
 LOCK_WAIT_S = 10.0
 CLAIM_WAIT_S = 0.2
-"""Longer than a process that only checks a claim keeps it locked."""
+"""Longer than the time for which a process that only checks a claim locks it."""
 OWNER_WAIT_S = 1.0
 """Longer than the time between taking a claim and writing the owner into it."""
 SHARERS_MAX = 64
@@ -40,10 +41,10 @@ _FOLDER = re.compile(r"[0-9a-f]{32}|quarantine-[0-9a-f-]+|(replica|rank)-[0-9]+"
 
 @dataclass(frozen=True, slots=True)
 class Owner:
-    """A process that uses a folder now.
+    """A process that uses a folder at present.
 
-    ``pid`` and ``engine`` are what it wrote about itself; ``shares`` means that others may use the
-    folder as well.
+    ``pid`` and ``engine`` are what that process wrote about itself; ``shares`` means that others
+    may use the folder as well.
     """
 
     folder: str
@@ -64,7 +65,7 @@ class InUseError(TierUnavailableError):
 
 
 def live_owners(root: str | Path) -> list[Owner]:
-    """The processes that hold a claim anywhere below ``root`` now."""
+    """The processes that hold a claim anywhere below ``root`` at present."""
     found = []
     for claim in claims_below(Path(root)):
         owner = holder(claim)
@@ -75,9 +76,9 @@ def live_owners(root: str | Path) -> list[Owner]:
 
 @contextlib.contextmanager
 def locked(folder: Path, *, may_lack_locks: bool = False) -> Iterator[None]:
-    """Hold the folder's lock; ``TierUnavailableError`` after ``LOCK_WAIT_S``.
+    """Hold the folder's lock; raises ``TierUnavailableError`` after ``LOCK_WAIT_S``.
 
-    With ``may_lack_locks``, a file system without locks is no error: there, nothing is locked.
+    With ``may_lack_locks``, a file system without locks is not an error; nothing is locked there.
     """
     fd = _open_lock(folder / LOCK_NAME)
     try:
@@ -91,7 +92,8 @@ def locked(folder: Path, *, may_lack_locks: bool = False) -> Iterator[None]:
 
 
 def _open_lock(path: Path) -> int:
-    """A lock file, created if necessary. Raises ``NamespaceError`` if something else lies there."""
+    """A lock file, created if necessary. Raises ``NamespaceError`` if the path is something
+    else."""
     flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
     try:
         fd = os.open(path, flags, 0o600)
@@ -106,7 +108,7 @@ def _open_lock(path: Path) -> int:
 
 
 def _lock(fd: int, wait_s: float, *, may_lack_locks: bool = False) -> bool:
-    """Take an exclusive lock within ``wait_s`` seconds; returns whether that worked."""
+    """Take an exclusive lock within ``wait_s`` seconds; return whether that worked."""
     try:
         return try_flock(fd, fcntl.LOCK_EX, wait_s)
     except OSError as error:
@@ -116,11 +118,11 @@ def _lock(fd: int, wait_s: float, *, may_lack_locks: bool = False) -> bool:
 
 
 def claim_shared(path: Path, engine: str) -> int:
-    """Claim a folder that others share, under a number of this process.
+    """Claim a folder that others share, under a number chosen for this process.
 
-    ``path`` is the claim of a process that does not share. Returns the descriptor to close when
-    done. Raises ``InUseError`` if a process that does not share has the folder, and
-    ``TierUnavailableError`` if too many do.
+    ``path`` is the claim of a process that does not share. Returns the descriptor to close when the
+    folder is no longer used. Raises ``InUseError`` if a process that does not share has the folder,
+    and ``TierUnavailableError`` if too many do.
     """
     owner = holder(path)
     if owner is not None:
@@ -145,7 +147,7 @@ def sharers(path: Path) -> list[Owner]:
 
 
 def claim(path: Path, engine: str) -> int:
-    """Claim ``path`` for this process; returns the descriptor to close when done.
+    """Claim ``path`` for this process; return the descriptor to close when it is no longer used.
 
     Raises ``InUseError`` that names the owner if another process has it.
     """
@@ -182,7 +184,7 @@ def _machine() -> str:
 
 
 def holder(claim: Path) -> Owner | None:
-    """The holder of a claim, found by trying to take it; ``None`` if it is free."""
+    """The holder of a claim, found by trying to take the claim; ``None`` if it is free."""
     if claim.parent.name == ENGINES:
         return _engine(claim)
     try:
@@ -190,8 +192,8 @@ def holder(claim: Path) -> Owner | None:
     except OSError:
         return None
     try:
-        # A shared lock is enough to find out, and two processes that check do not see each other as
-        # owners.
+        # A shared lock is enough to find out, and two processes that check at the same time do not
+        # take each other for owners.
         if not try_flock(fd, fcntl.LOCK_SH):
             return _settled_owner(fd, claim)
     except OSError as error:
@@ -216,10 +218,10 @@ def _engine(file: Path) -> Owner | None:
 
 
 def _settled_owner(fd: int, path: Path) -> Owner:
-    """The owner of a held claim.
+    """The owner of a claim that is held.
 
-    A process that has just taken it (the ranks of a server start together) has not written its name
-    yet, and the name of a dead one may still be there: wait for it.
+    A process that has just taken it (the ranks of a server start together) may not have written its
+    name yet, and the name of an earlier owner may still be there, so this waits.
     """
     deadline = time.monotonic() + OWNER_WAIT_S
     owner = _read_owner(fd, path)
@@ -232,7 +234,7 @@ def _settled_owner(fd: int, path: Path) -> Owner:
 
 
 def _read_owner(fd: int, path: Path) -> Owner:
-    """Read the owner's entry: our claims hold an object, the tiers' locks a bare pid."""
+    """Read the owner's entry: our claims contain an object, the tiers' locks only a pid."""
     try:
         found = json.loads(os.pread(fd, 4096, 0))
         shares = ".sharer-" in path.name
@@ -256,7 +258,7 @@ def claims_below(root: Path, only: str | None = None) -> Iterator[Path]:
             yield folder / TIER_LOCK_NAME
         yield from engine_files(folder)
         if folder.name.startswith("rank-"):
-            continue  # payload, perhaps a million files
+            continue  # contains payloads, perhaps a million files
         for name in entries(folder):
             inner = folder / name
             if _CLAIM.fullmatch(name):
@@ -266,7 +268,7 @@ def claims_below(root: Path, only: str | None = None) -> Iterator[Path]:
 
 
 def entries(folder: Path) -> list[str]:
-    """Names in a folder, sorted; none if it cannot be read."""
+    """Names in a folder, sorted; empty if it cannot be read."""
     try:
         return sorted(os.listdir(folder))
     except OSError:

@@ -1,4 +1,5 @@
-"""Other namespaces below a tier's path: how they differ, and how they are removed to make space.
+"""Compares other namespaces below a tier's path with the server's own, and removes them to free
+space.
 
 The configured capacity of a tier covers everything below its path, including data of other models.
 A folder is renamed to ``.trash-<hex>`` before it is removed, so that no process opens half of it.
@@ -47,7 +48,8 @@ class Stored:
 
 
 class NotDeletedError(Exception):
-    """A namespace was removed, but some of its files could not be deleted; the message says why."""
+    """A namespace was removed, but some of its files could not be deleted; the message gives the
+    reason."""
 
     def __init__(self, folder: Path, why: str) -> None:
         self.folder = folder
@@ -136,7 +138,7 @@ def make_room(
 
 
 def _delete_or_warn(trash: Path) -> int:
-    """Delete trash; returns the bytes that are left of it."""
+    """Delete trash; return how many bytes of it are left."""
     try:
         delete_trash(trash)
     except NotDeletedError as error:
@@ -148,10 +150,10 @@ def _delete_or_warn(trash: Path) -> int:
 def describe_neighbours(
     root: str | Path, namespace: Namespace, known: Collection[str] = ()
 ) -> list[str]:
-    """Explain why nothing below ``root`` matches ``namespace``.
+    """Explain why no stored data below ``root`` belongs to ``namespace``.
 
-    One line per differing field of the nearest other namespace, with both values; empty if all
-    others are ``known``.
+    Returns one line per differing field of the nearest other namespace, with both values; returns
+    nothing if all others are ``known``.
     """
     base = Path(root)
     names = [name for name in entries(base) if NAME.fullmatch(name) and name not in known]
@@ -161,7 +163,7 @@ def describe_neighbours(
         try:
             other = read_manifest(base / name)
         except NamespaceError:
-            continue  # the process that opens it reports that
+            continue  # the process that opens it reports the problem
         differences = differing_fields(other, namespace) if other else []
         if differences and (nearest is None or len(differences) < len(nearest[1])):
             nearest = name, differences

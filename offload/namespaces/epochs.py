@@ -23,8 +23,8 @@ RANDOM_BITS = 30
 
 
 def draw_epoch() -> int:
-    """Draw an epoch of a shared tier for weights that only this engine is known to have. It is
-    higher than the engine's earlier ones, and no other engine's.
+    """Draw an epoch of a shared tier for weights that are known to be in this engine only. It is
+    higher than the engine's earlier epochs and different from every other engine's.
 
     Seconds since 1970, then random bits, then a one: odd, as all epochs of changed weights are, and
     never 0, which is the epoch of the model's files.
@@ -61,10 +61,10 @@ class TierEpochs:
     def begin(self, tier: int, noted: Callable[[], None] = lambda: None) -> int:
         """Begin a new epoch, durably when this returns.
 
-        ``noted`` is called as soon as a server that starts would see it, even if this process is
-        killed. A disk that has come back empty gets its folders again, so that no process waits for
-        another to create them. Raises ``OSError``, ``NamespaceError`` or ``TierUnavailableError``
-        if the epoch cannot be written; may block as long as the disk does.
+        ``noted`` is called as soon as a server that starts would see the epoch, even if this
+        process is killed. A disk that has come back empty gets its folders again, so that no
+        process waits for another to create them. Raises ``OSError``, ``NamespaceError`` or
+        ``TierUnavailableError`` if the epoch cannot be written; may block as long as the disk does.
         """
         if tier >= len(self._paths):
             return READ_ONLY_EPOCH
@@ -74,7 +74,7 @@ class TierEpochs:
         replica_dir = replica_folder(path, self._namespace, self._replica)
         if not replica_dir.parent.is_dir():
             if not self._mount_points[tier].is_same_disk(mount_point_of(path)):
-                raise TierUnavailableError(f"{path} lies on another file system than before")
+                raise TierUnavailableError(f"{path} is on another file system than before")
             open_namespace(path, self._namespace)
         before = read_epoch(replica_dir)
         epoch = bump_epoch(replica_dir, noted=noted)

@@ -10,8 +10,8 @@
           rank-0.claim                   held (flock) by the process that uses rank-0
       quarantine-<hex>/                  moved aside, because it could not be trusted
 
-Everything here runs at start-up, at a reset, or on the command line. It blocks on the disk and must
-not be called from vLLM's threads while they serve.
+This code runs at start-up, at a reset, or on the command line. It blocks on the disk and must not
+be called from vLLM's threads while they serve.
 """
 
 from __future__ import annotations
@@ -96,8 +96,9 @@ class ClaimedFolder:
 
 @dataclass(frozen=True, slots=True)
 class OnDamage:
-    """The treatment of a folder that cannot be trusted. It is moved aside, and ``note`` gets one
-    line about it; or, if ``is_strict``, it stays as it is and ``NamespaceError`` is raised."""
+    """The treatment of a folder that cannot be trusted. The folder is moved aside, and ``note``
+    receives one line about it; or, if ``is_strict``, it stays as it is and ``NamespaceError`` is
+    raised."""
 
     note: Callable[[str], None] = _warn
     is_strict: bool = False
@@ -109,7 +110,7 @@ MOVE_ASIDE = OnDamage()
 def open_namespace(
     root: str | Path, namespace: Namespace, on_damage: OnDamage = MOVE_ASIDE
 ) -> Path:
-    """The folder of ``namespace`` below ``root``, created or validated, and marked as used now.
+    """The folder of ``namespace`` below ``root``: created or validated, and marked as in use now.
 
     A folder that ``judge_namespace`` rejects is moved aside, and an empty one takes its place.
     Raises ``NamespaceError`` if the manifest has a newer format (nothing is changed then),
@@ -133,9 +134,9 @@ def claim_rank_folder(
 ) -> ClaimedFolder:
     """Claim the folder of one rank of one data-parallel replica, and read its epoch.
 
-    The epoch is raised to ``at_least``, for a server that has been further already. ``starts``: the
-    weights come from the model's files, unlike those of an odd epoch (see ``bump_epoch``).
-    ``engine`` names this server in messages to others.
+    The epoch is raised to ``at_least``, for a server that has already reached a higher one.
+    ``starts``: the weights come from the model's files, unlike those of an odd epoch (see
+    ``bump_epoch``). ``engine`` names this server in messages to others.
 
     If the epoch file is damaged, the replica's folder is moved aside, because records of an older
     epoch could come back with it. Raises the errors of ``open_namespace``, and
@@ -176,7 +177,8 @@ def share_rank_folder(
         replica_dir.mkdir(mode=0o700, exist_ok=True)
         if not (replica_dir / EPOCH_NAME).exists():  # for a later server that does not share
             _write_epoch(replica_dir, 0)
-        folder = replica_dir / f"rank-{rank}"  # after that: ranks without an epoch file are damage
+        # written last: ranks without an epoch file count as damaged
+        folder = replica_dir / f"rank-{rank}"
         folder.mkdir(mode=0o700, exist_ok=True)
         fd = claim_shared(replica_dir / f"rank-{rank}.claim", engine)
     return ClaimedFolder(folder, 0, fd)
@@ -208,12 +210,12 @@ def bump_epoch(
 ) -> int:
     """Begin a new epoch that is not below ``at_least``, and return it.
 
-    It is durable when this returns. ``noted`` is called as soon as other processes can see it,
-    before the syncs.
+    The epoch is durable when this returns. ``noted`` is called as soon as other processes can see
+    it, before the syncs.
 
-    It is the next odd number: the weights of a running server have changed, and no file holds the
-    new ones. A server that starts has the weights of the files, and begins an even epoch if it
-    finds an odd one. Records of earlier epochs are invalid from here on. If two processes bump,
+    The new epoch is the next odd number: the weights of a running server have changed, and no file
+    has the new ones. A server that starts has the weights of the files, and begins an even epoch if
+    it finds an odd one. Records of earlier epochs are invalid from here on. If two processes bump,
     each gets a different epoch. The namespace must have been opened. Raises ``OSError``,
     ``NamespaceError`` (the old epoch is damaged) and ``TierUnavailableError``.
     """
@@ -239,9 +241,9 @@ def restore_epoch(folder: str | Path, begun: int, before: int) -> None:
 def raise_epoch(folder: str | Path, at_least: int) -> int:
     """Raise the epoch of a replica's folder to ``at_least``; returns its epoch then, durably.
 
-    A tier calls it before it stores anything under that epoch: no tier may have records of an epoch
-    that ``bump_epoch`` will later use for other weights. Raises the errors of ``bump_epoch``, and
-    creates no folder.
+    A tier calls this before it stores anything under that epoch: no tier may have records of an
+    epoch that ``bump_epoch`` will later use for other weights. Raises the errors of ``bump_epoch``,
+    and creates no folder.
     """
     replica_dir = Path(folder)
     epoch = read_epoch(replica_dir)
@@ -262,8 +264,8 @@ def _prepare_root(root: str | Path) -> Path:
 
 
 def judge_namespace(folder: Path) -> str:
-    """The reason why the folder of a namespace cannot be used; empty if it can, or does not exist
-    yet.
+    """The reason why the folder of a namespace cannot be used; empty if it can, or if it does not
+    exist yet.
 
     Used at a start and by inspections from outside. Raises ``NewerFormatError``.
     """
@@ -278,7 +280,7 @@ def judge_namespace(folder: Path) -> str:
     if found is None:
         content = [name for name in entries(folder) if not name.startswith(".")]
         return "has no manifest" if content else ""
-    return "" if found.name == folder.name else "holds the manifest of another namespace"
+    return "" if found.name == folder.name else "contains the manifest of another namespace"
 
 
 def judge_replica(replica_dir: Path) -> str:

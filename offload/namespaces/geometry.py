@@ -1,18 +1,20 @@
-"""The order of a chunk's bytes on one rank: enough to read them on a rank of another shape.
+"""Describes the order of a chunk's bytes on one rank, so that a rank of another shape can read
+them.
 
 A chunk in a slot or a record is a sequence of blocks. A block is a sequence of pages, one per layer
 of the group. A page has three dimensions, kernel blocks, heads and tokens, in the order that
 ``LayerGeometry.order`` gives, outermost first; its smallest part is a unit of ``unit_bytes``
 adjacent bytes. The ``split`` of a layer says what ranks have in common:
 
-* ``heads``: rank ``r`` of ``R`` has ``heads`` heads. With fewer heads than ranks every head lies on
-  several neighbouring ranks (vLLM: ``QKVParallelLinear.num_kv_head_replicas``).
-* ``copies``: every rank has all of it (the latents of MLA).
-* ``own``: what other ranks have is unknown, or a recurrent state: never split, never joined.
+* ``heads``: each of ``R`` ranks has ``heads`` heads. If there are fewer heads than ranks, every
+  head is on several neighbouring ranks (vLLM: ``QKVParallelLinear.num_kv_head_replicas``).
+* ``copies``: every rank has the whole page (the latents of MLA).
+* ``own``: the content of other ranks is unknown, or the page is a recurrent state: never split,
+  never joined.
 
 Plain numbers that become canonical JSON and back. ``offload.geometry.translate`` compares and
-translates, ``offload.connector.model.geometry`` describes vLLM's tensors. Nothing here knows
-either.
+translates, ``offload.connector.model.geometry`` describes vLLM's tensors. This module knows
+neither.
 """
 
 from __future__ import annotations
@@ -57,7 +59,7 @@ class LayerGeometry:
 
     @property
     def page_bytes(self) -> int:
-        """Bytes of the page, as it lies in a slot."""
+        """Bytes of the page, as it is stored in a slot."""
         return self.kernel_blocks * self.heads * self.tokens * self.unit_bytes
 
     @property
@@ -102,8 +104,8 @@ class GroupGeometry:
 class Geometry:
     """All groups on rank ``rank`` of ``ranks`` (tensor parallel).
 
-    ``records`` is the namespace that the described records carry, so that a description is never
-    applied to other records.
+    ``records`` is the namespace of the described records, so that a description is never applied to
+    other records.
     """
 
     records: bytes
@@ -156,8 +158,8 @@ class Geometry:
 
 
 def content_fields(fields: Mapping[str, Any]) -> dict[str, Any]:
-    """The fields of a namespace that say what is in a block, whatever its shape: model, dtype,
-    hashes, versions. Blocks that differ in one of them are of another model."""
+    """The fields of a namespace that identify the content of a block, whatever its shape: model,
+    dtype, hashes, versions. Blocks that differ in one of them belong to another model."""
     return {name: value for name, value in fields.items() if name not in ("geometry", "parallel")}
 
 
@@ -170,8 +172,8 @@ def _check(body: Any) -> str:
 
 
 def _runs(layers: Sequence[LayerGeometry]) -> list[list[Any]]:
-    """Neighbours that differ only in their names share one description: a model has a hundred
-    layers."""
+    """Neighbouring layers that differ only in their names share one description: a model has a
+    hundred layers."""
     found: list[list[Any]] = []
     for layer in layers:
         page = asdict(layer)

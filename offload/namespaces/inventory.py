@@ -1,6 +1,6 @@
 """Finds the rank folders below a path for the command line.
 
-It lists their namespaces and users, and says what a server that starts would do with them.
+It lists the namespaces and their users, and reports how a server that starts would treat them.
 ``RankFolder.look`` calls the same functions as a start, level by level: ``judge_namespace`` and
 ``judge_replica`` for the folders, ``tiers.lmdb.folder`` or ``tiers.files.exclusive_folder`` for the
 files, and ``judge_epochs`` for both together.
@@ -51,7 +51,7 @@ class Standing(enum.Enum):
     * ``WHOLE``: use its records.
     * ``DAMAGED``: begin empty because it cannot be trusted, or refuse to start if recovery is
       strict.
-    * ``NEWER``: refuse to start, because a newer version wrote it.
+    * ``NEWER``: refuse to start, because a newer version wrote the folder.
     """
 
     EMPTY = "empty"
@@ -104,17 +104,17 @@ class RankFolder:
         return self.folder.with_name(f"{self.folder.name}.claim")
 
     def owner(self) -> Owner | None:
-        """The process that uses it now, or one of the processes that share it."""
+        """The process that uses it at present, or one of the processes that share it."""
         found = holder(self.claim) if self.namespace else None
         return found or next(iter(self.sharers()), None) or holder(self.folder / TIER_LOCK_NAME)
 
     def owners(self) -> list[Owner]:
-        """Every process that uses it now."""
+        """Every process that uses it at present."""
         owner = self.owner()
         return self.sharers() or ([owner] if owner is not None else [])
 
     def sharers(self) -> list[Owner]:
-        """The processes that share it now."""
+        """The processes that share it at present."""
         claims = sharers(self.claim) if self.namespace else []
         locks = sorted(self.folder.glob("sharer-*.lock"))
         held = [owner for lock in locks if (owner := holder(lock)) is not None]
@@ -149,16 +149,16 @@ class RankFolder:
         return Verdict(Standing.DAMAGED, trouble) if trouble else None
 
     def _judge_records(self, outside: OfflineStore) -> Verdict | None:
-        """Judge whether its records belong to its namespace, its rank and its epoch."""
+        """Judge whether the records belong to the folder's namespace, rank and epoch."""
         epoch = outside.epoch
         try:
-            noted = read_epoch(self.folder.parent)  # after that: a reset changes it first
+            noted = read_epoch(self.folder.parent)  # later: a reset changes the epoch first
             if outside.owner is not None:
                 records_of = self._described() or outside.owner.namespace
                 check_owner(outside.owner, Identity(records_of, self.rank))
         except (FolderUnusableError, NamespaceError) as error:
             return Verdict(Standing.DAMAGED, str(error))
-        if outside.is_shared:  # epochs are up to the engines that share it
+        if outside.is_shared:  # the engines that share the folder decide about epochs
             return None
         trouble = judge_epochs(epoch, noted)
         if trouble:
@@ -173,7 +173,7 @@ class RankFolder:
         )
 
     def _described(self) -> bytes:
-        """The namespace whose records the last server kept here; empty if unknown."""
+        """The namespace whose records the last server kept here; empty if it is unknown."""
         path = self.folder.with_name(f"{self.folder.name}.geometry.json")
         try:
             content = read_small_file(path, GEOMETRY_BYTES_MAX)
@@ -189,8 +189,8 @@ class RankFolder:
         try:
             return LmdbReader(self.folder, is_owned=is_owned, key_file=key_file)
         except IndexUnusableError:
-            # A server that starts now writes the files that were being checked: look again, as at
-            # any live one.
+            # A server that is starting now may have written the files while they were being
+            # checked: look again, as with any live server.
             if is_owned or self.owner() is None:
                 raise
             return LmdbReader(self.folder, is_owned=True, key_file=key_file)
@@ -228,7 +228,7 @@ class NamespaceFolder:
         return not (self.is_aside or self.is_trash)
 
     def owners(self) -> list[Owner]:
-        """The owners that use any of its ranks now."""
+        """The owners that use any of its ranks at present."""
         return [owner for store in self.stores for owner in store.owners()]
 
 

@@ -1,10 +1,10 @@
-"""The identity of stored blocks: named fields, their digest, and the manifest that says so.
+"""The identity of stored blocks: named fields, their digest, and the manifest that contains both.
 
 Two servers may read each other's records only if every field that can change a byte of a block, or
 the block that a key refers to, is equal. The fields are plain JSON values
-(``offload.connector.model.identity`` collects them from vLLM). Their canonical JSON is hashed; the
-16-byte digest stands in every record and its 32 hex digits name the folder, so no text from a user
-or a model is ever part of a path.
+(``offload.connector.model.identity`` collects them from vLLM). Their canonical JSON is hashed;
+every record contains the 16-byte digest, and its 32 hex digits name the folder, so no text from a
+user or a model is ever part of a path.
 
 This module owns the value and the manifest file. Folders, epochs and clean-up of namespaces are in
 ``offload.namespaces.folders``.
@@ -36,7 +36,7 @@ _MEMBERS = frozenset({"format", "namespace", "fields"})
 
 
 class NewerFormatError(NamespaceError):
-    """A newer version of this package wrote it: leave it alone."""
+    """A newer version of this package wrote the data: leave it alone."""
 
 
 class _Absent:
@@ -89,13 +89,14 @@ class Namespace:
 def differing_fields(a: Namespace, b: Namespace) -> list[tuple[str, Any, Any]]:
     """(path, value in ``a``, value in ``b``) of every leaf that differs, sorted by path.
 
-    A path looks like ``geometry.groups[0].block_size``; what one side lacks is ``ABSENT`` there.
+    A path looks like ``geometry.groups[0].block_size``; a value that one side lacks is ``ABSENT``
+    there.
     """
     return list(_differences("", a.fields, b.fields))
 
 
 def write_manifest(folder: str | Path, namespace: Namespace) -> None:
-    """Write durably whose records ``folder`` holds.
+    """Write durably to which namespace the records in ``folder`` belong.
 
     Atomic; writing the same again changes nothing. Raises ``OSError`` from the file system and
     ``ValueError`` if the fields do not fit.
@@ -119,7 +120,8 @@ def read_manifest(folder: str | Path) -> Namespace | None:
     """The namespace in the manifest of ``folder``; ``None`` if it has no manifest.
 
     The content is not trusted: only a regular file of at most 64 KiB is opened for reading, and its
-    digest must match its fields. Raises ``NamespaceError`` that says what is wrong with it.
+    digest must match its fields. Raises ``NamespaceError`` that describes what is wrong with the
+    manifest.
     """
     path = Path(folder) / MANIFEST_NAME
     text = read_small_file(path, MANIFEST_BYTES_MAX)
@@ -135,7 +137,7 @@ def read_manifest(folder: str | Path) -> Namespace | None:
 def read_small_file(path: Path, size_max: int) -> bytes | None:
     """The content of a regular file of at most ``size_max`` bytes; ``None`` if there is none.
 
-    Never follows a link, never waits for a pipe. Raises ``NamespaceError``.
+    Never follows a link and never waits for a pipe. Raises ``NamespaceError``.
     """
     flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
     try:
@@ -156,8 +158,8 @@ def read_small_file(path: Path, size_max: int) -> bytes | None:
 
 
 def write_durably(path: Path, content: bytes, *, placed: Callable[[], None] | None = None) -> None:
-    """Replace ``path`` by ``content`` so that after a crash the old or the new file is there,
-    complete.
+    """Replace ``path`` by ``content`` so that after a crash either the old or the new file is
+    there, and complete.
 
     The file and its folder are synced before this returns. With ``placed``, the file is renamed
     before it is synced, and ``placed`` is called in between: other processes see it from then on,
@@ -230,7 +232,7 @@ def _differences(path: str, a: Any, b: Any) -> Iterator[tuple[str, Any, Any]]:
 
 
 def _text(value: Any) -> str:
-    """A text for comparing: Python considers 1, 1.0 and True equal, the digest does not."""
+    """A text for comparisons: Python considers 1, 1.0 and True equal, the digest does not."""
     return json.dumps(value, sort_keys=True)
 
 

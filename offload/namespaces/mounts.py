@@ -1,7 +1,7 @@
-"""Finds the mounted disk on which a path lies, to notice when that disk is missing.
+"""Finds the mounted disk that contains a path, to notice when that disk is missing.
 
-A mount point without its disk is an empty folder of the file system around it. Folders that are
-created there fill the wrong disk, and are hidden when the right one is back.
+A mount point without its disk is an empty folder of the enclosing file system. Folders that are
+created there fill the wrong disk, and are hidden when the right disk is back.
 """
 
 from __future__ import annotations
@@ -13,7 +13,8 @@ from pathlib import Path
 
 @dataclass(frozen=True, slots=True)
 class MountPoint:
-    """``device`` of a file system as ``stat`` numbers it, and the folder where it is mounted.
+    """The ``device`` number of a file system, as ``stat`` reports it, and the folder where it is
+    mounted.
 
     The number changes when a disk is plugged in again, the folder does not.
     """
@@ -22,13 +23,14 @@ class MountPoint:
     mount: str
 
     def is_same_disk(self, other: MountPoint) -> bool:
-        """Return True if a path that lay here and lies there now is still on the right disk: the
-        same file system, or another one that is mounted at the same folder."""
+        """Return True if a path that used to be here and is now there is still on the right disk:
+        the same file system, or another one that is mounted at the same folder."""
         return self.device == other.device or self.mount == other.mount
 
 
 def mount_point_of(path: str | Path) -> MountPoint:
-    """Find the mount point of ``path``. Raises ``OSError``, also if nothing is there; may block."""
+    """Find the mount point of ``path``. Raises ``OSError``, also if the path does not exist; may
+    block."""
     place = Path(path).resolve(strict=True)
     device = os.stat(place).st_dev
     while not os.path.ismount(place):

@@ -1,6 +1,6 @@
 """Builds the planner from the ranks' states, for the connector and for the in-process manager.
 
-Ranks must agree, and only chunks that every rank holds count.
+The ranks must agree, and only chunks that every rank holds count.
 """
 
 from __future__ import annotations
@@ -39,9 +39,9 @@ def make_planner(
     ranks: Sequence[RankState],
     limits: WorkLimits,
 ) -> Planner:
-    """The planner of these ranks, which hold chunks of the groups ``layouts``.
+    """Build the planner of these ranks, which hold chunks of the groups ``layouts``.
 
-    Raises ``TierUnavailableError`` if two ranks did not come up with the same tiers.
+    Raises ``TierUnavailableError`` if two ranks have not opened the same tiers.
     """
     first = ranks[0]
     _check_agreement(ranks)
@@ -94,13 +94,15 @@ def make_planner(
 
 
 def unit_bytes(ranks: Sequence[RankState]) -> dict[str, int]:
-    """Bytes, all ranks together, of what each tier's space counts: slots, or bytes of one rank."""
+    """The bytes, over all ranks, of one unit of each tier's space: a slot, or a byte on one
+    rank."""
     lower = {tier.name: len(ranks) for tier in ranks[0].tiers}
     return {"cpu": sum(rank.slot_bytes for rank in ranks)} | lower
 
 
 def copy_gauges(ranks: Sequence[RankState]) -> dict[str, float]:
-    """How the ranks copy, as gauges: how many groups go each way, and its slowest measured rate."""
+    """How the ranks copy, as gauges: the number of groups copied in each way, and the slowest
+    measured rate of that way."""
     gauges: dict[str, float] = {}
     for way in ranks[0].copy_ways:
         if way.is_used:
@@ -116,8 +118,8 @@ def copy_gauges(ranks: Sequence[RankState]) -> dict[str, float]:
 def agreed_namespace(own: Namespace, ranks: Sequence[RankState]) -> Namespace:
     """The namespace in which the workers store.
 
-    ``own`` are the fields that the scheduler knows by itself, because it makes the keys and the
-    layout. Raises ``NamespaceError`` that names the fields if two processes do not agree.
+    ``own`` contains the fields that the scheduler knows itself, because it makes the keys and the
+    layout. If two processes disagree, raises ``NamespaceError``, which names the fields.
     """
     first = ranks[0]
     for other in ranks[1:]:
@@ -171,8 +173,8 @@ def _recover(
     ranks: Sequence[RankState],
     groups: Mapping[int, GroupInfo],
 ) -> None:
-    """Enter the chunks that every rank holds; those that only some hold (after a crash between
-    ranks) are deleted."""
+    """Enter the chunks that every rank holds; delete those that only some ranks hold (after a crash
+    between ranks)."""
     columns, lost = held_by_all([rank.tiers[tier].keys for rank in ranks])
     infos = {
         group: EntryInfo(group, info.kind, 0, info.footprints[tier])
@@ -185,8 +187,8 @@ def _recover(
 
 
 def _tier_admissions(tier: TierConfig, ranks: int) -> list[AdmissionPolicy]:
-    """Policies that a chunk must pass to be written. The daily budget is the server's; the share of
-    one rank is counted, because every rank writes the same chunks."""
+    """The policies that must admit a chunk before it is written. The daily budget is the server's;
+    only one rank's share is counted, because every rank writes the same chunks."""
     chosen = _admission(tier.admission)
     found = [chosen] if chosen is not None else []
     if tier.write_budget_per_day:
@@ -196,5 +198,5 @@ def _tier_admissions(tier: TierConfig, ranks: int) -> list[AdmissionPolicy]:
 
 
 def _admission(policy: PolicyConfig) -> AdmissionPolicy | None:
-    """``None`` represents "all", which needs no call per chunk."""
+    """``None`` stands for "all", which needs no call per chunk."""
     return None if policy.name == "all" else make_admission(policy.spec)

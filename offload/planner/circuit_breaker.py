@@ -4,7 +4,7 @@
                           ^                 |
                           +-----failed------+   (the wait doubles)
 
-Pure: its caller passes the time.
+Pure: the caller passes the time.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import enum
 
 
 class BreakerState(enum.Enum):
-    """The states of a breaker; the numbers are those of the metric."""
+    """The states of a breaker; their numbers are the metric's values."""
 
     CLOSED = 0
     HALF_OPEN = 1
@@ -21,7 +21,8 @@ class BreakerState(enum.Enum):
 
 
 class CircuitBreaker:
-    """``failures`` in a row open it; the first wait is ``wait_s``, the longest ``wait_max_s``."""
+    """``failures`` in a row open the breaker; the first wait is ``wait_s``, the longest
+    ``wait_max_s``."""
 
     def __init__(self, failures: int = 3, wait_s: float = 5.0, wait_max_s: float = 60.0) -> None:
         self.state = BreakerState.CLOSED
@@ -29,7 +30,7 @@ class CircuitBreaker:
         self._failures_max = failures
         self._first_wait_s = self._wait_s = wait_s
         self._wait_max_s = wait_max_s
-        self._failures: dict[int, int] = {}  # by rank, in a row
+        self._failures: dict[int, int] = {}  # consecutive failures by rank
         self._retry_at = 0.0
 
     @property
@@ -37,10 +38,10 @@ class CircuitBreaker:
         return self.state is BreakerState.CLOSED
 
     def observe(self, good: int, failed: int, now: float, rank: int = 0) -> None:
-        """Count successful operations of one rank, and those that failed or came late.
+        """Count the operations of one rank that succeeded, and those that failed or were late.
 
         Ranks are counted separately: a request needs its chunks from every rank, so one broken disk
-        among many spoils as many hits as if all were broken.
+        among many ruins as many hits as if all were broken.
         """
         if self.state is BreakerState.CLOSED:
             if good:
@@ -52,10 +53,11 @@ class CircuitBreaker:
                 self._open(now, self._first_wait_s)
         elif self.state is BreakerState.HALF_OPEN and failed:
             self._open(now, min(2 * self._wait_s, self._wait_max_s))
-        # OPEN: the operation began before it opened; only the probe counts now
+        # OPEN: the operation began before the breaker opened; only the probe counts now
 
     def judge(self, now: float, *, good: bool) -> None:
-        """Every rank has answered a probe; only that closes the breaker."""
+        """Count the result of a probe that every rank has answered; only this closes the
+        breaker."""
         if self.state is BreakerState.HALF_OPEN:
             if good:
                 self.state = BreakerState.CLOSED
@@ -63,7 +65,7 @@ class CircuitBreaker:
                 self._open(now, min(2 * self._wait_s, self._wait_max_s))
 
     def tick(self, now: float) -> None:
-        """Set the time: the wait may be over."""
+        """Set the time, at which the wait may be over."""
         if self.state is BreakerState.OPEN and now >= self._retry_at:
             self.state = BreakerState.HALF_OPEN
 

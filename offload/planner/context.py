@@ -1,6 +1,6 @@
 """The state that the parts of one planner share.
 
-Indexes, health, jobs, counters and the step budget. The planner makes one context and hands it to
+Indexes, health, jobs, counters and the step budget. The planner makes one context and passes it to
 each of its parts, which keep it.
 """
 
@@ -26,10 +26,10 @@ NO_LIMIT = 1 << 30
 
 @dataclass(frozen=True, slots=True)
 class WorkLimits:
-    """Bounds on chunks under way at once: ``store_chunks`` to the CPU tier, ``load_chunks`` to the
-    GPU, into at most ``load_blocks`` blocks, and ``waiting_writes`` for each lower tier. A short
-    step loads at most ``step_chunks`` and scales its other work by it (see ``StepBudget``); the
-    rest follows in the next steps."""
+    """Bounds on chunks in flight: ``store_chunks`` to the CPU tier, ``load_chunks`` to the GPU,
+    into at most ``load_blocks`` blocks, and ``waiting_writes`` for each lower tier. A short step
+    loads at most ``step_chunks`` and scales its other work by that number (see ``StepBudget``); the
+    rest follows in later steps."""
 
     store_chunks: int = NO_LIMIT
     load_chunks: int = NO_LIMIT
@@ -41,7 +41,7 @@ class WorkLimits:
     def of_server(
         cls, config: OffloadConfig, ranks: Sequence[RankState], num_blocks: int
     ) -> WorkLimits:
-        """The limits of a server with ``num_blocks`` blocks in its GPU cache."""
+        """The limits for a server with ``num_blocks`` blocks in its GPU cache."""
         chunk_bytes = ranks[0].slot_bytes * len(ranks)
         return cls(
             store_chunks=max(1, config.max_inflight_store // chunk_bytes),
@@ -53,7 +53,7 @@ class WorkLimits:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PlannerContext:
-    """Shared by the parts of one planner, on vLLM's scheduler thread.
+    """The context that the parts of one planner share, on vLLM's scheduler thread.
 
     ``ranks`` workers answer every job; ``groups`` maps group ids to their geometry; ``cpu`` and
     ``lower`` are the indexes of the tiers, nearest first; ``shared`` are the numbers of the lower

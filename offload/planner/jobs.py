@@ -1,6 +1,6 @@
 """Jobs that workers have not finished, and the GPU blocks they read.
 
-A job is opened once, answered once per rank, and closed when the last rank has answered. Late
+A job is opened once, answered once by each rank, and closed when the last rank has answered. Late
 answers to jobs that are not open (from a worker that was restarted) are counted and ignored.
 """
 
@@ -30,7 +30,8 @@ class JobKind(enum.Enum):
 @dataclass(slots=True, eq=False)
 class LoadTokens:
     """The tokens of a load by source tier (``CPU`` or the lower tier's number): an estimate until
-    all its parts are planned. The load planner sets the mapping, which itself never changes."""
+    every part of the load is planned. The load planner sets the mapping, which itself never
+    changes."""
 
     by_tier: Mapping[int, int] = field(default_factory=dict)
 
@@ -40,19 +41,19 @@ class LoadTokens:
 
 
 Pins = tuple[int, Sequence[bytes]]
-"""A tier's number and the keys that are pinned in it."""
+"""A tier's number and the keys pinned in that tier."""
 
 
 @dataclass(slots=True, eq=False)
 class Job:
-    """One job and what it holds. The part of the planner that opens it writes all fields but
-    ``result`` and ``distrusted``, which the ``JobTable`` writes.
+    """One job and the resources that it holds. The part of the planner that opens it writes all
+    fields but ``result`` and ``distrusted``, which the ``JobTable`` writes.
 
     ``fills`` are reserved keys of tier ``fill_tier``; ``pins`` are pinned keys by tier; ``blocks``
-    are GPU blocks that a store reads, ``holds`` counts those that a load fills; ``write`` are the
-    lower tiers that may get what a store fills (``None``: all); ``infos`` are those of ``fills``
-    where the index does not remember them. What a ``distrusted`` job fills is never committed,
-    whatever the ranks answer.
+    are GPU blocks that a store reads, ``holds`` counts the GPU blocks that a load fills; ``write``
+    are the lower tiers to which the chunks of a store may be written (``None``: all); ``infos`` are
+    the facts about ``fills`` if the index does not remember them. The fills of a ``distrusted`` job
+    are never committed, whatever the ranks answer.
     """
 
     job: int
@@ -72,14 +73,14 @@ class Job:
 
     @property
     def answer(self) -> JobResult:
-        """The answer of all ranks of a job that has ended."""
+        """The combined answer of all ranks to a job that has ended."""
         if self.result is None:
             raise InvariantError(f"job table: job {self.job} ended without an answer")
         return self.result
 
     @property
     def tokens_by_tier(self) -> Mapping[int, int]:
-        """The tokens that a load or a probe brings from each tier."""
+        """The tokens that a load or a probe reads from each tier."""
         return self.tokens.by_tier if self.tokens is not None else {}
 
     def verdict(self) -> tuple[list[bytes], list[bytes]]:
@@ -92,7 +93,7 @@ class Job:
         return [k for k in self.fills if k not in bad], [k for k in self.fills if k in bad]
 
     def infos_of(self, keys: Sequence[bytes]) -> Sequence[EntryInfo] | None:
-        """``infos`` of some of ``fills``, in their order."""
+        """The ``infos`` of some of ``fills``, in the order of these."""
         if self.infos is None or len(keys) == len(self.fills):
             return self.infos
         wanted = set(keys)
@@ -100,7 +101,7 @@ class Job:
 
 
 class JobTable:
-    """Open jobs by id, and for every GPU block the stores that still read it."""
+    """Open jobs by id, and for every GPU block the open stores that still read it."""
 
     def __init__(self, ranks: int) -> None:
         self._ranks = ranks
@@ -118,7 +119,7 @@ class JobTable:
         return self._next - 1
 
     def open(self, job: Job) -> None:
-        """Enter a job."""
+        """Enter a new job."""
         if job.job in self._jobs:
             raise InvariantError(f"job table: job {job.job} is open already")
         self._jobs[job.job] = job
@@ -143,7 +144,8 @@ class JobTable:
         return job
 
     def answer(self, job_id: int, result: JobResult) -> Job | None:
-        """Add ranks' answers; returns the job, closed, once every rank has answered."""
+        """Add the ranks' answers; return the job, which is then closed, once every rank has
+        answered."""
         job = self._jobs.get(job_id)
         if job is None:
             self.late_answers += 1
@@ -165,7 +167,7 @@ class JobTable:
         return set(chain.from_iterable(set(filter(None, map(self._readers.get, blocks)))))
 
     def distrust(self, kind: JobKind) -> None:
-        """Nothing that open jobs of this kind fill may be committed."""
+        """Do not commit anything that open jobs of this kind fill."""
         for job in self._jobs.values():
             if job.kind is kind:
                 job.distrusted = True

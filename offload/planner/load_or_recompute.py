@@ -1,8 +1,8 @@
 """Decides whether loading is faster than computing, from measured rates and with hysteresis.
 
-Rates are tokens per second as a request sees them: computed tokens over the time to its first
-token, loaded tokens over the time of its load. Both include the work of other requests at the same
-time. Pure: times come from the caller.
+Rates are in tokens per second as one request experiences them: computed tokens over the time to its
+first token, and loaded tokens over the time of its load. Both include the effect of other requests
+at the same time. Pure: times come from the caller.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import statistics
 from collections import deque
 
 TOKENS_MIN = 256
-"""Shorter computations and loads say more about fixed costs than about rates."""
+"""Shorter computations and loads reveal more about fixed costs than about rates."""
 SAMPLES_MIN = 3
 SAMPLES_KEPT = 8
 STOP_BELOW = 0.9
@@ -19,7 +19,7 @@ RESUME_ABOVE = 1.1
 RETRY_S = 5.0
 RETRY_MAX_S = 60.0
 FORGET_S = 60.0
-"""Time for which the duration of short loads is remembered."""
+"""For this long, the durations of short loads are remembered."""
 
 
 class Rate:
@@ -29,12 +29,12 @@ class Rate:
         self._samples: deque[float] = deque(maxlen=SAMPLES_KEPT)
 
     def observe(self, tokens: int, seconds: float) -> None:
-        """One measured piece of work; short ones do not count."""
+        """Add one measured piece of work; short ones do not count."""
         if tokens >= TOKENS_MIN and seconds > 0:
             self._samples.append(tokens / seconds)
 
     def value(self) -> float | None:
-        """The rate, once enough was measured."""
+        """The rate, once enough has been measured."""
         if len(self._samples) < SAMPLES_MIN:
             return None
         return statistics.median(self._samples)
@@ -45,14 +45,14 @@ class Rate:
 
 
 class LoadOrRecompute:
-    """Decides whether one tier provides tokens faster than they are computed.
+    """Decides whether one tier provides tokens faster than the model computes them.
 
-    It stops paying below ``STOP_BELOW`` times the rate of computing and pays again above
-    ``RESUME_ABOVE`` times. While it does not pay, only probes measure it, after waits that double
-    until loads, which meet more traffic than probes do, have shown that it pays.
+    Loading stops paying below ``STOP_BELOW`` times the rate of computing and pays again above
+    ``RESUME_ABOVE`` times. While it does not pay, only probes measure it. The waits between probes
+    double until loads, which meet more traffic than probes do, have shown that loading pays.
 
-    ``chunk_tokens`` is the most that one chunk has: a load of two is short, whatever their size. A
-    tier that pays may still be too slow for a few tokens: ``least_tokens``.
+    ``chunk_tokens`` is the maximum number of tokens in a chunk: a load of two chunks is short,
+    whatever their size. A tier that pays may still be too slow for a few tokens: ``least_tokens``.
     """
 
     def __init__(self, prefill: Rate, *, enabled: bool = True, chunk_tokens: int = 0) -> None:
@@ -63,13 +63,14 @@ class LoadOrRecompute:
         self._wait_s = RETRY_S
         self._retry_at = 0.0
         self._short_tokens = max(TOKENS_MIN - 1, 2 * chunk_tokens)
-        self._short: deque[tuple[float, float]] = deque(maxlen=SAMPLES_KEPT)  # when, how long
+        self._short: deque[tuple[float, float]] = deque(maxlen=SAMPLES_KEPT)  # (when, how long)
 
     @property
     def least_tokens(self) -> float:
-        """Below this number of tokens a request should compute instead of load.
+        """Below this number of tokens, a request should compute its prompt instead of loading it.
 
-        It is the number that can be computed in the time of short loads. 0 if that time is unknown.
+        This is the number of tokens that can be computed in the time of a short load. It is 0 if
+        that time is unknown.
         """
         prefill = self._prefill.value()
         if not self._enabled or prefill is None or len(self._short) < SAMPLES_MIN:
@@ -77,13 +78,13 @@ class LoadOrRecompute:
         return STOP_BELOW * prefill * statistics.median(took for _, took in self._short)
 
     def tick(self, now: float) -> None:
-        """Set the time: old durations of short loads are forgotten, so that loading is tried
+        """Set the time: this forgets old durations of short loads, so that loading is tried
         again."""
         while self._short and self._short[0][0] < now - FORGET_S:
             self._short.popleft()
 
     def observe_load(self, tokens: int, seconds: float, now: float) -> None:
-        """A load from this tier has succeeded."""
+        """Count a successful load from this tier."""
         self.rate.observe(tokens, seconds)
         if tokens <= self._short_tokens:
             self._short.append((now, seconds))
@@ -97,13 +98,14 @@ class LoadOrRecompute:
             self._wait_s = RETRY_S
 
     def observe_late(self, tokens: int, seconds: float, now: float) -> None:
-        """A load from this tier took longer than a request waits: one is enough."""
+        """Count a load from this tier that took longer than a request waits: one such load is
+        enough."""
         self.rate.clear()
         for _ in range(SAMPLES_MIN):
             self.observe_load(tokens, seconds, now)
 
     def observe_probe(self, tokens: int, seconds: float, now: float) -> None:
-        """A probe has ended; it alone decides whether loads are worth trying again."""
+        """Count a probe that has ended; only probes decide whether to try loading again."""
         if self.pays:
             return
         self._wait_s = min(2 * self._wait_s, RETRY_MAX_S)

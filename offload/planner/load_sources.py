@@ -1,4 +1,5 @@
-"""The tiers as sources of loads: finds chunks, pins them, and reserves slots for them. Pure."""
+"""The tiers as sources of loads: finds chunks, pins them, and reserves slots for them. It is
+pure."""
 
 from __future__ import annotations
 
@@ -18,12 +19,12 @@ from offload.planner.step_budget import EVICTED_COST
 from policies.base import EntryInfo
 
 SAMPLE = 256
-"""Chunks of a long load from which its sources are estimated in advance."""
+"""Number of chunks of a long load from which its sources are estimated in advance."""
 
 
 @dataclass(frozen=True, slots=True)
 class Taken:
-    """A part of a load: the ``columns`` for the workers, the keys that got a slot to be read into
+    """One part of a load: the ``columns`` for the workers, the keys whose new slots are read into
     (``fills``), the pins, the number of chunks by group and tier (``counts``), and the ``cost``
     (see ``STEP_CHUNKS``)."""
 
@@ -35,9 +36,9 @@ class Taken:
 
 
 class LoadSources:
-    """The tiers as sources. Owned by the planner; used on its thread.
+    """The tiers as sources of loads. Owned by the planner; used on its thread.
 
-    ``promoting`` maps the chunks that a load is reading into the CPU tier to its job.
+    ``promoting`` maps each chunk that a load is reading into the CPU tier to the job of that load.
     """
 
     def __init__(self, context: PlannerContext) -> None:
@@ -55,11 +56,11 @@ class LoadSources:
     def holders(
         self, read: frozenset[int] | None = None, above: int | None = None
     ) -> tuple[Container[bytes], ...]:
-        """The chunks that can be loaded now, from the tiers ``read`` (``None``: all), nearest tier
-        first.
+        """Return the chunks that can be loaded now from the tiers ``read`` (``None``: all), nearest
+        tier first.
 
         Only tiers before the lower tier ``above`` count. A promotion under way counts, unless it
-        may come from a tier that is not to be waited for.
+        may come from a tier that the request must not wait for.
         """
         asked = [tier for tier, health in enumerate(self._health) if health.readable]
         asked = [tier for tier in asked if read is None or tier in read]
@@ -71,15 +72,15 @@ class LoadSources:
         return (self._cpu.resident, *lower, self.promoting)
 
     def present(self, key: bytes) -> bool:
-        """Whether some tier can give this chunk now, or is about to."""
+        """True if some tier can provide this chunk now, or soon will."""
         return any(key in holder for holder in self.holders())
 
     def forget_all(self) -> None:
-        """All chunks are forgotten."""
+        """Note that all chunks are forgotten."""
         self.promoting.clear()
 
     def expected(self, runs: Sequence[ChunkBatch], read: frozenset[int] | None) -> dict[int, int]:
-        """An estimate, from a sample, of the tokens that each tier would give of these chunks."""
+        """Estimate, from a sample, how many tokens of these chunks each tier would provide."""
         counts: Counter[tuple[int, int]] = Counter()
         tiers = [t for t in range(CPU, len(self._lower)) if read is None or t in read]
         for run in runs:
@@ -91,16 +92,16 @@ class LoadSources:
                 left = list(compress(left, map(not_, held)))
                 counts[run.group, tier] = len(run) * held.count(True) // len(sample)
                 rest -= counts[run.group, tier]
-            counts[run.group, tiers[-1]] = rest  # a lookup has found them all
+            counts[run.group, tiers[-1]] = rest  # only if a lookup has found all of them
         return self.tokens(+counts)
 
     def take(
         self, job: int, runs: Sequence[ChunkBatch], read: frozenset[int] | None, *, later: bool
     ) -> Taken | None:
-        """Pin these chunks until the job has ended, and reserve slots for those that a lower tier
-        holds, as far as slots are free. Returns ``None``, with nothing done, if no tier holds one
-        of them. The same if they are taken ``later`` than they were looked up and the tier of one
-        of them has begun to fail."""
+        """Pin these chunks until the job has ended, and reserve slots for chunks of lower tiers, as
+        far as slots are free. Does nothing and returns ``None`` if no tier holds one of the chunks,
+        or if they are taken ``later`` than they were looked up and the tier of one of them has
+        begun to fail."""
         keys = runs[0].keys if len(runs) == 1 else [*chain.from_iterable(r.keys for r in runs)]
         groups = [*chain.from_iterable([run.group] * len(run) for run in runs)]
         slots, tiers = self._find(keys, read)
@@ -129,8 +130,8 @@ class LoadSources:
     def _find(
         self, keys: Sequence[bytes], read: frozenset[int] | None
     ) -> tuple[list[int], list[int]]:
-        """Slot and tier of each chunk: a slot of the CPU tier and ``IN_SLAB`` if the chunk lies
-        there or is being read into it, else ``STAGED`` and the lower tier to read."""
+        """Slot and tier of each chunk: a slot of the CPU tier and ``IN_SLAB`` if the chunk is in
+        that slot or is being read into it, otherwise ``STAGED`` and the lower tier to read."""
         count = len(keys)
         cpu_counts = read is None or CPU in read
         slots = [STAGED] * count
@@ -149,8 +150,8 @@ class LoadSources:
         return slots, tiers
 
     def _below(self, keys: Sequence[bytes], read: frozenset[int] | None) -> list[int]:
-        """The nearest lower tier among ``read`` that holds each key, if possible a readable one;
-        ``IN_SLAB`` if none does."""
+        """For each key, the nearest lower tier among ``read`` that holds it, preferably a readable
+        one; ``IN_SLAB`` if no lower tier holds it."""
         found = [IN_SLAB] * len(keys)
         best_last = sorted(
             range(len(self._lower)), key=lambda tier: (self._health[tier].readable, -tier)
@@ -167,8 +168,8 @@ class LoadSources:
     def _joins(self, key: bytes, source: int) -> bool:
         """True if a load should wait for another load's read of this chunk.
 
-        It should not if that read may come from an unreadable tier while ``source`` has the chunk,
-        too, and is readable.
+        It should not if that read may come from an unreadable tier while ``source``, which is
+        readable, also has the chunk.
         """
         if key not in self.promoting:
             return False
@@ -192,8 +193,8 @@ class LoadSources:
     def _promote(
         self, job: int, runs: Sequence[ChunkBatch], tiers: Sequence[int]
     ) -> tuple[dict[bytes, int], int]:
-        """Reserve slots for chunks of lower tiers, as far as slots can be had. Returns the slots by
-        key, and how many chunks were evicted for them."""
+        """Reserve slots for chunks of lower tiers, as long as slots are available. Returns the
+        slots by key, and how many chunks were evicted for them."""
         if tiers.count(IN_SLAB) == len(tiers):
             return {}, 0
         keys: list[bytes] = []
@@ -202,7 +203,7 @@ class LoadSources:
         for run in runs:
             below = run.chosen(list(map(IN_SLAB.__ne__, tiers[at : at + len(run)])))
             at += len(run)
-            # A request that may not read the CPU tier can want chunks that lie there.
+            # A request that may not read the CPU tier may need chunks that are in it.
             if not self._cpu.are_absent(below.keys):
                 below = below.chosen(list(map(self._cpu.is_absent, below.keys)))
             keys += below.keys
@@ -216,9 +217,9 @@ class LoadSources:
     def let_go(
         self, job: Job, most: int, filled: Callable[[Sequence[bytes]], None]
     ) -> Iterator[tuple[int, Callable[[], None]]]:
-        """The work (cost, call) after every rank has answered a load, in pieces of at most ``most``
-        chunks. The head of the prefix comes last, between pieces and within each, so that it ends
-        up youngest."""
+        """The work (cost, call) that is left when every rank has answered a load, in pieces of at
+        most ``most`` chunks. The head of the prefix comes last, both among the pieces and within
+        each piece, so that it ends up youngest."""
         good, bad = job.verdict()
         self._forget_promotions(bad)
         self._removals.note(bad)
@@ -256,7 +257,7 @@ class LoadSources:
         return Counter({(g, tier): tiers.count(tier) for g in alone for tier in set(tiers)})
 
     def tokens(self, counts: Mapping[tuple[int, int], int]) -> dict[int, int]:
-        """Tokens by source tier, counted on the group with the most tokens."""
+        """Tokens by source tier, counted for the group with the most tokens."""
         found: dict[int, dict[int, int]] = {}
         for (group, tier), chunks in counts.items():
             tokens = chunks * self._groups[group].chunk_tokens

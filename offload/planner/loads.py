@@ -1,4 +1,4 @@
-"""Loads that requests wait for, planned part by part, and the bounds on loads in flight.
+"""Loads that requests wait for, planned part by part, and the limits on loads in flight.
 
 A load with more chunks than one step may plan (all loads together) is one job that is sent to the
 workers in parts, one per step. Its chunks are not evicted before their part is planned; if one is
@@ -25,17 +25,17 @@ from offload.planner.step_budget import ACCEPTED_COST, LOAD_PART_MAX, PROBE_CHUN
 from policies.hints import LOW
 
 FAILED_MAX = 256
-"""Failed loads that are remembered."""
+"""Number of failed loads that are remembered."""
 NOBODY = LoadItem(b"", 0, (), STAGED, IN_SLAB)
-"""A chunk that no tier holds: a load with it fails."""
+"""Stands for a chunk that no tier holds; a load with such a chunk fails."""
 
 
 @dataclass(slots=True, eq=False)
 class _Load(Job):
     """A load that a request waits for: a job whose ``fills`` and ``pins`` grow part by part.
 
-    ``parts`` were planned; ``rest`` was not, from chunk ``at`` of its first run on. It reads the
-    tiers ``read`` (``None``: all). ``counts`` are the planned chunks by group and tier.
+    ``parts`` parts are planned; ``rest`` is not, from chunk ``at`` of its first run on. It reads
+    the tiers ``read`` (``None``: all). ``counts`` are the planned chunks by group and tier.
     """
 
     fills: list[bytes] = field(default_factory=list)
@@ -48,7 +48,7 @@ class _Load(Job):
     counts: Counter[tuple[int, int]] = field(default_factory=Counter)
 
     def take(self, most: int) -> list[ChunkBatch]:
-        """Up to ``most`` chunks of the rest."""
+        """Return up to ``most`` chunks of the rest."""
         taken = []
         while self.rest and most > 0:
             run = self.rest[0]
@@ -66,8 +66,8 @@ class LoadPlanner:
     """Plans loads from all tiers. Owned by the planner; used on its thread.
 
     ``loading`` counts the chunks of all loads that requests wait for and ``holding`` the GPU blocks
-    that they fill; both are bounded, but one load is always allowed. ``held`` are the chunks of
-    loads that are planned in part.
+    that they fill; both are bounded, but one load is always allowed. ``held`` contains the chunks
+    of loads that are partly planned.
     """
 
     def __init__(
@@ -90,11 +90,12 @@ class LoadPlanner:
             index.retention.hold(self.held)
 
     def __len__(self) -> int:
-        """Parts that were planned and not sent, and loads that are planned in part."""
+        """The number of parts that were planned and not sent, and of loads that are partly
+        planned."""
         return len(self._planned) + len(self._queue)
 
     def take(self) -> tuple[LoadJob, ...]:
-        """The jobs and parts planned since the last call."""
+        """The jobs and parts planned since the previous call."""
         planned, self._planned = tuple(self._planned), []
         return planned
 
@@ -105,7 +106,7 @@ class LoadPlanner:
         return failed
 
     def tick(self, now: float) -> None:
-        """Time passes: plan the probes that are due."""
+        """Set the time, and plan the probes that are due."""
         for tier, health in enumerate(self._health):
             if not health.tick(now):
                 continue
@@ -115,14 +116,14 @@ class LoadPlanner:
                 health.begin_probe(self.plan_probe(tier))
 
     def ended(self, job: Job, now: float) -> None:
-        """Every rank has answered a load."""
+        """Finish a load that every rank has answered."""
         failed = job.answer.failed or bool(job.answer.bad)
         tokens = job.tokens_by_tier
         self._stats.loaded(tokens, failed=failed)
         if failed:
             self._failed.append((job.request, job.answer))
         slowest = max(tokens, default=CPU)
-        # The time is that of the whole load: it measures the tier that gave most of it.
+        # This is the time of the whole load; it measures the tier that provided most of it.
         if slowest != CPU and 2 * tokens[slowest] >= sum(tokens.values()):
             if job.answer.late:
                 self._health[slowest].too_late(tokens[slowest], job.answer.seconds, now)
@@ -132,8 +133,9 @@ class LoadPlanner:
             self.request_ended(job.request)
 
     def request_ended(self, request: str) -> None:
-        """A request does not wait for its load any more, even if the load's job goes on. A read
-        that hangs holds no GPU block, and must not count against loads from other tiers."""
+        """Note that a request no longer waits for its load, even if the load's job continues. A
+        read that hangs holds no GPU block, and must not count towards the limits on loads from
+        other tiers."""
         load = self._waited_for.pop(request, None)
         if load is not None:
             self.loading -= load.chunks
@@ -142,24 +144,24 @@ class LoadPlanner:
                 self._cut(load, NOBODY)
 
     def cancel(self, request: str) -> None:
-        """Nobody waits for this request's load any more: plan no more of it."""
+        """Plan no more of this request's load, because no request waits for it any more."""
         load = self._waited_for.get(request)
         if load is not None and load.rest:
             self._cut(load)
 
     def forget_all(self) -> None:
-        """All chunks are forgotten: loads that are planned in part fail."""
+        """Fail the loads that are partly planned, because all chunks are forgotten."""
         for load in list(self._queue):
             self._cut(load, NOBODY)
         self._sources.forget_all()
 
     def plan(self, request: str, runs: Sequence[ChunkBatch]) -> LoadTokens:
-        """Plan to restore these chunks for a request, in one step or, if they are too many, in
+        """Plan to restore these chunks for a request: in one step or, if there are too many, in
         several.
 
         Chunks in the CPU tier are pinned; chunks of a lower tier are read into a slot of the CPU
-        tier, or through a staging buffer where no slot is free. A chunk that no tier holds (a bug
-        of the caller) makes the load fail: the request recomputes, it never gets wrong bytes.
+        tier, or through a staging buffer where no slot is free. If no tier holds one of the chunks
+        (a bug of the caller), the load fails: the request is recomputed and never gets wrong bytes.
         Returns the tokens that come from each tier, for the request's outcome.
         """
         load = _Load(
@@ -187,13 +189,14 @@ class LoadPlanner:
         return load.tokens
 
     def advance(self) -> None:
-        """Plan the next parts of the loads that are planned in part, in turn."""
+        """Plan the next parts of the partly planned loads, in turn."""
         errors: list[Exception] = []
         while self._queue and self._allowance.left > 0:
             load = self._queue.popleft()
             try:
                 self._plan_part(load, min(self._allowance.left, LOAD_PART_MAX))
-            except Exception as error:  # its request must get an answer, and so must the others
+            except Exception as error:
+                # its request must get an answer, and the others must not be lost
                 self._cut(load, NOBODY)
                 errors.append(error)
             if load.rest:
@@ -226,7 +229,7 @@ class LoadPlanner:
         load.parts += 1
 
     def _cut(self, load: _Load, *items: LoadItem) -> None:
-        """Plan no more of this load than these items. Its tokens are those planned so far."""
+        """Plan no more of this load than these items. Its tokens are then those planned so far."""
         self.held.release(load.job)
         load.rest = []
         load.tokens.set(self._sources.tokens(load.counts))
@@ -235,8 +238,8 @@ class LoadPlanner:
         self._send(load, Columns.of(items) if items else NO_CHUNKS)
 
     def plan_probe(self, tier: int) -> int | None:
-        """Plan to read a few chunks of a lower tier for no request, as a test. Returns the job, or
-        ``None`` if the tier holds nothing."""
+        """Plan a probe, which reads a few chunks of a lower tier for no request. Returns the job,
+        or ``None`` if the tier holds no chunks."""
         index = self._context.lower[tier]
         keys = index.some(PROBE_CHUNKS)
         if not keys:
@@ -250,11 +253,11 @@ class LoadPlanner:
         return job
 
     def probed(self, job: Job, now: float) -> None:
-        """Every rank has answered a probe."""
+        """Finish a probe that every rank has answered."""
         for tier, keys in job.pins:
             self._context.lower[tier].unpin(keys)
             health = self._health[tier]
-            if job.distrusted:  # a reset came between: it says nothing of the tier
+            if job.distrusted:  # a reset came in between: the probe says nothing about the tier
                 health.drop_probe()
                 continue
             read = 0 if job.answer.failed else len(keys) - len(job.answer.bad)
@@ -262,15 +265,16 @@ class LoadPlanner:
             health.probed(tokens, job.answer.seconds, now, good=read > 0)
 
     def plan_failed(self, request: str) -> None:
-        """Answer a request that waits for a load with a failure, which vLLM recomputes."""
+        """Report a failed load to a waiting request, which vLLM then recomputes."""
         job = self._jobs.next_id()
         self._jobs.open(Job(job, JobKind.LOAD, request=request))
         self._planned.append(LoadJob(job, request, (NOBODY,)))
 
     def can_load(self, chunks: int, blocks: int, origin: RequestOrigin = UNKNOWN) -> bool:
-        """True if the bounds on loads in flight allow one of ``chunks`` into ``blocks`` GPU blocks.
+        """True if the limits on loads in flight allow a load of ``chunks`` into ``blocks`` GPU
+        blocks.
 
-        Loads of low priority may use half of the bounds. One load is always allowed, however large.
+        Loads of low priority may use half of the limits. One load is always allowed, however large.
         """
         share, limits = 2 if origin.priority == LOW else 1, self._context.limits
         if not self.loading or (

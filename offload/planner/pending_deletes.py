@@ -1,4 +1,4 @@
-"""Records that wait to be deleted from the lower tiers. Pure."""
+"""Records that wait to be deleted from the lower tiers. This module is pure."""
 
 from __future__ import annotations
 
@@ -23,32 +23,32 @@ class PendingDeletes:
     def add(
         self, tier: int, keys: Iterable[bytes], damaged: Container[bytes] = frozenset()
     ) -> None:
-        """Delete records that the tier's index does not know.
+        """Queue the deletion of records that the tier's index does not know.
 
-        In a shared tier only the ``damaged`` ones are deleted, because other engines may know the
-        others: a present record is not overwritten.
+        In a shared tier only the ``damaged`` ones are deleted: other engines may know the rest, and
+        a record that is present is not overwritten.
         """
         if tier in self._shared:
             keys = [key for key in keys if key in damaged]
         self._waiting.setdefault(tier, deque()).extend(keys)
 
     def waiting(self, tier: int) -> int:
-        """The number of waiting records of a tier."""
+        """The number of records of a tier that wait."""
         return len(self._waiting.get(tier, ()))
 
     def is_behind(self, tier: int) -> bool:
-        """True if one step is not enough for a tier's deletions: nothing may be written to it
-        meanwhile."""
+        """True if one step is not enough for a tier's deletions: nothing may be written to the tier
+        until they are done."""
         return self.waiting(tier) > DELETIONS_MAX
 
     def take(self, tiers: Iterable[int]) -> Mapping[int, Keys]:
-        """The deletions that this step sends to those of ``tiers`` that have any."""
+        """The deletions of this step, for those of ``tiers`` that have any."""
         taken = {}
         for tier in tiers:
             waiting = self._waiting.pop(tier, None)
             if not waiting:
                 continue
-            if len(waiting) <= 2 * DELETIONS_MAX:  # with keys that this step has evicted
+            if len(waiting) <= 2 * DELETIONS_MAX:  # together with keys that this step has evicted
                 taken[tier] = Keys(tuple(waiting))
             else:
                 taken[tier] = Keys([waiting.popleft() for _ in range(DELETIONS_MAX)])
@@ -56,5 +56,5 @@ class PendingDeletes:
         return taken
 
     def clear(self) -> None:
-        """A reset forgets everything anyway."""
+        """Forget everything, because a reset deletes all records anyway."""
         self._waiting.clear()

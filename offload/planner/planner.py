@@ -1,8 +1,8 @@
 """The planner: turns what requests need into jobs, and workers' reports into chunk states.
 
 Pure and synchronous. It knows keys, GPU block ids and slots; it knows neither the tokens of
-requests nor how bytes move. It composes the parts, runs them once per step, and does what concerns
-several of them; callers use the parts directly.
+requests nor how bytes move. It composes the parts, runs them once per step, and handles everything
+that concerns several parts; callers use the parts directly.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from offload.telemetry.removed_chunks import RemovalCauses, RemovalLog
 from policies.base import AdmissionPolicy
 
 FORGOTTEN_MAX = 16_384
-"""Chunks of each tier for which a reset remains known as the reason of their absence."""
+"""Number of chunks of each tier whose absence a reset still explains."""
 
 
 class Planner:
@@ -121,7 +121,7 @@ class Planner:
     # -- a step ------------------------------------------------------------------------------
 
     def tick(self, now: float) -> None:
-        """Set the time (monotonic seconds), before each ``step`` and ``complete``."""
+        """Set the time (monotonic seconds); call this before each ``step`` and ``complete``."""
         self._now = now
         self.stats.tick(now)
         if self.uses.is_long:  # before anything else draws from this step's budget
@@ -131,7 +131,7 @@ class Planner:
 
     @property
     def busy(self) -> bool:
-        """Whether a worker has, or should get, something to do."""
+        """True if a worker has work, or should get some."""
         return bool(
             len(self.jobs)
             or len(self.stores)
@@ -146,8 +146,8 @@ class Planner:
         )
 
     def step(self, *, idle: bool = False, write_through: bool = True) -> StepPlan:
-        """The plan of this step: everything planned since the last one, and the write-through that
-        is due."""
+        """The plan of this step: everything planned since the previous step, and the write-through
+        that is due."""
         self._note_uses()
         errors = self.deferred.end_step(
             WRITE_THROUGH_LEAVES if self.write_through.is_waiting else 0
@@ -168,25 +168,25 @@ class Planner:
             epochs=dict(self._epochs),
             questions=self.presence.take(),
             idle=idle,
-            loads=self.loads.take(),  # the last: what is taken must be sent
+            loads=self.loads.take(),  # last, because what is taken here must be sent
         )
         self._reset = False
         self._epochs.clear()
         self.pressure.end_step(self.write_through.depth, self.cpu.unwritten.given_up.total())
-        self.budget.end_step(self._now, half=len(self.loads) > 0)  # for loads that go on
+        self.budget.end_step(self._now, half=len(self.loads) > 0)  # for loads that continue
         return plan
 
     def _note_uses(self) -> None:
-        """Report deferred uses to the policies, as far as the budget goes but at least one piece;
-        not after a long piece, which has taken more than its share of the step."""
+        """Report deferred uses to the policies, as far as the budget allows but at least one piece;
+        not after a long piece, which has used more than its share of the step."""
         eighths = 0
         while self.budget.above(eighths) > 0 and not self.uses.is_long and len(self.uses):
             self.budget.spend(TOUCH_COST * self.uses.step())
             eighths = WRITE_THROUGH_LEAVES
 
     def _ready_for_deletes(self) -> list[int]:
-        """Tiers that deletions may be sent to: not while the breaker is open, and while it is
-        half-open not behind a write that has not come back."""
+        """The tiers to which deletions may be sent: not while the breaker is open, and while it is
+        half-open not behind a write that has not returned."""
         return [
             queue.tier
             for queue in self.write_through.queues
@@ -195,7 +195,7 @@ class Planner:
         ]
 
     def complete(self, report: StepReport) -> None:
-        """Take in what workers have finished, as far as the step's budget goes."""
+        """Process the work that workers have finished, as far as the step's budget allows."""
         ended = {
             JobKind.STORE: self._stored,
             JobKind.LOAD: self._loaded,
@@ -205,7 +205,7 @@ class Planner:
             self._slots.take_in(report.usable)
         for (tier, rank), seen in report.tiers.items():
             self.health[tier].observe(rank, seen, self._now)
-            if seen.losses:  # a chunk is there on every rank or not at all
+            if seen.losses:  # a chunk counts only if every rank has it
                 self._lost(tier)
             elif bad := seen.damaged:
                 self.deferred.add(len(bad), partial(self._drop, tier, list(bad), bad))
@@ -219,7 +219,7 @@ class Planner:
                     written.append(job)
                 elif job is not None:
                     ended[job.kind](job)
-            except Exception as error:  # one bad answer must not lose the others
+            except Exception as error:  # one bad answer must not cost the others
                 errors.append(error)
         self.write_through.answered(written, self.deferred, self._now)
         errors += self.deferred.work()
@@ -250,7 +250,7 @@ class Planner:
     # -- forgetting --------------------------------------------------------------------------
 
     def forget(self, keys: Iterable[bytes], corrupt: Container[bytes] = frozenset()) -> None:
-        """Drop keys whose records a tier has lost or holds damaged, from every lower tier."""
+        """Drop keys whose records a tier has lost or has found damaged, from every lower tier."""
         lost = list(keys)
         for tier in range(len(self.lower)):
             self._drop(tier, lost, corrupt)
@@ -268,23 +268,25 @@ class Planner:
         self.stats.dropped(tier, dropped, corrupt)
 
     def _lost(self, tier: int) -> None:
-        """A rank's tier has lost all its records, so the other ranks' records are useless."""
+        """Forget all records of a tier that one rank has lost: the other ranks' records are useless
+        then."""
         keys = tuple(self.lower[tier].resident)
         self.lower[tier].clear()
         self.deletes.add(tier, keys)
         self.stats.dropped(tier, keys, corrupt=())
 
     def begin_epochs(self, epochs: Mapping[int, int]) -> None:
-        """Send the workers the new epochs of these lower tiers; writes to them may go on."""
+        """Send the workers the new epochs of these lower tiers; writes to the tiers may resume."""
         self._epochs.update(epochs)
         self.presence.begin_epochs(epochs)
         self.write_through.resume(epochs)
 
     def forget_all(self) -> None:
-        """The weights changed: nothing stored so far may be hit again, in any tier.
+        """Forget everything, because the weights have changed: nothing stored so far may be hit
+        again, in any tier.
 
-        Open jobs end as usual, but what they fill is forgotten. Lower tiers are written again only
-        after ``begin_epochs``.
+        Open jobs end as usual, but the chunks that they fill are forgotten. Lower tiers are written
+        again only after ``begin_epochs``.
         """
         self.stores.cancel_planned()
         self.write_through.suspend()

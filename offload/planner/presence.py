@@ -1,9 +1,9 @@
 """Queries shared tiers about their chunks, and caches their replies.
 
-Other engines write to a shared tier, so this engine's index of it is not the truth: it holds the
+Other engines write to a shared tier, so this engine's index of it is incomplete: it contains the
 chunks that the tier reported, or that this engine wrote, within the last ``remember_s``. Absent
-chunks are remembered as long. Queries travel with a step's plan and replies with a report; nothing
-waits here. Open queries and remembered chunks are bounded. Pure.
+chunks are remembered for the same time. Queries travel with a step's plan and replies with a
+report; nothing waits here. Open queries and remembered chunks are bounded. Pure.
 """
 
 from __future__ import annotations
@@ -21,7 +21,8 @@ from offload.planner.step_budget import EXPIRED_MAX
 from policies.base import EntryInfo
 
 KNOWN_MAX = 262_144
-"""Chunks of one tier that are remembered as present, and as many as absent."""
+"""Maximum number of chunks of one tier that are remembered as present, and of those remembered as
+absent."""
 STEPS_MIN = 3
 """A reply takes this many steps in an engine that computes other requests meanwhile."""
 ANSWER_MAX_S = 30.0
@@ -31,8 +32,8 @@ PROBE_KEY = b"kvtiers-probe"
 
 @dataclass(frozen=True, slots=True)
 class SharedLimits:
-    """Bounds of queries: how long a request waits for a reply and how long replies are remembered
-    (seconds), and how many chunks of one tier may be queried at a time."""
+    """Bounds of queries: how long a request waits for a reply, how long replies are remembered
+    (both in seconds), and how many chunks of one tier may be queried at a time."""
 
     lookup_timeout_s: float = 0.05
     remember_s: float = 5.0
@@ -41,8 +42,8 @@ class SharedLimits:
 
 @dataclass(slots=True)
 class PendingLookup:
-    """The queries that a request waits for, when and in which step it asked, and whether it has
-    gone on since."""
+    """The queries that a request waits for, when and in which step it sent them, and whether it has
+    continued since."""
 
     numbers: frozenset[int]
     since: float
@@ -52,7 +53,7 @@ class PendingLookup:
 
 @dataclass(slots=True)
 class _Open:
-    """A query that not all ranks have answered."""
+    """A query that some ranks have not answered."""
 
     question: PresenceQuery
     since: float
@@ -80,12 +81,12 @@ class _Memory:
         }
 
     def unknown(self, keys: Iterable[bytes]) -> list[bytes]:
-        """The keys without a known state that no query is about."""
+        """The keys of unknown state that no open query contains."""
         resident, absent, asked = self.index.resident, self.absent, self.asked
         return [k for k in keys if not (k in resident or k in absent or k in asked)]
 
     def found(self, keys: Sequence[bytes], until: float) -> None:
-        """The tier holds these (prefix order)."""
+        """Note that the tier holds these chunks (in prefix order)."""
         index = self.index
         fresh = [key for key in reversed(keys) if index.is_absent(key)]
         infos = [self._infos[group_of(key)] for key in fresh]
@@ -96,21 +97,22 @@ class _Memory:
         self.remember([key for key in keys if key in index], until)
 
     def remember(self, keys: Iterable[bytes], until: float) -> None:
-        """These are in the index; remember them as present."""
+        """Remember these chunks, which are in the index, as present."""
         for key in keys:
             self.absent.pop(key, None)
             self.there.pop(key, None)
             self.there[key] = until
 
     def missed(self, keys: Iterable[bytes], until: float) -> None:
-        """The tier does not hold these, except for those written since the query."""
+        """Note that the tier does not hold these chunks, except for chunks written since the
+        query."""
         for key in keys:
             if key not in self.index:
                 self.absent.pop(key, None)
                 self.absent[key] = until
 
     def tick(self, now: float, remember_s: float) -> None:
-        """Drop expired entries, and the oldest ones where there are too many."""
+        """Drop expired entries, and the oldest entries if there are too many."""
         for known in (self.absent, self.silent):
             for _ in _due(known, now):
                 pass
@@ -127,10 +129,11 @@ class _Memory:
 
 
 class PresenceCache:
-    """The known content of the shared tiers. Owned by the planner; used on its thread.
+    """Caches the known content of the shared tiers. Owned by the planner; used on its
+    thread.
 
-    ``tiers`` are the numbers of the shared tiers; ``steps`` counts plans, ``timeouts`` the requests
-    that went on before a reply.
+    ``tiers`` are the numbers of the shared tiers; ``steps`` counts plans, ``timeouts`` counts
+    requests that continued without a reply.
     """
 
     def __init__(self, context: PlannerContext, limits: SharedLimits | None = None) -> None:
@@ -155,8 +158,8 @@ class PresenceCache:
     # -- a request ---------------------------------------------------------------------------
 
     def ask(self, keys: Sequence[bytes], read: frozenset[int] | None, now: float) -> PendingLookup:
-        """Ask every readable shared tier among ``read`` (``None``: all) which of these keys it
-        holds: those that are not known and that no open query asks about, up to a bound."""
+        """Query every readable shared tier among ``read`` (``None``: all) for these keys. Leaves
+        out keys whose state is known or that an open query contains, up to a bound."""
         numbers: set[int] = set()
         for tier, memory in self._memories.items():
             if tier in self._closed or not self._health[tier].readable:
@@ -186,25 +189,26 @@ class PresenceCache:
         return False
 
     def is_stale(self, wait: PendingLookup, now: float) -> bool:
-        """True if the request must ask again because replies may have expired.
+        """True if the request must query again because replies may have expired.
 
-        This is never the case before the request has gone on once: in an engine with long steps it
+        This is never true before the request has continued once: in an engine with long steps it
         would wait forever.
         """
         return wait.is_over and now > wait.since + self.limits.remember_s
 
     def is_unanswered(self, tier: int, key: bytes) -> bool:
-        """Whether the tier was asked about this chunk and has not replied yet, or failed to."""
+        """True if the tier was queried for this chunk and has not replied yet, or could not
+        reply."""
         memory = self._memories.get(tier)
         return memory is not None and (key in memory.asked or key in memory.silent)
 
     # -- a step ------------------------------------------------------------------------------
 
     def tick(self, now: float) -> None:
-        """Time passes: drop queries that got no reply, and expired entries."""
+        """Set the time: drop queries without a reply, and expired entries."""
         for number, asked in list(self._open.items()):
             if now < asked.since + ANSWER_MAX_S:
-                break  # they are in the order in which they were asked
+                break  # queries are in the order in which they were sent
             self._close(number, now)
         for memory in self._memories.values():
             memory.tick(now, self.limits.remember_s)
@@ -216,7 +220,7 @@ class PresenceCache:
         return planned
 
     def answered(self, answers: Mapping[int, PresenceReply], now: float) -> None:
-        """Take in the ranks' replies; a late one is remembered like any other."""
+        """Process the ranks' replies; a late reply is remembered like any other."""
         for number, answer in answers.items():
             asked = self._open.get(number)
             if asked is not None:
@@ -230,7 +234,7 @@ class PresenceCache:
         self._open[number].is_probe = True
         return number
 
-    # -- what is known otherwise -------------------------------------------------------------
+    # -- knowledge from other sources -------------------------------------------------------------
 
     def written(self, tier: int, keys: Sequence[bytes], now: float) -> None:
         """Note chunks that were written to a tier and entered into its index."""
@@ -238,8 +242,8 @@ class PresenceCache:
             self._memories[tier].remember(keys, now + self.limits.remember_s)
 
     def forget_all(self) -> None:
-        """The weights changed: forget everything and drop open queries. Tiers are asked again only
-        after ``begin_epochs``."""
+        """Forget everything and drop open queries, because the weights have changed. Tiers are
+        queried again only after ``begin_epochs``."""
         for asked in self._open.values():
             if asked.is_probe:
                 self._health[asked.question.tier].drop_probe()
@@ -250,7 +254,7 @@ class PresenceCache:
         self._closed = set(self.tiers)
 
     def begin_epochs(self, tiers: Iterable[int]) -> None:
-        """The workers get the new epochs of these tiers before any query from now on."""
+        """Note that the workers get the new epochs of these tiers before any further query."""
         self._closed.difference_update(tiers)
 
     def totals(self) -> dict[str, float]:
@@ -298,7 +302,7 @@ class PresenceCache:
 
 
 def _due(known: dict[bytes, float], now: float) -> Iterable[bytes]:
-    """Take out expired entries, and the oldest ones while there are too many: a bounded number."""
+    """Remove expired entries, and the oldest ones while there are too many: a bounded number."""
     taken = 0
     while known and taken < EXPIRED_MAX:
         key, until = next(iter(known.items()))

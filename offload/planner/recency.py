@@ -1,4 +1,4 @@
-"""Uses of chunks, reported to the eviction policies and to the tiers that keep an order of use.
+"""Reports uses of chunks to the eviction policies and to the tiers that keep an order of use.
 
 A request's use is reported once, when it has ended and its last chunks are stored. Pure.
 """
@@ -18,7 +18,7 @@ from offload.planner.step_budget import USE_KEYS_MAX
 
 
 class Recency:
-    """Reports uses to the policies; those of lower tiers wait here for the next plan.
+    """Reports uses to the policies; uses for lower tiers wait here for the next plan.
 
     Owned by the planner; used on its thread.
     """
@@ -37,7 +37,8 @@ class Recency:
         index = self._lower[tier]
         if held := list(filter(index.resident.__contains__, keys)):
             index.touch(held)
-            if self._health[tier].writes.closed:  # or uses would queue behind a hung disk
+            if self._health[tier].writes.closed:
+                # otherwise uses would queue behind a disk that hangs
                 self._waiting.setdefault(tier, []).extend(held)
 
     def note_everywhere(self, keys: Sequence[bytes]) -> None:
@@ -46,25 +47,26 @@ class Recency:
             self.note(tier, keys)
 
     def take(self) -> Mapping[int, Keys]:
-        """The uses to send to the lower tiers in this step."""
+        """The uses that this step sends to the lower tiers."""
         waiting, self._waiting = self._waiting, {}
         return {tier: Keys(keys) for tier, keys in waiting.items() if keys}
 
     def clear(self) -> None:
-        """All chunks are forgotten."""
+        """Note that all chunks are forgotten."""
         self._waiting.clear()
 
 
 WAITING_MAX = 256
-"""Ended requests whose last chunks are still being stored; further ones are reported at once."""
+"""Maximum number of ended requests whose last chunks are still being stored; uses of further
+requests are reported at once."""
 _NO_HINTS: Mapping[str, Any] = {}
 BEHIND_MAX = 1024
-"""Pieces that may be deferred."""
+"""Maximum number of pieces that may be deferred."""
 
 
 @dataclass(slots=True)
 class _Use:
-    """A request that has ended while ``missing`` of its keys were being stored."""
+    """A request that ended while ``missing`` of its keys were being stored."""
 
     missing: set[bytes]
     keys: Sequence[bytes]
@@ -73,7 +75,7 @@ class _Use:
 
 @dataclass(frozen=True, slots=True)
 class _Piece:
-    """Keys to report to a tier's policy; the last piece of a use carries the ``use``."""
+    """Keys to report to a tier's policy; the last piece of a use contains the ``use``."""
 
     tier: int
     keys: Sequence[bytes]
@@ -81,10 +83,10 @@ class _Piece:
 
 
 class RequestUses:
-    """Ended requests whose uses are not reported yet; ``touch`` reports keys to one tier.
+    """Ended requests whose uses have not been reported yet; ``touch`` reports keys to one tier.
 
-    Owned by the planner; used on its thread. A policy that takes parts gets a long request in
-    pieces over several steps.
+    Owned by the planner; used on its thread. If a policy accepts parts, a long request is reported
+    to it in pieces over several steps.
     """
 
     def __init__(
@@ -100,8 +102,8 @@ class RequestUses:
         self._behind: deque[_Piece] = deque()
 
     def ended(self, keys: Sequence[bytes], hints: Mapping[str, Any] = _NO_HINTS) -> None:
-        """A request that used these keys of one group (prefix order) has ended. Waits for those
-        that are being stored, so that policies see them before their use."""
+        """Note that a request that used these keys of one group (in prefix order) has ended. Waits
+        for keys that are being stored, so that policies see them before their use."""
         use = _Use(self._cpu.filling_among(keys), keys, hints)
         if use.missing and len(self._waiting) < WAITING_MAX:
             self._waiting.append(use)
@@ -109,7 +111,7 @@ class RequestUses:
             self._note(use)
 
     def filled(self, keys: Iterable[bytes]) -> None:
-        """A job that filled these keys has ended, successfully or not."""
+        """Note that a job that filled these keys has ended, successfully or not."""
         if not self._waiting:
             return
         for use in self._waiting:
@@ -120,16 +122,16 @@ class RequestUses:
             self._note(use)
 
     def __len__(self) -> int:
-        """Deferred pieces."""
+        """The number of deferred pieces."""
         return len(self._behind)
 
     @property
     def is_long(self) -> bool:
-        """True if the next piece is a long request of a policy that does not take parts."""
+        """True if the next piece is a long request for a policy that does not accept parts."""
         return bool(self._behind) and len(self._behind[0].keys) > USE_KEYS_MAX
 
     def clear(self) -> None:
-        """All chunks are forgotten."""
+        """Note that all chunks are forgotten."""
         self._waiting.clear()
         self._behind.clear()
 
@@ -144,7 +146,7 @@ class RequestUses:
         return len(piece.keys)
 
     def _note(self, use: _Use) -> None:
-        """Report a use: at once if it is short, otherwise in the next steps. Policies that take
+        """Report a use: at once if it is short, otherwise in later steps. Policies that accept
         parts get it in pieces, the tail first, so that the head of the prefix ends up younger than
         its tail once the last piece is reported. Hints come after the last piece."""
         for tier, index in self._tiers.items():

@@ -1,16 +1,15 @@
-"""Bounds the cost of the planner in one step of vLLM: one budget, its allowances, and all their
-numbers.
+"""Bounds the planner's work in one step of vLLM: one budget, its allowances, and all their numbers.
 
 The parts of the planner draw from one ``StepBudget``. Work late in a chunk's life comes first:
-taking in ended jobs may use most of the budget, stores less, and what precedes them less again. So
-under overload the end of the pipeline keeps up with its beginning, and stores wait: they are asked
-for again, and cost nothing if they are never made. Some kinds of work also have an ``Allowance``,
-a number of chunks per step.
+processing ended jobs may use most of the budget, stores less, and the stages before them even less.
+So under overload the end of the pipeline keeps up with its beginning, and stores wait: they are
+requested again later, and a store that is never made costs nothing. Some kinds of work also have an
+``Allowance``, a number of chunks per step.
 
-The table below has the bounds per step of the planner, the lookups and the scheduler side. Two
-modules keep their own: ``offload.connector.scheduler.kv_events`` (``CHANGES_MAX``, ``FOUND_MAX``)
-and ``offload.planner.write_through`` (``EVICTED_MAX``).
-Owned by the planner; used on vLLM's scheduler thread.
+The table below lists the bounds per step of the planner, the lookups and the scheduler side. Two
+modules have separate bounds: ``offload.connector.scheduler.kv_events`` (``CHANGES_MAX``,
+``FOUND_MAX``) and ``offload.planner.write_through`` (``EVICTED_MAX``). Owned by the planner; used
+on vLLM's scheduler thread.
 """
 
 from __future__ import annotations
@@ -20,55 +19,57 @@ from collections.abc import Callable
 from itertools import pairwise
 
 # -- costs: units of about a microsecond per chunk, measured with a million keys in the lower tier,
-# -- whose dicts are in no CPU cache (``python -m bench hooks``)
+# -- whose dicts do not fit into CPU caches (``python -m bench hooks``)
 
 STORE_COST = EVICT_COST = TAKE_IN_COST = 1
 TOUCH_COST = WRITE_THROUGH_COST = WRITTEN_THROUGH_COST = 2
 LOOKUP_COST_TENTHS = 6
 KEY_COST_TENTHS = 1
 UNITS_PER_CHUNK = 3
-"""The budget of a step, per chunk that it may load; such a load takes half of it."""
+"""The budget of a step per chunk that it may load; such a load uses half of the budget."""
 
-# -- loads, in chunks that lie in the CPU tier
+# -- loads, in chunks that are in the CPU tier
 
 STEP_CHUNKS = 256
-"""Chunks that a short step may load. One that gets a slot counts twice."""
+"""Chunks that a short step may load. A chunk that gets a slot counts twice."""
 EVICTED_COST = 2
 """Evicting a chunk to make space counts as much as loading two."""
 ACCEPTED_COST = 1 / 16
 """Accepting a chunk of a long load, to be planned later."""
 LOAD_PART_MAX = 64
-"""Chunks that are planned at a time; their cost is known afterwards."""
+"""Number of chunks that are planned at a time; their cost is known only afterwards."""
 PROBE_CHUNKS = 64
-"""Chunks that a probe of a tier reads."""
+"""Number of chunks that a probe of a tier reads."""
 
 # -- lookups, keys and stores, in chunks
 
 LOOKUP_CHUNKS = 768
-"""Chunks that the lookups of a short step may ask for: about half a millisecond."""
+"""Number of chunks that the lookups of a short step may query: about half a millisecond."""
 LOOKUP_CHUNKS_MIN = 256
-"""Chunks that each lookup may ask for even when others have used up the allowance."""
+"""Number of chunks that each lookup may query even when others have used up the allowance."""
 KEYS_MAX = 1024
-"""Keys made in one step for requests that have ended: a tenth of a millisecond. Their lookups,
-loads and stores have usually made them all before."""
+"""Number of keys made in one step for requests that have ended: a tenth of a millisecond. Usually
+their lookups, loads and stores have already made all of them."""
 STORE_CHUNKS_MIN = 64
-"""Chunks that may be stored even when the budget is spent: of each request that ends, because its
-last chunks cannot be stored later, and of all running requests together."""
+"""Number of chunks that may be stored even when the budget is spent: for each request that ends,
+because its last chunks cannot be stored later, and for all running requests together."""
 STORE_PIECE_MIN = 16
-"""Asking for fewer chunks at a time costs more than asking for some of them again."""
+"""Planning fewer chunks at a time costs more than planning some of them again."""
 LOOK_AGAIN_MAX = LOOK_AT_END_MAX = 1024
-"""Chunks of an ended request that are looked up again, and those looked up for the first time."""
+"""Number of chunks of an ended request that are looked up again, and number of those looked up for
+the first time."""
 
-# -- the rest, in chunks unless stated otherwise
+# -- other work, in chunks unless stated otherwise
 
 USE_KEYS_MAX = 128
-"""Keys whose use is reported to a policy at a time."""
+"""Number of keys whose use is reported to a policy at a time."""
 WRITTEN_JOBS_MAX = 8
-"""Write-through jobs of a tier that are taken in together, which is cheaper than one by one."""
+"""Number of write-through jobs of a tier that are processed together, which is cheaper than one by
+one."""
 DELETIONS_MAX = 1024
-"""Deletions sent to one tier: a tier that has lost everything has millions."""
+"""Number of deletions sent to one tier: a tier that has lost everything has millions."""
 EXPIRED_MAX = 4096
-"""Expired entries dropped by the presence cache, and by the timed pins."""
+"""Number of expired entries dropped by the presence cache, and by the timed pins."""
 
 # -- shares of the budget, in eighths, that each kind of work leaves to others
 
@@ -76,25 +77,26 @@ TAKE_IN_LEAVES = 5
 STORES_LEAVE = 3
 WRITE_THROUGH_LEAVES = 2
 OVERDUE_SHARE = 16
-"""This part of the backlog is done in every step, whatever is left of the budget: until it is done,
-chunks keep their slots and cannot be hit."""
+"""This share of the backlog is processed in every step, however little of the budget is left: until
+then, the chunks keep their slots and cannot be hit."""
 
 # -- long steps
 
 LONG_S = 0.025
-"""A step of twice this length may do twice as much, and so on: about a twentieth of its time.
-Otherwise a load of a hundred steps would take longer than computing its prompt, and fewer of the
-chunks that long steps compute would be stored."""
+"""A step of twice this length may do twice as much, and so on: the work takes about a twentieth of
+the step's time. Otherwise a load of a hundred steps would take longer than computing its prompt,
+and fewer of the chunks that long steps compute would be stored."""
 TIMES_MAX = 8
 STEPS = 4
-"""Steps in a row that must be as long: an idle server does not look like one with long steps."""
+"""This many steps in a row must be that long: an idle server must not look like one with long
+steps."""
 
 
 class Allowance:
-    """Chunks that one kind of work may handle in a step. Owned by the ``StepBudget``.
+    """The number of chunks that one kind of work may handle in a step. Owned by the ``StepBudget``.
 
-    ``chunks`` is the allowance of a short step, ``left`` the rest of the current step's. ``least``
-    chunks may be handled at a time even when nothing is left.
+    ``chunks`` is the allowance of a short step, ``left`` is what is left of it in the current step.
+    ``least`` chunks may be handled at a time even when nothing is left.
     """
 
     def __init__(
@@ -115,7 +117,7 @@ class Allowance:
 
     @property
     def available(self) -> int:
-        """Chunks that may be handled now."""
+        """The number of chunks that may be handled now."""
         return max(self.left, self.least)
 
     def take(self, chunks: int) -> None:
@@ -127,16 +129,16 @@ class Allowance:
             self._spend(units)
 
     def renew(self, times: int = 1) -> None:
-        """The next step begins, which may do ``times`` as much as a short one."""
+        """Begin the next step, which may do ``times`` as much work as a short one."""
         self.left = self.chunks * (times if self._scales else 1)
 
 
 class StepBudget:
     """The budget of a step and its allowances.
 
-    A short step has ``units``, a long one ``times`` as many; ``left`` is the rest of the current
-    step's. The allowances: ``loads`` counts chunks that lie in the CPU tier, ``lookups`` the chunks
-    that are asked for, ``keys`` those made for requests that have ended, and ``stores`` the chunks
+    A short step has ``units``, a long one ``times`` as many; ``left`` is what is left in the
+    current step. The allowances: ``loads`` counts chunks in the CPU tier, ``lookups`` the chunks
+    that are queried, ``keys`` the keys made for requests that have ended, and ``stores`` the chunks
     that running requests may store even when the budget is spent.
     """
 
@@ -156,16 +158,15 @@ class StepBudget:
         self._ends: deque[float] = deque(maxlen=STEPS + 1)
 
     def above(self, eighths: int) -> int:
-        """The part of the budget that may be spent so that this many eighths are left for
-        others."""
+        """The part of the budget that may be spent if this many eighths are left for other work."""
         return self.left - self.times * self.units * eighths // 8
 
     def spend(self, units: int) -> None:
-        """Record work, even if it was more than was left."""
+        """Record work, even if it exceeds what was left."""
         self.left -= units
 
     def end_step(self, now: float, *, half: bool = False) -> None:
-        """The next step begins (monotonic seconds); ``half`` of its budget is reserved."""
+        """Begin the next step (monotonic seconds); ``half`` of its budget is reserved."""
         self._ends.append(now)
         shortest = min((end - start for start, end in pairwise(self._ends)), default=0.0)
         if len(self._ends) <= STEPS:
@@ -177,22 +178,22 @@ class StepBudget:
 
 
 class DeferredWork:
-    """Pieces of work that ended jobs leave, in order. Owned by the planner.
+    """The pieces of work that ended jobs leave behind, in order. Owned by the planner.
 
-    Several jobs of thousands of chunks may end between two steps; the states of their chunks then
-    change over several steps. A step does as many pieces as its budget allows, but always one, and
-    at least a sixteenth of the backlog at its beginning.
+    Several jobs with thousands of chunks may end between two steps; the states of their chunks then
+    change over several steps. A step does as many pieces as its budget allows, but at least one,
+    and at least a sixteenth of the backlog at its beginning.
     """
 
     def __init__(self, budget: StepBudget) -> None:
         self._pieces: deque[tuple[int, Callable[[], None]]] = deque()
         self._budget = budget
         self._has_worked = False
-        self._behind = 0  # the cost of all pieces
-        self._least = 0  # of that, what must be done in this step
+        self._behind = 0  # the total cost of all pieces
+        self._least = 0  # the part of it that must be done in this step
 
     def __len__(self) -> int:
-        """Pieces that are left."""
+        """The number of pieces that are left."""
         return len(self._pieces)
 
     def add(self, cost: int, work: Callable[[], None]) -> None:
@@ -201,7 +202,7 @@ class DeferredWork:
         self._behind += max(1, cost)
 
     def work(self, leave: int = TAKE_IN_LEAVES) -> list[Exception]:
-        """Do the pieces that the step still allows; returns the errors of single pieces."""
+        """Do the pieces that the step still allows; return the errors of failed pieces."""
         errors: list[Exception] = []
         while self._pieces and (
             self._budget.above(leave) > 0 or not self._has_worked or self._least > 0
@@ -213,7 +214,7 @@ class DeferredWork:
             self._has_worked = True
             try:
                 work()
-            except Exception as error:  # one bad piece must not lose the others
+            except Exception as error:  # one failing piece must not cost the others
                 errors.append(error)
         return errors
 

@@ -1,4 +1,5 @@
-"""Stores: which chunks get a slot of the CPU tier, and the fences before their blocks change.
+"""Plans stores: which chunks get a slot of the CPU tier, and which stores need a fence before their
+blocks change.
 
 Pure. A fence makes a step wait for stores that still read GPU blocks which the step overwrites.
 """
@@ -33,9 +34,9 @@ from policies.hints import HIGH, LOW
 class StorePlanner:
     """Plans stores into the CPU tier. Owned by the planner; used on its thread.
 
-    ``storing`` counts the chunks on their way to the CPU tier, which is bounded; a step begins to
-    store what its budget allows. ``admission`` decides what may enter (``None``: everything).
-    ``uses`` is notified when a store has ended, successfully or not.
+    ``storing`` counts the chunks on their way to the CPU tier; this number is bounded. A step
+    begins as many stores as its budget allows. ``admission`` decides which chunks may enter
+    (``None``: all). ``uses`` is notified when a store has ended, successfully or not.
     """
 
     def __init__(
@@ -57,26 +58,27 @@ class StorePlanner:
         self._budget = context.budget
         self._planned: list[StoreJob] = []
         self._fence: set[int] = set()
-        self._is_full = False  # nothing can be evicted in this step, so it is not tried again
-        self._waits = False  # the next victim waits to be written, and so do stores that can
+        self._is_full = False  # nothing can be evicted in this step, so do not try again
+        # the next victim waits to be written, and so do the stores that can wait
+        self._waits = False
 
     def __len__(self) -> int:
-        """Stores that were planned and not sent."""
+        """The number of stores that were planned and not sent."""
         return len(self._planned)
 
     def take(self) -> tuple[tuple[StoreJob, ...], tuple[int, ...]]:
-        """The stores planned since the last call, and the jobs to be fenced."""
+        """The stores planned since the previous call, and the jobs that need a fence."""
         taken = tuple(self._planned), tuple(sorted(self._fence))
         self._planned, self._fence = [], set()
         self._is_full = self._waits = False
         return taken
 
     def answered(self, job: Job) -> None:
-        """Every rank has answered a store."""
+        """Finish a store that every rank has answered."""
         self.storing -= len(job.fills)
 
     def ended(self, job: Job) -> list[bytes]:
-        """Commit what an answered store has filled; returns the keys that can be hit now."""
+        """Commit the chunks of an answered store; return the keys that can be hit now."""
         good, bad = job.verdict()
         self._cpu.abort(bad)
         kept = self._cpu.commit(good, job.infos_of(good))
@@ -93,11 +95,11 @@ class StorePlanner:
     ) -> int:
         """Plan to store chunks of one group whose content is final after this step.
 
-        ``protect`` are keys that must not be evicted for these. With ``may_wait`` the store stops
-        at a victim that waits to be written, and does not give up that write (``WritePressure``).
-        Returns how many of the chunks, from the first on, need no more attention: a tier holds
-        them, a job is writing them, or they got a slot. The rest may be asked for again, unless
-        their request has ``ended``.
+        ``protect`` contains keys that must not be evicted for these chunks. With ``may_wait`` the
+        store stops at a victim that waits to be written, instead of giving up that write
+        (``WritePressure``). Returns how many of the chunks, from the first on, need no more
+        attention: a tier holds them, a job is writing them, or they got a slot. The caller may
+        offer the rest again, unless the request has ``ended``.
         """
         is_state = self._groups[run.group].kind == STATE
         most = self.available(ended=ended or is_state)
@@ -125,7 +127,7 @@ class StorePlanner:
         return settled
 
     def _no_space(self, refused: Sequence[bytes], *, evict: bool, is_patient: bool) -> None:
-        """These found no slot in this step."""
+        """Count chunks that found no slot in this step."""
         if evict and is_patient and self._cpu.unwritten:
             self._waits = True
         else:
@@ -133,7 +135,7 @@ class StorePlanner:
         self._stats.no_space(len(refused), refused[:1])
 
     def available(self, *, ended: bool = False) -> int:
-        """The number of a request's chunks that may be stored in this step without evicting any."""
+        """The number of a request's chunks that may be stored in this step without any eviction."""
         always = STORE_CHUNKS_MIN if ended else self._budget.stores.left
         return max(self._budget.above(STORES_LEAVE) // STORE_COST, always)
 
@@ -145,12 +147,13 @@ class StorePlanner:
     def _absent_prefix(
         self, run: ChunkBatch, holders: Sequence[Container[bytes]], most: int
     ) -> tuple[ChunkBatch, int]:
-        """The chunks that no tier has, as far as this step (``most``) and the bound on all stores
-        allow, and how many chunks were looked at."""
+        """The chunks that no tier has, as far as this step (``most``) and the limit on all stores
+        allow, and the number of chunks that were checked."""
         wanted = _absent(run.keys, holders)
         if True not in wanted:
             return run.part(0, 0), len(run)
-        # A recurrent state is offered once; other chunks that are refused here are offered again.
+        # A recurrent state is offered only once; other chunks that are refused here are offered
+        # again.
         allowed = limit = len(run)
         if self._groups[run.group].kind != STATE:
             allowed = max(0, self._max_chunks - self.storing)
@@ -167,8 +170,8 @@ class StorePlanner:
     def _admitted(
         self, policy: AdmissionPolicy, run: ChunkBatch, wanted: Sequence[bool], most: int
     ) -> list[bool]:
-        """``wanted`` without the chunks that are not admitted; stops asking after ``most`` + 1
-        admissions."""
+        """``wanted`` without the chunks that are not admitted; stops after ``most`` + 1 admitted
+        chunks."""
         found, admitted = list(wanted), 0
         high = run.origin.priority == HIGH
         for at in compress(count(), wanted):
@@ -191,10 +194,10 @@ class StorePlanner:
         self.storing += len(run)
 
     def fence(self, blocks: Iterable[int]) -> None:
-        """The coming step overwrites these GPU blocks.
+        """Note that the coming step overwrites these GPU blocks.
 
-        Stores that still read them are fenced; a store that was planned but not sent is
-        cancelled, because its source is gone when the plan arrives.
+        Stores that still read them are fenced; a store that was planned but not sent is cancelled,
+        because its source has been overwritten when the plan arrives.
         """
         readers = self._jobs.readers(blocks)
         if not readers:
@@ -210,7 +213,7 @@ class StorePlanner:
             self._cancel(store.job)
 
     def distrust(self) -> None:
-        """A fence may have been missed: no store that is open now may be committed."""
+        """Commit no store that is open now, because a fence may have been missed."""
         self.cancel_planned()
         self._jobs.distrust(JobKind.STORE)
 
@@ -224,7 +227,7 @@ class StorePlanner:
 
 
 def _absent(keys: Sequence[bytes], holders: Sequence[Container[bytes]]) -> list[bool]:
-    """The chunks that are in no holder. Usually that is all of them, which one test finds out."""
+    """The chunks that no holder has. Usually that is all of them, and a single test shows it."""
     if all(isinstance(held, dict) and held.keys().isdisjoint(keys) for held in holders):
         return [True] * len(keys)
     return [not here for here in present_in(*holders)(keys)]

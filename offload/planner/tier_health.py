@@ -20,8 +20,8 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class HealthLimits:
-    """``failures`` in a row open a circuit breaker. With ``break_even`` the speed of loading is
-    compared with that of computing; chunks have at most ``chunk_tokens``."""
+    """``failures`` in a row open a circuit breaker. With ``break_even``, the speed of loading is
+    compared with that of computing; ``chunk_tokens`` is the maximum length of a chunk."""
 
     failures: int = 3
     break_even: bool = True
@@ -31,7 +31,7 @@ class HealthLimits:
 class TierHealth:
     """The health of one lower tier. Owned by ``TierHealths``; used on vLLM's scheduler thread.
 
-    ``probe`` is the open job that tests whether reading works, or pays, again.
+    ``probe`` is the open job that tests whether reading works again, or pays again.
     """
 
     def __init__(self, name: str, prefill: Rate, limits: HealthLimits) -> None:
@@ -87,44 +87,44 @@ class TierHealth:
         return self.pace.rate.value()
 
     def begin_probe(self, job: int | None) -> None:
-        """A probe was planned; ``None``: the tier holds nothing to read."""
+        """Note that a probe was planned, or with ``None`` that the tier has no chunks to read."""
         self.probe = job
 
     def drop_probe(self) -> None:
-        """The probe says nothing of the tier; another may be planned."""
+        """Note that the probe says nothing about the tier; another may be planned."""
         self.probe = None
 
     def observe(self, rank: int, seen: Observed, now: float) -> None:
-        """Take in how one rank's operations of this tier went."""
+        """Count the results of one rank's operations on this tier."""
         self.reads.observe(seen.reads_good, seen.reads_failed, now, rank)
         self.writes.observe(seen.writes_good, seen.writes_failed, now, rank)
         self._log()
 
     def written(self, now: float, *, good: bool) -> None:
-        """Every rank has answered a write."""
+        """Count a write that every rank has answered."""
         self.writes.judge(now, good=good)
         self._log()
 
     def loaded(self, tokens: int, seconds: float, now: float) -> None:
-        """A load with this tier as its slowest source has succeeded."""
+        """Count a successful load whose slowest source was this tier."""
         self.pace.observe_load(tokens, seconds, now)
         self._log()
 
     def too_late(self, tokens: int, seconds: float, now: float) -> None:
-        """A load with this tier as its slowest source missed its deadline: its request's prompt was
-        recomputed."""
+        """Count a load whose slowest source was this tier and that missed its deadline; its prompt
+        was recomputed."""
         self.pace.observe_late(tokens, seconds, now)
         self._log()
 
     def probed(self, tokens: int, seconds: float, now: float, *, good: bool) -> None:
-        """Every rank has answered the probe, which read ``tokens``."""
+        """Count a probe of ``tokens`` that every rank has answered."""
         self.probe = None
         self.reads.judge(now, good=good)
         self.pace.observe_probe(tokens if good else 0, seconds, now)
         self._log()
 
     def asked(self, now: float, *, good: bool) -> None:
-        """The probe of a shared tier, a presence query, has ended."""
+        """Count the probe of a shared tier, which is a presence query."""
         self.probe = None
         self.reads.judge(now, good=good)
         self._log()
@@ -176,11 +176,11 @@ class TierHealths:
 
     @property
     def prefill_rate(self) -> float | None:
-        """Tokens per second that are computed, once measured."""
+        """Tokens computed per second, once measured."""
         return self._prefill.value()
 
     def computed(self, tokens: int, seconds: float) -> None:
-        """A prompt of ``tokens`` was computed; ``seconds`` is its time to first token."""
+        """Note that a prompt of ``tokens`` was computed; ``seconds`` is its time to first token."""
         self._prefill.observe(tokens, seconds)
 
     def totals(self) -> dict[str, float]:

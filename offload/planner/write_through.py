@@ -1,8 +1,8 @@
-"""Write-through: committed chunks of the CPU tier on their way to the lower tiers.
+"""Write-through: moves committed chunks of the CPU tier to the lower tiers.
 
-A chunk that waits here may be evicted, and its write is given up then: a slow disk must not keep
-new chunks out of the CPU tier. ``WritePressure`` says when stores wait for the disk instead, so
-that a prefix longer than the CPU tier reaches a disk that keeps up without holes. A chunk that is
+A chunk that waits here may be evicted, and then its write is given up: a slow disk must not keep
+new chunks out of the CPU tier. ``WritePressure`` decides when stores wait for the disk instead, so
+that a disk that keeps up gets a prefix longer than the CPU tier without holes. A chunk that is
 being written is pinned. Both the waiting chunks and those being written are bounded. Pure.
 """
 
@@ -38,7 +38,8 @@ from policies.hints import HIGH, LOW, PRIORITY
 class WriteThrough:
     """Write-through to all lower tiers, within the budget of a step.
 
-    Owned by the planner; used on its thread. ``queues`` are those of the lower tiers, by number.
+    Owned by the planner; used on its thread. ``queues`` are the queues of the lower tiers, by
+    number.
     """
 
     def __init__(
@@ -65,19 +66,20 @@ class WriteThrough:
 
     @property
     def depth(self) -> int:
-        """Chunks that wait for any tier or are being written."""
+        """The number of chunks that wait for any tier or are being written."""
         return sum(queue.depth for queue in self.queues)
 
     def offer(self, keys: Sequence[bytes], job: Job) -> None:
-        """Queue chunks that this store has committed, for the tiers that may get them."""
+        """Queue the chunks that this store has committed, for the tiers to which they may be
+        written."""
         infos = job.infos_of(keys)
         for queue in self.queues:
             if job.write is None or queue.tier in job.write:
                 queue.offer(keys, self._cpu, self._groups, infos)
 
     def due(self) -> tuple[WriteThroughJob, ...]:
-        """The jobs of this step: what the budget has left, shared by the tiers. A tier that is
-        behind with deletions gets none."""
+        """The jobs of this step, within what is left of the budget, which the tiers share. A tier
+        that is behind with deletions gets none."""
         queues = [queue for queue in self.queues if not self._deletes.is_behind(queue.tier)]
         waiting = max(1, sum(1 for queue in queues if len(queue)))
         most = max(1, self._budget.left // (WRITE_THROUGH_COST * waiting))
@@ -91,7 +93,7 @@ class WriteThrough:
         return tuple(write_throughs)
 
     def answered(self, jobs: Sequence[Job], deferred: DeferredWork, now: float) -> None:
-        """Every rank has answered these write-throughs."""
+        """Finish write-throughs that every rank has answered."""
         for tier in {job.fill_tier for job in jobs}:
             mine = [job for job in jobs if job.fill_tier == tier]
             for first in range(0, len(mine), WRITTEN_JOBS_MAX):
@@ -103,18 +105,19 @@ class WriteThrough:
         kept, bad, gone = self.queues[tier].ended(jobs, self._cpu, now)
         self._stats.stored(tier, kept, bad)
         self._presence.written(tier, kept, now)
-        # Delete records that a rank may have written and the index does not keep (the write failed
-        # on another rank, or the chunk was forgotten meanwhile): they must not take space, nor come
-        # back after a restart.
+        # Delete records that a rank may have written but the index does not keep (the write failed
+        # on another rank, or the chunk was forgotten meanwhile): they must not take space, and must
+        # not reappear after a restart.
         self._deletes.add(tier, gone)
 
     def suspend(self) -> None:
-        """The weights changed: drop what waits, and queue nothing before ``resume``."""
+        """Drop the chunks that wait, because the weights have changed, and queue nothing before
+        ``resume``."""
         for queue in self.queues:
             queue.close(self._cpu)
 
     def resume(self, tiers: Container[int]) -> None:
-        """Chunks may be queued again for these tiers."""
+        """Allow chunks to be queued again for these tiers."""
         for queue in self.queues:
             if queue.tier in tiers:
                 queue.reopen()
@@ -131,17 +134,16 @@ class WriteThrough:
 
 
 FLYING_MAX = 1024
-"""Chunks that are being written to one tier."""
+"""Maximum number of chunks that are being written to one tier."""
 PINNED_PART = 16
-"""A tier that is slow to write to gets this part of the bound at a time: about a hundredth of the
-CPU tier."""
+"""Part of the limit that a slow tier gets at a time: about a hundredth of the CPU tier."""
 
 EVICTED_MAX = 256
-"""Queued chunks that have been evicted meanwhile, and are passed over in a step."""
+"""Number of queued but evicted chunks that are skipped in a step."""
 
 
 class _Group(Protocol):
-    """The part of ``offload.index.chunk_batch.GroupInfo`` that is needed here."""
+    """The fields of ``offload.index.chunk_batch.GroupInfo`` that are needed here."""
 
     @property
     def kind(self) -> str: ...
@@ -152,25 +154,25 @@ class _Group(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class _Waiting:
-    """At least one chunk, all of one group, with the infos for the tier's policies."""
+    """One or more chunks, all of one group, with the infos for the tier's policies."""
 
     keys: Sequence[bytes]
     infos: Sequence[EntryInfo]
 
 
 class _Pace:
-    """Bounds the chunks of one tier that are written, and so pinned, at a time: about what the disk
-    finishes in a step. They are the oldest of the CPU tier, where the newest are worth most. Owned
-    by the tier's queue."""
+    """Limits how many chunks of one tier are being written, and are therefore pinned, at a time:
+    about as many as the disk writes in a step. These are the oldest chunks of the CPU tier, whose
+    newest chunks are worth the most. Owned by the tier's queue."""
 
     def __init__(self, most: int, batch: int) -> None:
         self._most = most
         self._bound = most
         self._least = max(1, min(batch, most // PINNED_PART))
-        self._flying = 0  # when the last step ended
+        self._flying = 0  # the time when the previous step ended
 
     def step(self, flying: int, *, is_behind: bool) -> int:
-        """The bound of this step, in which ``flying`` chunks are being written."""
+        """The limit for this step, in which ``flying`` chunks are being written."""
         finished = self._flying - flying
         if 2 * finished >= self._bound:
             self._bound = min(self._most, 2 * self._bound)
@@ -188,9 +190,9 @@ class WriteThroughQueue:
 
     Owned by ``WriteThrough``. A queue of a ``read_only`` tier accepts nothing. ``max_waiting`` and
     ``max_flying`` bound the chunks that wait and those being written (never more than
-    ``FLYING_MAX``); ``batch`` bounds the chunks of one job. ``skipped`` counts chunks for which the
-    queue was full or the tier unavailable, ``refused`` those that an admission policy or the write
-    budget rejected.
+    ``FLYING_MAX``); ``batch`` bounds the chunks of one job. ``skipped`` counts chunks that were not
+    queued because the queue was full or the tier unavailable, ``refused`` those that an admission
+    policy or the write budget rejected.
     """
 
     def __init__(
@@ -218,24 +220,24 @@ class WriteThroughQueue:
         self._max_flying = min(max_flying, FLYING_MAX)
         self._batch = min(batch, self._max_flying)
         self._waiting: deque[_Waiting] = deque()
-        self._count = 0  # in ``_waiting``, with those that have been evicted since
+        self._count = 0  # in ``_waiting``, including chunks that were evicted meanwhile
         self._flying = 0
         self._pace = _Pace(self._max_flying, self._batch)
 
     def __len__(self) -> int:
-        """Chunks that wait, with some that have been evicted since."""
+        """The number of chunks that wait, including some that were evicted meanwhile."""
         return self._count
 
     @property
     def depth(self) -> int:
-        """Chunks that wait or are being written."""
+        """The number of chunks that wait or are being written."""
         return self._count + self._flying
 
     @property
     def _limit(self) -> int:
         """The number of chunks that may wait for this tier.
 
-        While its circuit breaker is half-open this is one batch, to find out whether the tier
+        While its circuit breaker is half-open, this is one batch, which tests whether the tier
         works.
         """
         if self._health.writes.closed:
@@ -252,7 +254,7 @@ class WriteThroughQueue:
         infos: Sequence[EntryInfo] | None = None,
     ) -> None:
         """Queue chunks that were just committed to the CPU tier. ``infos`` are for the tier's
-        policies; chunks that come with them are of one group."""
+        policies; with ``infos``, all chunks are of one group."""
         if self._is_closed or self._read_only or not keys:
             return
         left = self._limit
@@ -265,12 +267,12 @@ class WriteThroughQueue:
                 self.offer(mine, cpu, groups, [EntryInfo(group, groups[group].kind)] * len(mine))
             return
         infos = sized(infos, groups[group_of(keys[0])].footprints[self.tier])
-        # Chunks that a readable tier holds were not stored: see ``StorePlanner.plan``.
+        # If a readable tier holds a chunk, it was not stored: see ``StorePlanner.plan``.
         if not self._health.readable and not self._index.are_absent(keys):
             absent = list(map(self._index.is_absent, keys))
             keys, infos = list(compress(keys, absent)), chosen(infos, absent)
         self._forget_evicted(cpu)
-        # The limit first: an admission policy may spend a budget.
+        # Check the limit first: an admission policy may spend a budget.
         unwritten = cpu.unwritten.of_tier(self.tier)
         left = max(0, left - len(unwritten))
         if self._admissions or _any_is_low(infos):
@@ -285,7 +287,7 @@ class WriteThroughQueue:
             self._count += len(keys)
 
     def _forget_evicted(self, cpu: TierIndex) -> None:
-        """Once most of what is queued has been evicted, leave only what waits."""
+        """Once most queued chunks have been evicted, rebuild the queue without them."""
         unwritten = cpu.unwritten.of_tier(self.tier)
         if self._count < 2 * len(unwritten) + self._batch:
             return
@@ -298,7 +300,7 @@ class WriteThroughQueue:
         self._waiting, self._count = left, count
 
     def _admitted(self, keys: Sequence[bytes], infos: Sequence[EntryInfo], left: int) -> list[bool]:
-        """The chunks among these that may wait for the tier, up to ``left``."""
+        """The chunks among these that may be queued for the tier, up to ``left``."""
         flags: list[bool] = []
         for key, info in zip(keys, infos, strict=True):
             if not left:
@@ -318,14 +320,16 @@ class WriteThroughQueue:
         return True
 
     def _admits(self, key: bytes, info: EntryInfo) -> bool:
-        """True if the policies admit a chunk. High priority only has to pass write budgets."""
+        """True if the policies admit a chunk. Chunks of high priority only have to pass write
+        budgets."""
         if info.hints.get(PRIORITY) != HIGH:
             return all(admission.admit(key, info) for admission in self._admissions)
         budgets = [a for a in self._admissions if isinstance(a, WriteBudget)]
         return all(admission.admit(key, info) for admission in budgets)
 
     def _may_displace(self, info: EntryInfo) -> bool:
-        """True if a chunk may be written. One of low priority is only written into free space."""
+        """True if a chunk may be written. A chunk of low priority is written only into free
+        space."""
         return info.hints.get(PRIORITY) != LOW or not self._index.space.missing(info.size_bytes)
 
     def due(
@@ -338,9 +342,9 @@ class WriteThroughQueue:
     ) -> tuple[list[WriteThroughJob], list[bytes]]:
         """Open write-throughs of about ``most`` chunks, within the bound on chunks being written:
         none while the tier's circuit breaker is open, one job while it is half-open. If the disk
-        ``is_behind``, no more is being written, and pinned, than it finishes in a step. Looks at no
-        more chunks than that, even if the tier has no space for them. Returns the jobs, and the
-        chunks evicted from the tier to make space."""
+        ``is_behind``, at most as many chunks are being written, and pinned, as it writes in a step.
+        Checks no more chunks than that, even if the tier has no space for them. Returns the jobs,
+        and the chunks evicted from the tier to make space."""
         if not self._health.writable:
             self.skipped += self._count
             self.clear(cpu)
@@ -363,8 +367,8 @@ class WriteThroughQueue:
     def _next(
         self, most: int, cpu: TierIndex, job_table: JobTable, evicted: list[bytes]
     ) -> list[WriteThroughJob]:
-        """Write-throughs of at most ``most`` chunks of one group. Adds to ``evicted`` what was
-        evicted, even if that made space for none of them."""
+        """Write-throughs of at most ``most`` chunks of one group. Adds evicted chunks to
+        ``evicted``, even if that made space for none of these."""
         keys, infos = self._take(most, cpu)
         if not keys:
             return []
@@ -422,14 +426,14 @@ class WriteThroughQueue:
 
     @property
     def flying(self) -> int:
-        """Chunks that are being written."""
+        """The number of chunks that are being written."""
         return self._flying
 
     def ended(
         self, jobs: Sequence[Job], cpu: TierIndex, now: float
     ) -> tuple[list[bytes], list[bytes], list[bytes]]:
-        """Take in write-throughs of this tier that every rank has answered. Returns the chunks that
-        can be hit now, the chunks that could not be written, and those that the index does not
+        """Process write-throughs of this tier that every rank has answered. Returns the chunks that
+        can be hit now, the chunks that could not be written, and the chunks that the index does not
         keep."""
         good: list[bytes] = []
         bad: list[bytes] = []
@@ -450,7 +454,7 @@ class WriteThroughQueue:
         return kept, bad, [key for key in (*good, *bad) if key not in self._index]
 
     def close(self, cpu: TierIndex) -> None:
-        """Drop what waits and accept nothing before ``reopen``."""
+        """Drop the chunks that wait, and accept none before ``reopen``."""
         self.clear(cpu)
         self._is_closed = True
 
@@ -459,7 +463,7 @@ class WriteThroughQueue:
         self._is_closed = False
 
     def clear(self, cpu: TierIndex) -> None:
-        """Drop the chunks that wait; those being written are left to their jobs."""
+        """Drop the chunks that wait; chunks that are being written are left to their jobs."""
         cpu.unwritten.of_tier(self.tier).clear()
         self._waiting.clear()
         self._count = 0
@@ -474,7 +478,7 @@ def _any_is_low(infos: Sequence[EntryInfo]) -> bool:
 def queues_of(
     cpu: TierIndex, lower: Sequence[TierIndex], health: TierHealths
 ) -> list[WriteThroughQueue]:
-    """A queue per lower tier. A write that hangs keeps its slots: at most a quarter of the CPU
+    """One queue per lower tier. A write that hangs keeps its slots: at most a quarter of the CPU
     tier."""
     flying = max(1, cpu.space.capacity // 4)
     return [

@@ -24,7 +24,7 @@ from tiers.io.daemon_threads import DaemonExecutor
 T = TypeVar("T")
 
 Write = Callable[[AsyncIterator[list[T]], Executor], Awaitable[None]]
-"""Writes batches until there are none left; the executor is for ``aiofiles``."""
+"""Writes batches until none are left; the executor is for ``aiofiles``."""
 
 logger = logging.getLogger(__name__)
 
@@ -36,8 +36,8 @@ class BackgroundWriter(Generic[T]):
     """Passes items to ``write`` in batches.
 
     ``dropped`` counts the items that were not passed on: at most ``WAITING_MAX`` items wait, and
-    none do after ``write`` has ended. ``task`` names the work in log messages, ``thread`` names the
-    threads.
+    after ``write`` has ended no item is accepted. ``task`` names the work in log messages,
+    ``thread`` names the threads.
     """
 
     def __init__(self, thread: str, task: str, write: Write[T]) -> None:
@@ -60,7 +60,7 @@ class BackgroundWriter(Generic[T]):
         self._wake()
 
     def close(self, timeout_s: float) -> None:
-        """Write the waiting items, as far as time allows. A writer that hangs is left to its daemon
+        """Write the waiting items, within a time limit. A writer that hangs is left to its daemon
         threads."""
         if self._is_closing:
             return
@@ -76,7 +76,7 @@ class BackgroundWriter(Generic[T]):
         self._thread.stop(max(0.1, due - time.monotonic()))
 
     def _wake(self) -> None:
-        """Clear the flag before reading the queue, so that an item queued while it is set is still
+        """Clear the flag before reading the queue, so that an item queued in between is still
         seen."""
         if not self._is_woken or self._is_closing:
             self._is_woken = True
@@ -85,7 +85,8 @@ class BackgroundWriter(Generic[T]):
     async def _run(self, write: Write[T]) -> None:
         try:
             await write(self._batches(), self._executor)
-        except Exception as error:  # an error ends the recording with a message; the server goes on
+        except Exception as error:
+            # an error ends the recording with a message; the server continues
             logger.error("kvtiers: %s ended: %s", self._task, error)
 
     async def _batches(self) -> AsyncIterator[list[T]]:

@@ -1,7 +1,7 @@
 """Looks up one request and records what was found.
 
 Runs on vLLM's scheduler thread. A lookup is repeated while its request waits; the record is made
-once, when vLLM has accepted the hit. The part to load is the longest hit, without an end that is
+once, when vLLM has accepted the hit. The part to load is the longest hit, without a tail that is
 faster to compute than to load.
 """
 
@@ -29,7 +29,7 @@ class Hit(NamedTuple):
     """The end of the longest prefix that can be restored.
 
     It equals the start of the lookup if nothing can be restored, and is ``None`` if the step's
-    lookup allowance is used up (ask again in the next step). ``is_shortened`` means that a longer
+    lookup allowance is used up (try again in the next step). ``is_shortened`` means that a longer
     prefix is available but not worth loading.
     """
 
@@ -50,8 +50,8 @@ def tokens_to_load(
 
     Takes the arguments of `PrefixMatcher.longest_match`; ``known`` holds the results of earlier
     lookups of this request, ``origin`` says what the request may read. If only a lower tier holds
-    the end of the prefix, and that end has fewer tokens than are worth loading from that tier, it
-    is computed instead. Chunks in the tiers above it are still loaded.
+    the tail of the prefix, and the tail has fewer tokens than are worth loading from that tier, the
+    tail is computed instead. Chunks of the tail that are in the tiers above it are still loaded.
     """
     known.begin()
 
@@ -101,9 +101,9 @@ class Lookups:
         self._names = {-1: "cpu"} | {t: index.name for t, index in enumerate(planner.lower)}
 
     def advance(self) -> None:
-        """Spend the rest of the step's allowance on unfinished lookups that vLLM did not repeat.
+        """Spend the rest of the step's allowance on unfinished lookups that vLLM has not repeated.
 
-        vLLM does not ask for waiting requests in a step that other requests fill.
+        vLLM does not look up waiting requests in a step that other requests fill.
         """
         asked, self._asked = self._asked, set()
         for name, (state, request) in list(self._unfinished.items()):
@@ -115,19 +115,19 @@ class Lookups:
     def _go_on(self, state: RequestState, request: Request) -> None:
         wait: PendingLookup | None = state.lookup.wait
         if wait is not None and self._planner.presence.is_stale(wait, time.monotonic()):
-            return  # its next lookup asks again before it compares what is known
+            return  # its next lookup queries again before it compares the known results
         if self._find(state, request, state.lookup.start).end_tokens is not None:
             self.given_up(state)
 
     def given_up(self, state: RequestState) -> None:
-        """Forget an unfinished lookup that nobody needs any more."""
+        """Forget an unfinished lookup that is no longer needed."""
         self._unfinished.pop(state.identity.request, None)
 
     def ask(self, state: RequestState, request: Request, computed_tokens: int) -> int | None:
         """Return how many tokens beyond ``computed_tokens`` can be loaded now.
 
-        ``None`` means: ask again in the next step. Either a shared tier was asked and may reply
-        soon, or the prompt is too long for one step's allowance. Has no side effect on the tiers.
+        ``None`` means: try again in the next step. Either a shared tier was queried and may reply
+        soon, or the prompt is too long for one step's allowance. Does not change the tiers.
         """
         started = time.perf_counter()
         lookup, identity = state.lookup, state.identity
@@ -153,7 +153,8 @@ class Lookups:
     def _is_waiting(self, state: RequestState, request: Request, start: int) -> bool:
         """True if shared tiers may soon know more about this request's chunks.
 
-        Asks them if they have not been asked, and again when their replies are about to expire.
+        Queries them if they have not been queried, and again when their replies are about to
+        expire.
         """
         shared = self._planner.presence
         if not shared.tiers:
@@ -182,7 +183,7 @@ class Lookups:
         return end
 
     def load_ranges(self, state: RequestState, end_tokens: int) -> tuple[range, ...]:
-        """Return the chunks to load for each group, for a hit that ends there.
+        """Return the chunks of each group to load for a hit that ends at this token.
 
         They are computed once per lookup.
         """
@@ -206,7 +207,7 @@ class Lookups:
         return hit
 
     def accepted(self, state: RequestState, request: Request, external_tokens: int) -> None:
-        """Make the request's record, once: vLLM goes on with the hit of the last lookup."""
+        """Make the request's record, once: vLLM has accepted the hit of the last lookup."""
         lookup = state.lookup
         lookup.accept()
         if lookup.record is not None:
@@ -216,7 +217,7 @@ class Lookups:
         wanted = max(0, limits.stop // alignment * alignment - lookup.start)
         is_used = not (state.identity.no_load or lookup.refused)
         hit = min(lookup.hit_end_tokens - lookup.start, external_tokens) if is_used else 0
-        name = request.request_id[:NAME_MAX]  # the request's name may come from a client
+        name = request.request_id[:NAME_MAX]  # a client may have chosen the request's name
         record = RequestRecord(
             name,
             time.time(),
@@ -245,7 +246,7 @@ class Lookups:
         if hit < end - start:
             return Miss(Reason.FILTERED, note="vLLM took fewer tokens than were found")
         if lookup.shortened:
-            return Miss(Reason.BREAK_EVEN, note="too few tokens to ask that tier for")
+            return Miss(Reason.BREAK_EVEN, note="too few tokens to query that tier for")
         return self._explainer.why(self._planner, identity, start, end, limits)
 
     def ended(self, ended: Iterable[RequestState], failures: Iterable[RequestState]) -> None:
@@ -270,9 +271,9 @@ class Lookups:
 
 
 def _limits(state: RequestState, request: Request) -> range:
-    """The tokens that the request wants at most, and the most that it could have.
+    """The number of tokens that the request wants at most, and the most that it could have.
 
-    The last token is always computed, so that there is something to sample from.
+    The last token is always computed, because vLLM samples from its output.
     """
     possible = request.num_tokens - 1
     most = state.identity.origin.controls.max_load_tokens

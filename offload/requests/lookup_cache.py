@@ -14,13 +14,13 @@ from offload.planner.step_budget import Allowance
 from offload.telemetry.removed_chunks import RemovalLog
 
 FIRST_BATCH = 16
-"""Number of chunks that are queried together before the first one was found."""
+"""Number of chunks that are queried together before any chunk was found."""
 
 Holders = tuple[Container[bytes], ...]
 
 
 class KnownRange:
-    """Chunks ``[first, end)`` of one group that ``holders`` have, and whether the next one is
+    """Chunks ``[first, end)`` of one group that the holders have, and whether the next chunk is
     missing.
 
     ``mark`` is the position in the log of removals up to which the range has been checked.
@@ -42,7 +42,7 @@ class KnownRange:
         return all(a is b for a, b in zip(holders, self.holders, strict=True))
 
     def cut(self, keys: Sequence[bytes], gone: Iterable[Sequence[bytes]]) -> None:
-        """Shorten the range at the first of these departed chunks that no holder has any more."""
+        """Shorten the range at the first of these removed chunks that no holder has any more."""
         if self.chunk_of is None:
             found = keys[self.first : self.end]
             self.chunk_of = dict(zip(found, range(self.first, self.end), strict=True))
@@ -74,8 +74,8 @@ class KnownRange:
     def _batch(self) -> int:
         """The next chunks to query.
 
-        Few if the first is likely to be missing, as for a new prompt; only one if that one was
-        missing before, because it usually still is.
+        A few if the first one is likely to be missing, as for a new prompt; a single one if the
+        next chunk was missing before, because it usually still is.
         """
         if self.has_gap:
             return 1
@@ -86,8 +86,8 @@ class PartialLookup:
     """The known results for one request's chunks.
 
     ``is_partial`` is set if a lookup ended before it knew everything: it is repeated in the next
-    step and goes on where this one stopped. Each step queries a bounded number of chunks. A request
-    still does not wait forever: if results are invalidated again and again because chunks keep
+    step and continues where it stopped. Each step queries a bounded number of chunks. Even so, a
+    request does not wait forever: if results are invalidated again and again because chunks keep
     leaving the tiers, everything is queried at once.
     """
 
@@ -112,7 +112,7 @@ class PartialLookup:
         """Return the ends of the runs of chunks that ``holders`` have, for
         `PrefixMatcher.longest_match`.
 
-        They are too low, and ``is_partial`` is set, if this step's ``allowance`` is used up.
+        The ends are too low, and ``is_partial`` is set, if this step's ``allowance`` is used up.
         ``above`` names the holders; ``removals`` logs the chunks that left them.
         """
 
@@ -136,7 +136,7 @@ class PartialLookup:
         holders: Holders,
         removals: RemovalLog,
     ) -> KnownRange:
-        """Return the range known from before, or an empty one."""
+        """Return the range that is already known, or an empty one."""
         run = self._runs.get(name)
         if run is not None and run.is_of(first, holders):
             gone = removals.since(run.mark)

@@ -1,8 +1,8 @@
-"""Explains why a request missed: which chunk was the first one missing, and why.
+"""Explains why a request missed: which chunk was the first to be missing, and why.
 
 Part of the scheduler side, on its thread; pure. Each request is explained once, when vLLM has
-accepted the hit. Only one boundary's chunks are looked at again, so the cost does not depend on the
-prompt's length.
+accepted the hit. Only the chunks of one boundary are checked again, so the cost does not depend on
+the prompt's length.
 """
 
 from __future__ import annotations
@@ -23,12 +23,11 @@ from offload.requests.request_state import RequestIdentity
 from offload.telemetry.removed_chunks import Cause, Removed
 
 FOREIGN_S = 3600.0
-"""For this long after the start, a chunk never stored here may lie in another namespace."""
+"""For this long after the start, a chunk that was never stored here may be in another namespace."""
 
 
 class Reason(enum.Enum):
-    """The reason why the prefix was not longer. The names are those of the metric and of the
-    file."""
+    """The reason why the hit was not longer. Their names are used in the metric and in the file."""
 
     COMPLETE = "complete"
     NEVER_STORED = "never_stored"
@@ -89,7 +88,7 @@ _OF_CAUSE = {
 
 @dataclass(slots=True)
 class Miss:
-    """Explains why a prefix was not longer.
+    """Explains why a hit was not longer.
 
     ``depth_tokens`` is the end of the missing chunk, ``ago_s`` how long ago it was removed,
     ``policy`` the policy that evicted it; ``note`` gives details.
@@ -109,9 +108,9 @@ class Miss:
 class RequestRecord:
     """The result of one request's lookup.
 
-    Tokens: ``gpu_tokens`` came from vLLM's own cache, ``wanted_tokens`` were looked up beyond them,
-    and ``hit_tokens`` of those were found; ``loaded`` has the tokens loaded by tier. ``time_s`` is
-    Unix time. A ``final`` record does not change any more.
+    Token counts: ``gpu_tokens`` came from vLLM's own cache, ``wanted_tokens`` were looked up beyond
+    them, and ``hit_tokens`` of those were found; ``loaded`` has the tokens loaded by tier.
+    ``time_s`` is Unix time. A ``final`` record no longer changes.
     """
 
     request: str
@@ -164,10 +163,10 @@ class Explainer:
     def why(
         self, planner: Planner, identity: RequestIdentity, start: int, hit: int, limits: range
     ) -> Miss:
-        """Explain why the prefix ends at ``hit`` tokens after a lookup from ``start`` on.
+        """Explain why the hit of a lookup from ``start`` on ends at ``hit`` tokens.
 
-        ``limits`` are the tokens that the request wanted at most, and the most that its prompt
-        could have had.
+        ``limits`` are the number of tokens that the request wanted at most, and the most that its
+        prompt could have had.
         """
         now = planner.stats.now
         self._started_s = now if self._started_s is None else self._started_s
@@ -211,7 +210,7 @@ class Explainer:
 
     @staticmethod
     def _unanswered(planner: Planner, read: frozenset[int] | None, key: bytes) -> Miss | None:
-        """Explain why a shared tier did not say whether it has a chunk, if that is the case."""
+        """Explain why it is unknown whether a shared tier has a chunk, if that is the case."""
         for tier in sorted(planner.presence.tiers):
             name, gate = planner.lower[tier].name, planner.health[tier]
             if planner.presence.is_unanswered(tier, key):
@@ -222,7 +221,7 @@ class Explainer:
 
     @staticmethod
     def _held_back(planner: Planner, read: frozenset[int] | None, key: bytes) -> Miss | None:
-        """Explain why a chunk that a tier holds was not used, if that is the case."""
+        """Explain why a chunk was not used although a tier holds it, if that is the case."""
         found = None
         if key in planner.cpu:
             found = Miss(Reason.FILTERED, tier="cpu", note="tiers")
@@ -259,11 +258,11 @@ def failed(result: JobResult | None) -> Reason:
 
 
 class Sink(Protocol):
-    """Takes final records. Never waits and never raises."""
+    """Receives final records. Never waits and never raises."""
 
     @property
     def dropped(self) -> int:
-        """Number of records that were not taken, because the sink was behind or has failed."""
+        """Number of records that were not accepted, because the sink was too slow or has failed."""
 
     def __call__(self, record: RequestRecord) -> None: ...
 
@@ -292,13 +291,13 @@ class RequestLog:
         self._count(record, record.wanted_tokens - record.hit_tokens)
 
     def failed(self, record: RequestRecord, reason: Reason) -> None:
-        """The hit could not be loaded: count the request once more, under that reason."""
+        """Count the request once more, under this reason, because its hit could not be loaded."""
         record.loaded = {}
         record.miss = Miss(reason)
         self._count(record, record.hit_tokens)
 
     def known(self, record: RequestRecord, loaded: Mapping[str, int] | None = None) -> None:
-        """The record is final: pass it on. ``loaded`` are the tokens by tier of a load that has
+        """Pass on the record, which is final. ``loaded`` are the tokens by tier of a load that has
         succeeded."""
         if loaded is not None:
             record.loaded = loaded

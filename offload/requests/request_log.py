@@ -22,15 +22,15 @@ from offload.requests.background_writer import BackgroundWriter, not_followed, p
 from offload.requests.miss_reasons import RequestRecord
 
 EARLIER_MAX_BYTES = 16 << 20
-"""Bytes of an earlier server's file that are read at most."""
+"""Maximum number of bytes that are read from an earlier server's file."""
 
 
 class RequestFile:
     """One JSON object per line, oldest first, each with the server's namespace.
 
     The file holds at least the last ``most`` requests, including those of a server that used it
-    before, and at most twice that number. Then a shorter file replaces it, so that a reader who
-    opens it by name always finds whole lines.
+    before, and at most twice that number. When it has grown to that number, a shorter file replaces
+    it, so that a reader who opens it by name always finds whole lines.
     """
 
     def __init__(self, path: str, most: int, namespace: str = "") -> None:
@@ -55,7 +55,7 @@ class RequestFile:
         self._writer.put(record)
 
     def close(self, timeout_s: float = 2.0) -> None:
-        """Write the waiting records, as far as time allows."""
+        """Write the waiting records, within a time limit."""
         self._writer.close(timeout_s)
 
     async def _write(self, batches: AsyncIterator[list[RequestRecord]], executor: Executor) -> None:
@@ -92,10 +92,10 @@ class RequestFile:
 
 
 async def _earlier(path: str, executor: Executor) -> list[str]:
-    """Read the last whole lines that an earlier server wrote, so that ``kvtiers why`` can explain a
+    """Read the last whole lines that an earlier server wrote, so that ``kvtiers why`` works after a
     crash.
 
-    Returns none if the file is not one of ours.
+    Returns no lines if the file was not written by kvtiers.
     """
     open_file = partial(aiofiles.open, opener=not_followed, executor=executor)
     try:

@@ -16,14 +16,14 @@ from offload.requests.lookup_cache import PartialLookup
 
 
 class RequestIdentity:
-    """Identifies a request and says what it may do.
+    """Identifies a request and states what it may do.
 
     Made by `offload.connector.scheduler.new_requests` when the request arrives.
 
     ``keys[i]`` are the chunk keys of ``layout.groups[i]``. They grow with the request's block
     hashes and are made on first use. ``origin`` is the part of the request that policies may know.
-    ``client_asked`` is set if the client sent an object for kvtiers, and ``rejected_options`` says
-    what was wrong with it. ``filtered_by`` is the reason if ``no_load`` is set.
+    ``client_asked`` is set if the client sent an object for kvtiers, and ``rejected_options``
+    describes the errors in it. ``filtered_by`` is the reason if ``no_load`` is set.
     """
 
     __slots__ = (
@@ -66,7 +66,7 @@ class RequestIdentity:
         self.no_store = self.no_store or origin.controls.no_store
 
     def extend(self, block_hashes: Sequence[bytes]) -> None:
-        """Take in the request's current block hashes: chunks that are now complete get keys."""
+        """Process the request's current block hashes: chunks that are now complete get keys."""
         for keys in self.keys:
             keys.grow(block_hashes)
 
@@ -75,11 +75,11 @@ class LookupState:
     """The last lookup of a request. Used by `offload.requests.lookup`.
 
     The lookup began at ``start`` and its hit ends at ``hit_end_tokens``. ``known`` caches the
-    results of all lookups; ``wait`` is the last query to shared tiers. ``is_promised`` means that
-    vLLM was given a hit and has not allocated blocks for it. ``refused`` means that too many loads
-    were under way, ``shortened`` that an end not worth loading was cut off. ``load`` has the chunks
-    to load by group, for a hit that ends at ``load_end_tokens``. ``record`` is the request's
-    record, once vLLM has accepted the hit.
+    results of all lookups; ``wait`` is the last query to shared tiers. ``is_promised`` means that a
+    hit was reported to vLLM, which has not allocated blocks for it yet. ``refused`` means that too
+    many loads were under way, ``shortened`` that a tail not worth loading was cut off. ``load`` has
+    the chunks to load by group, for a hit that ends at ``load_end_tokens``. ``record`` is the
+    request's record, once vLLM has accepted the hit.
     """
 
     __slots__ = (
@@ -105,7 +105,8 @@ class LookupState:
         self.load: tuple[range, ...] = ()
         self.load_end_tokens = 0
         self.wait: Any = None  # offload.planner.presence.PendingLookup
-        self.record: Any = None  # offload.requests.miss_reasons.RequestRecord, made from this
+        # an an offload.requests.miss_reasons.RequestRecord, made from this lookup lookup
+        self.record: Any = None
 
     def begin(self, start: int) -> None:
         """Begin a lookup, which has found nothing yet."""
@@ -153,7 +154,7 @@ class LookupState:
 class StoreState:
     """The progress of storing a request. Used by `offload.connector.scheduler.store_progress`.
 
-    Chunks before ``next_chunk[i]`` of ``layout.groups[i]`` are done, and the next one is not
+    Chunks before ``next_chunk[i]`` of ``layout.groups[i]`` are done, and no further chunk is
     complete before ``ready_at`` tokens are computed. ``loaded`` has the chunks of the last load by
     group, which need no store. ``stale`` means that the blocks computed so far must not be stored.
     ``removal_mark`` is the count of `offload.telemetry.removed_chunks.RemovalLog` when the request
@@ -200,9 +201,9 @@ class StoreState:
 class RequestOutcome:
     """The results of the request's loads. Used by `offload.connector.scheduler.scheduler_side`.
 
-    ``loading`` means that a load is under way, ``failures`` counts the failed ones, ``tokens`` are
-    those of the last load by tier. ``has_answered`` means that the first output token was
-    seen.
+    ``loading`` means that a load is under way, ``failures`` counts failed loads, ``tokens`` are
+    those of the last load by tier. ``has_answered`` means that vLLM has produced the first output
+    token.
     """
 
     __slots__ = ("failures", "has_answered", "loading", "tokens")

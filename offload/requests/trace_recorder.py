@@ -1,9 +1,9 @@
 """Records the prompts of a running server as a trace that ``kvtiers simulate`` reads.
 
-Only numbers leave the process: which prompts share which blocks, and when. Tokens and hashes do
-not. Opt-in, because it needs threads in vLLM's scheduler process. `TraceRecorder` belongs to the
-scheduler's thread. The file and the block numbers belong to its `BackgroundWriter`, which drops and
-counts prompts that it cannot queue, and ends the recording if the file cannot be written.
+Only numbers leave the process: which prompts share which blocks, and when. Tokens and hashes do not
+leave it. Opt-in, because it needs threads in vLLM's scheduler process. `TraceRecorder` belongs to
+the scheduler's thread. The file and the block numbers belong to its `BackgroundWriter`, which drops
+and counts prompts that it cannot queue, and ends the recording if the file cannot be written.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from policies.simulation.trace import TraceLines
 logger = logging.getLogger(__name__)
 
 BLOCKS_MAX = 2_000_000
-"""Maximum of different blocks in one file; each takes about 150 bytes of memory."""
+"""Maximum number of different blocks in one file; each takes about 150 bytes of memory."""
 GZIP_WBITS = 31
 
 
@@ -41,8 +41,8 @@ class Seen:
 
 
 class TraceRecorder:
-    """Writes one file in kvtiers' trace format (``policies.simulation.trace``); replaces an old
-    one.
+    """Writes one file in kvtiers' trace format (``policies.simulation.trace``); replaces an
+    existing file.
 
     ``block_tokens`` is the size of a recorded chunk. A file whose name ends in ``.gz`` is
     compressed and is complete only after ``close``.
@@ -68,7 +68,7 @@ class TraceRecorder:
         self._writer.put(seen)
 
     def close(self, timeout_s: float = 2.0) -> None:
-        """Write the waiting prompts, as far as time allows."""
+        """Write the waiting prompts, within a time limit."""
         self._writer.close(timeout_s)
         if self.dropped:
             logger.warning("kvtiers: %s is missing %d prompts", self._path, self.dropped)
@@ -86,7 +86,9 @@ class TraceRecorder:
                 await file.write(packed("".join(self._rows(batch))))
                 await file.flush()
                 if self._is_full():
-                    logger.warning("kvtiers: %s has %d blocks: full", self._path, self._blocks_max)
+                    logger.warning(
+                        ("kvtiers: %s is full: it has %d blocks"), self._path, self._blocks_max
+                    )
                     break
             if pack is not None:
                 await file.write(pack.flush())
@@ -102,10 +104,9 @@ class TraceRecorder:
             yield self._lines.record(time_s, seen.keys, seen.prompt_tokens, **_fields(seen))
 
     def _is_full(self) -> bool:
-        """True if the file has no number left for these blocks.
+        """True if the file has no numbers left for these blocks.
 
-        For speed, only the new ones are counted, and only if counting all of them would exceed the
-        maximum.
+        For speed, the new blocks are counted only if counting all of them would exceed the maximum.
         """
         if self._blocks <= self._blocks_max:
             return False

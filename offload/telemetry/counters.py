@@ -10,20 +10,21 @@ from offload.layout.keys import CPU
 from offload.telemetry.removed_chunks import Cause, RemovalCauses, Removed
 
 LEFT_FOR = (Cause.EVICTED, Cause.CORRUPT, Cause.LOST, Cause.RESET)
-"""Causes of chunks that leave a tier; the other causes are of chunks that did not enter."""
+"""Causes for which chunks leave a tier; the other causes explain why chunks did not enter."""
 
 
 class ChunkListener(Protocol):
-    """Listens to changes of the chunks that a tier can load (``CPU`` or a lower tier's number)."""
+    """Is notified of changes of the chunks that a tier (``CPU`` or a lower tier's number) can
+    load."""
 
     def stored(self, tier: int, keys: Sequence[bytes]) -> None:
-        """A tier can provide these chunks now."""
+        """Called when a tier can provide these chunks."""
 
     def removed(self, tier: int, keys: Sequence[bytes]) -> None:
-        """A tier cannot provide them any more."""
+        """Called when a tier can no longer provide them."""
 
     def cleared(self) -> None:
-        """No tier can provide anything any more."""
+        """Called when no tier can provide any chunk."""
 
 
 @dataclass(slots=True)
@@ -70,11 +71,11 @@ class PlannerStats:
         self.now = now
 
     def listen(self, listener: ChunkListener) -> None:
-        """Notify ``listener`` of every chunk that comes or goes from now on."""
+        """From now on, notify ``listener`` of every chunk that enters or leaves a tier."""
         self._listener = listener
 
     def shortened(self) -> None:
-        """A hit was cut because too few of its tokens lie in a slow tier."""
+        """Count a hit that was shortened because too few of its tokens were in a slow tier."""
         self.short_loads += 1
 
     def load_refused(self) -> None:
@@ -105,29 +106,31 @@ class PlannerStats:
             self._listener.stored(tier, good)
 
     def promoted(self, keys: Sequence[bytes]) -> None:
-        """Chunks that were read into the CPU tier."""
+        """Count chunks that were read into the CPU tier."""
         if keys and self._listener is not None:
             self._listener.stored(CPU, keys)
 
     def evicted(self, tier: int, keys: Sequence[bytes]) -> None:
-        """Chunks that left a tier to make room."""
+        """Count chunks that were evicted from a tier to free space."""
         if keys:
             self.tier(tier).evicted_chunks += len(keys)
             self._left(tier, keys, Cause.EVICTED)
 
     def dropped(self, tier: int, keys: Sequence[bytes], corrupt: Container[bytes]) -> None:
-        """Chunks forgotten because they were damaged (those in ``corrupt``) or missing."""
+        """Count chunks that were forgotten because they were damaged (those in ``corrupt``) or
+        missing."""
         self.tier(tier).dropped_chunks += len(keys)
         damaged = [key for key in keys if key in corrupt]
         self._left(tier, damaged, Cause.CORRUPT)
         self._left(tier, [key for key in keys if key not in corrupt], Cause.LOST)
 
     def refused(self, tier: int, keys: Sequence[bytes], cause: Cause) -> None:
-        """Chunks that did not enter a tier."""
+        """Count chunks that did not enter a tier."""
         self._gone(tier, keys, cause)
 
     def planned(self, tokens_by_tier: Mapping[int, int]) -> None:
-        """A load of these numbers of tokens per tier was planned: the tiers above lack them."""
+        """Count a planned load of these numbers of tokens per tier: the tiers above lack the
+        tokens."""
         for tier, tokens in tokens_by_tier.items():
             self.tier(tier).hit_tokens += tokens
             for above in range(CPU, tier):
@@ -139,7 +142,7 @@ class PlannerStats:
             counters.missed_tokens += tokens
 
     def reset(self, keys: Sequence[bytes], counts: Mapping[int, int]) -> None:
-        """Everything was forgotten: ``counts`` chunks of each tier, ``keys`` among them."""
+        """Count a reset: ``counts`` chunks of each tier were forgotten, ``keys`` among them."""
         self.resets += 1
         for tier, count in counts.items():
             self._count_removed(tier, Cause.RESET, count)
@@ -163,7 +166,7 @@ class PlannerStats:
         self.causes.note(keys, Removed(cause, tier, self.now))
 
     def loaded(self, tokens_by_tier: Mapping[int, int], *, failed: bool) -> None:
-        """One load that ended."""
+        """Count one load that ended."""
         if failed:
             self.load_failures += 1
             return
@@ -243,7 +246,7 @@ class WorkerStats:
         self.unverified_chunks += unknown
 
     def corrupt(self, tier: int) -> None:
-        """A record that failed verification."""
+        """Count a record that failed verification."""
         self.corrupt_records[tier] = self.corrupt_records.get(tier, 0) + 1
 
     def scrubbed(self, tier: int, records: int, nbytes: int, damaged: int) -> None:
@@ -270,7 +273,7 @@ class WorkerStats:
         self.set_aside[tier] = self.set_aside.get(tier, 0) + 1
 
     def read(self, tier: int, nbytes: int, seconds: float) -> None:
-        """One batch read from a lower tier."""
+        """Count one batch read from a lower tier."""
         self.read_bytes[tier] = self.read_bytes.get(tier, 0) + nbytes
         self.read_seconds[tier] = self.read_seconds.get(tier, 0.0) + seconds
 

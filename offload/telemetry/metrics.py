@@ -1,6 +1,7 @@
-"""Every metric by name: its text and labels. ``docs/reference/metrics.md`` is printed from it.
+"""Every metric by name: its text and labels. ``docs/reference/metrics.md`` is generated from it.
 
-Names follow Prometheus: ``vllm:kvtiers_<what>_<unit>``; a counter gets ``_total`` when it is shown.
+Names follow Prometheus: ``vllm:kvtiers_<what>_<unit>``; a published counter also ends in
+``_total``.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ class Metric:
     tiers: Tiers = Tiers.ALL
 
     def shown_as(self, name: str) -> str:
-        """The full name on the page."""
+        """The metric's full name on ``/metrics``."""
         return PREFIX + name + ("_total" if self.counter else "")
 
 
@@ -51,10 +52,10 @@ def _gauge(text: str, *labels: str) -> Metric:
 
 FOUND = {
     "wanted_tokens": Metric(
-        "Prompt tokens beyond vLLM's own cache that could have come from a tier."
+        "Prompt tokens beyond vLLM's own cache that a tier could have provided."
     ),
     "hit_tokens": Metric("Tokens for which a load was planned, by the tier that holds them.", TIER),
-    "missed_tokens": Metric("Wanted tokens that neither a tier nor one above it holds.", TIER),
+    "missed_tokens": Metric("Wanted tokens that neither this tier nor one above it holds.", TIER),
     "loaded_tokens": Metric("Tokens restored, by the tier that held them.", TIER),
     "misses": Metric(
         "Requests that did not find their whole prefix, by the reason of the first missing chunk.",
@@ -85,7 +86,9 @@ MOVED = {
     "store_seconds": Metric("Time from the submission of a store to its end."),
     "store_refusals": Metric("Chunks that found no slot in the CPU tier."),
     "stores_cancelled": Metric("Stores given up because their blocks were reused first."),
-    "fence_timeouts": Metric("Stores that failed because a step could not wait longer for them."),
+    "fence_timeouts": Metric(
+        "Stores that failed because a step could not wait for them any longer."
+    ),
     "copy_groups": _gauge(
         "KV cache groups that are copied in this way between the GPU and the CPU tier: batch, "
         "kernel or each (GPUs).",
@@ -122,7 +125,7 @@ HELD = {
     "evicted_chunks": Metric("Chunks evicted from a tier to free space.", TIER),
     "dropped_chunks": Metric("Chunks forgotten because they were missing or damaged.", TIER),
     "removed_chunks": Metric(
-        "Chunks that left a tier: evicted, corrupt, lost (the record had gone) or reset.",
+        "Chunks that left a tier: evicted, corrupt, lost (the record had disappeared) or reset.",
         ("tier", "reason"),
     ),
 }
@@ -146,8 +149,10 @@ HEALTH = {
         "comparison has ended with an error."
     ),
     "scrubbed_records": _lower("Records verified while their tier was idle."),
-    "scrubbed_bytes": _lower("Bytes of these records."),
-    "scrub_damaged": _lower("Damaged records found that way; corrupt_records counts them too."),
+    "scrubbed_bytes": _lower("Bytes of the records verified while their tier was idle."),
+    "scrub_damaged": _lower(
+        "Damaged records found while their tier was idle; corrupt_records counts them too."
+    ),
     "set_aside": _lower(
         "Times that a lower tier began empty because its files could not be trusted: damaged "
         "files, another disk, an older copy."
@@ -164,7 +169,8 @@ HEALTH = {
     "resets": Metric("Resets of all tiers."),
     "wrong_values": Metric("Invalid values in clients' kv_transfer_params."),
     "events_lost": Metric(
-        "Changes not published as KV events: too many waited; all chunks were published again."
+        "Changes not published as KV events because too many waited; all chunks were then "
+        "published again."
     ),
     "requests_lost": Metric("Requests that record_requests could not write in time."),
 }
@@ -179,9 +185,9 @@ HOOKS = {
     "hook_faults": Metric("Exceptions contained in a vLLM hook.", ("hook",)),
 }
 SECTIONS: dict[str, dict[str, Metric]] = {
-    "What requests found": FOUND,
-    "What was moved": MOVED,
-    "What the tiers hold": HELD,
+    "Results of requests": FOUND,
+    "Transfers": MOVED,
+    "Contents of the tiers": HELD,
     "Health": HEALTH,
     "Time on vLLM's threads": HOOKS,
 }

@@ -1,9 +1,9 @@
-"""The chunks that left the tiers most recently: in order, and by key with the cause.
+"""Remembers the chunks that left the tiers most recently: in order, and by key with the cause.
 
 Owned by the planner and used on its thread. ``RemovalLog`` is one bounded log of all tiers, for
 lookups that remember their results: a lookup that reads it too late queries everything again.
 ``RemovalCauses`` keeps a dict per batch of removed chunks and forgets the oldest: building one runs
-at the speed of C, and none is large enough to grow slowly.
+at C speed, and no dict grows large enough to slow down.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from dataclasses import dataclass
 from itertools import islice
 
 LOGGED_MAX = 16_384
-"""Number of keys that are kept in the log; a step evicts a thousand at most."""
+"""Number of keys that are kept in the log; one step evicts at most a thousand."""
 
 
 class RemovalLog:
-    """The last ``most`` keys or so that a tier cannot provide any more, though another tier may.
+    """About the last ``most`` keys that a tier can no longer provide, though another tier may.
 
     ``count`` is the number of removals so far: a mark that can be passed to ``since`` later.
     """
@@ -28,7 +28,7 @@ class RemovalLog:
         self.count = 0
         self._most = most
         self._batches: deque[Sequence[bytes]] = deque()
-        self._forgotten = 0  # the part of ``count`` before the first batch
+        self._forgotten = 0  # the value of ``count`` before the first batch
 
     def note(self, keys: Collection[bytes]) -> None:
         """Note removed chunks."""
@@ -46,8 +46,8 @@ class RemovalLog:
         self._forgotten = self.count
 
     def since(self, mark: int) -> list[Sequence[bytes]] | None:
-        """The chunks removed since ``count`` was ``mark``, perhaps with some earlier ones; ``None``
-        if they are no longer known."""
+        """The chunks removed since ``count`` was ``mark``, possibly with some earlier ones;
+        ``None`` if they are no longer known."""
         if mark < self._forgotten:
             return None
         left, found = self.count - mark, []
@@ -62,11 +62,11 @@ class RemovalLog:
 REMEMBERED_MAX = 65_536
 """Number of keys that are remembered; about 11 MiB."""
 PART_MAX = 512
-"""Keys of small batches that share a dict."""
+"""Number of keys of small batches that share a dict."""
 
 
 class Cause(enum.Enum):
-    """The cause why a chunk is in no tier, or not in this one."""
+    """The cause for which a chunk is in no tier, or not in this one."""
 
     EVICTED = "evicted"
     CORRUPT = "corrupt"
@@ -88,19 +88,19 @@ class Removed:
 
 
 class RemovalCauses:
-    """The last ``most`` keys or so, each with its latest removal."""
+    """About the last ``most`` keys, each with its latest removal."""
 
     def __init__(self, most: int = REMEMBERED_MAX) -> None:
         self._most = most
         self._part_most = min(PART_MAX, most // 2)
-        self._parts: deque[dict[bytes, Removed]] = deque()  # the youngest first
+        self._parts: deque[dict[bytes, Removed]] = deque()  # newest first
         self._count = 0
 
     def __len__(self) -> int:
         return self._count
 
     def note(self, keys: Iterable[bytes], departure: Removed) -> None:
-        """Note keys that were removed, or did not enter."""
+        """Note keys that were removed, or that did not enter."""
         gone = dict.fromkeys(islice(keys, self._most), departure)
         if not gone:
             return

@@ -1,4 +1,4 @@
-"""Digests of KV blocks, computed where the blocks are: one number per block and layer.
+"""Digests of KV blocks, computed on the device of the blocks: one number per block and layer.
 
 The arithmetic uses integers in torch, so a digest is the same on every processor and on a GPU. On a
 GPU it runs on the stream on which it is called. Each 64-bit word of a page is mixed with a number
@@ -45,8 +45,8 @@ class _Pages:
 class DeviceDigest:
     """Computes digests of the registered KV caches.
 
-    It only reads the caches. It reads them on the stream on which `of` is called, so that stream
-    decides what it sees.
+    It only reads the caches. It reads them on the stream on which `of` is called, so the order on
+    that stream decides which content it reads.
     """
 
     def __init__(self, registration: Registration) -> None:
@@ -124,7 +124,7 @@ def _salts(count: int) -> torch.Tensor:
 
 
 def _signed(number: int) -> int:
-    """The same 64 bits as the signed number that torch takes."""
+    """The same 64 bits as a signed number, which torch requires."""
     return number - (1 << 64) if number >> 63 else number
 
 

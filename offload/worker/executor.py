@@ -1,11 +1,11 @@
 """The executor: carries out plans on one rank.
 
-Ownership. `accept` and everything below it run on one asyncio loop and own the tasks, the fills and
-the tier writers. `post`, `fence` and `drain` belong to the thread that drives vLLM's model runner
-(or to the loop itself, in one process) and own `_fences` and `_open`. Plans reach the loop by
-``call_soon_threadsafe``, answers come back in a deque; there is no lock.
+Ownership. `accept` and the methods that it calls run on one asyncio loop and own the tasks, the
+fills and the tier writers. `post`, `fence` and `drain` belong to the thread that drives vLLM's
+model runner (or to the loop itself, in one process) and own `_fences` and `_open`. Plans reach the
+loop by ``call_soon_threadsafe``, and answers return in a deque; there is no lock.
 
-Every job is answered exactly once, even if it failed, hung or could not be understood.
+Every job is answered exactly once, even if it fails, hangs or cannot be understood.
 """
 
 from __future__ import annotations
@@ -45,14 +45,13 @@ logger = logging.getLogger(__name__)
 
 
 STALL_S = 5.0
-"""A load that is this long past its deadline is given up without the loop, which must have
-stopped."""
+"""This long after its deadline, a load is given up without the loop, which must be blocked."""
 
 
 class Executor:
     """Runs plans with a copy engine and tiers over one slab.
 
-    ``staging`` are slots of the slab that the planner does not know; chunks without a slot pass
+    ``staging`` are slots of the slab that the planner does not use; chunks without a slot pass
     through them. ``scrubs`` gives the limits of the tiers that verify their records while they are
     idle.
     """
@@ -121,9 +120,10 @@ class Executor:
     # -- the driver's thread -----------------------------------------------------------------
 
     def post(self, plan: StepPlan, *, refused: str = "") -> None:
-        """Hand over a plan. Call it after the step's forward pass was submitted; it never waits.
+        """Pass a plan to the loop. Call this after the step's forward pass was submitted; it never
+        waits.
 
-        ``refused``: the reason why the plan's stores and loads must fail, if there is one.
+        ``refused``: the reason why the plan's stores and loads must fail, or ``None``.
         """
         if plan.empty or self._loop is None:
             return
@@ -160,34 +160,35 @@ class Executor:
     def _refuse_on_loop(self, loads: Sequence[LoadJob]) -> None:
         """Fail these loads' fills: no other load may join them or wait for their parts."""
         if loads and self._loop is not None:
-            with contextlib.suppress(RuntimeError):  # the loop is closed, so no load can join them
+            with contextlib.suppress(RuntimeError):
+                # the loop is closed, so no load can join these loads
                 self._loop.call_soon_threadsafe(self._lane.refuse, loads)
 
     def before_step(self, plan: StepPlan) -> None:
-        """Call before the step's forward pass, which may overwrite blocks that stores still
-        read."""
+        """Wait for fences; call this before the step's forward pass, which may overwrite blocks
+        that stores still read."""
         if self._verifier is not None:
             self._verifier.before_step(plan)
 
     def fence(self, jobs: Sequence[int]) -> None:
-        """Wait until these stores have read their GPU blocks, or until the GPU will let them read
-        before anything launched from now on; at most ``fence_timeout_s``.
+        """Wait until these stores have read their GPU blocks, or until the GPU will make later
+        launches wait for them; at most ``fence_timeout_s``.
 
-        A store that has not started by then never will. A store that is under way is failed,
-        whatever it copies. In both cases its slot is never committed.
+        A store that has not started by then never starts. A store that is under way fails, even if
+        its copy succeeds. In both cases its slot is never committed.
         """
         timeout_s = self.limits.fence_timeout_s
         late = self._fences.wait(jobs, timeout_s, self._engine.hold_compute)
         self.stats.fences_timed_out(late)
 
     def poison(self, jobs: Sequence[int]) -> None:
-        """Fail these stores, whatever they still copy."""
+        """Fail these stores, even if they still copy."""
         self._fences.poison(jobs)
 
     def drain(self, wait_s: float = 0.0) -> Drained:
-        """Return everything that ended since the last call.
+        """Return everything that has ended since the previous call.
 
-        Waits for a first result at most ``wait_s``; only an idle engine should ask for that.
+        Waits for a first result at most ``wait_s``; only an idle engine should pass a time.
         """
         if wait_s > 0.0:
             deadline = time.monotonic() + wait_s
@@ -219,14 +220,14 @@ class Executor:
 
     @property
     def usable_slots(self) -> int:
-        """The planner's slots that are pinned by now, if they are to be pinned."""
+        """The planner's slots that are pinned by now, if slots are pinned at all."""
         return max(0, self._slab.usable_slots - self._staging)
 
     def _watch_loop(self) -> None:
-        """Give up loads that should have ended long ago, and check that the loop is still running.
+        """Give up loads whose deadline passed long ago, and check that the loop is still running.
 
-        A loop that does not run gets no more copies. The slots of such loads stay taken, because
-        reads may still write into them.
+        A blocked loop gets no more copies. The slots of such loads stay reserved, because reads may
+        still write into them.
         """
         now = time.monotonic()
         late = self._open.give_up_overdue(now)
@@ -234,7 +235,7 @@ class Executor:
             self._health.suspect(self._loop.call_soon_threadsafe, late, now)
         self._health.look(now)
 
-    # -- the loop ----------------------------------------------------------------------------
+    # -- event loop thread -------------------------------------------------------------------------
 
     def start(self, on_result: Callable[[], None] | None = None) -> None:
         """Bind to the running loop; ``on_result`` is called there after each answer."""
@@ -255,12 +256,12 @@ class Executor:
         loads: dict[int, OpenLoad],
         after: object | None,
     ) -> None:
-        """Start everything in a plan, in this order: reset, deletes, stores, write-throughs,
+        """Start all jobs of a plan, in this order: reset, deletes, stores, write-throughs,
         loads."""
         unanswered = Unanswered(plan)
         try:
             self._accept(plan, sources, loads, after, unanswered)
-        except Exception as error:  # every job must be answered, whatever went wrong
+        except Exception as error:  # every job must be answered, whatever the error
             self._degrade(f"a plan could not be carried out: {error!r}")
             for job in unanswered.jobs:
                 if job in sources:
@@ -335,7 +336,7 @@ class Executor:
         started: float,
         error: TransferError | None,
     ) -> None:
-        """Record that a store was copied, or that its copy failed."""
+        """Record that a store's copy has succeeded or failed."""
         end = partial(self._end_store, job, source, error)
         if error is not None:
             if count := self._lane.failed.add("store"):
@@ -345,7 +346,7 @@ class Executor:
         self.stats.copied(stored_bytes=nbytes, store_s=time.perf_counter() - started)
         if self._verifier is None:
             end()
-        else:  # the digest is there before the chunk can be loaded
+        else:  # the digest must be there before the chunk can be loaded
             self._spawn(self._verifier.settled()).add_done_callback(end)
 
     def _end_store(
@@ -361,16 +362,16 @@ class Executor:
     def leave(self, request: str) -> None:
         """Abandon this request's load: it ends as soon as none of its copies is under way.
 
-        Call it on the loop.
+        Call this on the loop.
         """
         assert self._loop is not None
-        self._loop.call_soon(self._lane.leave, request)  # after the plan with the load
+        self._loop.call_soon(self._lane.leave, request)  # after the plan that contains the load
 
     def _load_ended(self, load: LoadTask, task: asyncio.Future[None]) -> None:
         """End a load whose task was cancelled or has failed.
 
         When the whole loop is closed, a task may be cancelled before it has begun. The request must
-        still be reported as ended, once its blocks are free.
+        still be reported as finished, once its blocks are no longer written to.
         """
         if task.cancelled() or task.exception() is not None:
             load.give_up()
@@ -381,10 +382,10 @@ class Executor:
         self._end_load(load.job, is_ok=False)
 
     async def _run_load(self, task: LoadTask) -> None:
-        """Run a load and answer for it.
+        """Run a load and send its answer.
 
-        The request is answered by its deadline, or as soon as nobody waits for it; the job is
-        answered when its slots are no longer written to.
+        The request gets its answer by its deadline, or as soon as the load is abandoned; the job
+        gets its answer when its slots are no longer written to.
         """
         body = asyncio.ensure_future(task.run())
         self._tasks.add(body)
@@ -402,12 +403,12 @@ class Executor:
             self._answer(task.job, await body)
             return
         result = await body
-        # Answer the job first: a caller that sees the request's end must find the job's result.
+        # First the job: a caller that sees the end of the request must find the job's result.
         self._answer(task.job, result)
         self._end_load(task.job, is_ok=not (result.failed or result.bad))
 
     def _refuse(self, unanswered: Unanswered) -> None:
-        """Fail the jobs that have no owner yet."""
+        """Fail the jobs that nothing else will answer."""
         for job in unanswered.jobs:
             self._answer(job, JobResult(failed=True))
         for load in unanswered.loads:
@@ -415,7 +416,7 @@ class Executor:
                 self._end_load(load.job, is_ok=False)
 
     def _end_load(self, job: int, *, is_ok: bool) -> None:
-        """Report the end of a load to its request, if one waits for it."""
+        """Report the end of a load to its request, if a request waits for it."""
         self._ended.append((job, is_ok))
         self._on_result()
 
@@ -451,7 +452,7 @@ class Executor:
 
     @property
     def degraded(self) -> str:
-        """The reason why this rank does not store at present; empty if it does."""
+        """The reason why this rank does not store at present; empty if it stores."""
         return self._health.degraded
 
     def _degrade(self, why: str) -> None:
@@ -459,18 +460,18 @@ class Executor:
 
     @property
     def has_pending_epochs(self) -> bool:
-        """True if a tier has not begun the epoch that was last posted for it."""
+        """True if a tier has not begun the epoch that was posted for it last."""
         return any(writer.is_behind for writer in self._writers)
 
     async def settle(self) -> None:
         """Wait until the tiers have done everything that was posted so far."""
-        await asyncio.sleep(0)  # a plan that was posted on this loop is accepted first
+        await asyncio.sleep(0)  # first accept a plan that was posted on this loop
         await asyncio.gather(*(writer.finish() for writer in self._writers))
 
     async def aclose(self, timeout_s: float = 2.0) -> None:
         """Wait up to ``timeout_s`` seconds for jobs in flight, then close the tiers and the engine.
 
-        No copy is under way any more when it returns. If it was cancelled, call it again.
+        When this returns, no copy is under way any more. If this was cancelled, call it again.
         """
         for scrub in self._scrubs:
             scrub.stop()
@@ -495,6 +496,6 @@ class Executor:
 
 
 def _reads_nothing(source: Reading) -> None:
-    """Mark a store that never begins as having read its blocks: no fence has to wait for it."""
+    """Mark a store that will never begin as having read its blocks: no fence must wait for it."""
     if source.set_running_or_notify_cancel():
         source.set_result(None)

@@ -1,7 +1,7 @@
 """Fences of one rank: a step waits for stores that still read the blocks it is about to overwrite.
 
 On a GPU the step waits only until the store is submitted. From then on the GPU itself keeps the
-order: what the model launches next waits for the end of the copy.
+order: later launches of the model wait for the end of the copy.
 
 Belongs to the thread that drives vLLM's model runner. The loop and the copy lanes only complete the
 futures.
@@ -31,7 +31,8 @@ class Reading(Future[None]):
         self.add_done_callback(lambda _: self._end_is(None))
 
     def will_end_at(self, event: object) -> None:
-        """The store is submitted; on the GPU ``event`` marks its end. From any thread."""
+        """Note that the store is submitted; on a GPU, ``event`` marks its end. May be called from
+        any thread."""
         self._end_is(event)
 
     def end(self, timeout_s: float) -> object | None:
@@ -39,12 +40,12 @@ class Reading(Future[None]):
         return self._end.result(timeout_s)
 
     def _end_is(self, event: object | None) -> None:
-        with suppress(InvalidStateError):  # the end itself may come first
+        with suppress(InvalidStateError):  # the end itself may come before the event
             self._end.set_result(event)
 
 
 class Fences:
-    """The stores that were posted and not answered yet, by job."""
+    """The stores that were posted and have no answer yet, by job."""
 
     def __init__(self) -> None:
         self._reading: dict[int, Reading] = {}
@@ -62,7 +63,7 @@ class Fences:
         return added
 
     def remove(self, jobs: Iterable[int]) -> None:
-        """Remove stores that were not posted after all."""
+        """Remove stores that were not posted in the end."""
         for job in jobs:
             self._reading.pop(job, None)
 
@@ -85,9 +86,10 @@ class Fences:
     def wait(self, jobs: Sequence[int], timeout_s: float, hold: Callable[[object], None]) -> int:
         """Wait until these stores have read their blocks, for at most ``timeout_s`` seconds in all.
 
-        Returns how many have not; they are poisoned. A store that is already poisoned is not waited
-        for again. While a store for which a step has waited without success still hangs, no other
-        store is waited for either: copies run one after the other.
+        Returns the number of stores that have not; those are poisoned. A store that is already
+        poisoned is not waited for again. While a store for which a step has waited without success
+        still hangs, this does not wait for any other store either, because copies run one after the
+        other.
         """
         deadline = time.monotonic() + timeout_s
         missed = 0
@@ -114,19 +116,19 @@ class Fences:
             try:
                 hold(event)
                 return
-            except Exception as error:  # the GPU's driver: wait here instead
+            except Exception as error:  # for the GPU's driver to wait: wait here instead
                 logger.warning("kvtiers: the model's stream cannot wait for a copy: %s", error)
         reading.result(left())
 
     def poison(self, jobs: Iterable[int]) -> None:
-        """Fail these stores, whatever they still copy. One that has not begun never will."""
+        """Fail these stores, even if they still copy. A store that has not begun never begins."""
         for job in jobs:
             if job in self._reading:
                 self._reading[job].cancel()
                 self._poisoned.add(job)
 
     def answered(self, job: int, result: JobResult) -> JobResult:
-        """A job has ended: return the result that may be reported for it."""
+        """End a job, and return the result that may be reported for it."""
         self._reading.pop(job, None)
         self._missed.discard(job)
         if job not in self._poisoned:

@@ -1,4 +1,4 @@
-"""Decides whether a rank may store, and watches whether its loop still runs."""
+"""Decides whether a rank may store, and checks whether its loop still runs."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ class Health:
     """The health of one rank.
 
     ``degraded`` is the reason why it stores nothing at present; ``is_stalled`` means that the loop
-    was asked for a sign of life and has not given one.
+    was sent a ping and has not answered.
 
-    Ownership: ``degrade`` may be called by the loop and by the driver; ``_has_turned`` belongs to
-    the loop, everything else to the driver. Times are in monotonic seconds.
+    Ownership: the loop and the driver may call ``degrade``; ``_has_turned`` belongs to the loop,
+    everything else to the driver. Times are in monotonic seconds.
     """
 
     def __init__(self) -> None:
@@ -29,7 +29,7 @@ class Health:
         self._paused_until = 0.0
 
     def degrade(self, why: str, now: float, pause_s: float = PAUSE_S) -> None:
-        """Stop stores for ``DEGRADED_S``; loads go on as long as they work. Logs one line."""
+        """Stop stores for ``DEGRADED_S``; loads continue as long as they work. Logs one line."""
         self._paused_until = max(self._paused_until, now + pause_s)
         if not self.degraded:
             self.degraded = why
@@ -38,15 +38,15 @@ class Health:
     def suspect(
         self, call_soon: Callable[[Callable[[], None]], object], late: int, now: float
     ) -> None:
-        """Ask the loop for a sign of life, because ``late`` loads did not end in time.
+        """Ping the loop, because ``late`` loads did not end in time.
 
-        The request goes through the loop's ``call_soon_threadsafe``, so the loop answers once it
-        has taken in everything that was posted before.
+        The ping goes through the loop's ``call_soon_threadsafe``, so the loop answers it after
+        everything that was posted before.
         """
         self.degrade(f"{late} loads did not end in time; the event loop may be blocked", now, 0.0)
         if not self.is_stalled:
             self.is_stalled, self._has_answered = True, False
-            with contextlib.suppress(RuntimeError):  # it is closed and will never answer
+            with contextlib.suppress(RuntimeError):  # the loop is closed and will never answer
                 call_soon(self._has_turned)
 
     def look(self, now: float) -> None:

@@ -1,9 +1,9 @@
 """Lets a tier verify records while it is idle.
 
-A batch begins only when the tier has been quiet for a moment, and batches run one at a time, so a
+A batch begins only when the tier has been idle for a moment, and batches run one at a time, so a
 request's read waits for at most one batch.
 
-Owned by the event loop's thread.
+The event loop's thread owns this module's objects.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ TROUBLE_S = 60.0
 
 @dataclass(frozen=True, slots=True)
 class ScrubLimits:
-    """At most ``bytes_per_s``, and each record once in ``period_s``."""
+    """Limits: at most ``bytes_per_s``, and each record once in ``period_s``."""
 
     bytes_per_s: float
     period_s: float
@@ -58,7 +58,7 @@ class IdleScrub:
         self._task = asyncio.ensure_future(self._run())
 
     def stop(self) -> None:
-        """Begin no further batch. One that is under way ends before the tier closes."""
+        """Begin no further batch. A batch that is under way ends before the tier closes."""
         if self._task is not None:
             self._task.cancel()
 
@@ -77,7 +77,7 @@ class IdleScrub:
             await asyncio.sleep(self._take(found))
 
     def _take(self, found: Scrubbed | None) -> float:
-        """Report the result of a batch; returns how long to wait before the next."""
+        """Report the result of a batch; return how long to wait before the next one."""
         if found is None:
             return min(NOTHING_DUE_S, self._limits.period_s)
         if found.trouble:

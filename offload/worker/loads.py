@@ -1,7 +1,7 @@
 """Loads on one rank.
 
-A chunk of a load lies in a slot, or is read into one, or passes through a staging buffer only. All
-parts overlap; a batch goes to the load stream as soon as its bytes are in memory.
+A chunk of a load is in a slot already, is read into a slot, or only passes through a staging
+buffer. All parts overlap; a batch goes to the load stream as soon as its bytes are in memory.
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ logger = logging.getLogger(__name__)
 class LoadLane:
     """The state that all loads of a rank share: staging window, reads in flight, and fills.
 
-    A fill is a future per slot. It tells whether the bytes that a load reads into the slot are
-    good. Loads of other requests that use the slot wait for it. A failed fill stays until the slot
-    is reused, because a plan made before the failure was known may still name it.
+    A fill is a future per slot that tells whether the bytes that a load reads into the slot are
+    intact. Loads of other requests that use the same slot wait for it. A failed fill stays until
+    the slot is reused, because a plan made before the failure was known may still use the slot.
     """
 
     def __init__(
@@ -59,8 +59,8 @@ class LoadLane:
         self.watches = watches
         self.stats = stats
         self.read_batch = limits.read_batch
-        # One per tier, and one per tier for probes: a tier that hangs must delay neither the other
-        # tiers nor the probe that finds out that it works again.
+        # One semaphore per tier, and one per tier for probes: a tier that hangs must delay neither
+        # the other tiers nor the probe that detects its recovery.
         self._reads = [asyncio.Semaphore(limits.reads_in_flight) for _ in tiers]
         self._probes = [asyncio.Semaphore(1) for _ in tiers]
         self.staging = Staging(staging, len(tiers))
@@ -71,8 +71,8 @@ class LoadLane:
     def open(self, job: LoadJob, load: OpenLoad, after: object | None = None) -> LoadTask:
         """Add a load. Its fills exist from now on, so that later loads can join them.
 
-        Copies into GPU blocks wait for ``after``: a forward pass that was launched before may still
-        read the blocks.
+        Copies into GPU blocks wait for ``after``: a forward pass that was launched earlier may
+        still read the blocks.
         """
         task = LoadTask(self, job, load, after)
         task.add(job)
@@ -82,8 +82,8 @@ class LoadLane:
     def advance(self, job: LoadJob) -> None:
         """Add a further part of a load.
 
-        If the load is over because it was given up, the fills of the part's slots fail, since
-        nothing reads into them and other loads may be about to join.
+        If the load was given up, the fills of the part's slots fail, because nothing reads into
+        them and other loads may be about to join.
         """
         task = self._open.get(job.job)
         if task is not None:
@@ -100,7 +100,7 @@ class LoadLane:
             try:
                 self.expect(job.items)
                 self.fail(job.items)
-            except Exception as error:  # an unreadable one must not stop the others
+            except Exception as error:  # an invalid load must not affect the others
                 logger.warning("kvtiers: a load could not be refused: %r", error)
 
     def expect(self, items: Iterable[LoadItem]) -> None:
@@ -117,7 +117,7 @@ class LoadLane:
                 self.filled(item.slot, good=False)
 
     def ended(self, task: LoadTask) -> None:
-        """Remove a load that is over."""
+        """Remove a load that has ended."""
         del self._open[task.job]
 
     def leave(self, request: str) -> None:
@@ -137,7 +137,7 @@ class LoadLane:
             self._fills.pop(slot, None)
 
     def fill(self, slot: int) -> asyncio.Future[bool] | None:
-        """The fill of a slot, if a load reads into it or has done so."""
+        """The fill of a slot, if a load reads or has read into it."""
         return self._fills.get(slot)
 
     def filled(self, slot: int, good: bool) -> None:
@@ -147,15 +147,15 @@ class LoadLane:
             future.set_result(good)
 
     def turn(self, tier: int, *, probe: bool) -> asyncio.Semaphore:
-        """The semaphore that a read of this tier holds."""
+        """The semaphore to acquire for a read of this tier."""
         return (self._probes if probe else self._reads)[tier]
 
 
 class LoadTask:
     """One load.
 
-    `run` returns when the load uses its slots no longer: when all parts have arrived and ended, or
-    when it was given up and the parts that had arrived have ended.
+    `run` returns when the load no longer uses its slots: when all parts have arrived and ended, or
+    when the load was given up and the parts that had arrived have ended.
     """
 
     def __init__(self, lane: LoadLane, job: LoadJob, load: OpenLoad, after: object | None) -> None:
@@ -186,7 +186,7 @@ class LoadTask:
 
     def add(self, job: LoadJob) -> None:
         """Add a part. If an earlier part is missing, the load is given up: an incomplete load must
-        not be taken for a whole one."""
+        not be taken for a complete one."""
         if job.part != self._parts:
             self.give_up()
         self._parts = job.part + 1
@@ -198,9 +198,9 @@ class LoadTask:
         self._news.set()
 
     def time_left(self, timeout_s: float) -> float:
-        """Seconds until the load is late, which is ``timeout_s`` after its newest part arrived.
+        """Seconds until the load is late, counted as ``timeout_s`` after its newest part arrived.
 
-        The time does not run while the load only waits for its next part.
+        The clock stops while the load only waits for its next part.
         """
         if not self._running and not self._news.is_set():
             return timeout_s
@@ -211,8 +211,8 @@ class LoadTask:
         await self._no_copies.wait()
 
     def give_up(self, *, late: bool = False) -> None:
-        """Start no further copy into the request's GPU blocks, because the request does not wait
-        any more (``late``: it has waited too long)."""
+        """Start no further copy into the request's GPU blocks, because the request no longer waits
+        (``late``: it has waited too long)."""
         self._abandoned = True
         self._late = self._late or late
         self._news.set()
@@ -257,11 +257,11 @@ class LoadTask:
         )
 
     def _start(self) -> list[asyncio.Future[list[BaseException | None]]]:
-        """Start the items that have arrived; none if they cannot be understood."""
+        """Start the items that have arrived; start none if they cannot be understood."""
         items, self._new = self._new, []
         try:
             ready, joined, reads = self._sort(items)
-        except Exception as error:  # items that have begun must still come to their end
+        except Exception as error:  # items that have begun must still be completed
             logger.warning("kvtiers: a part of a load could not be read: %r", error)
             self.give_up()
             return []
@@ -285,7 +285,7 @@ class LoadTask:
             if item.tier != IN_SLAB:
                 by_source.setdefault((item.tier, item.slot == STAGED), []).append(item)
             elif item.slot == STAGED:
-                self._bad.add(item.key)  # without a slot or tier: the planner asked for a failure
+                self._bad.add(item.key)  # without a slot or tier: the planner requests a failure
             else:
                 fill = self._lane.fill(item.slot)
                 (joined if fill is not None and not fill.done() else ready).append(item)
@@ -301,7 +301,7 @@ class LoadTask:
         return self._lane.staging.window(tier, probe=not self.request)
 
     async def _join(self, items: Sequence[LoadItem]) -> None:
-        """Copy chunks from slots, once the reads of other loads into them have succeeded."""
+        """Copy chunks from slots, once other loads' reads into them have succeeded."""
         good = []
         for item in items:
             fill = self._lane.fill(item.slot)
@@ -362,7 +362,7 @@ class LoadTask:
             self._lane.stats.corrupt(item.tier)
 
     async def _copy(self, items: Sequence[LoadItem], slots: Sequence[int] | None = None) -> None:
-        """Copy slots into GPU blocks, unless the request has gone or the load is a probe without
+        """Copy slots into GPU blocks, unless the request has ended or the load is a probe without
         blocks."""
         if not items or not items[0].blocks or self._abandoned:
             return

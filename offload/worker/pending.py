@@ -30,7 +30,7 @@ class ExecutorLimits:
 
 
 class _Copy:
-    """A copy into the blocks of a request, from before it is submitted until it has ended."""
+    """A copy into the blocks of a request, from before its submission until its end."""
 
     __slots__ = ("is_refused", "ticket")
 
@@ -44,15 +44,15 @@ class _Copy:
 
 
 class OpenLoad:
-    """A load whose end was not reported to its request yet.
+    """A load whose end has not yet been reported to its request.
 
-    Two threads use it without a lock. ``submit`` belongs to the loop, which adds a copy before it
-    checks whether the load has ended. Everything else belongs to the driver, which ends a load
-    before it checks for copies. The thread that comes second sees what the other one did, so no
-    copy begins in blocks that the request has lost.
+    Two threads use this object without a lock. ``submit`` belongs to the loop, which adds a copy
+    before it checks whether the load has ended. Everything else belongs to the driver, which ends a
+    load before it checks for copies. The thread that comes second sees what the other one did, so
+    no copy begins in blocks that no longer belong to the request.
 
-    ``is_ok`` is ``None`` until the load has ended. ``due`` is when the driver gives it up
-    (monotonic seconds); it is ``None`` while the scheduler still has to send parts, because its
+    ``is_ok`` is ``None`` until the load has ended. ``due`` is the time at which the driver gives it
+    up (monotonic seconds); it is ``None`` while the scheduler still has to send parts, because its
     steps may take any time.
     """
 
@@ -65,7 +65,7 @@ class OpenLoad:
         self._copies: list[_Copy] = []
 
     def submit(self, submit: Callable[[], Ticket]) -> Ticket | None:
-        """Submit a copy into the request's blocks; ``None`` if the load has ended. Raises what
+        """Submit a copy into the request's blocks; ``None`` if the load has ended. Raises whatever
         ``submit`` raises."""
         copy = _Copy()
         self._copies = [one for one in self._copies if not one.has_ended] + [copy]
@@ -88,8 +88,8 @@ class OpenLoad:
 class OpenLoads:
     """The loads of a rank by job, for the driver's thread.
 
-    They are kept by job because a request's name may be used again while the first load under it
-    has not ended here.
+    They are kept by job because a request's name may be reused before the first load under that
+    name has ended here.
     """
 
     def __init__(self) -> None:
@@ -105,9 +105,10 @@ class OpenLoads:
         return any(load.is_ok is not None for load in self._open.values())
 
     def expect(self, jobs: Iterable[LoadJob], due: float) -> dict[int, OpenLoad]:
-        """Add loads, or parts of loads, that are posted. Returns those that begin.
+        """Add posted loads, or parts of loads. Returns those that begin.
 
-        A part that arrives after the end of its load is ignored, and no request waits for a probe.
+        A part that arrives after the end of its load is ignored. A probe is not added, because no
+        request waits for it.
         """
         begun = {}
         for job in jobs:
@@ -120,7 +121,7 @@ class OpenLoads:
         return begun
 
     def end(self, job: int, *, is_ok: bool) -> None:
-        """End a load. Only the first call counts."""
+        """End a load. Only the first call has an effect."""
         load = self._open.get(job)
         if load is not None and load.is_ok is None:
             load.is_ok = is_ok
@@ -137,7 +138,7 @@ class OpenLoads:
         return any(load.is_copying for load in self._open.values())
 
     def give_up_overdue(self, now: float) -> int:
-        """Fail the loads that are past their deadline; returns how many."""
+        """Fail the loads that are past their deadline; return their number."""
         late = 0
         for load in self._open.values():
             if load.is_ok is None and load.due is not None and load.due < now:
@@ -146,9 +147,10 @@ class OpenLoads:
         return late
 
     def take_ended(self) -> list[tuple[str, bool]]:
-        """Return the requests whose load has ended since the last call, and whether it succeeded.
+        """Return the requests whose load has ended since the previous call, and whether it
+        succeeded.
 
-        A request is held back while something is still copied into its blocks, because vLLM reuses
+        A request is held back while a copy into its blocks is still under way, because vLLM reuses
         the blocks as soon as the end is reported.
         """
         ended = [
@@ -162,7 +164,7 @@ class OpenLoads:
 
 
 class Unanswered:
-    """The jobs of a plan that have no owner yet.
+    """The jobs of a plan that nothing answers yet.
 
     ``loads`` are its loads and parts of loads; the first part answers for the whole load.
     """
@@ -180,8 +182,8 @@ class Unanswered:
 class Drained:
     """Everything that ended since the last ``drain``.
 
-    These are the requests whose load is done (``failed`` are among them) and the jobs' results. A
-    request may end before its job does, if a read hangs.
+    That is, the requests whose load has ended (including those in ``failed``) and the jobs'
+    results. A request may end before its job does, if a read hangs.
     """
 
     finished: set[str] = field(default_factory=set)

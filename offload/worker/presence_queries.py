@@ -1,4 +1,4 @@
-"""Asks shared tiers which chunks they hold. Runs on one rank, on the executor's loop."""
+"""Queries shared tiers for the chunks that they hold. Runs on one rank, on the executor's loop."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from tiers.base import SharedTier, Tier
 logger = logging.getLogger(__name__)
 
 IN_FLIGHT = 4
-"""Concurrent queries to one tier; further ones wait."""
+"""Maximum number of concurrent queries to one tier; further queries wait."""
 LATE_S = 1.0
 """A query that takes longer than this counts as a failure of the tier; no request waits that
 long."""
 
 
 class PresenceQueries:
-    """Sends queries to the tiers. ``see(tier, seen)`` receives what a query shows of a tier's
+    """Sends queries to the tiers. ``see(tier, seen)`` receives what a query reveals about a tier's
     health."""
 
     def __init__(
@@ -42,7 +42,7 @@ class PresenceQueries:
     async def ask(self, question: PresenceQuery) -> PresenceReply:
         """Return the tier's reply; never raises.
 
-        A tier that is still at an earlier epoch is not asked, because it would report records of
+        A tier that is still at an earlier epoch is not queried, because it would report records of
         other weights.
         """
         tier = question.tier
@@ -55,5 +55,5 @@ class PresenceQueries:
                     bytes(await self._watches[tier].ask(asking, len(question.keys)))
                 )
             except Exception as error:  # the query must be answered, whatever the error
-                logger.debug("kvtiers: tier %d could not be asked: %r", tier, error)
+                logger.debug("kvtiers: tier %d could not be queried: %r", tier, error)
                 return PresenceReply(None)

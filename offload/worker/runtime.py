@@ -1,7 +1,7 @@
 """Opens one rank: the slab of its CPU tier, the copy engine, the lower tiers and the executor.
 
 The connector's worker side and the in-process manager both build their rank here, and nowhere else.
-The caller owns the result and closes it; until everything is open, an exit stack does.
+The caller owns the result and closes it; until everything is open, an exit stack closes it.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class RankMemory:
 
     @property
     def record_bytes(self) -> int:
-        """Bytes of the smallest record that tiers get."""
+        """Bytes of the smallest record that the tiers will get."""
         return min(group.record_bytes for group in self.groups)
 
     @property
@@ -70,7 +70,7 @@ class RankMemory:
 @dataclass(frozen=True, slots=True)
 class UnopenedTier:
     """A lower tier to open. ``where`` names it in error messages and ``name`` in metrics (``""``:
-    the tier names itself); ``option`` is the configuration key of its capacity, if it has one;
+    the tier has its own name); ``option`` is the configuration key of its capacity, if it has one;
     ``set_aside`` counts folders that were moved out of its way."""
 
     tier: Tier
@@ -93,8 +93,8 @@ def make_memory(
 ) -> RankMemory:
     """Allocate the CPU tier, or one of ``shares`` equal parts of it, for these KV caches.
 
-    ``undo`` receives the release of each part. Raises ``ConfigError`` for capacities below one
-    chunk and ``CapacityError`` if the memory is not available.
+    ``undo`` receives a callback that releases each part. Raises ``ConfigError`` for capacities
+    below one chunk and ``CapacityError`` if the memory is not available.
     """
     groups = registration.groups
     slot_bytes = max(group.record_bytes for group in groups)
@@ -129,11 +129,11 @@ def make_slab(
                 numa_node=node,
             )
             undo.callback(slab.close)
-            if pins:  # a memlock limit shows at the first piece
+            if pins:  # the first piece reveals a memlock limit
                 slab.wait_ready(max(1, at_once))
             undo.pop_all()
         return slab
-    except Exception as error:  # without memory there is no CPU tier, whatever the error
+    except Exception as error:  # whatever the error, there is no CPU tier without memory
         raise CapacityError(f"kvtiers: the CPU tier cannot be set up: {error}") from error
 
 
@@ -164,7 +164,7 @@ async def open_rank(
     namespace: Namespace | None = None,
     verifier: Verifier | None = None,
 ) -> OpenRank:
-    """Open the tiers and make the executor; ``undo`` receives the closing of each tier.
+    """Open the tiers and make the executor; ``undo`` receives a callback that closes each tier.
 
     Raises ``ConfigError`` for a tier whose configured capacity is too small, and
     ``TierUnavailableError`` for anything else that a tier raises.
@@ -204,7 +204,7 @@ async def open_rank(
 async def _open_tier(unopened: UnopenedTier, groups: Sequence[GroupRegions]) -> RankTier:
     try:
         return await _opened(unopened, groups)
-    except ValueError as error:  # its share is too small
+    except ValueError as error:  # the tier's share is too small
         if not unopened.option:
             raise _unavailable(unopened, error) from error
         fix = "Increase it, or remove other data below the path (kvtiers clear)."
@@ -237,7 +237,7 @@ async def _opened(unopened: UnopenedTier, groups: Sequence[GroupRegions]) -> Ran
 
 
 def _fits(found: StoredKeys, sizes: Mapping[int, int]) -> npt.NDArray[np.bool_]:
-    """Mark the records that belong to a group and are as long as its chunks."""
+    """Mark the records that belong to a group and have the length of its chunks."""
     fits = np.zeros(found.column.size, np.bool_)
     if found.column.itemsize > GROUP_BYTES:
         groups = groups_of(found.column)

@@ -14,8 +14,8 @@ PROBE_SHARE = 4
 
 
 class Window:
-    """Some slots, granted to one caller at a time so that two cannot deadlock. ``size`` is the most
-    that one call may take."""
+    """Slots that are granted to one caller at a time, so that two callers cannot deadlock. ``size``
+    is the most that one call may take."""
 
     def __init__(self, slots: Sequence[int]) -> None:
         self.size = len(slots)
@@ -29,18 +29,19 @@ class Window:
         return self._free.qsize()
 
     async def take(self, count: int) -> list[int]:
-        """Take ``count`` slots; waits until that many are free."""
+        """Take ``count`` slots; wait until that many are free."""
         async with self._turn:
             return [await self._free.get() for _ in range(count)]
 
     def give(self, slots: Iterable[int]) -> None:
-        """Put slots back."""
+        """Return slots."""
         for slot in slots:
             self._free.put_nowait(slot)
 
 
 class Staging:
-    """The windows of all lower tiers over ``slots``. With fewer slots than tiers they share one."""
+    """The windows of all lower tiers, which divide ``slots``. With fewer slots than tiers they
+    share one."""
 
     def __init__(self, slots: Sequence[int], tiers: int) -> None:
         shares = [slots[tier::tiers] for tier in range(tiers)]

@@ -24,15 +24,16 @@ from tiers.mooncake.tier import MooncakeTier
 class TierSpec:
     """One lower tier of one rank.
 
-    It says where the tier was configured, its name in logs and metrics, its folder, its share of
-    the capacity in bytes, and what its records must carry.
+    It contains the tier's place in the configuration, its name in logs and metrics, its folder, its
+    share of the capacity in bytes, and the identity that its records must have.
 
     ``renew(epoch)`` claims the folder again after its medium has failed, for a tier that has
-    reached this epoch, and raises while the medium is not back; without it a failed tier stays
-    closed. ``make`` creates a tier that is of none of the configured types. ``notice`` is what a
-    tier on a store tells other engines about its records. ``keep_epoch(epoch)`` notes in the folder
-    that the tier is about to reach this epoch. ``set_aside`` is the number of untrusted folders
-    that were moved aside when this one was claimed.
+    reached this epoch, and raises while the medium is unavailable; without ``renew``, a failed tier
+    stays closed. ``make`` creates a tier whose type is not one of the configured types. ``notice``
+    is the description of its records that a tier on a store publishes for other engines.
+    ``keep_epoch(epoch)`` records in the folder that the tier is about to reach this epoch.
+    ``set_aside`` is the number of untrusted folders that were moved aside when this one was
+    claimed.
     """
 
     where: str
@@ -53,7 +54,7 @@ class TierSpec:
 def scrub_limits(config: OffloadConfig, shares: int) -> dict[int, ScrubLimits]:
     """Scrub limits of the tiers that verify their records while they are idle, by tier number.
 
-    The rate is that of one of ``shares`` workers.
+    The rate is the share of one of ``shares`` workers.
     """
     return {
         number: ScrubLimits(tier.options["scrub_rate"] / shares, tier.options["scrub_period_s"])
@@ -65,8 +66,8 @@ def scrub_limits(config: OffloadConfig, shares: int) -> dict[int, ScrubLimits]:
 def make_tier(spec: TierSpec, record_bytes: int, memory: range | None = None) -> Tier:
     """Create the tier; it is not opened yet.
 
-    ``record_bytes`` is the smallest payload that it will get; ``memory`` has the addresses that
-    payloads are read into and written from.
+    ``record_bytes`` is the smallest payload that it will get; ``memory`` contains the addresses
+    that payloads are read into and written from.
     """
 
     def make_again(epoch: int) -> Tier:
@@ -120,7 +121,7 @@ def _file(spec: TierSpec, record_bytes: int) -> Tier:
 
 
 def mooncake_settings(config: TierConfig, segment_bytes: int) -> MooncakeSettings:
-    """The settings for joining a tier's store with that much memory."""
+    """The settings for joining a tier's store with this much memory."""
     options = config.options
     host = options["master"].rpartition(":")[0]
     return MooncakeSettings(

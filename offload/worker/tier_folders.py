@@ -1,8 +1,8 @@
 """Locates and claims the folders of one rank's lower tiers, at start and after a medium has failed.
 
-A running server knows more than the folders on a disk that has come back: which epoch it has
-reached, which capacity its scheduler counts on, and which disk the tier belongs on. Everything here
-blocks on the disk.
+A running server knows more than the folders on a disk that has come back: the epoch that it has
+reached, the capacity that its scheduler relies on, and the disk that the tier belongs on. Every
+function here blocks on the disk.
 """
 
 from __future__ import annotations
@@ -44,8 +44,8 @@ from tiers.base import TierError
 logger = logging.getLogger(__name__)
 
 OWN_SHARE = 0.1
-"""The part of a tier's capacity that must be left to it besides the foreign records that it
-reads."""
+"""The part of a tier's capacity that must be left for its own records beside the foreign records
+that it reads."""
 
 
 @dataclass(frozen=True)
@@ -53,8 +53,9 @@ class TierFolders:
     """Claims the folders of one rank's lower tiers.
 
     Capacities are divided among ``shares`` workers of this machine; that of a tier that all
-    replicas share is divided among ``ranks`` workers. Records carry ``identity`` and are ordered as
-    ``geometry`` says; ``engine`` names this server in messages to other engines.
+    replicas share is divided among ``ranks`` workers. Records carry ``identity``, and their bytes
+    are ordered as ``geometry`` describes; ``engine`` names this server in messages to other
+    engines.
     """
 
     config: OffloadConfig
@@ -68,9 +69,10 @@ class TierFolders:
     ranks: int = 1
 
     def specs(self) -> list[TierSpec]:
-        """Describe this rank's lower tiers; claims their folders for this process.
+        """Describe this rank's lower tiers, and claim their folders for this process.
 
-        Raises ``NamespaceError`` if a tier's ``geometry`` does not allow what lies there.
+        Raises ``NamespaceError`` if a tier's ``geometry`` option forbids to start beside the
+        namespaces that are there.
         """
         names = tier_names(self.config)
         foreign = [self._foreign(number) for number in range(len(self.config.tiers))]
@@ -83,7 +85,7 @@ class TierFolders:
         return own
 
     def _foreign(self, number: int) -> list[ForeignStore]:
-        """Find namespaces of other engines below a tier's path that may be read. Runs before
+        """Find namespaces of other engines below a tier's path that may be read. This runs before
         anything is created."""
         config, where = self.config.tiers[number], f"$.tiers[{number}]"
         if self.geometry is None:
@@ -104,7 +106,7 @@ class TierFolders:
         return MooncakeView(settings, self.namespace, self.geometry, config.geometry)
 
     def _translated(self, own: TierSpec, name: str, foreign: list[ForeignStore]) -> TierSpec:
-        """Describe a tier over other namespaces, which is only read."""
+        """Describe a read-only tier over other namespaces."""
         assert self.geometry is not None
         if not own.config.path:
             opened_there = open_store_source(self._view(own.config))
@@ -115,7 +117,7 @@ class TierFolders:
                 logger.info("kvtiers: translating blocks of other geometry in %s", store.folder)
         key_file = own.config.encryption.key_file if own.config.encryption else ""
         opened = open_sources(foreign, self.geometry, key_file)
-        # engines that share the folder go on writing while this server runs
+        # engines that share the folder continue to write while this server runs
         make = partial(SharedReadOnlyTier if own.config.shared else ReadOnlyTier, opened)
         return replace(own, name=name, capacity_bytes=0, renew=None, make=make)
 
@@ -153,7 +155,7 @@ class TierFolders:
         return replace(spec, renew=partial(self._renew, spec, place, spot))
 
     def _store_spec(self, number: int, name: str) -> TierSpec:
-        """Describe a tier on a store that many machines use: there is nothing to claim."""
+        """Describe a tier on a store that many machines use; there is no folder to claim."""
         config = self.config.tiers[number]
         where, share = f"$.tiers[{number}]", config.capacity // self.shares
         spec = TierSpec(where, name, config, Path(), share, self.identity, self.rank, 0)
@@ -165,7 +167,7 @@ class TierFolders:
         """Describe a tier whose folder other engines use as well.
 
         Its capacity is divided among ranks only, because all replicas have the same folders. On a
-        network file system, the folders of other namespaces are left alone: a machine cannot see
+        network file system, the folders of other namespaces are left alone: a machine cannot tell
         whether another one uses them.
         """
         config = self.config.tiers[number]
@@ -195,9 +197,7 @@ class TierFolders:
         """Like ``_renew``, for a shared folder. An odd ``epoch`` means that this engine's weights
         differ from those of the others."""
         if not spot.is_same_disk(mount_point_of(spec.config.path)):
-            raise TierUnavailableError(
-                f"{spec.config.path} lies on another file system than before"
-            )
+            raise TierUnavailableError(f"{spec.config.path} is on another file system than before")
         place.close()
         place = self._claim_shared(spec.config, [])
         renew = partial(self._renew_shared, spec, place, spot)
@@ -213,7 +213,7 @@ class TierFolders:
         return self._described(place)
 
     def _described(self, place: ClaimedFolder) -> ClaimedFolder:
-        """Note in the folder how this rank orders its records; returns the folder."""
+        """Record in the folder how this rank orders its records; return the folder."""
         try:
             if self.geometry is not None:
                 write_geometry(place.folder, self.geometry)
@@ -227,15 +227,16 @@ class TierFolders:
     ) -> TierSpec:
         """Claim the tier's folder again after its medium has failed.
 
-        The capacity stays, because the scheduler counts on it, and so does the epoch, which the
-        folder of another medium does not know. A missing path is not created: an operator may still
-        bring it back.
+        The capacity stays the same, because the scheduler relies on it, and so does the epoch,
+        which the folder on another medium does not know. A missing path is not created: an operator
+        may still bring it back.
 
-        Raises ``OSError``, ``NamespaceError`` or ``TierUnavailableError`` while it is not back.
+        Raises ``OSError``, ``NamespaceError`` or ``TierUnavailableError`` while the medium is
+        unavailable.
         """
         path = spec.config.path
         if not spot.is_same_disk(mount_point_of(path)):
-            raise TierUnavailableError(f"{path} lies on another file system than before")
+            raise TierUnavailableError(f"{path} is on another file system than before")
         place.close()
         place = self._claim(spec.config, epoch)
         renew = partial(self._renew, spec, place, spot)
@@ -248,10 +249,11 @@ class TierFolders:
         known: Collection[str] = (),
         damage: list[str] | None = None,
     ) -> ClaimedFolder:
-        """Claim the folder for a server that starts, or for one that has reached this ``epoch``.
+        """Claim the folder for a server that starts, or for a server that has already reached this
+        ``epoch``.
 
-        No message mentions the ``known`` namespaces beside it; ``damage`` collects what was moved
-        aside.
+        Messages do not mention the ``known`` namespaces beside it; ``damage`` collects the folders
+        that were moved aside.
         """
         path = config.path
         place = claim_rank_folder(
@@ -273,10 +275,10 @@ class TierFolders:
 def _check_room(
     where: str, config: TierConfig, namespace: Namespace, wanted: Collection[str]
 ) -> None:
-    """Check that foreign records leave enough room.
+    """Check that foreign records leave enough space.
 
-    They are never removed to make room, but count towards the capacity like everything below the
-    path. Raises ``ConfigError`` if they leave next to nothing.
+    They are never removed to free space, but count towards the capacity like everything below the
+    path. Raises ``ConfigError`` if they leave almost nothing.
     """
     others = other_namespaces(config.path, namespace) if wanted else []
     taken = sum(stored.size_bytes for stored in others if stored.name in wanted)

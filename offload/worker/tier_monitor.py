@@ -1,11 +1,11 @@
 """Watches one lower tier's operations on one rank: the deadline and the result of each.
 
-A late operation is not given up, because it may still use its buffers. It counts as a failure for
+A late operation is not abandoned, because it may still use its buffers. It counts as a failure for
 every ``timeout_s`` that it is late, which opens the tier's circuit breaker on the scheduler side.
 After some time an operation that never ends is no longer reported, so that the tier can be probed.
 
-A tier may be third-party code. An answer that does not have exactly one result per key is a
-``TierIoError``: if part of it were used, one key's bytes could be taken for another's.
+A tier may be third-party code. An answer without exactly one result per key is a ``TierIoError``:
+if part of it were used, one key's bytes could be taken for another's.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 LATE_REPORTS_MAX = 12
-"""Number of times that one operation is reported as late."""
+"""Maximum number of times that one operation is reported as late."""
 
 
 class TierMonitor:
-    """Runs a tier's operations and reports how they went.
+    """Runs a tier's operations and reports their outcome.
 
     ``report`` is called on the loop's thread. ``count`` is the number of keys of a call.
     """
@@ -51,8 +51,8 @@ class TierMonitor:
     ) -> list[ReadOutcome]:
         """Run a read.
 
-        Missing keys say nothing about the tier's health. A tier that was too busy for all of the
-        keys costs requests as much as one that fails.
+        Missing keys say nothing about the tier's health. A tier that is too busy to read any of the
+        keys costs requests as much as a tier that fails.
         """
         failure = Observed(reads_failed=1)
         found, late = await self._finish(operation, failure)
@@ -67,7 +67,7 @@ class TierMonitor:
     async def write(
         self, operation: Awaitable[Sequence[WriteOutcome]], count: int
     ) -> list[WriteOutcome]:
-        """Run a write; it failed if no record was accepted."""
+        """Run a write, which counts as failed if no record was accepted."""
         failure = Observed(writes_failed=1)
         found, late = await self._finish(operation, failure)
         outcomes = self._checked(found, count, WriteOutcome, failure)
@@ -90,7 +90,7 @@ class TierMonitor:
         await self._finish(operation, Observed(writes_failed=1))
 
     async def _finish(self, operation: Awaitable[T], failure: Observed) -> tuple[T, bool]:
-        """Wait for the end of an operation, however late; returns whether it was late."""
+        """Wait for the end of an operation, however late; return whether it was late."""
         self._under_way += 1
         try:
             return await self._wait(operation, failure)
@@ -109,9 +109,9 @@ class TierMonitor:
         except asyncio.CancelledError:
             task.cancel()
             raise
-        if task.cancelled():  # passing it on would look as if the caller had been cancelled
+        if task.cancelled():  # if passed on, it would look as if the caller had been cancelled
             self._report(failure)
-            raise TierIoError("the tier has cancelled a call itself")
+            raise TierIoError("the tier itself has cancelled a call")
         if task.exception() is not None:
             self._report(failure)
         return task.result(), late > 0
@@ -122,8 +122,8 @@ class TierMonitor:
             return list(found)
         self._report(failure)
         raise TierIoError(
-            f"the tier was asked about {count} keys and did not answer with as many "
-            f"{kind.__name__}s, but with {reprlib.repr(found)}"
+            f"the tier was called with {count} keys and did not return as many {kind.__name__}s, "
+            f"but {reprlib.repr(found)}"
         )
 
 

@@ -56,11 +56,11 @@ class TierWriter:
         self._reported = False
         self._undeleted: dict[bytes, None] = {}
         self._epoch_due: int | None = None
-        self._resets = 0  # in the queue
+        self._resets = 0  # that are that are in the queue
         self._caught_up = asyncio.Event()
 
     def start(self, answer: Answer) -> None:
-        """Begin to work; ``answer`` takes each write-through's result."""
+        """Start working; ``answer`` receives each write-through's result."""
         self._answer = answer
         self._task = asyncio.ensure_future(self._run())
 
@@ -72,8 +72,8 @@ class TierWriter:
             task.cancel()
 
     async def caught_up(self, timeout_s: float) -> bool:
-        """True if the tier has reached the epoch that was last requested; waits for that at most
-        ``timeout_s``."""
+        """True if the tier has reached the epoch that was last requested; waits at most
+        ``timeout_s`` for it."""
         if self.is_behind:
             self._caught_up.clear()
             with suppress(TimeoutError):
@@ -95,7 +95,7 @@ class TierWriter:
         self._queue.put_nowait(lambda: self._start_write(job))
 
     def delete(self, keys: Sequence[bytes]) -> None:
-        """Queue a deletion; a barrier for later writes."""
+        """Queue a deletion, which is a barrier for later writes."""
         if keys:
             self._queue.put_nowait(lambda: self._delete(keys))
 
@@ -105,7 +105,7 @@ class TierWriter:
             self._queue.put_nowait(lambda: self._watch.change(self._tier.touch(tuple(keys))))
 
     def reset(self, epoch: int) -> None:
-        """Queue a reset. Earlier writes end before it, later ones belong to the new epoch."""
+        """Queue a reset. Earlier writes end before it, and later writes belong to the new epoch."""
         self._resets += 1
         self._queue.put_nowait(lambda: self._reset(epoch))
 
@@ -186,7 +186,7 @@ class TierWriter:
             self._answer(job.job, result)
 
     def _report(self, error: Exception) -> None:
-        """Log once that the tier fails; every failure is counted."""
+        """Log once that the tier fails, and count every failure."""
         self._stats.tier_failed()
         if not self._reported:
             self._reported = True

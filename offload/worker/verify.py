@@ -1,16 +1,16 @@
 """Implements ``"verify": "device"``: compares loaded KV blocks with the blocks as computed.
 
-Right after the step that completes a chunk, its blocks are digested in the KV cache, on the model's
-stream (`offload.worker.device_digest`). After a load, the blocks are digested again where they now
-lie, and compared under the chunk's key. This covers everything in between: fences, copies, slots,
-tiers, and restarts.
+Right after the step that completes a chunk, the chunk's blocks are digested in the KV cache, on the
+model's stream (`offload.worker.device_digest`). After a load, the blocks are digested again in
+their new place, and compared under the chunk's key. This covers everything in between: fences,
+copies, slots, tiers, and restarts.
 
 Two requests may compute the same chunk with different bytes (the kernels depend on the shape of the
 batch), so a key can have several digests. A load is correct if it matches one of them.
 
 Ownership: `before_step` and `after_step` run on the thread that drives the model runner; the rest
 belongs to the executor's loop. Digests are passed, in the order in which they were made, to one
-thread that alone owns the table and the file.
+thread, which alone owns the table and the file.
 """
 
 from __future__ import annotations
@@ -63,7 +63,8 @@ class _Entry(msgspec.Struct, array_like=True):
 
 
 class _Known:
-    """One digest of a key, and the lines that hold it: each file with the last offset in it."""
+    """One digest of a key, and the lines that contain it: each file with the last such offset in
+    it."""
 
     __slots__ = ("digest", "lines")
 
@@ -72,7 +73,7 @@ class _Known:
         self.lines: tuple[tuple[str, int], ...] = ()
 
     def held_by(self, file: str, at: int) -> None:
-        """Note that this line of this file holds the digest."""
+        """Note that this line of this file contains the digest."""
         self.lines = (*(line for line in self.lines if line[0] != file), (file, at))
 
 
@@ -88,7 +89,7 @@ class DigestTable:
         self._folder = folder
         self._name = name
         self._read: dict[str, int] = {}  # how far each file has been read
-        self._void: dict[str, int] = {}  # up to where a reset has voided each file
+        self._void: dict[str, int] = {}  # the offset before which a reset has voided each file
         self._own: int | None = None
         self._own_name = ""
         self._written = 0
@@ -136,7 +137,8 @@ class DigestTable:
         return tuple(known.digest for known in self._digests.get(key, ()))
 
     def _remember(self, key: bytes, digest: Digest, file: str, at: int) -> bool:
-        """Note that this file holds a digest at this offset. Returns False if it was known."""
+        """Note that this file contains a digest at this offset. Returns False if this was already
+        known."""
         mine = self._digests.setdefault(key, [])
         same = next((known for known in mine if np.array_equal(digest, known.digest)), None)
         is_new = same is None
@@ -150,7 +152,7 @@ class DigestTable:
         return is_new
 
     def _forget_before(self, voided: dict[str, int]) -> None:
-        """Forget what only these files held, before these offsets."""
+        """Forget digests that only these files contained, before these offsets."""
         for file, end in voided.items():
             self._void[file] = max(end, self._void.get(file, 0))
         for key, mine in list(self._digests.items()):
@@ -166,7 +168,7 @@ class DigestTable:
         frames = [msgspec.msgpack.encode(entry) for entry in entries]
         data = b"".join(_LENGTH.pack(len(frame)) + frame for frame in frames)
         if not self._full and self._written + len(data) > FILE_BYTES_MAX:
-            self._full = True  # resets are still noted
+            self._full = True  # resets are still recorded
             logger.warning("kvtiers: verify: the file of digests is full; no more are kept")
             if entries[0].key:
                 return
@@ -194,7 +196,7 @@ class DigestTable:
                 self._read[path.name] = at + self._take(data, path.name, at)
 
     def _take(self, data: bytes, file: str, first: int) -> int:
-        """Add the complete frames in ``data``, which lies at ``first`` in the file; returns their
+        """Add the complete frames in ``data``, which starts at ``first`` in the file; return their
         length in bytes."""
         at = 0
         while at + _LENGTH.size <= len(data):
@@ -214,11 +216,11 @@ class DigestTable:
 
 
 class Verifier:
-    """Digests what is computed and what is loaded on one rank, and compares.
+    """Digests computed and loaded chunks on one rank, and compares them.
 
-    Counts in ``stats`` (``verified_chunks``, ``differing_chunks``, ``unverified_chunks``).
-    `start` raises ``OSError`` if the folder for the digests cannot be used. Once ``broken`` by an
-    error, it compares nothing, and every loaded chunk counts as unverified.
+    Counts in ``stats`` (``verified_chunks``, ``differing_chunks``, ``unverified_chunks``). `start`
+    raises ``OSError`` if the folder for the digests cannot be used. After an error has set
+    ``broken``, it compares nothing, and every loaded chunk counts as unverified.
     """
 
     def __init__(
@@ -357,7 +359,7 @@ class Verifier:
         return frozenset()
 
     def _verdicts(self, items: Sequence[LoadItem]) -> list[tuple[bytes, bool | None]]:
-        """For each key True if its chunk is as computed, None if its digest is not known."""
+        """For each key, True if its chunk is as computed, or None if its digest is not known."""
         by_group: dict[int, list[LoadItem]] = {}
         for item in items:
             by_group.setdefault(item.group, []).append(item)
@@ -387,8 +389,8 @@ class Verifier:
 
     @contextlib.contextmanager
     def _own_stream(self) -> Iterator[None]:
-        """A separate stream. The load is done, so it waits for nothing, and no other stream waits
-        for it."""
+        """A separate stream. The load has ended, so this stream waits for nothing, and no other
+        stream waits for it."""
         if self._device.device.type != "cuda":
             yield
             return

@@ -1,14 +1,15 @@
-"""The default policy of the CPU tier: LRU, or learned reuse density where that does better.
+"""The default policy of the CPU tier: uses LRU, or learned reuse density while that does better.
 
 The policy keeps keys in spans (``policies.adaptive.span_tree``) and sorts spans into kinds by four
 facts about their conversation: its number of requests, the pause before the last one, the length of
 its prompt, and the client's hints. For each kind it learns online how soon such spans are used
-again, and evicts first what is worth least per key and time (``policies.adaptive.reuse_table``).
-Hints are only labels of a kind, so a hint that says nothing, or is wrong, loses its effect.
-Eviction starts at the tail and never takes a key that another member's prefix needs.
+again, and it evicts first the keys that are worth least per key and time
+(``policies.adaptive.reuse_table``). Hints are only labels of a kind, so an uninformative or wrong
+hint loses its effect. Eviction starts at the tail and never takes a key that another member's
+prefix needs.
 
 Two shadow caches (``policies.adaptive.shadow_caches``) replay LRU order and density order, and the
-tier evicts in the order that had more hits lately (choosing policies by shadow caches: I. Ari et
+tier evicts in the order that had more hits recently (choosing policies by shadow caches: I. Ari et
 al., "ACME: Adaptive caching using multiple experts", WDAS 2002).
 
 Owns the default policy of the CPU tier.
@@ -32,16 +33,16 @@ from policies.base import EntryInfo, EvictionPolicy, Key, RemoveCause, hints_amo
 from policies.options import Range
 
 _LEAD_MIN = 0.03
-"""The lead that the density order needs to take charge, as a share of LRU's hits, or of its misses
-if there are fewer of them."""
+"""The lead that the density order needs to take charge, as a share of LRU's hits or misses,
+whichever are fewer."""
 _DEAD = 0.2
-"""Spans worth less than this share of the average are dead."""
+"""Spans worth less than this share of the average count as dead."""
 _RESCORE_BLOCKS = 512
 _RESCORES = 4
 """The policy recomputes all scores this many times while requests touch as many keys as the tier
 has, but at most every ``_RESCORE_BLOCKS`` keys."""
 _WAITING_MAX = 4096
-"""With more spans than this the policy learns from a regular sample, so that no request waits
+"""With more spans than this, the policy learns from a systematic sample, so that no request waits
 long."""
 _GHOSTS_MIN = 256
 _GHOSTS_PER_SPAN = 4
@@ -52,8 +53,8 @@ class AdaptivePolicy(EvictionPolicy):
 
     The policy recomputes its indices every ``relearn_every`` requests, or less often if it
     remembers many spans. The hit counts of the two orders keep the share ``memory`` per request:
-    0.999 compares about the last thousand requests. A kind needs ``prior`` observations to count
-    as much as the more general kind that is its prefix.
+    0.999 covers about the last thousand requests. A kind needs ``prior`` observations to count as
+    much as the more general kind that is its prefix.
     """
 
     keeps_prefixes_closed = True
@@ -72,10 +73,12 @@ class AdaptivePolicy(EvictionPolicy):
     def _start_over(self) -> None:
         self._tree = SpanTree()
         self._table = ReuseTable(self._prior)
-        self._queues: SpanQueues | None = None  # only while the density order is in charge
+        self._queues: SpanQueues | None = (
+            None  # used used only while the density order is in charge
+        )
         self._by_time: OrderedDict[Span, None] = OrderedDict()
         self._shadows = Shadows(self._worth)
-        self._stale = False  # true if the scores of ``_queues`` are old
+        self._stale = False  # true if the scores in ``_queues`` are outdated
         self._segment_of = self._tree.segments.of
         self._hanging = self._tree.hanging
         self._ghosts: OrderedDict[Key, Span] = OrderedDict()
@@ -83,9 +86,10 @@ class AdaptivePolicy(EvictionPolicy):
         self._score_at = 0
         self._learn_at = self._every
         self._requests = 0
-        self._touched = 0.0  # keys, fading like the counts of the shadows
+        self._touched = 0.0  # number of number of keys, fading like the counts of the shadows
         self._fresh = Span(0, fresh=True)  # keys that no request has touched yet
-        self._open: Segment[Span] | None = None  # of these, where single keys are inserted
+        # the segment among these into which single keys are inserted
+        self._open: Segment[Span] | None = None
         self._returned: dict[Key, Span] = {}  # heads of ghosts that were inserted again
         self._current: Span | None = None
 
@@ -171,7 +175,7 @@ class AdaptivePolicy(EvictionPolicy):
                     break
             else:
                 drain(self._fresh, count, evictable, found)
-        if len(found) < count:  # if needed, by breaking prefixes
+        if len(found) < count:  # if necessary by breaking prefixes
             rest = (k for k in self._segment_of if k not in found and evictable(k))
             found.update(dict.fromkeys(islice(rest, count - len(found))))
         return list(found)
@@ -200,7 +204,7 @@ class AdaptivePolicy(EvictionPolicy):
         """Note that keys have left a segment."""
         self._tree.segments.left(segment, keys)
         span = segment.span
-        assert span is not None  # only during a touch
+        assert span is not None  # set only during a touch
         span.lose(len(keys))
         if span.live:
             return
@@ -216,7 +220,7 @@ class AdaptivePolicy(EvictionPolicy):
     def __len__(self) -> int:
         return len(self._segment_of)
 
-    # -- a touch -------------------------------------------------------------------------------
+    # -- touches -----------------------------------------------------------------------------------
 
     def _leave(self, part: Taken) -> None:
         """Learn from a request that took keys from a span, and count the shadow caches' hits."""
@@ -239,7 +243,7 @@ class AdaptivePolicy(EvictionPolicy):
         self._shadows.use(span, span.size)
 
     def _renew(self, part: Taken) -> None:
-        """Note that a request used all of a shared span, which stays a span."""
+        """Note that a request used all of a shared span, which remains a span."""
         span, count, _, _, _ = part
         table, shadows = self._table, self._shadows
         table.record(span.kind, self._now - span.time, count, reused=True)
@@ -256,8 +260,8 @@ class AdaptivePolicy(EvictionPolicy):
         self._line_up(span)
 
     def _enter(self, taken: Sequence[Taken], count: int, renewed: Taken | None) -> None:
-        """Make the touched keys (``count`` with those of a renewed span, the head) one span, or
-        two where others share the head."""
+        """Turn the touched keys (``count`` including those of a renewed span, the head) into one
+        span, or into two if others share the head."""
         if self._fresh.segments or any(p[0] is self._fresh for p in taken):
             if self._fresh.live:  # keys of other requests
                 self._settle(self._fresh)
@@ -295,7 +299,7 @@ class AdaptivePolicy(EvictionPolicy):
         return owner is not None and owner.fresh
 
     def _returned_in(self, tail: Span) -> Span | None:
-        """The evicted span whose head came back among a new span's keys."""
+        """Return the evicted span whose head is among a new span's keys."""
         span_of = self._tree.span_of
         for key, span in self._returned.items():
             if span_of(key) is tail and not span.shared:
@@ -303,7 +307,8 @@ class AdaptivePolicy(EvictionPolicy):
         return None
 
     def _settle(self, span: Span) -> None:
-        """Line up the span of keys that no request has touched, after others touched theirs."""
+        """Put the span of keys that no request has touched into the orders, after others touched
+        theirs."""
         if span not in self._by_time:
             self._line_up(span)
 
@@ -343,7 +348,7 @@ class AdaptivePolicy(EvictionPolicy):
             self._shadows.expel(span)
 
     def _is_dead(self, span: Span) -> bool:
-        """Return True if spans of this kind proved to be worth next to nothing."""
+        """Return True if spans of this kind have proved to be worth next to nothing."""
         table = self._table
         return table.learned and table.worth(span.sort, 0) < _DEAD * table.worth(0, 0)
 

@@ -1,7 +1,7 @@
-"""Learns online how soon spans of a kind are reused, and how much the space for them is worth.
+"""Learns online how soon spans of a kind are reused, and how much their space is worth.
 
-For each kind a life table over ages (time since last use, in blocks touched meanwhile; bins grow by
-half) gives the chance of a reuse at each age, with spans that have not come back yet counted as
+For each kind, a life table over ages (time since last use, in blocks touched meanwhile; bins grow
+by half) gives the probability of a reuse at each age. Spans that have not returned yet count as
 censored (E. L. Kaplan, P. Meier, "Nonparametric estimation from incomplete observations", JASA 53,
 1958). Kinds are tuples; a kind with few observations relies on its prefix, recursively.
 
@@ -33,7 +33,7 @@ _STARTS = _EDGES[:-1].tolist()
 
 
 def age_bin(age: float) -> int:
-    """The bin of an age; the last one has no end."""
+    """The bin of an age; the last bin has no upper bound."""
     return bisect_right(_STARTS, age) - 1
 
 
@@ -51,22 +51,22 @@ class ReuseTable:
         self._above: list[int] = []  # the row of a kind's prefix
         self._length: list[int] = []
         self._known: list[int] = []
-        self._curves: list[list[float]] = []  # those of the known rows
+        self._curves: list[list[float]] = []  # the rows of the known kinds
         self._new: list[tuple[int, float, float, bool]] = []
         self._ended = np.zeros((1, _BINS))
         self._reused = np.zeros((1, _BINS))
         self._weight = 0.0
         self._count = 0.0
-        self.learned = False  # true if there was anything to learn from yet
+        self.learned = False  # true if there has been anything to learn from
         self._add_row((), 0)
 
     def row(self, kind: Kind) -> int:
-        """The row of a kind; a prefix always has a smaller number than its extensions."""
+        """The row of a kind; a prefix always has a smaller row number than its extensions."""
         row = self._rows.get(kind)
         return row if row is not None else self._add_row(kind, self.row(kind[:-1]))
 
     def record(self, row: int, age: float, weight: float, reused: bool) -> None:
-        """Record the end of an observation: a reuse, or the last look at the span."""
+        """Record the end of an observation: a reuse, or the last time the span was checked."""
         self._new.append((row, age, weight, reused))
 
     def known(self, row: int) -> int:
@@ -74,12 +74,12 @@ class ReuseTable:
         return self._known[row]
 
     def worth(self, row: int, age: float) -> float:
-        """The index of a span; 0 before anything was learned."""
+        """The index of a span; 0 before anything has been learned."""
         return self._curves[row][bisect_right(_STARTS, age) - 1]
 
     def relearn(self, waiting: Iterable[tuple[int, float, float, bool]]) -> None:
-        """Recompute all indices; ``waiting`` are spans (row, age, weight, False) not reused so
-        far."""
+        """Recompute all indices; ``waiting`` are spans (row, age, weight, False) that have not been
+        reused so far."""
         self._take_in_new()
         if not self._count:
             return
@@ -115,7 +115,7 @@ class ReuseTable:
         return row
 
     def _take_in_new(self) -> None:
-        """Let the past fade by the number of new observations, and add those."""
+        """Let past observations fade by the number of new ones, and add those."""
         fresh = np.zeros((len(self._rows), _BINS))
         left = 0.5 ** (len(self._new) / self._half_life)
         size = len(self._ended)
@@ -148,7 +148,7 @@ def _columns(
 def _steepest(hazards: Curve) -> list[list[float]]:
     """Per kind (row) and bin, the steepest slope from the bin's start to a later point of the
     kind's curve (A, F)."""
-    alive = np.ones((_BINS + 1, len(hazards)))  # by bin first: whole rows are taken below
+    alive = np.ones((_BINS + 1, len(hazards)))  # by bin first, because whole rows are used below
     np.cumprod(1.0 - np.clip(hazards.T, 0.0, 1.0), axis=0, out=alive[1:])
     spent = np.zeros_like(alive)
     np.cumsum((alive[1:] + alive[:-1]) / 2 * _WIDTHS[:, None], axis=0, out=spent[1:])

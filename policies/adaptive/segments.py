@@ -15,19 +15,19 @@ from typing import Any, Generic, Protocol, TypeVar
 from policies.base import Key
 
 SMALL = 32
-"""Shorter segments are joined to their neighbours."""
+"""Shorter segments are joined with their neighbours."""
 LONG_MAX = 4096
-"""The most keys that a new segment gets. After a restart a tier has millions of keys of unknown
-owners, and an operation on a segment with holes goes through all of its keys."""
+"""Maximum number of keys in a new segment. After a restart a tier has millions of keys of unknown
+owners, and an operation on a segment with holes visits all of its keys."""
 _LOOSE_MAX = 256
-"""The most keys that are taken out of the middle of a segment at a time."""
+"""Maximum number of keys that are removed from the middle of a segment at a time."""
 _LEFT_MAX = 1024
-"""The number of keys that have left from which a segment cuts them off."""
+"""From this number of departed keys on, a segment cuts them off."""
 
 
 class Owner(Protocol):
-    """A span as segments see it. ``fresh`` says that its segments hold keys in the order of
-    insertion, which nothing has touched yet."""
+    """A span as far as segments need it. ``fresh`` means that its segments contain keys in the
+    order of insertion that no request has touched yet."""
 
     segments: dict[Segment[Any], None]
     fresh: bool
@@ -37,10 +37,11 @@ SpanT = TypeVar("SpanT", bound=Owner)
 
 
 class Segment(Generic[SpanT]):
-    """Keys, tail first; those before ``start`` have left, ``live`` of the others are still here.
-    It is dense if these are all of them.
+    """Keys, tail first; those before ``start`` have left, and ``live`` of the others are still
+    here. The segment is dense if none of the others has left.
 
-    ``span`` owns it. ``None`` means that a request has taken it and will give it to a new span.
+    The span that owns the segment. ``None`` means that a request has taken it and will give it to a
+    new span.
     """
 
     __slots__ = ("keys", "live", "span", "start")
@@ -60,16 +61,16 @@ class Segments(Generic[SpanT]):
     """Maps keys to segments."""
 
     def __init__(self) -> None:
-        self.of: dict[Key, Segment[SpanT]] = {}  # the policy takes single keys out by itself
+        self.of: dict[Key, Segment[SpanT]] = {}  # the policy removes single keys by itself
 
     def add(self, keys: list[Key], span: SpanT) -> Segment[SpanT]:
-        """Add a new segment of keys that are in none."""
+        """Add a new segment of keys that are in no segment."""
         segment = Segment(keys, span)
         self.of.update(zip(keys, repeat(segment)))
         return segment
 
     def append(self, segment: Segment[SpanT], keys: Sequence[Key]) -> None:
-        """Add keys that are in none."""
+        """Add keys that are in no segment."""
         segment.keys += keys
         segment.live += len(keys)
         self.of.update(zip(keys, repeat(segment)))
@@ -88,7 +89,7 @@ class Segments(Generic[SpanT]):
         return segment.live == len(keys) - segment.start
 
     def left(self, segment: Segment[SpanT], keys: Sequence[Key]) -> None:
-        """Note that keys were taken out of ``of``; mostly they were the tail."""
+        """Note that keys were removed from ``of``; usually they were its tail."""
         segment.live -= len(keys)
         start = segment.start
         if segment.keys[start : start + len(keys)] == keys:
@@ -109,7 +110,7 @@ class Segments(Generic[SpanT]):
         return keys[-1] if keys else None
 
     def members(self, segment: Segment[SpanT]) -> Iterator[Key]:
-        """Its keys, tail first, from the first that is still here."""
+        """Its keys, tail first, starting with the first that is still here."""
         is_dense, keys, of = self.is_dense(segment), segment.keys, self.of
         found = map(keys.__getitem__, range(segment.start, len(keys)))
         return found if is_dense else (k for k in found if of.get(k) is segment)
@@ -118,7 +119,7 @@ class Segments(Generic[SpanT]):
         """Take keys, given in prefix order, out of their spans.
 
         Returns dense segments that start at 0, with the spans that they came from. Keys of no span
-        are skipped, and so are the second occurrences of keys.
+        are skipped, and so are repeated occurrences of a key.
         """
         keys = keys if isinstance(keys, list) else list(keys)
         place, of = 0, self.of
@@ -134,7 +135,7 @@ class Segments(Generic[SpanT]):
             place += named
 
     def joined(self, segments: Sequence[Segment[SpanT]]) -> list[Segment[SpanT]]:
-        """Dense segments that follow each other in a prefix, small ones as part of the next."""
+        """Dense segments that follow each other in a prefix; small ones are joined to the next."""
         groups: list[list[Segment[SpanT]]] = []
         size = 0
         for segment in segments:
@@ -152,7 +153,7 @@ class Segments(Generic[SpanT]):
         """Split off the keys of a segment that come next in a request. Returns the new segment and
         the number of the request's keys in it."""
         span = segment.span
-        assert span is not None  # the caller has checked
+        assert span is not None  # the caller has checked this
         forwards = False
         size = self._agreeing(segment, keys, place)
         if not size and span.fresh:  # a segment of single keys, in the order of insertion
@@ -188,7 +189,7 @@ class Segments(Generic[SpanT]):
     def _head(self, segment: Segment[SpanT], size: int, forwards: bool) -> Segment[SpanT]:
         """Cut off a segment's head.
 
-        The larger part keeps the object, and so its keys keep their owner. If the place among the
+        The larger part keeps the object, so that its keys keep their owner. If the place among the
         span's segments would be lost, the rest keeps it anyway.
         """
         keys, span = segment.keys, segment.span
@@ -219,7 +220,8 @@ class Segments(Generic[SpanT]):
         return self.add(found, segment.span), end
 
     def _join(self, group: Sequence[Segment[SpanT]]) -> Segment[SpanT]:
-        """Dense segments that follow each other in a prefix; the largest takes up the others."""
+        """Join dense segments that follow each other in a prefix; the largest absorbs the
+        others."""
         largest = max(group, key=attrgetter("live"))
         joined: list[Key] = []
         for segment in reversed(group):
@@ -231,7 +233,7 @@ class Segments(Generic[SpanT]):
 
 
 def run_ends(owners: Sequence[object]) -> Iterable[int]:
-    """Find the ends of runs of equal owners, and the end of the list.
+    """Find the ends of runs of equal owners, including the end of the list.
 
     This runs at C speed, because a request may have thousands of keys, mostly of one owner.
     """

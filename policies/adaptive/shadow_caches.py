@@ -1,7 +1,7 @@
-"""Shadow caches: the tier's content as it would be under another order, span by span, without keys.
+"""Shadow caches: simulate the tier's content under another order, by spans and without keys.
 
-They cost a few steps per request, not per key, and tell the adaptive policy which of its orders
-does better on the very requests it serves.
+They cost a few steps per request, not per key, and show the adaptive policy which of its orders
+does better on the requests that it serves.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ from policies.adaptive.span_tree import Span
 
 
 class SpanQueues:
-    """Spans by ``sort``, oldest first, and the order of their ends by a score.
+    """Spans in a queue per ``sort``, oldest first, and an order of the queues' ends by score.
 
-    The span of lowest score in a queue is taken to be its oldest or its youngest: a score
-    falls with age where spans die out, and rises where they come back after a pause.
+    The span with the lowest score in a queue is assumed to be its oldest or its youngest: scores
+    fall with age if spans die out, and rise if spans return after a pause.
     """
 
     def __init__(self, score: Callable[[Span], float]) -> None:
@@ -28,7 +28,7 @@ class SpanQueues:
         self._ticket = count()
 
     def add(self, span: Span) -> None:
-        """Enter a span as the youngest of its sort."""
+        """Add a span as the youngest of its sort."""
         queue = self._queues.get(span.sort)
         if queue is None:
             queue = self._queues[span.sort] = OrderedDict()
@@ -41,13 +41,14 @@ class SpanQueues:
         self._queues[span.sort].move_to_end(span)
 
     def discard(self, span: Span) -> None:
-        """Take a span out, if it is there."""
+        """Remove a span, if it is there."""
         queue = self._queues.get(span.sort)
         if queue is not None:
             queue.pop(span, None)
 
     def lowest(self) -> Span | None:
-        """A span of lowest score among the ends of all queues, by scores as of ``refresh``."""
+        """A span with the lowest score among the ends of all queues, by the scores of the last
+        ``refresh``."""
         heap = self._heap
         while heap:
             _, _, span, sort = heap[0]
@@ -61,9 +62,9 @@ class SpanQueues:
         return None
 
     def in_order(self) -> Iterator[Span]:
-        """All spans, queue by queue merged by score, each from its worse end. The queues must not
+        """All spans, with the queues merged by score, each from its worse end. The queues must not
         change meanwhile."""
-        self.lowest()  # puts the first entry right
+        self.lowest()  # corrects the first entry
         heap: list[tuple[float, int, Span, int | Iterator[Span]]] = list(self._heap)
         begun: set[int] = set()
         while heap:
@@ -78,7 +79,8 @@ class SpanQueues:
                     continue
                 begun.add(sort)
                 rest = iter(queue) if span is next(iter(queue)) else reversed(queue)
-                if next(rest) is not span:  # neither end any more: another span came behind it
+                if next(rest) is not span:
+                    # no longer an end, because another span was added behind it
                     rest = iter(queue)
                     span = next(rest)
             yield span
@@ -94,7 +96,7 @@ class SpanQueues:
         heapify(self._heap)
 
     def _entry(self, sort: int, queue: OrderedDict[Span, None]) -> tuple[float, int, Span, int]:
-        """The worse end of a queue that is not empty."""
+        """The worse end of a queue, which must not be empty."""
         oldest, youngest = next(iter(queue)), next(reversed(queue))
         score = self._score(oldest)
         if oldest is not youngest:
@@ -105,10 +107,10 @@ class SpanQueues:
 
 
 class Shadows:
-    """Two caches of ``capacity`` keys made of the heads of spans, one ordered by age and one by
-    score: ``span.by_age`` and ``span.by_score`` keys of each.
+    """Two caches of ``capacity`` keys that consist of the heads of spans, one ordered by age and
+    one by score. Of each span they hold ``span.by_age`` and ``span.by_score`` keys.
 
-    ``lead`` counts hits of the second minus those of the first, ``hits`` those of the first.
+    ``lead`` counts hits of the second cache minus hits of the first, ``hits`` those of the first.
     """
 
     def __init__(self, score: Callable[[Span], float]) -> None:
@@ -120,11 +122,11 @@ class Shadows:
         self._aged = self._scored = 0  # keys in either cache
 
     def grow(self, keys: int) -> None:
-        """Note the size of the tier; the capacity is the largest one seen."""
+        """Note the size of the tier; the capacity is the largest size seen."""
         self.capacity = max(self.capacity, keys)
 
     def fade(self, memory: float) -> None:
-        """Let past hits count less, once per request."""
+        """Reduce the weight of past hits, once per request."""
         self.lead *= memory
         self.hits *= memory
 
@@ -138,7 +140,7 @@ class Shadows:
 
     def renew(self, span: Span) -> bool:
         """Count the hits of a request that uses all of a span, and make the span new. Does nothing
-        and returns False if a cache holds less than all of it."""
+        and returns False if a cache does not hold the whole span."""
         size = span.size
         if span.by_age != size or span.by_score != size:
             return False
@@ -161,7 +163,7 @@ class Shadows:
                 self.scores.discard(span)
 
     def add(self, span: Span) -> None:
-        """Add a new span; cut others from their tails until everything fits."""
+        """Add a new span; cut off the tails of others until everything fits."""
         span.set_aged(span.size)
         span.set_scored(span.size)
         self._aged += span.size
@@ -173,7 +175,7 @@ class Shadows:
             self.forget(oldest, min(oldest.by_age, self._aged - self.capacity), 0)
         while self._scored > self.capacity:
             lowest = self.scores.lowest()
-            assert lowest is not None  # it holds keys
+            assert lowest is not None  # the span is not empty
             self.forget(lowest, 0, min(lowest.by_score, self._scored - self.capacity))
 
     def expel(self, span: Span) -> None:

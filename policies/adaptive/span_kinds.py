@@ -18,7 +18,7 @@ _LABELS = (
 
 
 def keeps_head(taken: Sequence[Taken]) -> bool:
-    """True if a request shares all of one shared span, and no more."""
+    """True if a request shares exactly one complete shared span."""
     span, _, _, rest, _ = taken[0]
     if rest or not span.shared:
         return False
@@ -39,6 +39,6 @@ def label_of(hints: Mapping[str, Any]) -> str:
 
 
 def kind_of(span: Span) -> Kind:
-    """Label, turn (exact to 8, then by doubling), gap in coarse steps, size by doubling."""
+    """Label, turn (exact up to 8, then by doubling), gap in coarse steps, size by doubling."""
     turn = span.turn if span.turn <= 8 else min(12, 8 + (span.turn // 8).bit_length())
     return (span.label, turn, age_bin(span.gap) // 4, span.size.bit_length())

@@ -1,9 +1,9 @@
-"""Spans: the keys that one request used last, and where they hang in the tree of prefixes.
+"""Spans: the keys whose latest use was in one request, and their place in the tree of prefixes.
 
-A request that touches its keys moves them from the spans of earlier requests into a new span.
-The tail of an earlier span stays behind and hangs on the last key that was taken. The policy thus
-handles a whole conversation as one object, at the cost of a dict entry per key. Prefixes stay
-closed, because eviction takes keys from the tails of spans on which nothing hangs.
+A request that touches its keys moves them from the spans of earlier requests into a new span. The
+tail of an earlier span stays behind and becomes a child of the last key that was taken. The policy
+thus handles a whole conversation as one object, at the cost of a dict entry per key. Prefixes stay
+closed, because eviction takes keys from the tails of spans without children.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from policies.base import Key, free_among
 class Span:
     """Keys last used at ``time``, as segments, the tail first; ``live`` keys are still in it.
 
-    ``kind`` is the class of spans that the policy expects to fare alike, and ``sort`` is the part
-    of it that matters when the policy chooses victims; both are rows of a ``ReuseTable``.
+    ``kind`` is the class of spans for which the policy expects similar reuse, and ``sort`` is the
+    part of it that matters when the policy chooses victims; both are rows of a ``ReuseTable``.
     ``turn`` counts the requests of the conversation, ``gap`` is the time since the last of them.
     ``size`` counts the keys like ``live``, but includes evicted ones. ``by_age`` and ``by_score``
     count the keys that the shadow caches hold.
@@ -51,8 +51,8 @@ class Span:
         self.kind = self.sort = 0
         self.turn = self.gap = 0
         self.label = ""
-        self.shared = False  # the part of a prefix that several conversations use
-        self.fresh = fresh  # inserted, in this order, and not touched yet
+        self.shared = False  # the part of a prefix that several conversations share
+        self.fresh = fresh  # inserted in this order, and not touched yet
         self.hangs_on: Key | None = None
 
     def lose(self, keys: int) -> None:
@@ -96,13 +96,13 @@ class Span:
 
 
 Taken = tuple[Span, int, int, bool, list[Segment[Span]]]
-"""A span that a touch took keys from, how many, where they end in the request, whether some
-were left behind, and the keys in prefix order. A plain tuple, because two are made for every
-request."""
+"""A span from which a touch took keys, the number of these keys, the position in the request where
+they end, whether some were left behind, and the keys in prefix order. This is a plain tuple,
+because two are made for every request."""
 
 
 class SpanTree:
-    """Maps members to spans, and keys to the spans that hang on them."""
+    """Maps members to spans, and keys to the spans that are their children."""
 
     def __init__(self) -> None:
         self.segments = Segments[Span]()
@@ -114,7 +114,7 @@ class SpanTree:
         return None if segment is None else segment.span
 
     def add(self, span: Span, keys: Sequence[Key]) -> Segment[Span]:
-        """Enter keys that are no members in a span, as segments; returns the last."""
+        """Enter keys that are not members into a span, as segments; return the last segment."""
         for first in range(0, len(keys) or 1, LONG_MAX):
             segment = self.segments.add(list(keys[first : first + LONG_MAX]), span)
             span.segments[segment] = None
@@ -127,8 +127,8 @@ class SpanTree:
         span.live += len(keys)
 
     def take(self, keys: Sequence[Key]) -> list[Taken]:
-        """Take the members among these keys, given in prefix order, out of their spans. The
-        caller enters them in others."""
+        """Take the members among these keys, given in prefix order, out of their spans. The caller
+        enters them into others."""
         taken: list[Taken] = []
         found: list[Segment[Span]] = []
         end, size = 0, 0
@@ -146,11 +146,11 @@ class SpanTree:
         return taken
 
     def _taken(self, span: Span, size: int, end: int, found: list[Segment[Span]]) -> Taken:
-        """Note the keys that were taken from a span; the rest hangs on the last of them."""
+        """Note which keys were taken from a span; the rest becomes a child of the last of them."""
         span.live -= size
         span.size -= size
         if not span.live:
-            span.segments.clear()  # empty ones, which would keep it alive
+            span.segments.clear()  # without empty ones, which would keep it alive
             if span.hangs_on is not None:
                 self.unhang(span)
         elif not span.fresh:
@@ -158,7 +158,8 @@ class SpanTree:
         return span, size, end, span.live > 0, found
 
     def enter(self, span: Span, taken: Iterable[Taken], before: Taken | None = None) -> None:
-        """Give a span all keys that were taken. It hangs on the end of the span before them."""
+        """Give a span all keys that were taken. The span becomes a child of the end of the span
+        before it."""
         found = [segment for _, _, _, _, segments in taken for segment in segments]
         for segment in reversed(self.segments.joined(found)):
             segment.give_to(span)
@@ -179,17 +180,17 @@ class SpanTree:
                 del self.hanging[key]
 
     def orphan(self, key: Key) -> None:
-        """Detach all spans that hang on a key that leaves."""
+        """Detach all children of a key that leaves."""
         for span in self.hanging.pop(key):
             span.hangs_on = None
 
     def drain(
         self, span: Span, count: int, evictable: Callable[[Key], bool], found: dict[Key, None]
     ) -> None:
-        """Add keys to ``found`` from the span's tail, each after the spans that hang on it, until
-        there are ``count``.
+        """Add keys to ``found`` from the span's tail, each after its child spans, until there are
+        ``count``.
 
-        Stops at a key that must stay: its prefix stays, too.
+        Stops at a key that must stay, because its prefix must stay too.
         """
         if self._drain_run(span, count, evictable, found):
             return
@@ -219,9 +220,9 @@ class SpanTree:
     def _drain_run(
         self, span: Span, count: int, evictable: Callable[[Key], bool], found: dict[Key, None]
     ) -> bool:
-        """Drain in the usual case, where all wanted keys may go and nothing hangs on them.
+        """Drain in the usual case, in which all wanted keys may be evicted and have no children.
 
-        Does nothing otherwise. Returns whether it drained.
+        Does nothing in other cases. Returns whether it drained.
         """
         run: list[Key] = []
         missing = count - len(found)
@@ -249,7 +250,7 @@ class SpanTree:
         return True
 
     def _members(self, span: Span) -> Iterator[Key]:
-        """The span's members, the last of the prefix first."""
+        """The span's members, starting with the end of the prefix."""
         return chain.from_iterable(map(self.segments.members, tuple(span.segments)))
 
     def _left(self, span: Span, found: dict[Key, None]) -> bool:

@@ -13,7 +13,8 @@ from policies.base import Key
 def take(
     order: Iterable[Key], count: int, evictable: Callable[[Key], bool], found: list[Key]
 ) -> None:
-    """Append keys of ``order`` for which ``evictable`` holds until ``found`` has ``count``."""
+    """Append keys of ``order`` for which ``evictable`` is true until ``found`` has ``count``
+    keys."""
     missing = count - len(found)
     if missing > 0:
         found.extend(islice(filter(evictable, order), missing))

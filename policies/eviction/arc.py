@@ -1,8 +1,8 @@
-"""ARC: balances recency against frequency by the hits that its evictions have cost.
+"""ARC: balances recency against frequency by the hits that its own evictions have cost.
 
-N. Megiddo, D. S. Modha, "ARC: A self-tuning, low overhead replacement cache", FAST 2003.
-One difference, forced by evicting in batches before the new keys are known: the target is
-adapted when a ghost comes back, that is after the eviction that made room for it.
+N. Megiddo, D. S. Modha, "ARC: A self-tuning, low overhead replacement cache", FAST 2003. One
+difference is forced by batch eviction before the new keys are known: the target is adapted when a
+ghost returns, which is after the eviction that made space for it.
 """
 
 from __future__ import annotations
@@ -21,7 +21,8 @@ _FRESH, _SEEN = True, False
 class ArcPolicy(EvictionPolicy):
     """T1 (used once) and T2 (reused) as LRU lists, with the ghosts B1 and B2. O(1) per key.
 
-    ``capacity`` in keys bounds the ghosts; without it the largest size seen when evicting counts.
+    ``capacity`` in keys limits the ghosts; without it, the limit is the largest size seen at an
+    eviction.
     """
 
     def __init__(self, capacity: Annotated[int, Range(0)] = 0) -> None:

@@ -1,4 +1,4 @@
-"""First in, first out: the baseline that every cache paper starts from.
+"""First in, first out: the classic baseline of cache research.
 
 L. A. Belady, R. A. Nelson, G. S. Shedler, "An anomaly in space-time characteristics of certain
 programs running in a paging machine", CACM 12(6), 1969.
@@ -23,7 +23,7 @@ class FifoPolicy(EvictionPolicy):
         self._order[key] = None
 
     def touch(self, keys: Sequence[Key]) -> None:
-        """Use changes nothing."""
+        """A use changes nothing."""
 
     def victims(self, count: int, evictable: Callable[[Key], bool]) -> list[Key]:
         found: list[Key] = []

@@ -29,9 +29,10 @@ class _Entry:
 class GdsfPolicy(EvictionPolicy):
     """Priority = clock + uses x cost / size; the clock is the highest priority evicted so far.
 
-    ``EntryInfo.cost`` counts where it is given; else the cost is that of attention, growing
-    with the depth: ``1 + depth_tokens / depth_scale``. Priorities only rise, so an entry waits in
-    the heap under an old one and is put right when it comes up: O(log n) per key, amortised.
+    ``EntryInfo.cost`` is used if it is given; otherwise the cost is that of attention, which grows
+    with the depth: ``1 + depth_tokens / depth_scale``. Priorities only rise, so an entry stays in
+    the heap under an outdated priority and is corrected when it reaches the top: O(log n) per key,
+    amortised.
     """
 
     def __init__(self, depth_scale: Annotated[float, Range(0, above=True)] = 32768.0) -> None:
@@ -52,7 +53,7 @@ class GdsfPolicy(EvictionPolicy):
         for key in keys:
             entry = entries.get(key)
             if entry is not None:
-                entry.uses += 1  # the first touch belongs to the insertion: uses counts it once
+                entry.uses += 1  # the first touch belongs to the insertion, so that use counts once
                 entry.priority = clock + entry.uses * entry.value
 
     def victims(self, count: int, evictable: Callable[[Key], bool]) -> list[Key]:

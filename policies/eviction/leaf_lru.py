@@ -2,9 +2,9 @@
 
 This is the eviction order of SGLang's radix tree (L. Zheng et al., "SGLang: Efficient execution of
 structured language model programs", NeurIPS 2024), without the tree: a key's predecessor is learned
-from the order in which requests touch their keys. Equal to ``LruPolicy`` as long as nothing is
-pinned; unlike it, it stays prefix-closed also when a tail is pinned and its head is not, as long as
-other keys can go.
+from the order in which requests touch their keys. It equals ``LruPolicy`` as long as nothing is
+pinned. Unlike that, it also stays prefix-closed when a tail is pinned and its head is not, as long
+as other keys can be evicted.
 """
 
 from __future__ import annotations

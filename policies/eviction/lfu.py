@@ -1,9 +1,9 @@
 """Least frequently used, in constant time.
 
 K. Shah, A. Mitra, D. Matani, "An O(1) algorithm for implementing the LFU cache eviction scheme",
-2010: keys of one count share a bucket, buckets are linked in order of count. Ties go to the key
-used longest ago; as requests are touched tail to head and a head is used at least as often as
-its tail, eviction is deepest-first.
+2010: keys of one count share a bucket, buckets are linked in order of count. Ties are broken in
+favour of evicting the key used longest ago; as requests are touched tail to head and a head is used
+at least as often as its tail, eviction is deepest-first.
 """
 
 from __future__ import annotations
@@ -87,7 +87,7 @@ class LfuPolicy(EvictionPolicy):
     def _unlink(self, bucket: _Bucket) -> None:
         below, above = bucket.below, bucket.above
         if below is None:
-            return  # the bottom stays
+            return  # the bottom remains
         below.above = above
         if above is not None:
             above.below = below

@@ -16,10 +16,10 @@ from policies.options import Range
 
 
 class LirsPolicy(EvictionPolicy):
-    """The recency stack S and the queue Q of members to leave first. O(1) per key, amortised.
+    """The recency stack S and the queue Q of members to evict first. O(1) per key, amortised.
 
-    ``high_share`` of the capacity is left to keys of long distance (0.01 in the paper);
-    ``ghost_share`` bounds the ghosts in S, relative to the members.
+    ``high_share`` of the capacity is for keys with a long distance (0.01 in the paper);
+    ``ghost_share`` limits the ghosts in S, relative to the members.
     """
 
     def __init__(
@@ -30,10 +30,10 @@ class LirsPolicy(EvictionPolicy):
         self._high_share = high_share
         self._ghost_share = ghost_share
         self._stack: OrderedDict[Key, None] = OrderedDict()  # S, oldest use first
-        self._queue: OrderedDict[Key, bool] = (
-            OrderedDict()
-        )  # S and Q; value: true if touched since it entered
-        self._low: OrderedDict[Key, bool] = OrderedDict()  # members of low distance; value as above
+        # S and Q; value: true if touched since it was entered
+        self._queue: OrderedDict[Key, bool] = OrderedDict()
+        # members with a short distance; value as above
+        self._low: OrderedDict[Key, bool] = OrderedDict()
         self._ghosts = GhostList()
         self._low_limit = 0  # 0 until the tier is full for the first time
 
@@ -103,7 +103,7 @@ class LirsPolicy(EvictionPolicy):
         self._stack[key] = None
 
     def _shrink_low(self) -> None:
-        """Hand the low keys at the stack's bottom to the queue until the limit holds."""
+        """Pass the low keys at the stack's bottom to the queue until the limit is met."""
         while self._low_limit and len(self._low) > self._low_limit:
             self._prune()
             oldest = next(iter(self._stack))

@@ -23,14 +23,14 @@ from policies.base import EntryInfo, EvictionPolicy, Key, RemoveCause, free_amon
 
 PART_MAX = 512
 FEW = 32
-"""Fewer keys than this join the youngest part, if that also began with few."""
+"""Fewer keys than this are added to the youngest part, if that also began with few."""
 STALE_SHARE = 2
 STALE_MIN = 4096
-"""There may be ``STALE_SHARE`` stale entries per member, plus ``STALE_MIN``."""
+"""Maximum number of stale entries: ``STALE_SHARE`` per member, plus ``STALE_MIN``."""
 PART_PLACES = 8
-"""The memory of a part without its keys, in entries."""
+"""Memory of a part without its keys, as a number of entries."""
 PASSED_MAX = 1024
-"""The most stale entries at the old end that may lie behind a key that stays there because it is
+"""Maximum number of stale entries at the old end behind a key that stays there because it is
 pinned. With more, each search for victims would pass all keys that were evicted."""
 
 
@@ -43,7 +43,7 @@ class _Part(list[Key]):
 class LruPolicy(EvictionPolicy):
     """Evicts the least recently used key. All operations are O(1) per key, amortised.
 
-    Keys that a restart recovers lie before the parts, as one list in order of use. They need no
+    Keys that a restart recovers come before the parts, as one list in order of use. They need no
     part, which saves time and memory, and the policy walks the list only once.
     """
 
@@ -51,14 +51,15 @@ class LruPolicy(EvictionPolicy):
     takes_parts = True
 
     def __init__(self) -> None:
-        self._part_of: dict[Key, Any] = {}  # of what a restart brought back: anything else
+        self._part_of: dict[Key, Any] = {}  # the other keys that a restart brought back
         self._parts: deque[_Part] = deque()
-        self._open: set[Key] = set()  # all keys of the youngest part, if few may join it
-        self._places = 0  # in all parts
-        self._swept = 0  # the part that is looked at next for keys that have left
+        # all keys of the youngest part, if a few more may be added to it
+        self._open: set[Key] = set()
+        self._places = 0  # number of entries in all parts
+        self._swept = 0  # the next part to check for keys that have left
         self._found_order: list[Key] = []
         self._gone = 0  # stale entries at the front of that list
-        self._looked = 0  # places that the last search has begun to look at
+        self._looked = 0  # number of places that the last search has begun to check
 
     def insert(self, key: Key, info: EntryInfo) -> None:
         if not 0 < len(self._open) < PART_MAX or key in self._open:
@@ -80,7 +81,7 @@ class LruPolicy(EvictionPolicy):
     def touch(self, keys: Sequence[Key]) -> None:
         members = list(compress(keys, map(self._part_of.__contains__, keys)))
         if len(set(members)) < len(members):
-            members = list(dict.fromkeys(members))  # the head end counts
+            members = list(dict.fromkeys(members))  # the head must end up youngest
         self._append(members[::-1])
 
     def victims(self, count: int, evictable: Callable[[Key], bool]) -> list[Key]:
@@ -90,11 +91,11 @@ class LruPolicy(EvictionPolicy):
         if count == 1 and self._parts and not self._found_order:
             if evictable(self._parts[0][0]):
                 return self._parts[0][:1]
-            next(order)  # it was asked for
+            next(order)  # the caller requested it
         while len(found) < count and (some := list(islice(order, most))):
             seen += len(some)
             found += free_among(evictable, some)
-            most = max(count, PART_MAX)  # thousands of pinned keys may lie there
+            most = max(count, PART_MAX)  # there may be thousands of pinned keys
         if self._looked > 2 * seen + PASSED_MAX:
             self._tidy_oldest(self._looked)
         return found[:count]
@@ -120,7 +121,8 @@ class LruPolicy(EvictionPolicy):
     # -- inside ------------------------------------------------------------------------------
 
     def _append(self, keys: list[Key]) -> None:
-        """Make these distinct keys the youngest ones, the last of them the youngest of all."""
+        """Make these distinct keys the youngest ones, with the last of them as the youngest of
+        all."""
         for first in range(0, len(keys), PART_MAX):
             some = keys[first : first + PART_MAX]
             is_few = len(some) < FEW
@@ -204,7 +206,7 @@ class LruPolicy(EvictionPolicy):
 
     def _sweep(self, most: int) -> None:
         """Remove stale entries from the next parts, except the youngest, and join small parts.
-        Looks at about ``most`` entries."""
+        Checks about ``most`` entries."""
         parts = self._parts
         while most > 0 and len(parts) > 1:
             at = self._swept = self._swept if self._swept < len(parts) - 1 else 0
@@ -216,7 +218,7 @@ class LruPolicy(EvictionPolicy):
                 self._swept += 1
                 continue
             if before is not None:
-                self._keep_members(before)  # a key must not be in one part twice
+                self._keep_members(before)  # a key must not occur twice in one part
                 before += part
                 self._part_of.update(dict.fromkeys(part, before))
             del parts[at]

@@ -63,7 +63,8 @@ class S3FifoPolicy(EvictionPolicy):
         return found
 
     def _from_small(self, count: int, evictable: Callable[[Key], bool], found: list[Key]) -> None:
-        """Name cold keys of the small queue; the warm ones passed on the way move to main."""
+        """Name cold keys of the small queue; move the warm ones met on the way to the main
+        queue."""
         warm: list[Key] = []
         for key, uses in self._small.items():
             if len(found) >= count:

@@ -22,7 +22,7 @@ class SlruPolicy(EvictionPolicy):
         self._share = protected_share
         self._probation: OrderedDict[Key, bool] = (
             OrderedDict()
-        )  # value: whether it was touched since it came
+        )  # value: whether it was touched since it was entered
         self._protected: OrderedDict[Key, None] = OrderedDict()
 
     def insert(self, key: Key, info: EntryInfo) -> None:

@@ -21,7 +21,7 @@ from policies.eviction.lru import LruPolicy
 from policies.options import Range
 
 _UNKNOWN = EntryInfo()
-"""LRU does not look at it."""
+"""LRU does not read this."""
 
 
 class TtlPolicy(EvictionPolicy):
@@ -51,7 +51,7 @@ class TtlPolicy(EvictionPolicy):
         self._free.insert(key, info)
 
     def touch(self, keys: Sequence[Key]) -> None:
-        """Mark the keys as used; the return of a request ends the hold on its keys."""
+        """Mark the keys as used; a returning request ends the hold on its keys."""
         for key in reversed(keys):
             if key in self._held:
                 self._release(key)
@@ -106,7 +106,7 @@ class TtlPolicy(EvictionPolicy):
         self._free.insert(key, _UNKNOWN)
 
     def _expire_holds(self, now: float) -> None:
-        """Give keys whose hold is over back to LRU as its most recent ones, tail before head."""
+        """Return keys whose hold is over to LRU as its most recent ones, tail before head."""
         while self._ends and self._ends[0][0] <= now:
             until, _, key = heappop(self._ends)
             if self._held.get(key) == until:

@@ -16,9 +16,9 @@ from policies.options import Range
 
 
 class TwoQueuePolicy(EvictionPolicy):
-    """A FIFO for newcomers, ghosts of it, and an LRU for what came back. O(1) per key.
+    """A FIFO for newcomers, its ghosts, and an LRU for keys that returned. O(1) per key.
 
-    ``entry_share`` is the newcomers' share of the capacity, ``ghost_share`` the ghosts'; the
+    ``entry_share`` is the newcomers' share of the capacity, ``ghost_share`` that of the ghosts; the
     paper's 0.25 and 0.5 are the defaults.
     """
 

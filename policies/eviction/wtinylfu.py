@@ -1,8 +1,8 @@
 """W-TinyLFU: a newcomer must have been requested more often than the key it displaces.
 
 G. Einziger, R. Friedman, B. Manes, "TinyLFU: A highly efficient cache admission policy", ACM
-Transactions on Storage 13(4), 2017. As a tier cannot refuse a key after it was written, the duel
-is held when room is needed: the loser of window against main is the victim.
+Transactions on Storage 13(4), 2017. A tier cannot refuse a key after it was written, so the
+comparison happens when space is needed: the loser of window against main is the victim.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class WTinyLfuPolicy(EvictionPolicy):
         self._share = window_share
         self._window: OrderedDict[Key, bool] = (
             OrderedDict()
-        )  # value: whether it was touched since it came
+        )  # value: whether it was touched since it was entered
         self._main = SlruPolicy(protected_share)
         self._info = EntryInfo()
         self._sketch = FrequencySketch(1024)
@@ -40,7 +40,7 @@ class WTinyLfuPolicy(EvictionPolicy):
     def insert(self, key: Key, info: EntryInfo) -> None:
         self._window[key] = False
         if not self._full and len(self._window) > self._share * len(self) + 1:
-            self._promote(next(iter(self._window)))  # no duel while there is room for all
+            self._promote(next(iter(self._window)))  # no comparison while there is space for all
         if len(self) > self._sketch.width:
             self._sketch = FrequencySketch(4 * self._sketch.width)
 
@@ -76,11 +76,12 @@ class WTinyLfuPolicy(EvictionPolicy):
         if len(found) < count:
             chosen = set(found)
             rest = [k for k in self._window if k not in chosen and evictable(k)]
-            found += (rest + winners)[: count - len(found)]  # winners of a duel go last
+            # winners of a comparison are evicted last
+            found += (rest + winners)[: count - len(found)]
         return found
 
     def _surplus(self, limit: int) -> list[Key]:
-        """The window's oldest keys, as many as are above ``limit``."""
+        """The window's oldest keys, as many as exceed ``limit``."""
         order = iter(self._window)
         return [next(order) for _ in range(len(self._window) - limit)]
 

@@ -1,7 +1,7 @@
 """Upper bounds for every policy: Belady's optimum with bypass, and the infinite cache.
 
 L. A. Belady, "A study of replacement algorithms for a virtual-storage computer", IBM Systems
-Journal 5(2), 1966. With bypass: a block that is needed latest of all is not even stored.
+Journal 5(2), 1966. With bypass, a block whose next use is the latest of all is not even stored.
 
 A request that uses a block uses all blocks before it, so a block's next use is never later than its
 descendants'. Breaking ties deepest-first therefore keeps the optimal cache prefix-closed, block
@@ -22,8 +22,8 @@ NEVER = -1
 
 
 def next_uses(trace: Trace) -> list[tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]]:
-    """Per request: the distinct indices of the requests that use its blocks next, and how many
-    blocks each (blocks never used again are left out)."""
+    """Per request: the distinct indices of the requests that use its blocks next, and the number of
+    blocks for each (without blocks that are never used again)."""
     following: dict[int, int] = {}
     found = []
     for index in range(len(trace.requests) - 1, -1, -1):
@@ -36,7 +36,7 @@ def next_uses(trace: Trace) -> list[tuple[npt.NDArray[np.int64], npt.NDArray[np.
 
 
 def infinite_hits(trace: Trace) -> Iterator[int]:
-    """Per request: leading blocks that an infinite cache would hold."""
+    """Per request: the number of leading blocks that an infinite cache would hold."""
     seen: set[int] = set()
     for request in trace.requests:
         blocks = request.blocks()
@@ -50,7 +50,8 @@ def optimum_hits(
     capacity: int,
     uses: list[tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]] | None = None,
 ) -> Iterator[int]:
-    """Per request: leading blocks that the optimal cache of ``capacity`` blocks holds.
+    """Per request: the number of leading blocks that the optimal cache of ``capacity`` blocks
+    holds.
 
     ``uses`` is ``next_uses(trace)``, computed once for several capacities.
     """

@@ -1,4 +1,4 @@
-"""The command ``kvtiers simulate``: policies on request traces, beside the optimum."""
+"""The command ``kvtiers simulate``: runs policies on request traces, together with the optimum."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def simulate(
     format: Annotated[
         str, typer.Option(help="auto, kvtiers, mooncake, bailian, kv-events")
     ] = "auto",
-    block_tokens: Annotated[int, typer.Option(help="Tokens of a block, if not the usual.")] = 0,
+    block_tokens: Annotated[int, typer.Option(help="Tokens of a block, if not the default.")] = 0,
     block_bytes: Annotated[
         int, typer.Option(help="Bytes of a block, for capacities in bytes.")
     ] = 0,
@@ -69,8 +69,8 @@ def simulate(
     plot: Annotated[Path | None, typer.Option(help="Plot hit ratios (needs matplotlib).")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
-    """Run eviction policies on request traces, beside Belady's optimum and an infinite cache."""
-    sys.path.append(str(Path.cwd()))  # for module:Class; last, so that it hides nothing
+    """Run eviction policies on request traces, with Belady's optimum and an infinite cache."""
+    sys.path.append(str(Path.cwd()))  # for module:Class; last, so that it hides no other module
     lower = Lower(lower_capacity, lower_policy, mode) if lower_capacity else None
     capacities = capacity or ["1%", "5%", "10%"]
     _refuse(
@@ -126,7 +126,7 @@ def _wrong_words(mode: str, hints: str, format: str) -> Iterator[str]:
 
 
 def _wrong_tiers(mode: str, lower: Lower | None, admission: str) -> Iterator[str]:
-    """Options that do not fit each other."""
+    """Reports options that do not fit each other."""
     if lower is None and mode in MODES and mode != MODES[0]:
         yield f"--mode: {mode} needs a lower tier. Give --lower-capacity."
     if lower is not None and mode in MODES and (mode == "selective") != bool(admission):
@@ -153,7 +153,7 @@ def _problem_of(text: str, make: Callable[[Any], object]) -> str:
 
 
 def _rounded(source: Source, capacities: list[str], block_bytes: int) -> list[str]:
-    """Say which capacities are not quite what was asked for."""
+    """Report capacities that are not exactly what was requested."""
     trace = load(source)
     unique = trace.unique_blocks()
     found = [rounding_note(text, unique, block_bytes) for text in dict.fromkeys(capacities)]
@@ -161,7 +161,7 @@ def _rounded(source: Source, capacities: list[str], block_bytes: int) -> list[st
 
 
 def _refuse(*problems: str) -> None:
-    """Say everything that was asked wrongly, and end; go on if there is nothing."""
+    """Report all problems and end; continue if there are none."""
     if not problems:
         return
     if len(problems) == 1:
@@ -184,7 +184,7 @@ def _write(outcomes: list[Outcome], csv: Path | None, plot: Path | None) -> None
 
 
 def _end(text: str, code: int) -> NoReturn:
-    """Say on stderr what is wrong, and end."""
+    """Report on stderr what is wrong, and end."""
     print(f"kvtiers simulate: {text}", file=sys.stderr)
     raise typer.Exit(code)
 
@@ -194,7 +194,9 @@ def _hint(traces: list[Path], as_json: bool) -> str:
     names = [path.name for path in traces if path.suffix == ".json" or path == Path("-")]
     if not as_json or not names:
         return ""
-    return f". --json takes no name of a file, it prints: {names[0]} was taken for a trace"
+    return (
+        f". --json takes no file name, because it prints to stdout: {names[0]} was read as a trace"
+    )
 
 
 def _check_outputs(csv: Path | None, plot: Path | None) -> None:
@@ -212,8 +214,7 @@ def _screen() -> Console:
 
 
 def _run(jobs: list[Job], processes: int) -> list[Outcome]:
-    """All jobs, under a progress bar that counts the requests of policies if stderr is a
-    terminal."""
+    """Run all jobs, with a progress bar for the policies' requests if stderr is a terminal."""
     counted = [job for job in jobs if job.policy not in (OPTIMUM, INFINITE)]
     total = sum(len(load(job.source).requests) // 256 * 256 for job in counted)
     console = Console(stderr=True)

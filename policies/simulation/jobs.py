@@ -27,7 +27,7 @@ from policies.simulation.trace_formats import read_trace
 from policies.simulation.two_tiers import simulate_two
 
 ROUNDED_SILENTLY = 0.01
-"""The share of a capacity that rounding to whole blocks may change without a note."""
+"""Rounding to whole blocks may change a capacity by this share without a note."""
 
 OPTIMUM, INFINITE = "optimum", "infinite"
 
@@ -62,7 +62,7 @@ class Job:
 
 @dataclass(frozen=True, slots=True)
 class Lower:
-    """The lower tier that every policy is run above; its capacity as on the command line."""
+    """The lower tier below every policy; its capacity as on the command line."""
 
     capacity: str
     policy: str = "lru"
@@ -70,7 +70,7 @@ class Lower:
 
 
 def parse_spec(text: str) -> dict[str, Any]:
-    """``arc`` or ``module:Class,option=3,other=x`` as ``policies.registry`` takes it."""
+    """Parses ``arc`` or ``module:Class,option=3,other=x``, as ``policies.registry`` accepts it."""
     name, *pairs = text.split(",")
     spec: dict[str, Any] = {"name": name}
     for pair in pairs:
@@ -105,13 +105,13 @@ def parse_capacity(text: str, unique_blocks: int, block_bytes: int) -> int:
 
 
 def rounding_note(text: str, unique_blocks: int, block_bytes: int) -> str:
-    """Say what a capacity was rounded to, if that changes it by more than ``ROUNDED_SILENTLY``."""
+    """Describe how a capacity was rounded, if that changes it by more than ``ROUNDED_SILENTLY``."""
     exact = exact_capacity(text, unique_blocks, block_bytes)
     used = parse_capacity(text, unique_blocks, block_bytes)
     if abs(used - exact) <= ROUNDED_SILENTLY * used:
         return ""
     blocks = "1 block is" if used == 1 else f"{used:,} blocks are"
-    return f"capacity {text} is {exact:,.2f} blocks: {blocks} used"
+    return f"capacity {text} is {exact:,.2f} blocks: {blocks} are used"
 
 
 def exact_capacity(text: str, unique_blocks: int, block_bytes: int) -> float:
@@ -141,7 +141,7 @@ def plan(
 ) -> list[Job]:
     """The jobs of one trace: every policy at every capacity, the optimum and the infinite cache.
 
-    With a lower tier the optimum is that of both capacities together.
+    With a lower tier, the optimum is computed for both capacities together.
     """
     unique = load(source).unique_blocks()
     below = parse_capacity(lower.capacity, unique, block_bytes) if lower else 0
@@ -173,7 +173,7 @@ def plan(
 
 @lru_cache(maxsize=4)
 def load(source: Source) -> Trace:
-    """Read a trace; the last few are kept."""
+    """Read a trace; the most recent ones are cached."""
     trace = read_trace(source.path, source.format, source.block_tokens)
     if source.part == (0.0, 1.0):
         return trace
@@ -213,7 +213,8 @@ def run_job(job: Job, progress: Callable[[int], None] | None = None) -> Result:
 def run_jobs(
     jobs: Sequence[Job], processes: int, progress: Callable[[int], None]
 ) -> Iterator[tuple[Job, Result]]:
-    """Run jobs, yielding each as it ends; ``progress`` gets requests done since its last call."""
+    """Run jobs, and yield each result when it is ready; ``progress`` gets the number of requests
+    done since its last call."""
     if processes <= 1:
         for job in jobs:
             yield job, run_job(job, progress)

@@ -73,7 +73,7 @@ def table(outcomes: Sequence[Outcome]) -> Table:
 def _cells(row: dict[str, Any], two: bool) -> list[str]:
     limit = row["policy"] in (OPTIMUM, INFINITE)
     capacity = row["capacity_share"]
-    digits = 1 if capacity >= 0.01 else 3  # "0.0%" would be no capacity
+    digits = 1 if capacity >= 0.01 else 3  # "0.0%" would look like no capacity
     share = "all" if row["policy"] == INFINITE else f"{capacity:.{digits}%}"
     cells = [row["trace"], share, f"{row['capacity_blocks']:,}", row["policy"]]
     cells.append(f"{row['token_hit_ratio']:.1%}")
@@ -89,7 +89,7 @@ def _cells(row: dict[str, Any], two: bool) -> list[str]:
 
 
 def json_text(outcomes: Sequence[Outcome], notes: Sequence[str] = ()) -> str:
-    """One JSON object; ``runs`` are the rows, ``notes`` say what was rounded."""
+    """One JSON object; ``runs`` are the rows, ``notes`` describe what was rounded."""
     return json.dumps({"runs": rows(outcomes), "notes": [*notes]}, indent=1, allow_nan=False)
 
 

@@ -1,9 +1,9 @@
 """Runs policies on request traces; they are the same objects that run in a server.
 
 The model, per request: the hit is the longest leading run of resident blocks. All other blocks of
-the prompt are stored, as far as the tier can make room without evicting this request's blocks. Then
-the request touches its blocks once, in prefix order. The start is cold and counts. Policies that
-need the time get the trace's, so a run can be repeated exactly (except ``ns_per_op``).
+the prompt are stored, as far as the tier can free space without evicting this request's blocks.
+Then the request touches its blocks once, in prefix order. The start is cold and counts. Policies
+that need the time get the trace's, so a run can be repeated exactly (except ``ns_per_op``).
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from policies.simulation.belady import infinite_hits, optimum_hits
 from policies.simulation.trace import Request, Trace
 
 HINT_LEVELS = ("none", "end", "all")
-"""The hints of a trace that policies get: none, only the end of sessions, or all."""
+"""The hints of a trace that policies get: none, only the ends of sessions, or all."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,14 +84,14 @@ class Result:
         self.flops_saved += model.prefix(tokens)
 
     def count_work(self, upper: SimTier, *lower: SimTier) -> None:
-        """Take over what the upper tier stored and evicted, and the time spent in all policies."""
+        """Add what the upper tier stored and evicted, and the time spent in all policies."""
         self.stored_blocks, self.evicted_blocks = upper.stored, upper.evicted
         self.policy_ns = sum(tier.ns for tier in (upper, *lower))
         self.policy_ops = sum(tier.ops for tier in (upper, *lower))
 
 
 class SimTier:
-    """One tier: what is resident, and the policy that orders it. Counts time in the policy."""
+    """One tier: its resident keys, and the policy that orders them. Counts time in the policy."""
 
     def __init__(self, policy: EvictionPolicy, capacity: int) -> None:
         self.policy = policy
@@ -103,7 +103,7 @@ class SimTier:
         self.ops = 0
 
     def leading(self, keys: Sequence[Key]) -> int:
-        """Count the resident keys, from the first on without a gap."""
+        """Count the resident keys from the first one on, up to the first gap."""
         resident = self.resident
         for count, key in enumerate(keys):
             if key not in resident:
@@ -127,7 +127,7 @@ class SimTier:
         return gone
 
     def insert(self, keys: Sequence[Key], infos: Sequence[EntryInfo]) -> None:
-        """Enter keys that fit, given in prefix order, tail first."""
+        """Enter keys, given in prefix order, tail first; they must fit."""
         insert = self.policy.insert
         start = perf_counter_ns()
         for i in range(len(keys) - 1, -1, -1):
@@ -138,7 +138,7 @@ class SimTier:
         self.resident.update(keys)
 
     def touch(self, keys: Sequence[Key]) -> None:
-        """One request's use of these keys."""
+        """Note one request's use of these keys."""
         start = perf_counter_ns()
         self.policy.touch(keys)
         self.ns += perf_counter_ns() - start
@@ -151,14 +151,14 @@ class SimTier:
         self.ns += perf_counter_ns() - start
 
     def drop(self, keys: Iterable[Key]) -> None:
-        """Remove keys that another tier makes superfluous."""
+        """Remove keys that another tier makes redundant."""
         for key in keys:
             if key in self.resident:
                 self.resident.discard(key)
                 self.policy.remove(key, RemoveCause.DROPPED)
 
     def store(self, keys: Sequence[Key], infos: Sequence[EntryInfo], protect: Iterable[Key]) -> int:
-        """Make room and enter a prefix of absent ``keys``; returns how many went in."""
+        """Free space and enter a prefix of absent ``keys``; return how many were entered."""
         self.make_room(len(keys), protect)
         fits = min(len(keys), self.capacity - len(self.resident))
         self.insert(keys[:fits], infos)
@@ -213,7 +213,7 @@ class Infos:
 
 
 class TraceClock:
-    """The time of the request that is being simulated; policies that need the time take it here."""
+    """The time of the request that is being simulated; policies that need the time read it here."""
 
     def __init__(self, *policies: EvictionPolicy | AdmissionPolicy | None) -> None:
         self._now_s = 0.0
@@ -226,7 +226,7 @@ class TraceClock:
         return self._now_s
 
     def advance(self, now_s: float) -> None:
-        """Go to the time of the next request."""
+        """Advance to the time of the next request."""
         self._now_s = now_s
 
 
@@ -285,7 +285,7 @@ def simulate(
 def bound(
     trace: Trace, capacity: int | None, *, model: FlopModel | None = None, uses: Any = None
 ) -> Result:
-    """Compute the upper bound for every policy: Belady's optimum at ``capacity`` blocks, or for
+    """Compute the upper bound for every policy: Belady's optimum at ``capacity`` blocks, or with
     ``None`` the hits of an infinite cache."""
     model = model or FlopModel()
     blocks = trace.unique_blocks() if capacity is None else capacity

@@ -1,4 +1,5 @@
-"""A request mix as a trace: conversations of one shape, for planning where no trace was recorded.
+"""Generates a trace from a request mix: conversations of one shape, for planning without a recorded
+trace.
 
     users=200,turns=6,system=1000,prompt=300,answer=400,gap=90,hours=4
 
@@ -19,13 +20,13 @@ from policies.simulation.trace import Request, Trace
 REQUESTS_MAX = 2_000_000
 TURNS_MAX = 10_000
 TOKENS_MAX = 100_000_000
-"""Limit for one prompt: every block of it is a number in memory during the simulation."""
+"""Limit for one prompt, because every block of it is a number in memory during the simulation."""
 _PART = re.compile(r"([a-z]+)=([0-9]+(?:\.[0-9]+)?)", re.ASCII)
 
 
 @dataclass(frozen=True, slots=True)
 class Mix:
-    """See the module. Tokens and seconds."""
+    """See the module's docstring. Lengths are in tokens, times in seconds."""
 
     users: int = 100
     turns: int = 5
@@ -37,7 +38,7 @@ class Mix:
 
     @classmethod
     def parse(cls, text: str) -> Mix:
-        """Raises ``ValueError`` that says what is wrong; missing values get their defaults."""
+        """Raises ``ValueError`` that describes the problem; missing values get their defaults."""
         known = {field.name: field.default for field in fields(cls)}
         given: dict[str, float] = {}
         for part in filter(None, text.split(",")):
@@ -63,7 +64,7 @@ class Mix:
 
     @property
     def requests(self) -> float:
-        """About how many requests there are."""
+        """The approximate number of requests."""
         return self.users * self.hours * 3600 / self.gap
 
     def tokens(self, turn: int) -> int:

@@ -1,12 +1,11 @@
-"""Request traces, on which policies are judged.
+"""Request traces, with which policies are judged.
 
-A trace says, request by request, which blocks each prompt is made of. A block id stands for a
-block in its prefix: equal ids mean equal prefixes, so the ids of a prompt form a chain. Only full
-blocks count.
+A trace contains, for each request, the blocks of its prompt. A block id stands for a block in its
+prefix: equal ids mean equal prefixes, so the ids of a prompt form a chain. Only full blocks count.
 
-Our own format is JSON lines, gzip-compressed where the name ends in ``.gz``. The first line is
-``{"meta": {"name": ..., "block_tokens": ..., "licence": ..., ...}}``; then one line per request,
-in time order:
+The format of this project is JSON lines, gzip-compressed if the name ends in ``.gz``. The first
+line is ``{"meta": {"name": ..., "block_tokens": ..., "licence": ..., ...}}``; then one line per
+request, in time order:
 
     {"t": seconds, "s": session (or -1), "in": prompt tokens, "out": output tokens,
      "r": [[first_id, count], ...],           the prompt, run-length coded: [5, 3] is 5, 6, 7
@@ -66,7 +65,7 @@ class Request:
 
 @dataclass(frozen=True, slots=True)
 class Trace:
-    """Requests in time order, with what is known of their source."""
+    """Requests in time order, with what is known about their source."""
 
     name: str
     block_tokens: int
@@ -97,8 +96,8 @@ def open_text(path: Path) -> IO[str]:
 
 
 def json_lines(path: Path) -> Iterator[tuple[int, Any]]:
-    """Line numbers and values of a JSON-lines file. A last line without an end is left out if it is
-    no JSON: a server is writing it, or ended while it did. Raises ``TraceError``."""
+    """Line numbers and values of a JSON-lines file. An incomplete last line is skipped if it is not
+    valid JSON: a server is writing it, or ended while writing it. Raises ``TraceError``."""
     with open_text(path) as file:
         number = 0
         try:
@@ -116,7 +115,7 @@ def json_lines(path: Path) -> Iterator[tuple[int, Any]]:
 
 
 def to_runs(blocks: Sequence[int]) -> tuple[tuple[int, int], ...]:
-    """Run-length code a list of ids."""
+    """Run-length encode a list of ids."""
     runs: list[tuple[int, int]] = []
     start = 0
     for i in range(1, len(blocks) + 1):
@@ -127,7 +126,8 @@ def to_runs(blocks: Sequence[int]) -> tuple[tuple[int, int], ...]:
 
 
 class BlockNumbers:
-    """Gives the keys of a foreign trace consecutive ids, so that chains run-length code well."""
+    """Gives the keys of another project's trace consecutive ids, so that chains run-length encode
+    well."""
 
     def __init__(self) -> None:
         self._ids: dict[Hashable, int] = {}
@@ -142,7 +142,8 @@ class BlockNumbers:
 
 
 def parse_request(row: Mapping[str, Any]) -> Request:
-    """Parse one line of our format. Raises ``KeyError``, ``TypeError`` or ``ValueError``."""
+    """Parse one line of this project's format. Raises ``KeyError``, ``TypeError`` or
+    ``ValueError``."""
     expected = row.get("return_s")
     return Request(
         time_s=float(row["t"]),
@@ -159,7 +160,8 @@ def parse_request(row: Mapping[str, Any]) -> Request:
 
 
 def request_row(request: Request) -> dict[str, Any]:
-    """Make a line of our format from a request, without fields that have their default."""
+    """Make a line of this project's format from a request, without fields that have their
+    default."""
     row: dict[str, Any] = {
         "t": round(request.time_s, 6),
         "s": request.session,
@@ -177,7 +179,8 @@ def request_row(request: Request) -> dict[str, Any]:
 
 
 class TraceLines:
-    """Makes the lines of our trace format; ``head`` is the first. Numbers stand for block keys."""
+    """Makes the lines of this project's trace format; ``head`` is the first. Numbers stand for
+    block keys."""
 
     def __init__(self, name: str, block_tokens: int, **meta: object) -> None:
         self.head = _line({"meta": {"name": name, "block_tokens": block_tokens, **meta}})
@@ -191,7 +194,7 @@ class TraceLines:
 
     @staticmethod
     def request(request: Request) -> str:
-        """The line of one request whose blocks are numbered already."""
+        """The line of one request whose blocks have numbers already."""
         return _line(request_row(request))
 
     @property
@@ -205,10 +208,10 @@ def _line(row: Mapping[str, Any]) -> str:
 
 
 class TraceWriter:
-    """Writes our own format, request by request: a context manager.
+    """Writes this project's format, request by request; use it as a context manager.
 
-    ``record`` takes any hashable keys, for example a running server's chunk keys; only numbers
-    that stand for them reach the file. One process, one thread. An old file is replaced; only its
+    ``record`` takes any hashable keys, for example a running server's chunk keys; only numbers that
+    stand for them reach the file. One process, one thread. An existing file is replaced; only its
     owner can read the new one.
     """
 
@@ -232,17 +235,17 @@ class TraceWriter:
         self._file.write(self._lines.record(time_s, keys, prompt_tokens, **fields))
 
     def write(self, request: Request) -> None:
-        """Append one request whose blocks are numbered already."""
+        """Append one request whose blocks have numbers already."""
         self._file.write(self._lines.request(request))
 
     def flush(self) -> None:
-        """Let others read what was written so far."""
+        """Flush, so that others can read what was written so far."""
         self._file.flush()
 
     def close(self) -> None:
         """Finish the file."""
         self._file.close()
-        self._raw.close()  # which a packed one leaves open
+        self._raw.close()  # which a compressed one leaves open
 
     def __enter__(self) -> TraceWriter:
         return self

@@ -1,13 +1,13 @@
-"""Readers of other projects' traces, and the choice of the right one.
+"""Reads other projects' traces, and detects their format.
 * ``mooncake``: ``{"timestamp": ms, "input_length", "output_length", "hash_ids": [...]}``, one id
   per 512 tokens, the last one possibly of a partial block (kvcache-ai/Mooncake, FAST 2025).
 * ``bailian``: ``{"chat_id", "parent_chat_id", "timestamp": s, "input_length", "output_length",
   "turn", "hash_ids": [...]}``, one id per 16 tokens (Qwen Bailian anonymous usage traces).
 * ``kv-events``: batches of vLLM's KV cache events, one JSON value per line, as ``{"ts", "events":
   [...]}`` or the array ``[ts, [...], rank]``. Every ``BlockStored`` event counts as a request for
-  the chain from the root to its last block, if it is of the GPU's cache and of the group seen first
-  (the others describe the same tokens). Hits that stored nothing cause no events, so hit ratios of
-  such a trace are lower bounds.
+  the chain from the root to its last block, if it belongs to the GPU's cache and to the group seen
+  first (other events describe the same tokens). Hits that stored nothing cause no events, so hit
+  ratios of such a trace are lower bounds.
 * ``kvtiers``: this project's format (``policies.simulation.trace``).
 """
 

@@ -1,11 +1,12 @@
 """Two tiers on a request trace: a fast upper one and a large lower one, each with its policy.
 
-Modes (which chunks are written below, and when):
+Modes (which chunks are written to the lower tier, and when):
 
-* ``write-through``: every chunk stored above is written below at once; both are independent.
-* ``inclusive``: the same, but a chunk that leaves the lower tier leaves the upper one, too.
-* ``exclusive``: chunks that leave the upper tier are written below, promoted chunks leave the lower
-  tier, and chunks that do not fit above go straight below.
+* ``write-through``: every chunk stored in the upper tier is also written to the lower one at once;
+  the tiers evict independently.
+* ``inclusive``: the same, but a chunk that leaves the lower tier leaves the upper one too.
+* ``exclusive``: chunks that leave the upper tier are written to the lower one, promoted chunks
+  leave the lower tier, and chunks that do not fit into the upper tier go directly to the lower one.
 * ``selective``: write-through of the chunks that an admission policy admits.
 
 A request touches its blocks in both tiers, whichever served them.
@@ -31,7 +32,7 @@ class TwoTiers:
         if mode not in MODES:
             raise ValueError(f'unknown mode "{mode}". Available: {", ".join(MODES)}.')
         if (mode == "selective") != (admission is not None):
-            raise ValueError("an admission policy goes with the mode selective, and with no other")
+            raise ValueError("an admission policy is valid only with the mode selective")
         self.upper = upper
         self.lower = lower
         self._mode = mode
@@ -39,7 +40,8 @@ class TwoTiers:
         self._depth: dict[Key, int] = {}
 
     def hits(self, blocks: Sequence[int]) -> tuple[int, int]:
-        """Leading blocks that either tier holds, and how many of them only the lower one does."""
+        """The number of leading blocks that either tier holds, and how many of them only the lower
+        tier holds."""
         above, below = self.upper.resident, self.lower.resident
         promoted = 0
         for count, block in enumerate(blocks):

@@ -82,7 +82,7 @@ def synthetic_trace(
 
 
 def play(policy: EvictionPolicy, script: str) -> str:
-    """Run a script of keys that are words, for golden sequences.
+    """Run a script whose keys are words, for golden sequences.
 
     ``"+a +b a,b !1"`` inserts a, then b (each followed by its request's touch), touches both in one
     request, then evicts one. ``"-a"`` drops a key. Returns the evicted keys, in order.
@@ -108,7 +108,7 @@ def play(policy: EvictionPolicy, script: str) -> str:
 class PolicyContract:
     """Inherit from it, define ``make_policy``, and let pytest collect the class.
 
-    The model test makes ``examples`` random runs. With ``shrink`` it looks for the smallest one
+    The model test makes ``examples`` random runs. With ``shrink`` it looks for the smallest run
     that fails.
     """
 
@@ -133,7 +133,8 @@ class PolicyContract:
         )
 
     def test_few_keys_are_named_exactly(self) -> None:
-        """Two requests store three keys, and two touch them in every order, also repeatedly."""
+        """Two requests store three keys, and two others touch them in every order, also
+        repeatedly."""
         touches = product(range(3), repeat=4)
         for touch, pinned, count in product(touches, (None, 0, 1, 2), (1, 2, 3)):
             policy = self.make_policy()
@@ -247,19 +248,21 @@ class PolicyContract:
 
     @pytest.mark.skipif(not BIG, reason="timed: set KVTIERS_BIG_TESTS=1 on a quiet machine")
     def test_speed_hardly_falls(self) -> None:
-        """From 10^4 to 10^6 keys, speed may fall by cache misses and log n: less than 30 times.
+        """From 10^4 to 10^6 keys, speed may fall because of cache misses and log n, but less than
+        30 times.
 
-        Sees what no line of Python shows, such as sorting or a walk over holes in a dict.
+        Detects costs that the number of executed Python lines does not show, such as sorting or a
+        walk over holes in a dict.
         """
         speeds = [operations_per_second(self.make_policy(), keys) for keys in (10_000, 1_000_000)]
         assert speeds[0] <= 30 * speeds[1], f"operations per second: {speeds}"
 
 
 def steps(policy: EvictionPolicy, keys: int) -> int:
-    """Count the lines of Python that a fixed set of operations runs with ``keys`` members."""
+    """Count the lines of Python that a fixed set of operations executes with ``keys`` members."""
     _fill(policy, keys)
     for _ in _rounds(policy, keys, 40):
-        pass  # let queues settle
+        pass  # let the queues settle
     lines = 0
 
     def trace(frame: FrameType, event: str, argument: object) -> Callable[..., Any]:
@@ -311,7 +314,7 @@ def _rounds(policy: EvictionPolicy, keys: int, rounds: int) -> Iterator[int]:
 
 
 def _adversary(pattern: str) -> Iterator[Sequence[int]]:
-    """Requests that hurt some policy: each a sequence of keys."""
+    """Request sequences each of which is bad for some policy."""
     for turn in range(300):
         if pattern == "scan":
             yield range(turn * 20, turn * 20 + 20)

@@ -47,16 +47,16 @@ class PolicyMachine(RuleBasedStateMachine):
 
     @rule(data=st.data())
     def pin(self, data: st.DataObject) -> None:
-        """Choose other members that must stay."""
+        """Choose other members, which must stay."""
         known = sorted(self.members, key=repr)
         self.pinned = set(data.draw(st.lists(st.sampled_from(known)))) if known else set()
 
     @rule(count=st.integers(0, 9), evict=st.booleans())
     def victims(self, count: int, evict: bool) -> None:
-        """Ask for victims; they leave, or nothing happens to them."""
+        """Request victims; they leave, or nothing happens to them."""
         named = self.policy.victims(count, lambda key: key not in self.pinned)
         free = self.members - self.pinned
-        assert set(named) <= free, f"named {set(named) - free}, which may not go"
+        assert set(named) <= free, f"named {set(named) - free}, which must not be evicted"
         assert len(set(named)) == len(named), f"named twice: {named}"
         assert len(named) == min(count, len(free)), f"{len(named)} of {count}, {len(free)} free"
         if evict:
@@ -81,7 +81,7 @@ class PolicyMachine(RuleBasedStateMachine):
 
     @rule(found=st.sampled_from([None, list, dict.fromkeys]))
     def clear(self, found: Callable[[list[Key]], Collection[Key]] | None) -> None:
-        """All members leave at once; those of an empty policy may be found again, all at once."""
+        """Remove all members at once; an empty policy may get members back, all at once."""
         keys = sorted(self.members, key=repr)
         self.policy.clear()
         self.gone.clear()
@@ -93,8 +93,9 @@ class PolicyMachine(RuleBasedStateMachine):
 
     @rule()
     def everything(self) -> None:
-        """All members may go. A rule, because an assertion in ``teardown`` would hide behind
-        Hypothesis's "inconsistent data generation": teardown also runs after a run it cut short.
+        """Check that all members may be evicted. This is a rule, because an assertion in
+        ``teardown`` would hide behind Hypothesis's "inconsistent data generation": teardown also
+        runs after a run that Hypothesis cut short.
         """
         named = self.policy.victims(len(self.members) + 1, lambda key: True)
         assert len(named) == len(self.members)

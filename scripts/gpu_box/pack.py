@@ -1,11 +1,12 @@
-"""Builds what a bare machine with torch needs to serve with vLLM, in portions of limited size.
+"""Packs everything that a machine with only torch needs to serve with vLLM, in portions of limited
+size.
 
     python scripts/gpu_box/pack.py [--out .gpu_box] [--wheel vllm-0.32.0-....whl] [--limit-mib 56]
 
 Needs pip and a registry (or ``--wheel`` and ``--wheels`` with files that are here). Takes from
-vLLM's wheel its Python and the one compiled extension that uses torch's stable ABI alone, so
-that it runs under the torch that is there, and every package that vLLM needs and ``present.txt``
-does not name. Writes ``carry-N.tar.xz``; the probe ``vllm-import`` unpacks them.
+vLLM's wheel its Python files and the one compiled extension that uses only torch's stable ABI, so
+that it runs with the machine's torch, and every package that vLLM needs and ``present.txt`` does
+not list. Writes ``carry-N.tar.xz``; the probe ``vllm-import`` unpacks them.
 """
 
 from __future__ import annotations
@@ -75,14 +76,14 @@ def download(requirement: str, folder: Path, python: str) -> Path:
         command += ["--platform", platform]
     subprocess.run([*command, requirement], check=True)
     new = set(folder.glob("*.whl")) - before
-    if not new:  # it was there already
+    if not new:  # it has already been downloaded
         name = normal(re.split(r"[\s<>=!~\[(;]", requirement)[0])
         new = {path for path in before if normal(path.name.split("-")[0]) == name}
     return new.pop()
 
 
 def closure(vllm: Path, folder: Path, absent_from: set[str], python: str) -> list[Path]:
-    """The wheels of everything that vLLM and we need and the machine lacks."""
+    """The wheels of everything that vLLM and kvtiers need and the machine lacks."""
     wheels: list[Path] = []
     todo = [*requirements(vllm), *OURS]
     seen: set[str] = set(absent_from)
@@ -100,7 +101,7 @@ def closure(vllm: Path, folder: Path, absent_from: set[str], python: str) -> lis
 
 
 def unpack(wheel: Path, to: Path, *, extensions: tuple[str, ...] | None = None) -> None:
-    """Unpack a wheel; of its compiled files only ``extensions``, if they are given."""
+    """Unpack a wheel; of its compiled files keep only ``extensions``, if they are given."""
     with zipfile.ZipFile(wheel) as archive:
         for name in archive.namelist():
             is_compiled = name.endswith((".so", ".a", ".cubin")) or ".so." in name
@@ -112,7 +113,7 @@ def portions(tree: Path, out: Path, limit: int) -> list[Path]:
     """Pack a tree into archives of at most ``limit`` bytes each."""
     for old in out.glob("carry-*.tar.xz"):
         old.unlink()
-    # Fast compression of each file alone: an upper bound of its share of an archive.
+    # Compress each file alone and fast: an upper bound of its share of an archive.
     sizes = {
         path: len(lzma.compress(path.read_bytes(), preset=1)) + 200
         for path in tree.rglob("*")
@@ -141,8 +142,8 @@ def portions(tree: Path, out: Path, limit: int) -> list[Path]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--out", type=Path, default=HERE.parents[1] / ".gpu_box")
-    parser.add_argument("--wheel", type=Path, help="vLLM's wheel for CUDA, if it is here")
-    parser.add_argument("--wheels", type=Path, help="where downloads are kept")
+    parser.add_argument("--wheel", type=Path, help="vLLM's wheel for CUDA, if it is already here")
+    parser.add_argument("--wheels", type=Path, help="folder for downloads")
     parser.add_argument("--present", type=Path, default=HERE / "present.txt")
     parser.add_argument("--python", default="3.12", help="of the target")
     parser.add_argument("--limit-mib", type=float, default=56.0)

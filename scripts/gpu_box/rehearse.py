@@ -4,9 +4,8 @@ network.
     python scripts/gpu_box/rehearse.py [--torch 2.11.0] [--triton 3.6.0] [--wheels FOLDER]
 
 The environment is made first, with the target's torch and Triton and the packages of
-``present.txt`` that vLLM needs (from a registry, or from ``--wheels`` alone). What follows runs
-in a network namespace without interfaces where the kernel allows it. Prints how long each part
-took.
+``present.txt`` that vLLM needs (from a registry, or from ``--wheels`` alone). The other steps run
+in a network namespace without interfaces, if the kernel allows it. Prints how long each part took.
 """
 
 from __future__ import annotations
@@ -38,7 +37,7 @@ def step(name: str, command: Sequence[str | Path], **options: object) -> None:
 
 
 def offline() -> list[str]:
-    """The prefix that takes the network from a command; empty where that is not allowed."""
+    """The prefix that cuts a command off from the network; empty if that is not allowed."""
     command = ["unshare", "--net", "--map-root-user"]
     works = shutil.which("unshare") and subprocess.run([*command, "true"]).returncode == 0
     if not works:
@@ -61,7 +60,7 @@ def main() -> None:
             source = ["--no-index", "--find-links", options.wheels] if options.wheels else []
             wanted = [f"torch=={options.torch}", f"triton=={options.triton}", *NEEDED]
             install = [python, "-m", "pip", "install", "--quiet", "--only-binary=:all:"]
-            step("torch and what the machine has", [*install, *source, *wanted])
+            step("torch and the packages that the machine has", [*install, *source, *wanted])
         env = os.environ | {"GPU_BOX_SITE": str(folder / "site"), "PYTHONPATH": str(ROOT)}
         probe = [python, HERE / "probes/vllm_import.py"]
         step("unpacking and importing", [*offline(), *probe], cwd=ROOT, env=env)

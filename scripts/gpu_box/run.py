@@ -2,13 +2,13 @@
 
     python scripts/gpu_box/run.py OUT [--budget SECONDS] [--again] [NAMES ...]
 
-Each probe is a process with its own time limit, in a separate session: one that hangs is
-killed with everything it started, one that crashes costs itself only. After each,
-``OUT/NAME.json`` says how it ended and ``OUT/NAME.txt`` what it printed. A probe that has a
+Each probe is a process with its own time limit, in a separate session: a probe that hangs is killed
+with everything it started, and a probe that crashes costs only itself. After each probe,
+``OUT/NAME.json`` contains how it ended and ``OUT/NAME.txt`` what it printed. A probe that has a
 result is not run again (``--again``: unless it succeeded). Ends with 0 if every probe has
 succeeded.
 
-A probe leaves its numbers in the file that $PROBE_RESULT names.
+A probe writes its numbers to the file that $PROBE_RESULT names.
 """
 
 from __future__ import annotations
@@ -29,12 +29,13 @@ HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
 TAIL_BYTES = 4000
 GRACE_S = 5.0
-"""A probe that is stopped has this long to end by itself."""
+"""A probe that is stopped gets this much time to end by itself."""
 
 
 @dataclass(frozen=True)
 class Probe:
-    """One entry of the schedule. ``needs`` names probes without whose success it is left out."""
+    """One entry of the schedule. The probe is skipped unless the probes in ``needs`` have
+    succeeded."""
 
     name: str
     command: list[str]
@@ -91,7 +92,8 @@ def _python_path() -> str:
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
-    """Nothing of a probe may be left: what it holds of the GPU is missing to the next one."""
+    """No process of a probe may be left, because the GPU memory that it holds would be missing for
+    the next one."""
     for number, patience_s in ((signal.SIGTERM, GRACE_S), (signal.SIGKILL, None)):
         try:
             os.killpg(process.pid, number)
@@ -112,14 +114,14 @@ def _read(path: Path) -> Any:
 
 
 def write(path: Path, result: dict[str, Any]) -> None:
-    """Whole or not at all: the machine may go away at any moment."""
+    """Write the whole file or nothing: the machine may disappear at any moment."""
     part = path.with_suffix(".part")
     part.write_text(json.dumps(result, indent=1) + "\n")
     part.replace(path)
 
 
 def why_not(probe: Probe, out: Path) -> str:
-    """The reason why a probe is left out; empty if it is to run."""
+    """The reason why a probe is skipped; empty if it is to run."""
     for name in probe.needs:
         needed = _read(out / f"{name}.json")
         if needed is None or needed["status"] != "ok":
@@ -132,8 +134,8 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("out", type=Path)
     parser.add_argument("names", nargs="*")
     parser.add_argument("--schedule", type=Path, default=HERE / "schedule.toml")
-    parser.add_argument("--budget", type=float, default=float("inf"), help="seconds in all")
-    parser.add_argument("--again", action="store_true", help="also what has failed before")
+    parser.add_argument("--budget", type=float, default=float("inf"), help="seconds in total")
+    parser.add_argument("--again", action="store_true", help="also repeat probes that have failed")
     options = parser.parse_args(arguments)
     probes = schedule(options.schedule)
     chosen = [probe for probe in probes if not options.names or probe.name in options.names]
@@ -148,9 +150,9 @@ def main(arguments: list[str] | None = None) -> int:
             text = f"{done['status']} (from before)"
             good += done["status"] == "ok"
         elif reason := why_not(probe, options.out):
-            text = f"left out: {reason}"
+            text = f"skipped: {reason}"
         elif left_s < min(probe.limit_s, 10.0):
-            text = "left out: no time"
+            text = "skipped: no time left"
         else:
             result = run(probe, options.out, left_s)
             write(path, result)

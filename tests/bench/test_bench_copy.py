@@ -1,4 +1,4 @@
-"""The copy benchmark at toy size, so that it cannot rot."""
+"""The copy benchmark at a tiny size, so that it keeps working."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from bench.copy_targets import main, missed, shares, untried
 from tests.patience import PATIENCE_S
 
 
-def test_it_measures_every_case(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_case_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(copy, "LARGE_COPY_BYTES", 1 << 20)
     monkeypatch.setattr(copy_beds, "LARGE_COPY_BYTES", 1 << 20)
     mla = MLA_LAYERS * MLA_PAGE_BYTES
@@ -37,8 +37,8 @@ def test_it_measures_every_case(monkeypatch: pytest.MonkeyPatch) -> None:
             assert math.isnan(row.values.get("products", math.nan))
 
 
-def test_json_on_standard_output_is_json_alone(tmp_path: Path) -> None:
-    """As ``scripts/gpu_box`` calls it, without vLLM and what else the core does without."""
+def test_standard_output_contains_only_json(tmp_path: Path) -> None:
+    """As ``scripts/gpu_box`` calls it, without vLLM and other dependencies of the core."""
     absent = ["vllm", "msgspec", "lmdb", "hypothesis", "pytest_asyncio", "matplotlib"]
     (tmp_path / "sitecustomize.py").write_text(
         f"import sys\nfor name in {absent}:\n    sys.modules[name] = None\n"
@@ -69,7 +69,7 @@ def report(**found: float) -> dict[str, Any]:
     return {"rows": [*rows, limit]}
 
 
-def test_the_targets_are_those_of_large_chunks_in_one_direction(tmp_path: Path) -> None:
+def test_the_targets_are_for_large_chunks_in_one_direction(tmp_path: Path) -> None:
     good = {
         "contiguous, 1 MiB, store": 0.95,
         "contiguous, 512 KiB, load": 0.5,

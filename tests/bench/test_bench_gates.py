@@ -1,4 +1,4 @@
-"""The gates of the default policy, at toy size; a policy that is worse than LRU fails them."""
+"""The gates of the default policy at a tiny size; a policy that is worse than LRU fails them."""
 
 from __future__ import annotations
 
@@ -36,6 +36,6 @@ def test_every_case_has_a_verdict(trace_path: str) -> None:
     assert any("met in 4 of 4 cases" in note for note in report.notes)
 
 
-def test_a_worse_policy_is_seen(trace_path: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_worse_policy_fails_the_gates(trace_path: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gates, "DEFAULT_CPU_POLICY", "lfu")
     assert any("; not in toy" in note for note in _report(trace_path).notes)

@@ -1,4 +1,4 @@
-"""The measurement of hooks runs, measures every hook, and can come out badly."""
+"""The measurement of hooks runs, measures every hook, and can miss a goal."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The policy benchmark at toy size, and vLLM's policies behind our interface."""
+"""The policy benchmark at a tiny size, and vLLM's policies behind our interface."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ def test_it_measures_every_policy() -> None:
 
 
 @pytest.mark.parametrize("capacity", [120, 200])
-def test_our_lru_hits_what_that_of_vllm_hits(capacity: int) -> None:
-    """Where every prompt fits: vLLM evicts all that a request needs, or nothing."""
+def test_our_lru_has_the_hits_of_vllms(capacity: int) -> None:
+    """With space for every prompt: vLLM evicts everything that a request needs, or nothing."""
     trace = synthetic_trace(13, requests=300)
     logs: list[list[int]] = [[], []]
     for policy, log in zip((LruPolicy(), VllmPolicy("lru", capacity)), logs, strict=True):

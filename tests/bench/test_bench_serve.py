@@ -21,7 +21,7 @@ RESTORABLE = 64 / 96  # whole blocks of 32 tokens; the last token is always comp
 
 
 def _with(start: Start, **extra: Any) -> Start:
-    """The same with other ``kv_connector_extra_config`` entries."""
+    """The same systems with other ``kv_connector_extra_config`` entries."""
     assert start.connector is not None
     old = start.connector["kv_connector_extra_config"]
     connector = start.connector | {"kv_connector_extra_config": old | extra}
@@ -33,14 +33,14 @@ def _broken(room: Room) -> Start:
 
 
 def _disk_always(room: Room) -> Start:
-    """A tiny model computes faster than a disk is read, which the connector would find out."""
+    """A tiny model computes faster than a disk can be read, which the connector would detect."""
     return _with(DISK.start(room), break_even=False)
 
 
 @pytest.mark.thorough
 @pytest.mark.vllm
 @pytest.mark.timeout(600)
-def test_real_engines_restore_what_the_rows_say_and_others_say_why_not(
+def test_real_engines_restore_what_the_rows_report_and_others_give_a_reason(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setitem(SYSTEMS, "broken", System("broken", _broken))
@@ -49,7 +49,7 @@ def test_real_engines_restore_what_the_rows_say_and_others_say_why_not(
         sizes=(SIZE,),
         hits=(1.0,),
         rounds=1,
-        misses=4,  # the first of them has left the CPU tier then
+        misses=4,  # by then, the first of them has been evicted from the CPU tier
         requests=4,
         in_flight=2,
         output_tokens=2,
@@ -90,7 +90,7 @@ def _batch(seconds: float, restored: float = 0.0, gpu: float = 0.0) -> Batch:
     return Batch(seconds, (seconds,), 100, 0, counters, cpu_s=seconds)
 
 
-def test_it_can_come_out_badly() -> None:
+def test_a_goal_can_be_missed() -> None:
     samples = Samples()
     miss = Case(100, 0.0)
     for noise in (1.0, 1.1, 0.9, 1.2, 1.0, 1.1, 0.95, 1.05):
@@ -120,8 +120,9 @@ def test_a_row_without_its_hits_is_named() -> None:
 
 
 def test_interval_of_the_median() -> None:
-    """Ranks from a table of the sign test's confidence limits (Conover, "Practical Nonparametric
-    Statistics", binomial with p = 1/2): for 10 values the 2nd and 9th, for 20 the 6th and 15th."""
+    """Compares ranks with a table of the sign test's confidence limits (Conover, "Practical
+    Nonparametric Statistics", binomial with p = 1/2): for 10 values the 2nd and 9th, for 20 the 6th
+    and 15th."""
     assert interval([float(n) for n in range(1, 11)]) == (2.0, 9.0)
     assert interval([float(n) for n in range(1, 21)]) == (6.0, 15.0)
     assert interval([3.0, 1.0, 2.0]) == (1.0, 3.0)

@@ -1,4 +1,4 @@
-"""The benchmark at toy size, so that it cannot rot."""
+"""The tier benchmarks at a tiny size, so that they keep working."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""The GPU box without a GPU: probes that hang, crash and fail cost themselves only, and the copy
-probes run over the libcuda in host memory, found by the name of the real one.
+"""The GPU box without a GPU: probes that hang, crash or fail cost only themselves, and the copy
+probes run over the libcuda in host memory, which is found under the name of the real one.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ def results(out: Path) -> dict[str, Any]:
     return {one["name"]: one for one in found if "name" in one}
 
 
-def test_a_probe_that_hangs_or_crashes_costs_itself_only(tmp_path: Path) -> None:
+def test_a_probe_that_hangs_or_crashes_costs_only_itself(tmp_path: Path) -> None:
     plan = schedule(
         tmp_path / "plan.toml",
         ("hangs", HANGS, 0.5, []),
@@ -80,13 +80,13 @@ def test_a_probe_that_hangs_or_crashes_costs_itself_only(tmp_path: Path) -> None
         "fails": "exit 1",
         "works": "ok",
     }
-    assert "left out: fails has not succeeded" in done.stdout
+    assert "skipped: fails has not succeeded" in done.stdout
     assert found["works"]["numbers"] == {"a": 1}
     assert "no such device" in found["fails"]["tail"]
     assert "1 of 5 succeeded" in done.stdout
 
 
-def test_a_second_run_goes_on_where_the_first_ended(tmp_path: Path) -> None:
+def test_a_second_run_continues_where_the_first_ended(tmp_path: Path) -> None:
     ran = tmp_path / "ran"
     note = f"open({str(ran)!r}, 'a').write('NAME ')"
     plan = schedule(
@@ -96,7 +96,7 @@ def test_a_second_run_goes_on_where_the_first_ended(tmp_path: Path) -> None:
         ("c", note.replace("NAME", "c"), 60, []),
     )
     out = tmp_path / "out"
-    assert "left out: no time" in box("run", out, "--schedule", plan, "--budget", 0).stdout
+    assert "skipped: no time left" in box("run", out, "--schedule", plan, "--budget", 0).stdout
     box("run", out, "a", "b", "--schedule", plan)
     assert ran.read_text() == "a b "
     box("run", out, "--schedule", plan)
@@ -105,7 +105,7 @@ def test_a_second_run_goes_on_where_the_first_ended(tmp_path: Path) -> None:
     assert ran.read_text() == "a b c b "
 
 
-def test_nothing_that_a_probe_started_is_left(tmp_path: Path) -> None:
+def test_no_process_of_a_probe_is_left(tmp_path: Path) -> None:
     plan = schedule(tmp_path / "plan.toml", ("leaves", LEAVES_A_CHILD, 60, []))
     child = tmp_path / "child"
     assert box("run", tmp_path / "out", "--schedule", plan, CHILD=str(child)).returncode == 0
@@ -116,7 +116,7 @@ def test_nothing_that_a_probe_started_is_left(tmp_path: Path) -> None:
         time.sleep(0.01)
 
 
-def test_the_schedule_can_run_and_its_scripts_are_there() -> None:
+def test_the_schedule_is_valid_and_its_scripts_exist() -> None:
     done = box("run", "/nonexistent", "--help")
     assert done.returncode == 0
     probes = tomllib.loads((BOX / "schedule.toml").read_text())["probe"]
@@ -130,8 +130,10 @@ def test_the_schedule_can_run_and_its_scripts_are_there() -> None:
     assert limits < 60 * 60, "all limits together, should every probe reach its own"
 
 
-def test_portions_hold_the_python_and_one_extension_and_keep_to_their_size(tmp_path: Path) -> None:
-    """vLLM's wheel, in small: its other compiled files stay behind."""
+def test_portions_contain_the_python_files_and_one_extension_within_the_limit(
+    tmp_path: Path,
+) -> None:
+    """A miniature of vLLM's wheel: its other compiled files are left out."""
     wheel = tmp_path / "vllm-0.32.0-cp38-abi3-manylinux_2_28_x86_64.whl"
     noise = random.Random(1)
     with zipfile.ZipFile(wheel, "w") as archive:
@@ -162,14 +164,15 @@ def test_portions_hold_the_python_and_one_extension_and_keep_to_their_size(tmp_p
 
 @pytest.fixture(scope="module")
 def driver(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with libcuda.so.1, as a machine with a GPU has one."""
+    """A folder with libcuda.so.1, as on a machine with a GPU."""
     folder = tmp_path_factory.mktemp("driver")
     build(folder / "libcuda.so.1")
     return folder
 
 
 def test_the_copy_probes_run_over_the_libcuda_in_host_memory(tmp_path: Path, driver: Path) -> None:
-    """By the loader's own search for libcuda.so.1. Its numbers mean nothing."""
+    """The loader finds libcuda.so.1 through its own search. The measured numbers have no meaning
+    here."""
     plan = tmp_path / "plan.toml"
     scripts = {"machine": [], "ways": [], "descriptors": ["1024", "2048"], "pinning": ["64"]}
     plan.write_text(

@@ -1,4 +1,4 @@
-"""Files and plots of a benchmark's run."""
+"""Files and plots of a benchmark run."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def report_of(series: int, cases: int, column: str = "GB/s") -> Report:
     return Report("speed", "Speed", {}, {}, rows)
 
 
-def test_a_later_run_of_a_question_replaces_the_earlier(tmp_path: Path) -> None:
+def test_a_later_run_for_a_question_replaces_the_earlier_one(tmp_path: Path) -> None:
     for number in (1, 2):
         rows = [Row("a case", "a system", {"GB/s": float(number), "keys/s": 1.0})]
         report = Report("speed", "Speed", {}, {}, rows)
@@ -57,7 +57,7 @@ def test_a_plot_has_few_series_and_fits_a_page(series: int, cases: int, tmp_path
     assert height <= PAGE_INCHES[1]
 
 
-def test_many_series_and_few_cases_change_places() -> None:
+def test_many_series_and_few_cases_are_swapped() -> None:
     bars = bars_of(report_of(17, 3), "GB/s")
     assert bars.series == ["case 0", "case 1", "case 2"]
     assert len(bars.groups) == 17
@@ -77,7 +77,7 @@ def test_a_system_has_one_colour_everywhere() -> None:
     assert colour_of("kvtiers, CPU tier", 0) == COLOURS["kvtiers, CPU tier"]
 
 
-def test_the_axis_says_which_way_is_better() -> None:
+def test_the_axis_shows_which_direction_is_better() -> None:
     assert direction("GB/s") == "GB/s (higher is better)"
     assert direction("us") == direction("us", cost=True) == "us (lower is better)"
     assert direction("TTFT p50 ms") == "TTFT p50 ms (lower is better)"
@@ -95,7 +95,8 @@ def test_intervals_are_drawn_where_they_are_known() -> None:
 
 
 def test_each_question_is_kept_once() -> None:
-    """Names say the question; a date in a name would keep older runs beside newer ones."""
+    """Names state the question; with a date in the name, older runs would stay beside newer
+    ones."""
     stems = sorted(path.stem for path in RESULTS.glob("*.json"))
     assert [stem for stem in stems if any(character.isdigit() for character in stem)] == []
     for stem in stems:

@@ -1,4 +1,4 @@
-"""The demos' conclusions from their answers and metrics, shown on invented ones."""
+"""The demos' conclusions from their answers and metrics, tested with invented ones."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def test_answers_are_compared_at_equal_hits_only(
     assert compare(found, answer(576, 1, 2), has_failed) is equal
 
 
-def test_failed_loads_are_found_under_their_name() -> None:
+def test_failed_loads_are_found_under_their_metric() -> None:
     from offload.telemetry.metrics import METRICS
 
     name = METRICS["load_failures"].shown_as("load_failures")
@@ -74,7 +74,7 @@ def test_other_tokens_are_a_problem_in_every_phase(
 
 
 @DEMOS
-def test_an_answer_that_cannot_be_compared_is_none_but_some_in_every_phase_must(
+def test_an_answer_that_cannot_be_compared_is_no_problem_if_others_can(
     verdict: Verdict, rows: list[Row]
 ) -> None:
     uncompared = [replace(one, turn=2, tokens_equal=None) for one in rows]
@@ -101,7 +101,7 @@ def test_blocks_that_differ_or_were_not_compared_are_a_problem(
 
 @DEMOS
 def test_nothing_restored_is_a_problem(verdict: Verdict, rows: list[Row]) -> None:
-    """Tokens from the lower tier before a restart, or on the first server, show nothing."""
+    """Tokens from the lower tier before a restart, or on the first server, prove nothing."""
     elsewhere = replace(rows[0], sources=Sources(0, 0, 576, 576))
     nothing = [replace(one, sources=Sources(600, 0, 0, 0)) for one in rows[1:]]
     [problem] = verdict([elsewhere, *nothing], ALL_EQUAL)
@@ -113,7 +113,7 @@ def test_nothing_from_the_cpu_tier_is_a_problem() -> None:
     assert plain.verdict(rows, ALL_EQUAL) == ["nothing was restored from the CPU tier"]
 
 
-def test_the_last_sentence_says_what_was_shown() -> None:
+def test_the_last_sentence_states_what_was_shown() -> None:
     assert plain.conclusion(PLAIN, ALL_EQUAL) == (
         "Shown: 576 prompt tokens came back from the CPU tier and, after a restart, 560 from the "
         "disk tier; every answer has the tokens of vLLM without offloading, and all 1,234 restored "
@@ -126,12 +126,12 @@ def test_the_last_sentence_says_what_was_shown() -> None:
     )
     some = [*PLAIN[:2], replace(PLAIN[2], tokens_equal=None)]
     assert (
-        "the 2 of 3 answers whose prompts were cached as far as without offloading have the "
+        "2 of 3 answers, those whose prompts had the same cached length as without offloading, "
         in (plain.conclusion(some, ALL_EQUAL))
     )
 
 
-def test_the_table_says_which_answers_were_compared_and_how_long_they_took() -> None:
+def test_the_table_shows_which_answers_were_compared_and_how_long_they_took() -> None:
     rows = [replace(PLAIN[0], ttft_s=9.0), replace(PLAIN[1], tokens_equal=None), PLAIN[2]]
     rows.append(replace(PLAIN[2], turn=2, tokens_equal=False))
     console = Console(width=120, file=StringIO())

@@ -1,4 +1,4 @@
-"""Ports are no other process's, now and after a restart of the server."""
+"""Ports belong to no other process, neither now nor after a restart of the server."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def take_all() -> list[int]:
 
 
 def test_no_port_is_given_twice(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Neither here nor to another process, as long as the first one lives."""
+    """Neither in this process nor in another one, as long as the first one lives."""
     first = ports.free_port()
     at = range(first - 60, first + 60)
     monkeypatch.setattr(ports, "_range", lambda: at)
@@ -57,10 +57,10 @@ def test_no_port_is_given_twice(monkeypatch: pytest.MonkeyPatch) -> None:
     other.communicate("\n")
     assert len(ours) > 3
     assert len({*ours, *theirs}) == len(ours) + 3
-    assert ports.free_port()  # what it held
+    assert ports.free_port()  # the port that it held
 
 
-def test_a_port_that_somebody_listens_at_is_not_free(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_port_in_use_is_not_free(monkeypatch: pytest.MonkeyPatch) -> None:
     with socket.socket() as listening:
         listening.bind(("127.0.0.1", 0))
         listening.listen()

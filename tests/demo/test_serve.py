@@ -27,7 +27,7 @@ def script(path: Path, body: str) -> None:
 
 @pytest.fixture
 def checkout(tmp_path: Path) -> Path:
-    """A copy of what ./run needs, set up for CUDA."""
+    """A copy of the files that ./run needs, set up for CUDA."""
     copy = tmp_path / "checkout"
     for name in ("scripts", "requirements"):
         shutil.copytree(ROOT / name, copy / name)
@@ -39,7 +39,7 @@ def checkout(tmp_path: Path) -> Path:
 
 
 def gpu(checkout: Path, answer: str) -> None:
-    """A machine whose GPU says this of its driver and compute capability."""
+    """A machine whose GPU reports this driver and compute capability."""
     script(
         checkout / "bin/nvidia-smi",
         f'case "$1" in --list-gpus) echo "GPU 0" ;; *) echo "{answer}" ;; esac',
@@ -71,14 +71,14 @@ def installed(checkout: Path) -> list[str]:
     return [line for line in done.stdout.splitlines() if not line.startswith("---")]
 
 
-def test_serving_installs_the_chosen_versions_and_no_developers_tools(checkout: Path) -> None:
+def test_serving_installs_the_pinned_versions_and_no_development_tools(checkout: Path) -> None:
     first, second = installed(checkout)
     assert first == "-e .[vllm] -c requirements/cuda.txt"
     assert second == "-e .[vllm] vllm==0.32.0"
 
 
 def test_the_constraints_are_complete() -> None:
-    """One version of everything, torch and what vLLM pins among it."""
+    """One version of everything, including torch and vLLM's own pins."""
     lines = (ROOT / "requirements/cuda.txt").read_text().splitlines()
     pinned = [line for line in lines if line and not line.startswith("#")]
     assert [line for line in pinned if line.count("==") != 1] == []
@@ -89,7 +89,7 @@ def test_the_constraints_are_complete() -> None:
 
 
 @pytest.mark.parametrize("file", ["requirements/cuda.txt", "pyproject.toml", "scripts/setup.sh"])
-def test_new_constraints_set_up_anew(checkout: Path, file: str) -> None:
+def test_changed_constraints_cause_a_new_installation(checkout: Path, file: str) -> None:
     before = stamp_of(checkout)
     assert stamp_of(checkout) == before
     (checkout / file).write_text((checkout / file).read_text() + "\n# changed\n")
@@ -116,7 +116,7 @@ def test_a_machine_that_cannot_serve_is_refused_before_anything_is_installed(
     assert "KVTIERS_VARIANT=cpu ./run serve" in done.stderr
 
 
-def test_a_relative_path_is_the_callers(checkout: Path, tmp_path: Path) -> None:
+def test_a_relative_path_is_relative_to_the_caller(checkout: Path, tmp_path: Path) -> None:
     stamp_of(checkout)
     elsewhere = tmp_path / "elsewhere"
     elsewhere.mkdir()
@@ -128,7 +128,7 @@ def test_a_relative_path_is_the_callers(checkout: Path, tmp_path: Path) -> None:
 
 @pytest.fixture
 def model(tmp_path: Path) -> Path:
-    """30 GiB of weights, in name."""
+    """30 GiB of weights, according to the file's length."""
     for number in range(3):
         with (tmp_path / f"model-{number}.safetensors").open("wb") as file:
             file.truncate(10 * GIB)

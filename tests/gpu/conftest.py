@@ -1,4 +1,4 @@
-"""Every test here needs a CUDA device; without one it is skipped, saying why."""
+"""Every test here needs a CUDA device; without one it is skipped with the reason."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import pytest
 
 
 def missing() -> str:
-    """Why GPU tests cannot run here; empty if they can."""
+    """The reason why GPU tests cannot run here; empty if they can."""
     try:
         import torch
     except ImportError as error:

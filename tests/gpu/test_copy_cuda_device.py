@@ -1,6 +1,6 @@
 """The CUDA engine on a real device: bytes, order against compute, pinning, errors.
 
-Written without a GPU at hand; needs torch with CUDA and nothing of vLLM. No asyncio plugin is
+Written without access to a GPU; needs torch with CUDA but no part of vLLM. No asyncio plugin is
 required: each test drives its own loop.
 """
 
@@ -29,7 +29,7 @@ SLOTS = 24
 LAYERS = 8
 EVENT = object()
 LONG_CYCLES = 200_000_000
-"""About a tenth of a second on the GPU: long against everything that the host does."""
+"""About a tenth of a second on the GPU: long compared with everything that the host does."""
 
 
 class Device:
@@ -144,8 +144,8 @@ def test_a_store_waits_for_the_kernel_that_writes_its_blocks(device: Device) -> 
     assert (device.slot(1) == 7).all()
 
 
-def test_without_the_event_it_reads_too_early(device: Device) -> None:
-    """Shows that the test above can fail: the streams really are independent."""
+def test_without_the_event_a_store_reads_too_early(device: Device) -> None:
+    """This shows that the test above can fail: the streams really are independent."""
     device.fill([3, 4], 1)
     torch.cuda.synchronize()
     torch.cuda._sleep(LONG_CYCLES)
@@ -156,11 +156,12 @@ def test_without_the_event_it_reads_too_early(device: Device) -> None:
 
 
 def values_read_before_a_load(device: Device, after: object | None) -> tuple[set[int], set[int]]:
-    """A long kernel, a copy that reads the blocks, and a load into them: what the copy saw, and
-    what the blocks hold at the end."""
+    """Runs a long kernel, a copy that reads the blocks, and a load into them; returns what the copy
+    read, and the blocks' content at the end."""
     device.fill([3, 4], 1)
     device.slot(1)[:] = 7
-    seen = torch.empty_like(device.tensor)  # now: an allocation may wait for the long kernel
+    # now, because an allocation may wait for the long kernel
+    seen = torch.empty_like(device.tensor)
     torch.cuda.synchronize()
     torch.cuda._sleep(LONG_CYCLES)
     seen.copy_(device.tensor)
@@ -178,8 +179,8 @@ def test_a_load_waits_for_the_kernel_that_reads_its_blocks(device: Device) -> No
     assert values_read_before_a_load(device, EVENT) == ({1}, {7})
 
 
-def test_without_the_event_it_overwrites_too_early(device: Device) -> None:
-    """Shows that the test above can fail: the load is over while the long kernel still runs."""
+def test_without_the_event_a_load_overwrites_too_early(device: Device) -> None:
+    """This shows that the test above can fail: the load ends while the long kernel still runs."""
     assert values_read_before_a_load(device, None) == ({7}, {7})
 
 
@@ -212,7 +213,7 @@ def test_both_lanes_at_once_and_in_order(device: Device) -> None:
         assert (device.blocks(rows[slot]) == slot).all()
 
 
-def test_out_of_range_is_refused_and_the_lane_goes_on(device: Device) -> None:
+def test_a_batch_out_of_range_is_refused_and_the_lane_continues(device: Device) -> None:
     with pytest.raises(TransferError, match="block 64 asked for"):
         wait(device.engine.submit_load(device.job([0], [[0, BLOCKS]])))
     wait(device.engine.submit_store(device.job([0], [[0, 1]])))
@@ -251,7 +252,7 @@ def test_the_slab_is_really_pinned_and_unpinned() -> None:
     assert torch.from_numpy(slab.slot(5)).is_pinned()
     address = slab.address
     slab.close()
-    again = HostSlab(1 << 20, 8, pin=True, background=False)  # likely the same addresses
+    again = HostSlab(1 << 20, 8, pin=True, background=False)  # probably the same addresses
     assert torch.from_numpy(again.slot(5)).is_pinned(), f"first at {address}"
     again.close()
 
@@ -269,7 +270,7 @@ class Gated(CudaRegistrar):
 
 
 def test_copies_before_all_is_pinned_are_right_and_slots_become_fast() -> None:
-    """The driver copies pageable memory itself, also while that memory is being registered."""
+    """The driver itself copies pageable memory, even while that memory is being registered."""
     Gated.gate.clear()
     tensor = torch.randint(0, 255, (BLOCKS, 1 << 20), dtype=torch.uint8, device="cuda")
     group = GroupRegions(0, 1, (PageRegion("layer", tensor.data_ptr(), 1 << 20, 1 << 20),))
@@ -282,7 +283,7 @@ def test_copies_before_all_is_pinned_are_right_and_slots_become_fast() -> None:
             tensor.random_(0, 255)
             job = [CopyBatch(0, rows, slots)]
             ticket = engine.submit_store(job, engine.record_event())
-            Gated.gate.set()  # from the first turn on the pinning runs beside the copies
+            Gated.gate.set()  # from the first iteration on, pinning runs during the copies
             wait(ticket)
             expected = tensor[:SLOTS].cpu().numpy()
             for slot in range(SLOTS):
@@ -300,7 +301,7 @@ def test_copies_before_all_is_pinned_are_right_and_slots_become_fast() -> None:
 
 
 def test_a_memlock_limit_is_reported_or_has_no_effect_here() -> None:
-    """Some drivers pin outside the limit; then there is nothing to report."""
+    """Some drivers pin memory outside the limit; then there is nothing to report."""
     soft, hard = resource.getrlimit(resource.RLIMIT_MEMLOCK)
     resource.setrlimit(resource.RLIMIT_MEMLOCK, (65536, hard))
     refusal = ""

@@ -1,7 +1,7 @@
-"""A libcuda in host memory, and the headers and tools of CUDA that the tests compare with.
+"""A libcuda in host memory, and CUDA's headers and tools with which the tests compare.
 
 ``libcuda.c`` is compiled once per process, against the real ``cuda.h``, and called through the
-product's own ctypes calls. Where a tool is missing, its tests are skipped with the reason; with CI
+product's own ctypes calls. If a tool is missing, its tests are skipped with the reason; with CI
 set, where every tool is expected, they fail.
 """
 
@@ -34,7 +34,7 @@ DEVICES = (40, 41)
 
 
 def missing(what: str) -> NoReturn:
-    """Skip this test for want of a tool; where all tools are expected, fail."""
+    """Skip this test because a tool is missing; where all tools are expected, fail."""
     if os.environ.get("CI"):
         pytest.fail(f"{what}: expected where CI is set")
     pytest.skip(what)
@@ -47,7 +47,7 @@ def compiler() -> str:
 
 
 def triton_folder(name: str) -> Path:
-    """``include`` or ``bin`` of the CUDA files that Triton brings."""
+    """``include`` or ``bin`` of the CUDA files that come with Triton."""
     spec = importlib.util.find_spec("triton")
     places = spec.submodule_search_locations if spec is not None else None
     folder = Path(next(iter(places or [""]))) / "backends/nvidia" / name
@@ -80,13 +80,14 @@ def built() -> Path:
 
 def build(path: Path) -> None:
     """Compile the library."""
-    # Without a soname: this process must not take it for the machine's driver.
+    # Without a soname, so that this process does not take it for the machine's driver.
     flags = ["-shared", "-fPIC", "-pthread", "-fvisibility=hidden", "-Wno-unknown-pragmas"]
     compile_c(HERE / "libcuda.c", path, flags)
 
 
 class Cuda:
-    """The library's other side: what a test plans, and what it sees. One at a time per process."""
+    """The library's control interface: what a test plans, and what it observes. One at a time per
+    process."""
 
     def __init__(self, seed: int = 0, **options: int) -> None:
         self.library = ctypes.CDLL(str(built()))
@@ -98,11 +99,11 @@ class Cuda:
         self.library.kvt_reset(ctypes.c_longlong(seed))
         self.configure(**options)
         self.driver: Driver = load_driver(str(built()))
-        if "has_batch" in options:  # the driver asks only once
+        if "has_batch" in options:  # the driver queries this only once
             self.driver = Driver(self.library)
 
     def configure(self, **options: int) -> None:
-        """Set what the library documents in ``kvt_set``."""
+        """Set an option that the library documents at ``kvt_set``."""
         for name, value in options.items():
             self.library.kvt_set(name.encode(), ctypes.c_longlong(value))
 
@@ -116,11 +117,11 @@ class Cuda:
         self.library.kvt_make_current(DEVICES[device])
 
     def on_device(self, address: int, nbytes: int) -> None:
-        """Let this memory be the GPU's."""
+        """Make this memory count as the GPU's."""
         self.library.kvt_on_device(ctypes.c_uint64(address), ctypes.c_uint64(nbytes))
 
     def model_stream(self) -> int:
-        """A stream that is none of ours."""
+        """A stream that the product did not create."""
         return int(self.library.kvt_model_stream())
 
     def hold(self, stream: int | None = None) -> None:
@@ -128,7 +129,7 @@ class Cuda:
         self.library.kvt_hold(ctypes.c_void_p(stream or 0), 1, int(stream is None))
 
     def release(self, stream: int | None = None) -> None:
-        """Let one stream go on, or all."""
+        """Let one stream continue, or all."""
         self.library.kvt_hold(ctypes.c_void_p(stream or 0), 0, int(stream is None))
 
     def launch(self, kernel: Callable[[], object], stream: int = 0) -> None:
@@ -144,14 +145,14 @@ class Cuda:
         return int(self.library.kvt_calls(name.encode()))
 
     def await_call(self, name: str, times: int = 1) -> None:
-        """Block until ``name`` was called so often; fail if that never comes."""
+        """Block until ``name`` was called this often; fail if that never happens."""
         called = self.library.kvt_await_call(
             name.encode(), ctypes.c_longlong(times), ctypes.c_double(PATIENCE_S)
         )
         assert called, f"{name} was called {self.calls(name)} times, not {times}"
 
     def await_idle(self) -> None:
-        """Block until every stream has run everything."""
+        """Block until every stream has run all its work."""
         assert self.library.kvt_await_idle(ctypes.c_double(PATIENCE_S))
 
     def count(self, what: str) -> int:
@@ -172,7 +173,8 @@ class Cuda:
         return found
 
     def capture_modes(self) -> dict[str, set[int]]:
-        """By the name of each living thread: its modes when it called what may break a graph."""
+        """By the name of each living thread: its modes when it made calls that may break a
+        graph."""
         found = {}
         for thread in threading.enumerate():
             bits = self.library.kvt_modes(thread.native_id)
@@ -181,18 +183,18 @@ class Cuda:
         return found
 
     def notes(self) -> list[str]:
-        """Return the misuses that no driver has to survive, in words."""
+        """Return the misuses that a real driver need not survive, in words."""
         return [self.library.kvt_note(at).decode() for at in range(self.count("notes"))]
 
     def close(self) -> None:
-        """Stop all streams; what is queued is lost."""
+        """Stop all streams; queued work is lost."""
         self.library.kvt_reset(ctypes.c_longlong(0))
         self._kept.clear()
 
 
 @contextmanager
 def strict_cuda(seed: int = 0, **options: int) -> Iterator[Cuda]:
-    """A library that must have nothing to complain of when the test ends, and nothing left."""
+    """A library that must have no complaints when the test ends, and nothing left over."""
     cuda = Cuda(seed, **options)
     try:
         yield cuda

@@ -1,1 +1,1 @@
-"""Tiny random-weight models of every family, made on disk by the tests themselves."""
+"""Tiny random-weight models of every family, created on disk by the tests themselves."""

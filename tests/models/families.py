@@ -33,8 +33,8 @@ def write_model(folder: Path, config: configs.Config) -> Path:
 
 @dataclass(frozen=True)
 class Family:
-    """One kind of model. ``groups`` are the KV cache groups that vLLM makes of it: kind, block
-    size in tokens; ``prompt_tokens`` is long enough for its own prefix cache to hit."""
+    """One kind of model. ``groups`` are the KV cache groups that vLLM makes for it (kind, block
+    size in tokens); ``prompt_tokens`` is long enough for a hit in its own prefix cache."""
 
     name: str
     make: Callable[[Path], Path]
@@ -46,17 +46,17 @@ class Family:
     hits: bool = True
     """True if vLLM's own prefix cache is on (vLLM turns it off for MLA on CPU)."""
     needs_avx512: bool = False
-    """True if vLLM starts this only on a CPU with AVX-512."""
+    """True if vLLM starts this model only on a CPU with AVX-512."""
     notes: str = ""
 
     def missing(self) -> str | None:
-        """Why this machine cannot run the family, or None."""
+        """The reason why this machine cannot run the family, or None."""
         if not self.needs_avx512 or has_avx512():
             return None
         return "vLLM needs a processor with AVX-512 for this"
 
     def kwargs(self, model: Path) -> dict[str, Any]:
-        """Keyword arguments for the engine, beside those that every test engine has."""
+        """Keyword arguments for the engine, in addition to those of every test engine."""
         kwargs = dict(self.engine_kwargs)
         if self.speculative is not None:
             speculative = dict(self.speculative)
@@ -84,8 +84,8 @@ def _states(groups: int, block_size: int) -> tuple[tuple[str, int], ...]:
 
 
 RANDOM = {"load_format": LOAD_FORMAT}
-# Left to itself, vLLM keeps these states in bfloat16, or in float32 where the processor has AVX-512
-# for bfloat16; blocks are twice as long then.
+# By default vLLM keeps these states in bfloat16, or in float32 if the processor has AVX-512 for
+# bfloat16; blocks are twice as long then.
 GDN = RANDOM | {"mamba_ssm_cache_dtype": "float32"}
 MAMBA2 = RANDOM | {"block_size": 128, "max_num_batched_tokens": 128}
 # vLLM turns chunked prefill off for MLA on CPU, so a prompt must fit into one step.

@@ -1,1 +1,1 @@
-"""The kept set of planted faults: ``./run mutants``. See ``docs/testing.md``."""
+"""The permanent set of planted faults: ``./run mutants``. See ``docs/testing.md``."""

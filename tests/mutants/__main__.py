@@ -1,11 +1,12 @@
-"""``./run mutants``: plant each fault in a copy of the tree and run the tests that should see it.
+"""``./run mutants``: plants each fault in a copy of the tree and runs the tests that should detect
+it.
 
     ./run mutants                     all of them
     ./run mutants planner index.foo   areas, groups or single faults
     ./run mutants --list              what there is
 
-Exit code 0: every fault was seen. 1: at least one was not. 2: the faults cannot be tried, because
-one cannot be planted or because their tests fail without a fault.
+Exit code 0: every fault was detected. 1: at least one was not. 2: the faults cannot be tried,
+because one cannot be planted or because their tests fail without a fault.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ BASE_LIMIT_S = 1800.0
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command; returns the exit code."""
+    """Run the command; return its exit code."""
     parser = argparse.ArgumentParser(prog="run mutants", description=__doc__.splitlines()[0])
     parser.add_argument("ids", nargs="*", help="areas, groups or ids of faults (default: all)")
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="runs at a time")
@@ -68,7 +69,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def without_faults(shops: Sequence[Workshop], mutants: Iterable[Mutant]) -> Run:
-    """Run every test that is to see a fault, without any; files are shared out among the shops."""
+    """Run every test that should detect a fault, without any fault; the files are distributed over
+    the workshops."""
     tests = sorted({test for mutant in mutants for test in mutant.tests})
     files: dict[str, list[str]] = {test.partition("::")[0]: [] for test in tests}
     for test in tests:
@@ -97,12 +99,12 @@ def without_faults(shops: Sequence[Workshop], mutants: Iterable[Mutant]) -> Run:
 
 
 def unfit(base: Run, mutants: Iterable[Mutant]) -> list[str]:
-    """Why the tests cannot judge faults: some fail without one, or do not exist."""
+    """The reason why the tests cannot judge faults: some fail without a fault, or do not exist."""
     wrong = []
     if base.code != 0:
         wrong.append(base.output[-4000:])
         wrong.append(f"mutants: the tests fail without a fault (pytest: {base.code})")
-    if not base.outcomes:  # pytest has named the test that does not exist and run none
+    if not base.outcomes:  # pytest has named the test that does not exist and has run none
         return wrong
     for mutant in mutants:
         missing = [test for test in mutant.tests if not base.of([test])]
@@ -112,7 +114,7 @@ def unfit(base: Run, mutants: Iterable[Mutant]) -> list[str]:
 
 
 def with_faults(shops: Sequence[Workshop], mutants: Sequence[Mutant], base: Run) -> list[Result]:
-    """Try all faults, as many at a time as there are shops."""
+    """Try all faults, as many at a time as there are workshops."""
     free: SimpleQueue[Workshop] = SimpleQueue()
     for shop in shops:
         free.put(shop)
@@ -139,7 +141,7 @@ def with_faults(shops: Sequence[Workshop], mutants: Sequence[Mutant], base: Run)
 
 
 def report(results: Sequence[Result]) -> None:
-    """A table by area, then what was not seen, each with what it would break."""
+    """A table by area, then the faults that were not detected, each with what it would break."""
     print(f"\n{'area':24} {'faults':>6} {'seen':>6}")
     for area in dict.fromkeys(result.mutant.area for result in results):
         mine = [result for result in results if result.mutant.area == area]

@@ -1,4 +1,5 @@
-"""The planted faults: read from ``faults/*.toml``, checked, and applied to a source text.
+"""The planted faults: reads them from ``faults/*.toml``, checks them, and applies them to source
+text.
 
 Each file is one area. A table names a product file and the tests next to it; each table inside it
 is one fault::
@@ -38,12 +39,13 @@ _ALLOWED = _NEEDED | {"after", "seen_by"}
 
 
 class CatalogueError(ValueError):
-    """A fault that cannot be planted as it is written down."""
+    """A fault cannot be planted as described."""
 
 
 @dataclass(frozen=True, slots=True)
 class Mutant:
-    """One planted fault. ``tests`` are pytest ids, ``breaks`` says what a user would suffer."""
+    """One planted fault. ``tests`` are pytest ids; ``breaks`` describes the consequence for a
+    user."""
 
     id: str
     area: str
@@ -57,8 +59,8 @@ class Mutant:
     def plant(self, root: Path = ROOT) -> str:
         """The text of the file with the fault in it.
 
-        Raises ``CatalogueError`` if the file, the anchor or the old text is not there exactly
-        once, or if the result is no Python or the same program.
+        Raises ``CatalogueError`` unless the file exists and the anchor and the old text each occur
+        exactly once, or if the result is not valid Python or is the same program.
         """
         path = root / self.file
         if not path.is_file():
@@ -94,7 +96,7 @@ class Mutant:
 
 
 def _elsewhere(mutant: Mutant, root: Path) -> str:
-    """Names the file that has the old text now, in case it was moved."""
+    """Names the file that contains the old text now, in case it was moved."""
     anchor = mutant.after or mutant.old
     found = [
         path.relative_to(root).as_posix()
@@ -106,7 +108,7 @@ def _elsewhere(mutant: Mutant, root: Path) -> str:
 
 
 def load(folder: Path = FAULTS) -> list[Mutant]:
-    """All faults, by area; raises ``CatalogueError`` for what is not well formed."""
+    """All faults, by area; raises ``CatalogueError`` for malformed entries."""
     mutants: list[Mutant] = []
     for path in sorted(folder.glob("*.toml")):
         for name, group in tomllib.loads(path.read_text()).items():
@@ -149,13 +151,14 @@ def _group(area: str, name: str, group: Any) -> list[Mutant]:
 
 
 def _test_ids(file: str, seen_by: Sequence[str]) -> list[str]:
-    """Names of functions belong to the ``file``; what holds a ``/`` is an id already."""
+    """Completes names of functions with the ``file``; a name that contains ``/`` is already an
+    id."""
     return [one if "/" in one else f"{file}::{one}" for one in seen_by] or [file]
 
 
 def choose(mutants: Iterable[Mutant], wanted: Sequence[str]) -> list[Mutant]:
     """The faults of these ids, groups or areas; all without any. Raises ``CatalogueError`` for a
-    name that fits none."""
+    name that matches none."""
     everything = list(mutants)
     if not wanted:
         return everything

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 TO = "KVTIERS_MUTANTS_OUTCOMES"
-"""The environment variable that names the file: one JSON object a line."""
+"""The environment variable that names the file: one JSON object per line."""
 
 
 def _write(record: dict[str, object]) -> None:
@@ -19,7 +19,7 @@ def _write(record: dict[str, object]) -> None:
 
 
 def pytest_sessionstart(session: pytest.Session) -> None:
-    """The product under test must be the copy with the fault in it."""
+    """Check that the product under test is the copy with the fault in it."""
     spec = importlib.util.find_spec("offload")
     origin = Path(spec.origin) if spec is not None and spec.origin else None
     if origin is None or not origin.is_relative_to(session.config.rootpath):

@@ -3,8 +3,9 @@
     python -m tests.mutants.server MODULE ...
 
 An order is a line of JSON on the standard input: pytest's ``arguments`` and the file that gets its
-``output``. Two lines answer it: the child's process id when it has begun, which is also that of its
-process group, and its exit code (negative: the signal) when it has ended. Ends with its input.
+``output``. Two lines answer it: when the child has begun, its process id, which is also its process
+group's; when it has ended, its exit code (negative: the signal). The server ends when its input
+ends.
 """
 
 from __future__ import annotations
@@ -52,7 +53,7 @@ def run(arguments: Sequence[str], output: Path) -> None:
     finally:
         sys.stdout.flush()
         sys.stderr.flush()
-        os._exit(code)  # whatever threads a hung test has left
+        os._exit(code)  # a hung test may have left threads
 
 
 if __name__ == "__main__":

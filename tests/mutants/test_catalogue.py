@@ -1,4 +1,5 @@
-"""The kept set of planted faults can still be planted. Whether they are seen: ``./run mutants``."""
+"""The permanent set of planted faults can still be planted. ``./run mutants`` checks whether tests
+detect them."""
 
 from __future__ import annotations
 
@@ -25,8 +26,8 @@ def functions_of(file: str) -> set[str]:
 
 @pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: mutant.id)
 def test_a_fault_can_be_planted(mutant: Mutant) -> None:
-    """Its old text occurs exactly once. After a refactoring write it again, as the same fault;
-    do not delete it."""
+    """The fault's old text must occur exactly once. After a refactoring, rewrite it as the same
+    fault; do not delete it."""
     mutant.plant()
     for test in mutant.tests:
         file, _, function = test.partition("::")
@@ -36,8 +37,8 @@ def test_a_fault_can_be_planted(mutant: Mutant) -> None:
     assert mutant.breaks.endswith("."), "one sentence"
 
 
-def test_the_set_is_not_thinned_out() -> None:
-    """A ratchet: faults are kept. Raise the number now and then, not with each of them."""
+def test_the_set_of_faults_does_not_shrink() -> None:
+    """A ratchet: faults are kept. Raise the number from time to time, not with each new fault."""
     assert len(MUTANTS) >= LEAST
 
 
@@ -49,7 +50,7 @@ def fault(**changes: str) -> Mutant:
     return Mutant(id="g.one", area="area", breaks="All.", tests=("tests/test_a.py",), **fields)
 
 
-def test_what_cannot_be_planted_is_described(tmp_path: Path) -> None:
+def test_a_fault_that_cannot_be_planted_is_described(tmp_path: Path) -> None:
     (tmp_path / "offload").mkdir()
     (tmp_path / "offload/moved.py").write_text("x = 1\n")
     with pytest.raises(CatalogueError, match=r"no a\.py; it occurs in offload/moved\.py"):

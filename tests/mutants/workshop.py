@@ -1,4 +1,4 @@
-"""Copies of the tree in which faults are planted, and the runs of tests in them."""
+"""Copies of the tree in which faults are planted, and test runs in these copies."""
 
 from __future__ import annotations
 
@@ -34,8 +34,8 @@ IMPORTS = {
 """Modules that take longer to import than most tests take to run."""
 LEAST_LIMIT_S = 120.0
 LIMIT_FACTOR = 20.0
-"""A run may take this many times what its tests take without a fault, and never less than the
-limit above: only what hangs is stopped."""
+"""A run may take this many times the duration of its tests without a fault, but at least the limit
+above: only a run that hangs is stopped."""
 
 
 class Verdict(Enum):
@@ -49,13 +49,13 @@ class Verdict(Enum):
 
     @property
     def seen(self) -> bool:
-        """True if a test has noticed the fault."""
+        """True if a test has detected the fault."""
         return self in (Verdict.KILLED, Verdict.HUNG)
 
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """One fault's verdict, what ``by`` (a test, or what went wrong), and the time it took."""
+    """One fault's verdict, the test or error that decided it (``by``), and the duration."""
 
     mutant: Mutant
     verdict: Verdict
@@ -75,7 +75,7 @@ class Run:
     last: str = ""
 
     def of(self, tests: Sequence[str]) -> list[str]:
-        """The ids among the outcomes that these ids select."""
+        """The outcomes whose ids these ids select."""
         return [one for one in self.outcomes if any(_selects(test, one) for test in tests)]
 
 
@@ -100,7 +100,7 @@ class Workshop:
             server.communicate()
 
     def _server(self, tests: Sequence[str]) -> subprocess.Popen[str]:
-        """A process that has imported what these tests need and what takes long."""
+        """A process that has imported what these tests need and what is slow to import."""
         needed = "vllm" if any(test.startswith(NEED_VLLM) for test in tests) else "torch"
         if needed not in self._servers:
             with (self._folder / "server").open("ab") as log:
@@ -120,7 +120,7 @@ class Workshop:
         return self._folder / "outcomes"
 
     def run(self, tests: Sequence[str], limit_s: float, *, stop_at_first: bool) -> Run:
-        """Run these tests; a hang ends at ``limit_s``."""
+        """Run these tests; ``limit_s`` ends a run that hangs."""
         output = self._folder / "output"
         for path in (self._outcomes, output):
             path.unlink(missing_ok=True)
@@ -155,7 +155,7 @@ class Workshop:
             code = int(server.stdout.readline())
         finally:
             timer.cancel()
-            kill_group(int(child))  # what the tests have left behind
+            kill_group(int(child))  # files that the tests have left behind
         return None if late.is_set() else code
 
     def _read(self, run: Run) -> Run:
@@ -170,7 +170,7 @@ class Workshop:
         return run
 
     def try_out(self, mutant: Mutant, seconds: Mapping[str, float]) -> Result:
-        """Plant a fault and run the tests that should see it. ``seconds`` are the times of tests
+        """Plant a fault and run the tests that should detect it. ``seconds`` are the times of tests
         without a fault."""
         path = self.tree / mutant.file
         sound, stamp = path.read_bytes(), path.stat().st_mtime
@@ -181,7 +181,8 @@ class Workshop:
         began = time.monotonic()
         try:
             path.write_text(mutant.plant(self.tree))
-            # Compiled files are identified by size and whole seconds: never the same twice.
+            # Compiled files are identified by size and time in whole seconds, which must differ
+            # each time.
             self._plants += 1
             os.utime(path, (stamp, stamp + self._plants))
             run = self.run(mutant.tests, limit_s, stop_at_first=True)
@@ -199,7 +200,7 @@ def kill_group(group: int) -> None:
 
 
 def judge(run: Run) -> tuple[Verdict, str]:
-    """The verdict of a run with a fault in the tree, and the test or the reason."""
+    """The verdict of a run with a planted fault, and the test or the reason."""
     failed = [test for test, outcome in run.outcomes.items() if outcome == "failed"]
     if run.code is None:
         return Verdict.HUNG, run.last

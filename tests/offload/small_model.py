@@ -50,7 +50,7 @@ def keys(count: int, start: int = 0) -> list[bytes]:
 def compute(
     caches: dict[str, torch.Tensor], names: Sequence[bytes], blocks: Sequence[int], group: int = 0
 ) -> None:
-    """Write the content of keys into blocks, as a forward pass would."""
+    """Write the content of the keys into blocks, as a forward pass would."""
     for layer in kv_config().kv_cache_groups[group].layer_names:
         for key, block in zip(names, blocks, strict=True):
             caches[layer][block] = torch.from_numpy(page(key, layer).copy())
@@ -59,7 +59,7 @@ def compute(
 def wrong_blocks(
     caches: dict[str, torch.Tensor], names: Sequence[bytes], blocks: Sequence[int], group: int = 0
 ) -> list[int]:
-    """Blocks that do not hold exactly the content of their key."""
+    """The blocks whose content differs from that of their key."""
     layers = kv_config().kv_cache_groups[group].layer_names
     return [
         block
@@ -74,7 +74,7 @@ async def open_manager(
     slots: int = 16,
     **config: Any,
 ) -> OffloadManager:
-    """A manager whose CPU tier has ``slots`` slots (staging included)."""
+    """A manager whose CPU tier has ``slots`` slots (including staging)."""
     settings: dict[str, Any] = {"cpu": {"capacity": slots * 8192}, "staging": 2 * 8192} | config
     return await OffloadManager.open(kv_config(), caches, settings, tiers=tiers)
 
@@ -82,7 +82,7 @@ async def open_manager(
 def simulated_engines(
     monkeypatch: pytest.MonkeyPatch, *, automatic: bool
 ) -> list[SimulatedCopyEngine]:
-    """Managers that are opened from now on copy without threads; the engines that were made."""
+    """Makes managers opened from now on copy without threads; returns the engines created."""
     made: list[SimulatedCopyEngine] = []
 
     def make(registration: Any, slab: Any, _device: torch.device) -> SimulatedCopyEngine:

@@ -1,4 +1,4 @@
-"""Only its owner can read data of prompts on a disk, whatever the umask is."""
+"""Only their owner can read files with data about prompts, whatever the umask is."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def _open_umask() -> Iterator[None]:
 
 
 def assert_private(root: Path) -> None:
-    """Every file has mode 0600 and every folder 0700, and there are some."""
+    """Assert that every file has mode 0600 and every folder 0700, and that there are some."""
     found = [path for path in root.rglob("*") if not path.is_symlink()]
     assert any(path.is_file() for path in found)
     modes = {path: stat.S_IMODE(path.stat().st_mode) for path in found}
@@ -41,7 +41,7 @@ def assert_private(root: Path) -> None:
 
 @pytest.mark.parametrize("shared", [False, True])
 @pytest.mark.parametrize("kind", ["lmdb", "file"])
-async def test_a_tier(tmp_path: Path, kind: str, shared: bool) -> None:
+async def test_files_of_a_tier_are_private(tmp_path: Path, kind: str, shared: bool) -> None:
     root = tmp_path / "kv"
     [spec] = places(root, type=kind, shared=shared).specs()
     tier = make_tier(spec, 4096)
@@ -58,8 +58,8 @@ async def test_a_tier(tmp_path: Path, kind: str, shared: bool) -> None:
 
 @pytest.mark.parametrize("name", ["trace.jsonl", "trace.jsonl.gz"])
 @pytest.mark.parametrize("old", ["none", "open to all", "a link"])
-def test_recordings(tmp_path: Path, name: str, old: str) -> None:
-    """Also where an earlier server has left one that others may read."""
+def test_recordings_are_private(tmp_path: Path, name: str, old: str) -> None:
+    """Also if an earlier server has left a file that others may read."""
     folder, elsewhere = tmp_path / "recorded", tmp_path / "elsewhere"
     folder.mkdir(0o700)
     path = folder / name
@@ -78,7 +78,7 @@ def test_recordings(tmp_path: Path, name: str, old: str) -> None:
     assert old != "a link" or elsewhere.read_text() == "precious"
 
 
-def test_an_export(tmp_path: Path) -> None:
+def test_an_export_is_private(tmp_path: Path) -> None:
     root, folder = tmp_path / "kv", tmp_path / "exports"
     make_store(root, range(3))
     assert_private(root)

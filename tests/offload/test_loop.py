@@ -17,7 +17,7 @@ async def hang(begun: threading.Event, ended: threading.Event) -> None:
         ended.set()
 
 
-def test_tasks_let_go_when_the_loop_stops() -> None:
+def test_tasks_release_their_resources_when_the_loop_stops() -> None:
     begun, ended = threading.Event(), threading.Event()
     loop = EventLoopThread()
     loop.start(hang(begun, ended))
@@ -27,7 +27,7 @@ def test_tasks_let_go_when_the_loop_stops() -> None:
     assert loop.loop.is_closed()
 
 
-def test_a_task_that_will_not_end_does_not_keep_the_loop() -> None:
+def test_a_task_that_does_not_end_does_not_block_the_loops_end() -> None:
     begun = threading.Event()
 
     async def stubborn() -> None:

@@ -30,7 +30,7 @@ UNITS = {"KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40, "KB": 10**3, "G
         ("1EiB", SIZE_MAX),
     ],
 )
-def test_sizes_are_read(text: object, size: int) -> None:
+def test_sizes_are_parsed(text: object, size: int) -> None:
     assert parse_size(text) == size
 
 
@@ -39,7 +39,7 @@ def test_sizes_are_read(text: object, size: int) -> None:
     ["", "forty", "-1GiB", "8G", "8 G", "1e9", "8GiBs", "GiB", "1,5GiB", "8  GiB", "0x10", "٣GiB",
      True, None, 1.5, [], {}, -1, SIZE_MAX + 1, "2EiB", "9" * 40, "1_000"],
 )  # fmt: skip
-def test_what_is_not_a_size_is_refused_with_a_hint(text: object) -> None:
+def test_invalid_sizes_are_refused_with_a_hint(text: object) -> None:
     with pytest.raises(ValueError, match=r"^(is|has) .*\. [A-Z]"):
         parse_size(text)
 
@@ -53,7 +53,7 @@ def test_text_means_its_number_times_its_unit(whole: int, thousandths: int, unit
 
 
 @given(st.integers(0, SIZE_MAX))
-def test_what_is_shown_is_never_more_and_hardly_less(size: int) -> None:
+def test_a_shown_size_is_never_larger_and_hardly_smaller(size: int) -> None:
     shown = format_size(size)
     assert re.fullmatch(r"[0-9]+(\.[0-9]{1,2})?([KMGTPE]i)?B", shown)
     assert parse_size(shown) <= size
@@ -61,7 +61,7 @@ def test_what_is_shown_is_never_more_and_hardly_less(size: int) -> None:
 
 
 @given(st.integers(1, 1023), st.sampled_from(["KiB", "MiB", "GiB", "TiB"]))
-def test_round_sizes_come_back_exactly(number: int, unit: str) -> None:
+def test_round_sizes_are_shown_exactly(number: int, unit: str) -> None:
     assert format_size(number * UNITS[unit]) == f"{number}{unit}"
 
 

@@ -1,4 +1,4 @@
-"""Time for vLLM's real scheduler over our connector."""
+"""A simulated clock for vLLM's real scheduler with our connector."""
 
 from __future__ import annotations
 
@@ -14,8 +14,9 @@ TICK_S = 1e-4
 
 
 class SteppingClock:
-    """Stands for the module ``time`` where the scheduler's side asks for the time: each question
-    takes a tick, however fast this machine is. So a seed does the same everywhere."""
+    """Replaces the module ``time`` where the scheduler side reads the time: each read advances the
+    clock by one tick, however fast this machine is. So a seed gives the same run on every
+    machine."""
 
     def __init__(self) -> None:
         began = time.monotonic()

@@ -1,5 +1,5 @@
-"""The forward pass that the oracle's world plays: it checks every byte that the computation would
-read, writes bytes that follow from the prefix, and moves recurrent states as vLLM's kernels do."""
+"""The forward pass of the oracle's world: checks every byte that the computation would read, writes
+bytes that follow from the prefix, and moves recurrent states as vLLM's kernels do."""
 
 from __future__ import annotations
 
@@ -28,10 +28,11 @@ class Running:
     prefix: Prefix
     computed_at_start: int = 0
     guesses: frozenset[int] = frozenset()
-    """Digests that the draft head's last slots may hold and that may come to nothing."""
+    """Digests that may be in the draft head's last slots and may turn out to be wrong."""
     state_column: int | None = None
     accepted: int = 1
-    """Of states with drafts: where the running one begins, and which of its columns counts."""
+    """For states with drafts: the column in which the running state begins, and which of its
+    columns is valid."""
 
 
 class ForwardPass:
@@ -84,8 +85,8 @@ class ForwardPass:
     def _run_head(
         self, name: str, guesses: list[int], start: int, end: int, launch: Callable[..., None]
     ) -> None:
-        """The draft head runs over the accepted tokens, and again over those whose slots looked at
-        guesses; what lies before this request's own tokens is not written."""
+        """Run the draft head over the accepted tokens, and again over tokens whose slots depended
+        on guesses; tokens before this request's own are not written."""
         run = self._runs[name]
         tables = [list(table) for table in run.tables]
         digests = run.prefix.digests(run.tokens + guesses).copy()
@@ -108,8 +109,8 @@ class ForwardPass:
     def _move_states(
         self, run: Running, tables: list[list[int]], start: int, count: int, launch: Any
     ) -> None:
-        """Before the forward pass, as ``preprocess_mamba``: the state that counts moves to the
-        column in which this step begins."""
+        """Before the forward pass, like ``preprocess_mamba``: move the valid state to the column in
+        which this step begins."""
         if not self._model.drafts:
             return
         tokens = self._model.block_tokens
@@ -130,8 +131,8 @@ class ForwardPass:
         sampled: int,
         launch: Any,
     ) -> None:
-        """The states after each drafted token, then, as ``postprocess_mamba_fused_kernel``, the one
-        at a block's end to the place where it is cached."""
+        """Write the state after each drafted token. Then, like ``postprocess_mamba_fused_kernel``,
+        copy the state at a block's end to the place where it is cached."""
         if not self._model.drafts:
             return
         run = self._runs[name]
@@ -163,7 +164,8 @@ class ForwardPass:
         self._memory.write(tables, digests, computed)
 
     def _sample(self, run: Running, drafted: list[int], end: int) -> list[int]:
-        """The tokens that follow, drafted ones as long as they are right; none within a prompt."""
+        """Returns the next tokens, including drafted ones as long as they are right; none within a
+        prompt."""
         if end < len(run.tokens):
             return []
         found: list[int] = []
@@ -176,11 +178,11 @@ class ForwardPass:
 
     @staticmethod
     def _next(run: Running, more: list[int]) -> int:
-        """The token that every run gives after these tokens."""
+        """The token that follows these tokens in every run."""
         return int(run.prefix.digests(run.tokens + more)[-1] % VOCABULARY)
 
     def _propose(self, run: Running) -> list[int]:
-        """Drafts, right more often than not."""
+        """Draft tokens, which are more often right than wrong."""
         found: list[int] = []
         for _ in range(self._model.drafts):
             right = self._next(run, found)

@@ -1,9 +1,9 @@
-"""KV memory whose right content is known: every token's bytes follow from the tokens before it.
+"""KV memory whose correct content is known: every token's bytes follow from the tokens before it.
 
 The content of token ``p`` in a layer is a digest of all tokens up to ``p`` (and of the weights, the
 salt and the layer), repeated over the token's share of the page. A recurrent state is the digest of
 its last token, over the whole page. The layers of a draft head look ahead: the content of token
-``p`` is that digest and the one of a token after ``p``, in turns. Pages are found by vLLM's
+``p`` alternates between that digest and the digest of a later token. Pages are found by vLLM's
 placement, not by this project's.
 """
 
@@ -236,7 +236,8 @@ class KvMemory:
             self._bytes[other] = self._bytes[one]
 
     def check_states(self, tables: Tables, column: int, digest: np.ndarray) -> list[str]:
-        """The states in this column that are not those after the token with this digest."""
+        """Returns the states in this column that differ from those after the token with this
+        digest."""
         return [
             f"{layer.name} (group {layer.group}) state in column {column}"
             for layer in self._states
@@ -247,7 +248,7 @@ class KvMemory:
         ]
 
     def write_states(self, tables: Tables, column: int, digests: np.ndarray) -> None:
-        """Write the states after these tokens into this column and those that follow."""
+        """Write the states after these tokens into this column and the following ones."""
         for layer in self._states:
             for step in range(len(digests)):
                 page = self._page(layer, tables, column + step)
@@ -258,14 +259,14 @@ class KvMemory:
         return slice(start, start + layer.page)
 
     def null_block_touched(self) -> bool:
-        """True if anybody has written the null block."""
+        """True if any copy has written the null block."""
         return any(
             (self._bytes[layer.start : layer.start + layer.page] != NULL_BYTE).any()
             for layer in self._layers
         )
 
     def _places(self, layer: _Layer, table: Sequence[int], positions: np.ndarray) -> np.ndarray:
-        """Byte places, ``[positions, bytes of a token]``."""
+        """Byte positions, ``[positions, bytes of a token]``."""
         tokens = layer.spec.block_size
         blocks = np.asarray(table, dtype=np.int64)[positions // tokens]
         if layer.is_state:

@@ -1,8 +1,8 @@
 """Models for the scheduler oracle: vLLM's own specs per layer, grouped and placed by vLLM.
 
-What vLLM's CPU platform cannot run is here beside a few that it can: Mamba-1, MLA beside GQA draft
-layers, DeepSeek-V4's compressed and packed caches, and tensors split into kernel blocks. A block
-has 4 to 8 tokens, so that short requests cross many boundaries.
+These include models that vLLM's CPU platform cannot run, beside a few that it can: Mamba-1, MLA
+with GQA draft layers, DeepSeek-V4's compressed and packed caches, and tensors split into kernel
+blocks. A block has 4 to 8 tokens, so that short requests cross many boundaries.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from tests.offload.connector.kv_cache_configs import chunked, full, mamba, mla, 
 
 @dataclass(frozen=True)
 class OracleModel:
-    """``layers`` by name, in order of registration. ``drafts``: tokens drafted per step;
-    ``draft_head``: they come from the layers named ``draft``, of which number ``n`` looks ``n + 1``
-    tokens ahead, so that their last slots hold guesses.
-    ``kernel_blocks``: kernel blocks of one block, as Model Runner V2 shows them; ``blocks``: vLLM's
-    cache, too small for the requests that run together."""
+    """``layers`` by name, in order of registration. ``drafts`` is the number of tokens drafted per
+    step. ``draft_head`` means that the layers named ``draft`` produce them; layer number ``n`` of
+    these looks ``n + 1`` tokens ahead, so that its last slots contain guesses. ``kernel_blocks`` is
+    the number of kernel blocks per block, as Model Runner V2 presents them; ``blocks`` is the size
+    of vLLM's cache, too small for the requests that run together."""
 
     layers: Callable[[], dict[str, KVCacheSpec]]
     layout: str = "LBHNC"
@@ -112,7 +112,7 @@ MODELS: dict[str, OracleModel] = {
 
 
 def in_short_steps(side: Any, seed: int) -> Any:
-    """The planner; with every other seed its lookups, loads, stores and answers take several
+    """Make the planner; with every other seed, its lookups, loads, stores and answers take several
     steps."""
     planner = side.planner
     if seed % 2:

@@ -1,10 +1,10 @@
-"""vLLM's real scheduler with this project's connector in both roles, over memory whose right
+"""vLLM's real scheduler with this project's connector in both roles, over memory whose correct
 content is known, in one thread and under one seed.
 
-The model runner is played here: a step's forward pass checks every byte that the computation would
-read and writes bytes that follow from the prefix. Kernels and copies run late and in any order that
-streams allow (``tiers.testing.simulated_copy``), so a store without a wait, a missing fence or a
-wrong block id shows as a mismatch. The lower tier is memory that fails now and then.
+The model runner is simulated here: a step's forward pass checks every byte that the computation
+would read and writes bytes that follow from the prefix. Kernels and copies run late and in any
+order that streams allow (``tiers.testing.simulated_copy``), so a missing wait, a missing fence or a
+wrong block id shows as a mismatch. The lower tier is memory that fails from time to time.
 """
 
 from __future__ import annotations
@@ -57,8 +57,8 @@ MAX_TOKENS = 152
 @dataclass(frozen=True)
 class Conditions:
     """The conditions of a world. ``slots`` of the CPU tier; ``tier``: whether there is a lower
-    tier; ``fault_rate`` of its reads; ``late``: most turns that copies get per step; ``runner``:
-    the model runner whose order of hooks and kernels is played."""
+    tier; ``fault_rate`` of its reads; ``late``: the maximum number of turns that copies get per
+    step; ``runner``: the model runner whose order of hooks and kernels is simulated."""
 
     slots: int = 24
     tier: bool = True
@@ -71,7 +71,7 @@ class Conditions:
 
 
 class PumpedLoop:
-    """``EventLoopThread`` without a thread: it only turns when the world says so."""
+    """An ``EventLoopThread`` without a thread: it runs only when the world lets it."""
 
     def __init__(self) -> None:
         self.loop = asyncio.new_event_loop()
@@ -80,7 +80,7 @@ class PumpedLoop:
         return self.loop.run_until_complete(coroutine)
 
     def turn(self, times: int) -> None:
-        """Let the loop turn."""
+        """Let the loop run once."""
         self.loop.run_until_complete(_turns(times))
 
     def stop(self, timeout_s: float = 0.0) -> bool:
@@ -94,7 +94,7 @@ async def _turns(times: int) -> None:
 
 
 class UnreliableTier(MemoryTier):
-    """Reads fail now and then, in all the ways a tier may."""
+    """Reads fail from time to time, in all the ways that a tier may fail."""
 
     def __init__(self, rng: random.Random, rate: float, **options: Any) -> None:
         super().__init__(1 << 20, **options)
@@ -113,7 +113,7 @@ class UnreliableTier(MemoryTier):
 
 @dataclass
 class Step:
-    """A step that was submitted and whose output has not been seen by the scheduler."""
+    """A step that was submitted and whose output the scheduler has not processed yet."""
 
     scheduled: SchedulerOutput
     output: ModelRunnerOutput
@@ -215,7 +215,7 @@ class OracleEngine:
         self.engine: SimulatedCopyEngine = self.executor._engine
         self._loop: PumpedLoop = self.worker._worker._loop
         drain, self._fence = self.executor.drain, self.executor.fence
-        self.executor.drain = lambda _wait_s: drain()  # the loop does not turn while it waits
+        self.executor.drain = lambda _wait_s: drain()  # the loop does not run while it waits
         self.executor.fence = self._fence_and_turn
         self.connector.set_xfer_handshake_metadata({0: self.worker.get_handshake_metadata()})
         self.planner: Any = in_short_steps(self.connector._scheduler, self.seed)
@@ -237,10 +237,10 @@ class OracleEngine:
         options = {"namespace": spec.namespace, "rank": spec.rank, "epoch": spec.epoch}
         return UnreliableTier(self.random, self._conditions.fault_rate, **options)
 
-    # -- what clients do ---------------------------------------------------------------------
+    # -- actions of clients -----------------------------------------------------------------------
 
     def add(self) -> None:
-        """A request that often begins as an earlier one did."""
+        """Add a request that often begins like an earlier one."""
         rng = self.random
         prompt: list[int] = []
         if self._prompts and rng.random() < 0.85:
@@ -264,19 +264,20 @@ class OracleEngine:
         self.scheduler.add_request(request)
 
     def abort(self) -> None:
-        """A client goes away."""
+        """Abort a request."""
         if self.scheduler.requests:
             name = self.random.choice(sorted(self.scheduler.requests))
             self.scheduler.finish_requests(name, RequestStatus.FINISHED_ABORTED)
 
     def forget_locally(self) -> None:
-        """vLLM's own cache is emptied and running requests begin again, so that the next hits are
-        ours. Loads under way hold vLLM back."""
+        """Empty vLLM's own cache and restart running requests, so that the next hits come from our
+        tiers. vLLM refuses to do so while loads are under way."""
         with suppress(RuntimeError):
             self.scheduler.reset_prefix_cache(reset_running_requests=True)
 
     def change_weights(self) -> None:
-        """Every byte computed so far is wrong from now on; loads under way hold vLLM back."""
+        """Invalidate every byte computed so far; vLLM refuses to do so while loads are under
+        way."""
         while self._queue:
             self._take_output()
         try:
@@ -291,7 +292,7 @@ class OracleEngine:
     # -- a step ------------------------------------------------------------------------------
 
     def step(self) -> None:
-        """Schedule and submit a step, and take in the output of this or an earlier one."""
+        """Schedule and submit a step, and process the output of this step or an earlier one."""
         scheduled = self.scheduler.schedule()
         self._queue.append(self._submit(scheduled))
         self._turn()
@@ -300,7 +301,7 @@ class OracleEngine:
             self._take_output()
 
     def drain(self, most: int = 1000) -> None:
-        """Until every request has ended and the connector is idle."""
+        """Step until every request has ended and the connector is idle."""
         for _ in range(most):
             self.step()
             if not self.scheduler.has_requests() and not self.planner.busy and not self._queue:
@@ -316,7 +317,7 @@ class OracleEngine:
         assert faults == {}, f"{where}: {faults}"
 
     def check_idle(self) -> None:
-        """Accounts at rest; raises ``AssertionError``."""
+        """Check the accounts at rest; raises ``AssertionError``."""
         self.engine.run_all()
         self._loop.turn(20)
         self.check()
@@ -364,7 +365,7 @@ class OracleEngine:
         for copy in scheduled.kv_cache_block_copies or ():
             launch(partial(self._memory.copy, copy.src_block_id, copy.dst_block_id))
         if self._conditions.runner == 2:
-            self._turn()  # the GPU may be as far as that by now
+            self._turn()  # the GPU may have reached this point by now
             self.worker.handle_preemptions(meta)
         sampled, drafts = self._forward.run(scheduled, launch)
         output = self._connector_hooks(meta, scheduled, launch)
@@ -380,7 +381,7 @@ class OracleEngine:
     def _connector_hooks(
         self, meta: Any, scheduled: SchedulerOutput, launch: Callable[..., None]
     ) -> KVConnectorOutput:
-        """In vLLM's order; with drafts ``wait_for_save`` comes last."""
+        """In vLLM's order; with drafts, ``wait_for_save`` comes last."""
         worker = self.worker
         worker.bind_connector_metadata(meta)
         worker.start_load_kv(None)
@@ -406,14 +407,15 @@ class OracleEngine:
             | (scheduled.preempted_req_ids or set())
             | cached.resumed_req_ids
         ):
-            if name in self._runs:  # what it has guessed stays, here as in vLLM's own cache
+            if name in self._runs:  # the guesses stay, here as in vLLM's own cache
                 self._forward.known |= self._runs[name].guesses
         for name in scheduled.finished_req_ids:
             self._runs.pop(name, None)
         for new in scheduled.scheduled_new_reqs:
             prefix = Prefix(f"{self.weights}/{self._salts[new.req_id]}")
             tables = [list(table) for table in new.block_ids]
-            tokens = new.prefill_token_ids or new.prompt_token_ids  # V2: a resumed one is new, too
+            # V2: a resumed request is also new
+            tokens = new.prefill_token_ids or new.prompt_token_ids
             self._runs[new.req_id] = Running(list(tokens), tables, prefix, new.num_computed_tokens)
         for position, name in enumerate(cached.req_ids):
             run, new_blocks = self._runs[name], cached.new_block_ids[position]
@@ -430,7 +432,7 @@ class OracleEngine:
     # -- time --------------------------------------------------------------------------------
 
     def _turn(self) -> None:
-        """Copies and the loop get some turns, seldom enough that much stays under way."""
+        """Give copies and the loop a few turns, so few that much work stays under way."""
         self._loop.turn(self.random.randrange(self._conditions.late + 1))
         self.engine.advance(self.random.randrange(self._conditions.late + 1))
 
@@ -447,7 +449,7 @@ class OracleEngine:
             self.scheduler.update_draft_token_ids(step.drafts)
 
     def _fence_and_turn(self, jobs: Any) -> None:
-        """The loop turns until the fenced stores are submitted, as its own thread would."""
+        """Run the loop until the fenced stores are submitted, as its own thread would."""
         for _ in range(10_000):
             fenced = filter(None, map(self.executor._fences._reading.get, jobs))
             if all(reading._end.done() for reading in fenced):

@@ -1,4 +1,4 @@
-"""Controls of a request that vLLM's real scheduler serves, and the report to the client."""
+"""Controls of requests that vLLM's real scheduler serves, and the report to the client."""
 
 from __future__ import annotations
 
@@ -32,14 +32,14 @@ def world(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[OracleEngi
 
 
 def serve(world: OracleEngine, name: str, prompt: list[int], **told: Any) -> dict[str, Any]:
-    """Serve one request alone; the report that its client gets."""
+    """Serve one request alone; return the report to its client."""
     params = serve_params(world, name, prompt, {"kvtiers": told} if told else None)
     assert bool(params) == bool(told), "a client is told something if it said something"
     return dict(params["kvtiers_report"]) if params else {}
 
 
 def serve_params(world: OracleEngine, name: str, prompt: list[int], sent: Any) -> dict[str, Any]:
-    """Serve one request alone with these ``kv_transfer_params``; those of its answer."""
+    """Serve one request alone with these ``kv_transfer_params``; return those of its answer."""
     request = _request(world, name, prompt, sent)
     outputs: list[Any] = []
     update = world.scheduler.update_from_output
@@ -104,7 +104,7 @@ def test_where_salts_are_required_nothing_is_shared_without_one(
         assert loaded(world) > 0
 
 
-def test_who_goes_away_during_a_load_is_not_told_that_it_was_loaded(tmp_path: Path) -> None:
+def test_a_client_that_leaves_during_a_load_gets_no_report_of_loaded_tokens(tmp_path: Path) -> None:
     with OracleEngine(MODELS["full"], Conditions(slots=120), tmp_path, 2) as world:
         stored(world)
         request = _request(world, "gone", PROMPT, {"kvtiers": {"session": "s"}})
@@ -118,7 +118,7 @@ def test_who_goes_away_during_a_load_is_not_told_that_it_was_loaded(tmp_path: Pa
             assert side.finished(request, tables) == {"kvtiers_report": {"loaded_tokens": {}}}
 
 
-def test_at_most_so_many_tokens_are_loaded(world: OracleEngine) -> None:
+def test_max_load_tokens_limits_the_load(world: OracleEngine) -> None:
     serve(world, "a", PROMPT)
     world.forget_locally()
     size = world.connector._scheduler.layout.alignment_tokens
@@ -147,7 +147,7 @@ def test_a_tier_that_is_not_named_is_neither_read_nor_written(world: OracleEngin
     assert set(serve(world, "f", other, tiers=["cpu"])["loaded_tokens"]) == {"cpu"}
 
 
-def test_pinned_chunks_outlive_everything_that_comes_after(tmp_path: Path) -> None:
+def test_pinned_chunks_survive_later_requests(tmp_path: Path) -> None:
     with OracleEngine(MODELS["full"], Conditions(slots=24, tier=False), tmp_path, 1) as world:
         report = serve(world, "a", PROMPT, pin_s=600, pinned=32)
         assert report["pinned_tokens"] == 24, "a quarter of the tier's 24 slots of 4 tokens"
@@ -164,7 +164,7 @@ def test_pinned_chunks_outlive_everything_that_comes_after(tmp_path: Path) -> No
 
 
 def test_a_pin_ends_when_its_time_is_over(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As the server's clock has it, also if nobody asks for anything pinned any more."""
+    """The server's clock decides, even if no request asks for pinned chunks any more."""
     began, ahead = time.monotonic(), 0.0
     clock = SimpleNamespace(**vars(time))
     clock.monotonic = lambda: began + ahead
@@ -182,16 +182,16 @@ def test_a_pin_ends_when_its_time_is_over(tmp_path: Path, monkeypatch: pytest.Mo
         world.check_idle()
 
 
-def test_the_hint_pinned_says_of_how_many_tokens(tmp_path: Path) -> None:
-    """Of the first ones, and never of more than the prompt has."""
+def test_the_hint_pinned_limits_the_number_of_pinned_tokens(tmp_path: Path) -> None:
+    """It covers the first tokens, and never more than the prompt has."""
     with OracleEngine(MODELS["full"], Conditions(slots=120, tier=False), tmp_path, 1) as world:
         assert serve(world, "a", PROMPT, pin_s=600, pinned=10)["pinned_tokens"] == 8
-        other = [7, *PROMPT[1:62]]  # with its answer it has 64 and more
+        other = [7, *PROMPT[1:62]]  # with its answer the request has 64 tokens or more
         assert serve(world, "b", other, pin_s=600, pinned=10_000)["pinned_tokens"] == 60
         world.check_idle()
 
 
-def test_what_could_not_be_loaded_is_not_told_as_loaded(world: OracleEngine) -> None:
+def test_tokens_of_a_failed_load_are_not_reported_as_loaded(world: OracleEngine) -> None:
     serve(world, "a", PROMPT)
     world.forget_locally()
     world.planner.cpu.drop(list(world.planner.cpu.resident))
@@ -211,11 +211,11 @@ TWO_FULL_GROUPS = OracleModel(
     },
     blocks=90,
 )
-"""vLLM makes groups of as many layers as the smallest kind has."""
+"""vLLM makes groups whose number of layers is that of the smallest kind."""
 
 
-def test_only_what_every_group_keeps_is_told_as_pinned(tmp_path: Path) -> None:
-    """The share is used up by the first group, so that a prefix is whole in none but a part."""
+def test_only_tokens_that_every_group_pins_are_reported_as_pinned(tmp_path: Path) -> None:
+    """The first group uses up the share, so that only a part of the prefix is complete."""
     with OracleEngine(TWO_FULL_GROUPS, Conditions(slots=60, tier=False), tmp_path, 1) as world:
         assert world.connector._scheduler is not None
         kinds = [group.kind for group in world.connector._scheduler.layout.groups]
@@ -225,7 +225,7 @@ def test_only_what_every_group_keeps_is_told_as_pinned(tmp_path: Path) -> None:
         world.check_idle()
 
 
-def test_wrong_values_are_told_and_counted(world: OracleEngine) -> None:
+def test_wrong_values_are_reported_and_counted(world: OracleEngine) -> None:
     report = serve(world, "a", PROMPT, no_load="yes", sesion="s", pin_s=-1)
     assert len(report["ignored"]) == 3
     assert world.connector._scheduler.intake.wrong_values == 3
@@ -244,7 +244,7 @@ def test_wrong_values_are_told_and_counted(world: OracleEngine) -> None:
 def test_a_control_that_was_not_understood_stores_nothing(
     world: OracleEngine, params: dict[str, Any]
 ) -> None:
-    """The client learns of that, and of the name that it may have meant."""
+    """The answer reports this to the client, with the name that the client may have meant."""
     report = serve_params(world, "a", PROMPT, params)["kvtiers_report"]
     assert len(world.planner.cpu) == len(world.planner.lower[0]) == 0
     assert len(report["ignored"]) == 1
@@ -255,11 +255,11 @@ def test_a_control_that_was_not_understood_stores_nothing(
     assert world.connector.faults.by_hook == {}
 
 
-def test_the_log_says_at_debug_level_what_a_request_found(
+def test_debug_log_contains_the_result_of_a_lookup(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     with OracleEngine(MODELS["full"], Conditions(slots=120), tmp_path, 1) as world:
-        logging.getLogger("offload").propagate = True  # the connector sends it to vLLM's log
+        logging.getLogger("offload").propagate = True  # the connector sends the line to vLLM's log
         with caplog.at_level(logging.DEBUG, logger="offload"):
             serve(world, "a", PROMPT)
             world.forget_locally()

@@ -1,5 +1,5 @@
 """The oracle over the CUDA engine and the libcuda in host memory: vLLM's real scheduler, the real
-connector, executor and engine, and copies on streams that know nothing of each other but events.
+connector, executor and engine, and copies on streams that are ordered only by events.
 """
 
 from __future__ import annotations
@@ -26,7 +26,8 @@ STEPS = 120
 
 
 class DrivenEngine(CudaCopyEngine):
-    """The engine with the handles that the world turns: time passes by itself here."""
+    """The engine with the handles that the world needs: here, copies progress without being
+    advanced."""
 
     def __init__(self, cuda: Cuda, seed: int, *arguments: Any, **options: Any) -> None:
         super().__init__(
@@ -41,7 +42,7 @@ class DrivenEngine(CudaCopyEngine):
         return self._cuda
 
     def advance(self, steps: int = 1) -> int:
-        """Now and then the GPU gets as far as it can."""
+        """From time to time, let the GPU get as far as it can."""
         if self._random.random() < 0.2:
             self._cuda.await_idle()
         return steps
@@ -51,7 +52,7 @@ class DrivenEngine(CudaCopyEngine):
 
 
 class OracleEngineOnCuda(OracleEngine):
-    """A server whose KV cache lies in memory that is the GPU's."""
+    """A server whose KV cache is in memory that counts as the GPU's."""
 
     def __init__(self, cuda: Cuda, path: CopyPath, *arguments: Any) -> None:
         self._cuda = cuda

@@ -1,5 +1,5 @@
-"""Hits that vLLM's real scheduler does not take as they were found: it may cut them afterwards
-(0.33: `cap_external_hit`, replayed windows), or let their loads begin later (HiSparse)."""
+"""Hits that vLLM's real scheduler does not use as found: it may shorten them afterwards (0.33:
+`cap_external_hit`, replayed windows), or begin their loads later (HiSparse)."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def world(tmp_path: Path) -> Iterator[OracleEngine]:
 
 
 @pytest.mark.parametrize("kept", [0, 52])
-def test_a_record_says_what_was_taken(
+def test_a_record_contains_the_hit_that_vllm_accepted(
     kept: int, world: OracleEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     stored(world)
@@ -46,11 +46,11 @@ def test_a_record_says_what_was_taken(
     world.check_idle()
 
 
-def test_what_a_load_was_to_fill_is_not_stored_if_it_never_begins(
+def test_blocks_of_a_load_that_never_begins_are_not_stored(
     world: OracleEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """vLLM has allocated the blocks and counts them as computed, and the client goes away before
-    it lets the load begin."""
+    """vLLM has allocated the blocks and counts them as computed, but the client aborts before vLLM
+    lets the load begin."""
     keys = stored(world)
     begun: list[int] = []
     with monkeypatch.context() as patch:

@@ -1,9 +1,9 @@
-"""No hook of vLLM's waits for a file system, whatever it does: every system call on files hangs,
-and the engine goes on.
+"""No hook of vLLM waits for a file system: every system call on files hangs, and the engine
+continues.
 
 vLLM's real scheduler with the connector in both roles, real tiers and the real loop thread. The
-thread that stands for vLLM's own is watched: it must come to its end, and must not have made one
-such call.
+test watches the thread that stands for vLLM's own: it must end, and must not have made any such
+call.
 """
 
 from __future__ import annotations
@@ -63,13 +63,13 @@ NOT_CALLED = {
     "explain",  # parts of other hooks
     "build_connector_meta",
     "request_finished",  # vLLM calls it for connectors that know one group only
-    "shutdown",  # not while vLLM serves
+    "shutdown",  # not called while vLLM serves
 }
 
 
 class DeadDisk:
-    """Every system call on files and folders, by whatever thread, does not return until ``revive``.
-    ``calls`` are those of one thread."""
+    """From now until ``revive``, system calls on files and folders do not return, in any thread.
+    ``calls`` records the calls of one thread."""
 
     def __init__(self) -> None:
         self.calls: list[str] = []
@@ -98,8 +98,8 @@ class DeadDisk:
     @contextmanager
     def dies(self) -> Iterator[None]:
         with pytest.MonkeyPatch.context() as patch:
-            # vLLM's handler may hold the captured output of a test that has ended. The report that
-            # logging then prints about its failure contains source lines.
+            # vLLM's handler may still hold the captured output of a test that has ended. The report
+            # that logging then prints about its failure contains source lines.
             patch.setattr(logging, "raiseExceptions", False)
             for name in CALLS:
                 call = getattr(posix, name, None)
@@ -116,7 +116,7 @@ class DeadDisk:
 
 
 class Served(OracleEngine):
-    """With the loop's own thread and real tiers."""
+    """A server with the loop's own thread and real tiers."""
 
     @contextmanager
     def _patched(self) -> Iterator[None]:
@@ -143,7 +143,7 @@ class Served(OracleEngine):
         self.until(lambda: name not in self.scheduler.requests)
 
     def until(self, over: Callable[[], bool]) -> None:
-        """Step until something is over; the caller watches how long that takes."""
+        """Step until a condition is met; the caller limits the time."""
         while not over():
             self.step()
             self.check()
@@ -151,7 +151,7 @@ class Served(OracleEngine):
 
 @contextmanager
 def opened(folder: Path, **more: Any) -> Iterator[Served]:
-    """Two disk tiers and all that is optional and writes files."""
+    """Two disk tiers and all optional features that write files."""
     make = oracle_world.make_config
 
     def with_all(*arguments: Any) -> Any:
@@ -181,7 +181,7 @@ def world(tmp_path: Path) -> Iterator[Served]:
 
 @pytest.fixture
 def failed(world: Served, monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Requests whose loads have failed, as vLLM knows."""
+    """Requests whose loads have failed, as reported to vLLM."""
     names: list[str] = []
     update = world.connector._scheduler.update
 
@@ -194,7 +194,7 @@ def failed(world: Served, monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 
 def live(world: Served, failed: list[str]) -> None:
-    """All that vLLM calls while it serves; loads, stores and resets meet the dead disks."""
+    """All hooks that vLLM calls while it serves; loads, stores and resets use the dead disks."""
     connector: Any = world.connector
     world.serve("loads from a disk", PROMPT)
     assert failed, "the disk is dead"
@@ -219,7 +219,7 @@ def live(world: Served, failed: list[str]) -> None:
     connector.has_pending_push_work()
     lookups = connector._scheduler.lookups
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(lookups, "ask", None)  # a fault, which is logged with where it was
+        patch.setattr(lookups, "ask", None)  # a fault, which is logged with its location
         world.ask("a hook fails", [8, *PROMPT])
         while "a hook fails" in world.scheduler.requests:
             world.step()
@@ -228,7 +228,8 @@ def live(world: Served, failed: list[str]) -> None:
 
 
 def while_the_disks_are_dead(world: Served, work: Callable[[], None]) -> DeadDisk:
-    """Have a thread that stands for vLLM's do this. It must come to its end without a call."""
+    """Run this in a thread that stands for vLLM's. The thread must end without having made a system
+    call on files."""
     errors: list[BaseException] = []
 
     def run() -> None:
@@ -254,7 +255,7 @@ def while_the_disks_are_dead(world: Served, work: Callable[[], None]) -> DeadDis
 
 
 def stored_on_disk(world: Served) -> None:
-    """The prompt lies on both disks and nowhere else."""
+    """Prepare a prompt that is on both disks and nowhere else."""
     world.serve("first", PROMPT)
     world.until(lambda: not world.planner.busy)
     world.forget_locally()
@@ -269,14 +270,14 @@ def test_no_hook_waits_for_a_file_system(world: Served, failed: list[str]) -> No
     called = {**world.connector.faults.times(), **world.worker.faults.times()}
     missing = {hook for hook in guard.HOOKS if f"hook_calls:{hook}" not in called}
     assert missing == NOT_CALLED, missing
-    # The disks are back, and hear of the reset.
+    # The disks are back, and the tiers receive the reset.
     owed: Any = world.connector._epochs
     world.until(lambda: not owed._owed)
     assert all(not queue._is_closed for queue in world.planner.write_through.queues)
 
 
 def test_no_hook_waits_for_shared_folders(tmp_path: Path) -> None:
-    """They are queried, writes to them hang, and a reset needs none of them."""
+    """Lookups query them, writes to them hang, and a reset does not need them."""
     with opened(tmp_path, shared=True) as world:
         world.serve("first", PROMPT)
         world.until(lambda: not world.planner.busy)
@@ -294,9 +295,7 @@ def test_no_hook_waits_for_shared_folders(tmp_path: Path) -> None:
         while_the_disks_are_dead(world, work)
 
 
-def test_the_end_of_a_server_waits_for_no_file_system(
-    world: Served, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_shutdown_waits_for_no_file_system(world: Served, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(worker_side, "CLOSE_TIMEOUT_S", 0.2)
     stored_on_disk(world)
 

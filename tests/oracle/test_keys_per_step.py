@@ -1,5 +1,5 @@
-"""The number of keys of a long prompt that are made in each step: none when it arrives, and of the
-rest as many as a step looks at anyway."""
+"""The number of keys that are made for a long prompt in each step: none when it arrives, and later
+only as many as the step needs."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ CHUNKS = 4096
 
 @pytest.fixture
 def made(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """The number of keys that were made each time, of requests and in no other way."""
+    """The number of keys of requests that each call has made."""
     counts: list[int] = []
 
     def counting(*arguments: Any) -> list[bytes]:
@@ -37,7 +37,7 @@ def made(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 
 class Counted(Server):
-    """A server that notes how many keys each of its steps has made (``steps``)."""
+    """A server that records how many keys each of its steps has made (``steps``)."""
 
     def __init__(self, made: list[int], chunks: int = CHUNKS) -> None:
         super().__init__(chunks)
@@ -51,7 +51,7 @@ class Counted(Server):
         return plan
 
     def rest(self) -> None:
-        """Steps until nothing is left to be done."""
+        """Step until no work is left."""
         while self.side.pending:
             self.step()
 
@@ -68,7 +68,7 @@ def test_arrival_makes_no_key(made: list[int]) -> None:
     assert server.steps == [0]
 
 
-def test_of_a_new_prompt_only_the_first_are_made(made: list[int]) -> None:
+def test_only_the_first_keys_of_a_new_prompt_are_made(made: list[int]) -> None:
     server = Counted(made)
     request = server.came(new_keys())
     assert server.side.lookup(request, 0) == 0
@@ -77,7 +77,7 @@ def test_of_a_new_prompt_only_the_first_are_made(made: list[int]) -> None:
     assert 0 < server.steps[0] <= FIRST_BATCH
 
 
-def test_a_lookup_makes_what_it_asks_for_and_a_load_nothing_more(made: list[int]) -> None:
+def test_a_lookup_makes_the_keys_it_queries_and_a_load_makes_no_more(made: list[int]) -> None:
     server = Counted(made)
     request = server.came(server.keys)
     server.load(request)
@@ -88,7 +88,7 @@ def test_a_lookup_makes_what_it_asks_for_and_a_load_nothing_more(made: list[int]
     assert sum(server.steps) == CHUNKS
 
 
-def test_of_what_vllm_has_cached_no_key_is_made(made: list[int]) -> None:
+def test_no_key_is_made_of_what_vllm_has_cached(made: list[int]) -> None:
     server = Counted(made)
     request = server.came(server.keys)
     cached, rest = CHUNKS - 100, 100
@@ -115,7 +115,7 @@ def test_a_store_makes_what_a_step_looks_at(made: list[int]) -> None:
 
 
 class Heard:
-    """The policies' calls, in place of the planner's own way to them."""
+    """Replaces the planner's call of the policies, to record it."""
 
     def __init__(self, server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
         self.uses: list[list[bytes]] = []
@@ -125,7 +125,7 @@ class Heard:
 
 
 def ended(server: Counted, name: str, chunks: int = CHUNKS) -> list[bytes]:
-    """A request that stores nothing and finds nothing has ended; its keys."""
+    """Simulate a request that stores and finds nothing, up to its end; return its keys."""
     hashes = [os.urandom(36) for _ in range(chunks)]
     request = server.request(hashes, list(range(chunks * BLOCK + 1)))
     request.kv_transfer_params = {"kvtiers": {"no_store": True}}
@@ -136,10 +136,11 @@ def ended(server: Counted, name: str, chunks: int = CHUNKS) -> list[bytes]:
     return [key[:32] + bytes(4) for key in hashes]
 
 
-def test_an_end_makes_the_rest_in_the_steps_that_follow(
+def test_missing_keys_of_an_ended_request_are_made_in_later_steps(
     made: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Policies hear of a request at once and in the order of ends, whatever was made before."""
+    """Policies get a request's keys all at once and in the order of ends, whatever was made
+    before."""
     server = Counted(made)
     heard = Heard(server, monkeypatch)
     keys = [ended(server, "a"), ended(server, "b"), ended(server, "c", 40)]
@@ -149,8 +150,8 @@ def test_an_end_makes_the_rest_in_the_steps_that_follow(
     assert heard.uses == keys
 
 
-def test_an_end_looks_at_a_part_of_what_vllm_has_cached(made: list[int]) -> None:
-    """A short answer to a prompt that was in vLLM's own cache and in a tier."""
+def test_an_ended_request_checks_only_a_part_of_what_vllm_has_cached(made: list[int]) -> None:
+    """A short answer to a prompt that is in vLLM's own cache and in a tier."""
     chunks = 2 * LOOK_AT_END_MAX
     server = Counted(made, chunks)
     request = server.came(server.keys)
@@ -164,7 +165,7 @@ def test_an_end_looks_at_a_part_of_what_vllm_has_cached(made: list[int]) -> None
     assert sum(server.steps) == chunks
 
 
-def test_an_end_of_few_keys_is_told_at_once(
+def test_a_use_of_few_keys_is_reported_at_once(
     made: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     server = Counted(made)
@@ -173,7 +174,7 @@ def test_an_end_of_few_keys_is_told_at_once(
     assert not server.side.pending
 
 
-def test_what_was_not_told_before_a_reset_is_not_told_after_it(
+def test_uses_that_wait_at_a_reset_are_dropped(
     made: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     server = Counted(made)

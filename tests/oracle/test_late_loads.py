@@ -1,5 +1,5 @@
-"""Loads that end late, badly or twice, under vLLM's real scheduler: what it does with their blocks
-and with the requests."""
+"""Loads that end late, fail, or end twice, under vLLM's real scheduler: what happens to their
+blocks and requests."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ from tests.oracle.test_requests_told import _request
 from tiers.base import ReadOutcome
 
 OTHERS = [[90 + n, *range(n, n + 100)] for n in range(4)]
-"""Prompts without a common prefix: together they need all blocks of the GPU."""
+"""Prompts without a common prefix, which together need all blocks of the GPU."""
 
 
 A_STORE_READS_ON = re.compile(r"store job \d+ and load job \d+ share blocks")
 
 
 class Clock:
-    """Stands for the module ``time`` where the executor asks how late it is."""
+    """Replaces the module ``time`` where the executor measures how late it is."""
 
     ahead_s = 0.0
 
@@ -58,7 +58,7 @@ def world(tmp_path: Path) -> Iterator[OracleEngine]:
 
 @pytest.fixture
 def failed(world: OracleEngine, monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Requests whose loads have failed, as vLLM knows."""
+    """Requests whose loads have failed, as reported to vLLM."""
     names: list[str] = []
     update = world.connector._scheduler.update
 
@@ -78,7 +78,7 @@ def ask(world: OracleEngine, name: str, prompt: list[int], tokens: int = 4) -> N
 
 @contextmanager
 def still(world: OracleEngine) -> Iterator[None]:
-    """The worker's loop does not turn."""
+    """Prevent the worker's loop from running."""
     usual = world._conditions
     world._conditions = dataclasses.replace(usual, late=0)
     yield
@@ -87,8 +87,8 @@ def still(world: OracleEngine) -> Iterator[None]:
 
 @contextmanager
 def steady(world: OracleEngine) -> Iterator[None]:
-    """Each step gives loop and copies time for all that there is to do, so that a load that is
-    begun in one step has ended in the next."""
+    """Give loop and copies enough time in each step, so that a load that begins in one step has
+    ended in the next."""
     turn = world._turn
 
     def thorough() -> None:
@@ -103,7 +103,7 @@ def steady(world: OracleEngine) -> Iterator[None]:
 
 @contextmanager
 def copies_hang(world: OracleEngine) -> Iterator[None]:
-    """Copies into GPU blocks that were submitted run only afterwards."""
+    """Let submitted copies into GPU blocks run only after this context."""
     lane = world.engine._load
     hanging, lane.queue = lane.queue, deque()
     yield
@@ -111,7 +111,7 @@ def copies_hang(world: OracleEngine) -> Iterator[None]:
 
 
 def begin_load(world: OracleEngine, name: str, prompt: list[int] = PROMPT) -> None:
-    """Ask for a prompt, and let the loop turn until a copy for it was submitted."""
+    """Send a prompt, and run the loop until a copy for it was submitted."""
     ask(world, name, prompt)
     with still(world):
         for _ in range(1000):
@@ -133,7 +133,7 @@ def blocks_of(world: OracleEngine, name: str) -> set[int]:
 def test_blocks_are_not_given_away_while_a_load_copies_into_them(
     world: OracleEngine, clock: Clock, failed: list[str]
 ) -> None:
-    """The process stands still for longer than a load may take, with copies submitted."""
+    """The process is stopped for longer than a load may take, with copies submitted."""
     stored(world)
     begin_load(world, "late")
     held = blocks_of(world, "late")
@@ -155,7 +155,7 @@ def test_blocks_are_not_given_away_while_a_load_copies_into_them(
     assert failed == ["late"]
 
 
-def test_a_request_is_told_at_the_deadline_if_nothing_copies(
+def test_a_load_without_copies_is_reported_as_failed_at_the_deadline(
     world: OracleEngine, clock: Clock
 ) -> None:
     stored(world)
@@ -171,7 +171,7 @@ def test_a_request_is_told_at_the_deadline_if_nothing_copies(
     world.check()
 
 
-def test_a_rank_stores_again_when_its_loop_turns_again(world: OracleEngine, clock: Clock) -> None:
+def test_a_rank_stores_again_when_its_loop_runs_again(world: OracleEngine, clock: Clock) -> None:
     stored(world)
     ask(world, "late", PROMPT)
     with still(world):
@@ -190,10 +190,11 @@ def test_a_rank_stores_again_when_its_loop_turns_again(world: OracleEngine, cloc
     assert world.loaded()["cpu"] - before == 100
 
 
-def test_a_late_end_does_not_end_the_load_of_another_request_of_that_name(
+def test_a_late_end_does_not_end_a_later_load_under_the_same_name(
     world: OracleEngine, clock: Clock, failed: list[str]
 ) -> None:
-    """A client uses a name twice. The first load is given up and still reads from the disk."""
+    """A client uses a request name twice. The first load was given up and still reads from the
+    disk."""
     keys = stored(world)
     ask(world, "before", OTHERS[0])
     world.drain()
@@ -231,11 +232,12 @@ def test_a_late_end_does_not_end_the_load_of_another_request_of_that_name(
 
 @contextmanager
 def stalled(world: OracleEngine, clock: Clock) -> Iterator[None]:
-    """The loop stands still for longer than any load may take. Copies go on, or do not."""
+    """Block the loop for longer than any load may take. Copies continue in one variant and not in
+    the other."""
     world._loop.turn(world.random.randrange(6))
     usual, limits, fence = world._conditions, world.executor.limits, world.executor.fence
     world.executor.limits = dataclasses.replace(limits, fence_timeout_s=0.0)
-    world.executor.fence = world._fence  # which does not turn the loop
+    world.executor.fence = world._fence  # which does not run the loop
     world._turn = lambda: world.engine.advance(world.random.choice([0, 0, 3]))
     if world.random.random() < 0.8:
         pass_deadlines(world, clock)
@@ -248,7 +250,7 @@ def stalled(world: OracleEngine, clock: Clock) -> Iterator[None]:
 
 @pytest.mark.parametrize("seed", range(int(os.environ.get("KVTIERS_ORACLE_SEEDS", "2"))))
 @pytest.mark.parametrize("name", ["full", "mamba_full_ngram"])
-def test_every_byte_is_right_while_loops_stand_still_now_and_then(
+def test_every_byte_is_right_while_loops_are_blocked_from_time_to_time(
     name: str, seed: int, tmp_path: Path, clock: Clock
 ) -> None:
     conditions = Conditions(slots=60, fault_rate=0.05, late=3, asynchronous=seed % 2 == 1)
@@ -281,7 +283,7 @@ def live_a_step(world: OracleEngine) -> None:
     elif chance < 0.56:
         world.change_weights()
     world.step()
-    # A store that a step could not wait for reads what is not its own any more, and is failed.
+    # A store for which a step could not wait reads blocks that are no longer its own, so it fails.
     reads_on = [hazard for hazard in world.engine.hazards if A_STORE_READS_ON.match(hazard)]
     world.engine.hazards = [hazard for hazard in world.engine.hazards if hazard not in reads_on]
     world.check()
@@ -290,7 +292,8 @@ def live_a_step(world: OracleEngine) -> None:
 def test_a_request_whose_load_failed_computes_although_others_keep_loading(
     tmp_path: Path,
 ) -> None:
-    """One request per step comes, loads its prompt and is served: some load is always open."""
+    """Each step brings one request, which loads its prompt and is served: some load is always
+    open."""
     cold, hot = OTHERS[0], [[n, *range(1, 13)] for n in range(40)]
     with OracleEngine(MODELS["full"], Conditions(slots=300), tmp_path, 2) as world:
         for number, prompt in enumerate([cold, *hot]):
@@ -326,7 +329,7 @@ def lose(world: OracleEngine, name: str) -> None:
     world.executor._tiers[0].read = lost
 
 
-def test_who_waits_for_whom_after_a_failure() -> None:
+def test_which_requests_a_failed_load_waits_for() -> None:
     loads = UnfinishedLoads()
     for name in "abc":
         loads.begin(name)
@@ -334,7 +337,7 @@ def test_who_waits_for_whom_after_a_failure() -> None:
     assert loads.must_wait("b", 0.0)
     loads.begin("d")
     loads.seen("a")
-    loads.begin("a")  # once more: the wait is not for this one
+    loads.begin("a")  # once more: the wait does not include this request
     assert loads.must_wait("b", 1.0), "c was there before"
     loads.seen("c")
     assert not loads.must_wait("b", 2.0)

@@ -1,5 +1,5 @@
-"""Requests of very many chunks on the scheduler side: what takes several steps comes to its end,
-and nothing is lost for it."""
+"""Requests with very many chunks on the scheduler side: work that takes several steps is completed,
+and nothing is lost on the way."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ CHUNKS = 8 * ROOM
 
 
 class Server(Bed):
-    """A scheduler side whose steps a test takes one by one."""
+    """A scheduler side that a test steps one by one."""
 
     def __init__(self, chunks: int) -> None:
         super().__init__(chunks, 2 * chunks, "lru")
@@ -39,7 +39,7 @@ class Server(Bed):
         return request
 
     def step(self, request: Any = None, scheduled: int = 1) -> StepPlan:
-        """A step; everything that it stores is stored at its end."""
+        """Run a step; all its stores are complete at its end."""
         tables = ((),) if request is None else tables_of(request)
         plan = self.side.build_plan(_output(request, tables, scheduled))
         done = {store.job for store in plan.stores} | {
@@ -49,7 +49,7 @@ class Server(Bed):
         return plan
 
     def load(self, request: Any) -> None:
-        """Look up and load all of a request's chunks."""
+        """Look up a request's chunks and load all of them."""
         while (found := self.side.lookup(request, 0)) is None:
             self.step()
         assert found == len(request.block_hashes) * BLOCK
@@ -74,14 +74,15 @@ def _not_measured(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def _little_room(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A prompt of ``CHUNKS`` takes eight steps."""
+    """A prompt of ``CHUNKS`` chunks takes eight steps."""
     monkeypatch.setattr(step_budget, "LOOKUP_CHUNKS", ROOM)
     monkeypatch.setattr(step_budget, "LOOKUP_CHUNKS_MIN", ROOM // 4)
 
 
 @pytest.mark.usefixtures("_little_room")
-def test_a_lookup_goes_on_in_steps_in_which_vllm_does_not_ask() -> None:
-    """Others fill them: a waiting request would take as many steps that are not full."""
+def test_a_lookup_continues_in_steps_in_which_vllm_does_not_repeat_it() -> None:
+    """Other requests fill the steps, otherwise a waiting request would need as many steps that are
+    not full."""
     server = Server(CHUNKS)
     request = server.came(server.keys)
     assert server.side.lookup(request, 0) is None
@@ -91,7 +92,9 @@ def test_a_lookup_goes_on_in_steps_in_which_vllm_does_not_ask() -> None:
 
 
 @pytest.mark.usefixtures("_little_room")
-def test_a_step_does_not_ask_for_more_because_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_continued_lookup_keeps_to_the_allowance(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     server = Server(CHUNKS)
     rooms: list[int] = []
     renew = Allowance.renew
@@ -112,9 +115,7 @@ def test_a_step_does_not_ask_for_more_because_of_it(monkeypatch: pytest.MonkeyPa
 
 @pytest.mark.usefixtures("_little_room")
 @pytest.mark.parametrize(("step_s", "steps"), [(0.01, 7), (0.11, 1), (0.5, 0)])
-def test_long_steps_ask_for_more(
-    step_s: float, steps: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_long_steps_query_more(step_s: float, steps: int, monkeypatch: pytest.MonkeyPatch) -> None:
     clock = itertools.count(1)
     server = Server(CHUNKS)
     plan = server.planner.step
@@ -135,7 +136,7 @@ def test_long_steps_ask_for_more(
 
 
 @pytest.mark.usefixtures("_little_room")
-def test_a_lookup_of_a_request_that_has_ended_does_not_go_on() -> None:
+def test_a_lookup_of_an_ended_request_does_not_continue() -> None:
     server = Server(CHUNKS)
     request = server.came(server.keys)
     assert server.side.lookup(request, 0) is None
@@ -145,21 +146,21 @@ def test_a_lookup_of_a_request_that_has_ended_does_not_go_on() -> None:
 
 
 @pytest.mark.usefixtures("_little_room")
-def test_a_lookup_that_fails_beside_costs_no_plan(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failing_continued_lookup_does_not_lose_the_plan(monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(*_: Any) -> None:
         raise RuntimeError("planted")
 
     server = Server(CHUNKS)
     request = server.came(server.keys)
     assert server.side.lookup(request, 0) is None
-    server.step()  # in which vLLM has asked
+    server.step()  # steps in which vLLM has repeated the lookup
     monkeypatch.setattr(Lookups, "_go_on", fail)
     server.planner.loads.plan_failed("other")
     assert [load.request for load in server.step().loads] == ["other"]
 
 
 @pytest.mark.parametrize("chunks", [20, STEP_CHUNKS // 4])
-def test_what_was_loaded_and_then_evicted_is_stored_again(chunks: int) -> None:
+def test_loaded_chunks_that_were_evicted_are_stored_again(chunks: int) -> None:
     server = Server(chunks)
     request = server.came(server.keys)
     server.load(request)
@@ -172,10 +173,10 @@ def test_what_was_loaded_and_then_evicted_is_stored_again(chunks: int) -> None:
 
 
 @pytest.mark.parametrize("cached", [3 * STEP_CHUNKS, 3 * STEP_CHUNKS + LOOK_AT_END_MAX])
-def test_what_a_short_answer_has_computed_behind_much_that_was_cached_is_stored(
+def test_computed_chunks_of_a_short_answer_behind_a_long_cached_prompt_are_stored(
     cached: int,
 ) -> None:
-    """vLLM's own cache has most of the prompt, which one step looks at only in part."""
+    """vLLM's own cache holds most of the prompt, of which one step checks only a part."""
     fresh = 40
     server = Server(cached + fresh)
     server.planner.lower[0].drop(server.keys[cached:])
@@ -190,8 +191,8 @@ def test_what_a_short_answer_has_computed_behind_much_that_was_cached_is_stored(
     assert stored == fresh
 
 
-def test_a_load_that_was_given_up_is_not_told_as_if_it_were_whole() -> None:
-    """A tier would seem fast that has given a part of it."""
+def test_an_aborted_load_is_not_measured_as_if_complete() -> None:
+    """Otherwise a tier that delivered only a part would seem fast."""
     server = Server(8 * STEP_CHUNKS)
     request = server.came(server.keys)
     while (found := server.side.lookup(request, 0)) is None:
@@ -208,10 +209,9 @@ def test_a_load_that_was_given_up_is_not_told_as_if_it_were_whole() -> None:
 
 
 @pytest.mark.parametrize("full", [False, True])
-def test_a_store_looks_for_each_chunk_about_once(
-    full: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Not for more than the step may store, which would be looked for again in the next one."""
+def test_a_store_checks_each_chunk_about_once(full: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A store must not check more chunks than the step may store, because they would be checked
+    again in the next one."""
     chunks = 8 * STEP_CHUNKS
     server = Server(2 * chunks)
     if full:
@@ -236,7 +236,7 @@ def test_a_store_looks_for_each_chunk_about_once(
     assert chunks <= sum(seen) < 1.4 * chunks
 
 
-def test_an_end_stores_no_more_than_a_step_may() -> None:
+def test_an_ended_request_stores_no_more_than_a_step_allows() -> None:
     chunks = 8 * STEP_CHUNKS
     server = Server(chunks)
     request = server.came([os.urandom(32) for _ in range(chunks)])
@@ -247,10 +247,10 @@ def test_an_end_stores_no_more_than_a_step_may() -> None:
     assert server.planner.budget.left >= 0
 
 
-def test_chunks_that_are_there_are_passed_over_in_few_pieces(
+def test_present_chunks_are_skipped_in_few_pieces(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Also if others have left nearly nothing of the step."""
+    """This must also hold if other requests have used up nearly all of the step."""
     server = Server(STEP_CHUNKS)
     request = server.came(server.keys)
     pieces: list[int] = []

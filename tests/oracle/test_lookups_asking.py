@@ -1,4 +1,5 @@
-"""A request that waits for a shared tier goes on, whatever the length of steps and memories."""
+"""A request that waits for a shared tier continues eventually, whatever the step length and however
+long replies are remembered."""
 
 from __future__ import annotations
 
@@ -20,10 +21,11 @@ WANTED = KEYS[:4]
 @pytest.mark.parametrize("remember_s", [0.0, 0.3, 5.0])
 @pytest.mark.parametrize("step_s", [0.01, 2.0, 7.0])
 @pytest.mark.parametrize("answers_after", [2, 3, 10_000])
-def test_a_request_does_not_ask_for_ever(
+def test_a_request_does_not_query_forever(
     monkeypatch: pytest.MonkeyPatch, remember_s: float, step_s: float, answers_after: int
 ) -> None:
-    """An engine computes others meanwhile, each step that long; answers come that many later."""
+    """An engine that computes other requests meanwhile in steps of this length; replies come after
+    this number of steps."""
     world = PlannerOverSharedTier(limits=SharedLimits(0.05, remember_s))
     monkeypatch.setattr(time, "monotonic", lambda: world.now)
     matcher: Any = SimpleNamespace(wanted=lambda keys, start, limit: WANTED)
@@ -40,5 +42,5 @@ def test_a_request_does_not_ask_for_ever(
         world.at(world.now + step_s)
         if len(asked) >= answers_after:
             world.answer(asked[-answers_after], WANTED)
-        world.at(world.now + 0.001)  # forgotten by a step at that time
+        world.at(world.now + 0.001)  # forgotten before a step at that time
     pytest.fail("it waits forever")

@@ -1,4 +1,4 @@
-"""Every reason for a miss, forced in vLLM's real scheduler and read back: from memory, from the
+"""Every reason for a miss, produced in vLLM's real scheduler and read back from memory, from the
 counters, and from the file by the command line."""
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def reason(record: RequestRecord) -> Reason:
 
 
 def serve(world: OracleEngine, name: str, prompt: list[int], **told: Any) -> RequestRecord:
-    """Serve one request alone; what is known of its lookup."""
+    """Serve one request alone; return the record of its lookup."""
     world.scheduler.add_request(_request(world, name, prompt, {"kvtiers": told} if told else None))
     world.drain()
     world.check()
@@ -48,7 +48,7 @@ def serve(world: OracleEngine, name: str, prompt: list[int], **told: Any) -> Req
 
 @pytest.fixture
 def recorded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Worlds record their requests to this file."""
+    """Make all worlds record their requests to this file."""
     file = tmp_path / "requests.jsonl"
     make = oracle_world.make_config
 
@@ -69,7 +69,8 @@ def world(recorded: Path, tmp_path: Path) -> Iterator[OracleEngine]:
 
 
 def stored(world: OracleEngine) -> list[bytes]:
-    """Serve the prompt; the keys of its chunks in prefix order. The GPU has forgotten it then."""
+    """Serve the prompt; return the keys of its chunks in prefix order. Afterwards the prompt is no
+    longer in the GPU's cache."""
     states = world.connector._scheduler._states
     request = _request(world, "first", PROMPT, None)
     world.scheduler.add_request(request)
@@ -96,7 +97,7 @@ def test_never_stored_then_complete(world: OracleEngine) -> None:
     assert longer.miss.depth_tokens == 68
 
 
-def test_evicted_by_which_policy_and_when(recorded: Path, tmp_path: Path) -> None:
+def test_evicted_names_the_policy_and_the_time(recorded: Path, tmp_path: Path) -> None:
     with OracleEngine(MODELS["full"], Conditions(slots=24, tier=False), tmp_path, 1) as world:
         keys = stored(world)
         for number in range(4):
@@ -162,7 +163,7 @@ def test_the_chunks_of_a_load_are_computed_once(
 
 
 def test_store_failed(world: OracleEngine) -> None:
-    """The store's blocks were given away before it was sent."""
+    """vLLM gave away the store's blocks before the store was sent."""
     request = _request(world, "a", PROMPT, None)
     world.scheduler.add_request(request)
     planner = world.planner
@@ -180,7 +181,7 @@ def test_store_failed(world: OracleEngine) -> None:
 
 
 def reads_give(world: OracleEngine, outcome: ReadOutcome) -> None:
-    """Every read of the lower tier gives this from now on; the CPU tier is empty."""
+    """From now on, every read of the lower tier returns this outcome; the CPU tier is empty."""
     world.planner.cpu.drop(list(world.planner.cpu.resident))
 
     async def read(keys: Any, into: Any) -> list[ReadOutcome]:
@@ -215,7 +216,7 @@ def test_bad_records(
 
 
 def test_deadline(world: OracleEngine) -> None:
-    """The request was answered before its load has ended."""
+    """The request was answered before its load ended."""
     stored(world)
     world.planner.cpu.drop(list(world.planner.cpu.resident))
     run_load = world.executor._run_load
@@ -232,7 +233,7 @@ def test_deadline(world: OracleEngine) -> None:
     assert why.failed(None) is why.failed(JobResult(late=True)) is Reason.DEADLINE
 
 
-def test_other_namespace_says_which_field_differs(
+def test_namespace_names_the_field_that_differs(
     recorded: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     conditions = Conditions(slots=100)
@@ -263,13 +264,14 @@ def test_reset(world: OracleEngine) -> None:
 
 @pytest.mark.parametrize("name", ["sliding_full", "mamba1_full"])
 def test_window(name: str, recorded: Path, tmp_path: Path) -> None:
-    """The layers that keep every token have the prefix, the others kept another boundary."""
+    """The layers that keep every token have the prefix; the others kept another boundary."""
     with OracleEngine(MODELS[name], Conditions(slots=200, tier=False), tmp_path, 1) as world:
         kinds = {g.group: g.kind for g in world.connector._scheduler.layout.groups}
         serve(world, "a", [*PROMPT, *range(64, 120)])
         world.forget_locally()
         cpu = world.planner.cpu
-        # As if they had never been there: a window's chunks are kept or not with their boundary.
+        # As if they had never been stored: the chunks of a window are kept or dropped together with
+        # their boundary.
         cpu.drop([key for key in list(cpu.resident) if kinds[group_of(key)] == "window"])
         miss = serve(world, "b", PROMPT).miss
         assert miss.reason is Reason.WINDOW
@@ -306,7 +308,7 @@ def test_budget(world: OracleEngine) -> None:
 
 
 @pytest.mark.parametrize("which", [Reason.BREAKER, Reason.BREAK_EVEN])
-def test_a_tier_that_is_not_asked(world: OracleEngine, which: Reason) -> None:
+def test_an_unavailable_tier_is_not_queried(world: OracleEngine, which: Reason) -> None:
     stored(world)
     gate = world.planner.health[0]
     far = time.monotonic() + 1e6
@@ -331,7 +333,7 @@ def test_too_few_tokens_to_load(world: OracleEngine, monkeypatch: pytest.MonkeyP
 # -- counted, written and read back --------------------------------------------------------------
 
 
-def test_counters_and_file_tell_the_same(world: OracleEngine, recorded: Path) -> None:
+def test_counters_and_file_agree(world: OracleEngine, recorded: Path) -> None:
     serve(world, "a", PROMPT)
     world.forget_locally()
     serve(world, "b", [*PROMPT, *range(80, 100)])
@@ -353,7 +355,7 @@ def test_counters_and_file_tell_the_same(world: OracleEngine, recorded: Path) ->
     assert MEANINGS[Reason.NEVER_STORED][:40] in table.output
 
 
-def test_a_record_that_fails_costs_no_load(
+def test_a_failing_record_does_not_fail_the_load(
     world: OracleEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     stored(world)
@@ -405,15 +407,18 @@ def _recorded_at_each_lookup(patch: pytest.MonkeyPatch) -> None:
     [
         (_departures_forgotten, test_reset),
         (_one_boundary_too_early, test_never_stored_then_complete),
-        (_gates_not_looked_at, lambda world: test_a_tier_that_is_not_asked(world, Reason.BREAKER)),
+        (
+            _gates_not_looked_at,
+            lambda world: test_an_unavailable_tier_is_not_queried(world, Reason.BREAKER),
+        ),
         (_failures_not_told, test_deadline),
         (
             _recorded_at_each_lookup,
-            lambda world: test_counters_and_file_tell_the_same(world, Path("unused")),
+            lambda world: test_counters_and_file_agree(world, Path("unused")),
         ),
     ],
 )
-def test_planted_faults_are_seen(
+def test_planted_faults_are_detected(
     world: OracleEngine,
     fault: Callable[[pytest.MonkeyPatch], None],
     test: Callable[[OracleEngine], None],

@@ -1,20 +1,22 @@
 """The installed vLLM as the oracle: our longest hit equals its ``find_longest_cache_hit``.
 
-Both are given the same block hashes and the same cached blocks; vLLM's are put into its own block
-pool under its own keys, which are ours too. With a start above 0, all before it is in vLLM's pool
-alone (the GPU's own cache, which our lookup goes on from). With chunks of several blocks, whole
-chunks are cached, and vLLM is set to align its hits as ours are. Some things of vLLM 0.32 are not
-copied or cannot be asked; these cases are compared with the definition alone:
+Both get the same block hashes and the same cached blocks; vLLM's blocks are entered into its own
+block pool under its own keys, which are also ours. With a start above 0, everything before the
+start is only in vLLM's pool (the GPU's own cache, from which our lookup continues). With chunks of
+several blocks, whole chunks are cached, and vLLM is set to align its hits as ours are. Some
+behaviour of vLLM 0.32 is not copied or cannot be queried; these cases are compared only with the
+definition:
 
-* with two draft groups of windows it checks only one of them for the block that it drops, and
-  answers more than both have;
-* a draft window with blocks smaller than the hits' alignment is rounded down twice at the
-  beginning of a prefix, and answers less than it has;
-* hits of a lone group, and those of chunked local attention, cannot be aligned to more than a
-  block (those of a lone full group are rounded down here).
+* with two draft groups of windows, vLLM checks only one of them for the block that it drops, and
+  returns more than both have;
+* a draft window with blocks smaller than the alignment of hits is rounded down twice at the
+  beginning of a prefix, so that vLLM returns less than the window has;
+* hits of a single group, and those of chunked local attention, cannot be aligned to more than a
+  block (those of a single full group are rounded down here).
 
-Windows of one token are not generated (they read nothing before them), nor chunked local attention
-whose span is no multiple of the block (vLLM cuts it in the middle of a span).
+Windows of one token are not generated (they read nothing before them). Chunked local attention
+whose span is not a multiple of the block is not generated either (vLLM cuts it in the middle of a
+span).
 """
 
 import math
@@ -55,7 +57,8 @@ CASES_PER_SEED = 50
 def theirs(
     config, cached: set[bytes], hashes: list[bytes], limit: int, use_eagle: bool, align: int
 ):
-    """vLLM's longest hit with these blocks cached, and the positions of the blocks it uses."""
+    """vLLM's longest hit if these blocks are cached, and the positions of the blocks that it
+    uses."""
     matcher = get_kv_cache_coordinator(
         kv_cache_config=config,
         max_model_len=100_000,
@@ -102,14 +105,15 @@ def random_specs(rng: random.Random) -> list:
 
 
 def is_chunked(spec) -> bool:
-    """vLLM asserts that draft heads and chunked local attention do not meet."""
+    """Avoids a combination that vLLM rejects with an assertion: draft heads with chunked local
+    attention."""
     return isinstance(spec, ChunkedLocalAttentionSpec)
 
 
 @dataclass(frozen=True)
 class Case:
-    """``cached`` are the keys in the tiers; ``before`` those of the GPU's own cache, all that end
-    up to ``start``. ``keys`` are those of our chunks."""
+    """``cached`` are the keys in the tiers; ``before`` are the keys in the GPU's own cache, which
+    has everything up to ``start``. ``keys`` are the keys of our chunks."""
 
     config: KVCacheConfig
     layout: ModelLayout
@@ -123,7 +127,7 @@ class Case:
 
     @property
     def excepted(self) -> bool:
-        """True if one of vLLM's oddities can show (see the module's head)."""
+        """True if one of vLLM's deviations may show (see the module's docstring)."""
         groups = self.config.kv_cache_groups
         block = groups[0].kv_cache_spec.block_size
         if self.layout.alignment_tokens != block:
@@ -166,14 +170,14 @@ def random_case(rng: random.Random, chunk_blocks: int = 1, started: bool = False
 
 
 def block_keys(config, group: int, hashes: list[bytes]) -> list[bytes]:
-    """vLLM's keys of the blocks of one group."""
+    """vLLM's keys for the blocks of one group."""
     step = config.kv_cache_groups[group].kv_cache_spec.block_size // config.hash_block_size
     return [make_block_hash_with_group_id(end, group) for end in hashes[step - 1 :: step]]
 
 
 def random_presence(rng: random.Random, config, layout, hashes: list[bytes]) -> set[bytes]:
-    """Cached blocks: of every group a run of chunks with holes, so that hits are neither all nor
-    none."""
+    """Choose cached blocks: for every group a run of chunks with holes, so that hits are neither
+    empty nor complete."""
     cached = set()
     share = rng.choice([0.5, 0.8, 0.95, 1.0])
     for group in layout.groups:
@@ -191,7 +195,7 @@ def our_hit(case: Case) -> int:
 
 
 def compare(case: Case, facts: object) -> None:
-    """Raises ``AssertionError`` if our answer is not the right one."""
+    """Raises ``AssertionError`` unless our answer is right."""
     found = our_hit(case)
     if case.excepted:
         everything = case.layout, case.keys, case.cached, case.start, case.limit
@@ -227,8 +231,8 @@ def test_lookups_that_go_on_from_the_gpus_own_cache_and_in_chunks(seed):
         compare(case, (seed, number, case))
 
 
-def test_generated_cases_are_worth_it():
-    """The generator reaches every kind, drafts, mixed block sizes, and hits of all sorts."""
+def test_the_generated_cases_cover_every_kind():
+    """The generator must produce every kind, drafts, mixed block sizes, and hits of all sorts."""
     rng = random.Random(1)
     seen: Counter[str] = Counter()
     for _ in range(1500):
@@ -248,8 +252,9 @@ def test_generated_cases_are_worth_it():
     assert seen["excepted"] < 200, seen
 
 
-def test_started_cases_are_worth_it():
-    """Lookups go on past the start, also from the middle of a chunk, in all kinds of groups."""
+def test_the_cases_with_a_start_cover_every_kind():
+    """Lookups must continue past the start, also from the middle of a chunk, in all kinds of
+    groups."""
     rng = random.Random(1)
     seen: Counter[str] = Counter()
     for _ in range(3000):

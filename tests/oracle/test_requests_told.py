@@ -1,4 +1,4 @@
-"""The requests of vLLM's real scheduler reach the policies and the recorded trace."""
+"""Requests of vLLM's real scheduler are reported to the policies and the recorded trace."""
 
 from __future__ import annotations
 
@@ -101,11 +101,11 @@ def test_hints_of_a_served_request_reach_the_policy(
             _serve(world, name, prompt, {"kvtiers": {"session_end": "yes"}}, salt="tenant")
     assert len(spy.advice) == 1
     assert len(spy.uses) == 3
-    # By identity: a record that reaches two handlers of the test is one line.
+    # Compared by identity: a record that reaches two handlers of the test is one line.
     assert len({id(r) for r in caplog.records if "kv_transfer_params of request" in r.message}) == 1
 
 
-def test_what_was_evicted_under_a_running_request_is_stored_again(world: OracleEngine) -> None:
+def test_chunks_evicted_while_their_request_runs_are_stored_again(world: OracleEngine) -> None:
     prompt = list(range(64))
     _serve(world, "a", prompt, None)
     keys = list(world.planner.cpu.resident)
@@ -152,7 +152,7 @@ def test_recording_ends_at_its_bound(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("fault", ["folder", "thread"])
-def test_what_goes_wrong_is_logged_and_ends_the_recording_alone(
+def test_a_failing_recording_is_logged_and_only_the_recording_ends(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, fault: str
 ) -> None:
     path = tmp_path / ("missing/t.jsonl" if fault == "folder" else "t.jsonl")
@@ -160,7 +160,7 @@ def test_what_goes_wrong_is_logged_and_ends_the_recording_alone(
         recorder = TraceRecorder(str(path), 16)
         recorder.record(_seen(0, ([],) if fault == "thread" else (b"a",)))
         for number in range(3000):
-            recorder.record(_seen(number))  # more than the queue takes
+            recorder.record(_seen(number))  # more than fits into the queue
         recorder.close()
     assert recorder.dropped > 0
     assert [r.levelname for r in caplog.records if "recording" in r.message] == ["ERROR"]

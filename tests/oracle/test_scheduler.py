@@ -1,6 +1,6 @@
-"""Wherever blocks, slots and records travel, every byte that a forward pass reads is right.
+"""Every byte that a forward pass reads is right, through all blocks, slots and records.
 
-``KVTIERS_ORACLE_SEEDS=20`` runs more seeds of each model than the two of every run.
+``KVTIERS_ORACLE_SEEDS=20`` runs more seeds per model than the default of two.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ STEPS = 250
 
 
 def conditions_of(name: str, seed: int) -> Conditions:
-    """Every seed is another server."""
+    """Make a different server for every seed."""
     rng = random.Random(f"conditions {seed}")
     return Conditions(
         slots=rng.choice([12, 30, 80]),
@@ -49,9 +49,9 @@ def conditions_of(name: str, seed: int) -> Conditions:
 
 
 def change_weights_in_flight(world: OracleEngine) -> None:
-    """The weights change while requests run on. vLLM cannot empty its own cache before they have
-    ended; the connector must store nothing that came from their old KV cache. Requests that do not
-    run yet are aborted: they would read the old blocks in vLLM's cache."""
+    """Change the weights while requests run. vLLM cannot empty its own cache before these have
+    ended, and the connector must store nothing computed from their old KV cache. Requests that have
+    not started are aborted, because they would read the old blocks in vLLM's cache."""
     while world._queue:
         world._take_output()
     if not world.scheduler.reset_connector_cache():
@@ -69,8 +69,8 @@ def change_weights_in_flight(world: OracleEngine) -> None:
 
 
 def live(world: OracleEngine, steps: int = STEPS, *, in_flight: float = 0.0) -> None:
-    """Requests come, run, are aborted; caches are emptied; now and then the weights change,
-    ``in_flight`` of the times while requests run on."""
+    """Add, run and abort requests, and empty caches; from time to time the weights change, in the
+    share ``in_flight`` of cases while requests run."""
     rng = world.random
     for _ in range(steps):
         chance = rng.random()
@@ -98,13 +98,13 @@ def test_every_byte_read_is_right(name: str, seed: int, tmp_path: Path) -> None:
     with OracleEngine(MODELS[name], conditions, tmp_path, seed) as world:
         live(world, in_flight=0.5)
         assert world.finished > 5
-        if conditions.slots > 12:  # the smallest tier may hold nothing that is asked for again
+        if conditions.slots > 12:  # the smallest tier may hold nothing that is requested again
             assert sum(world.loaded().values()) > 0, f"seed {seed}: nothing was restored"
 
 
-def test_the_worlds_are_worth_it(tmp_path: Path) -> None:
-    """The tests above depend on events that do happen: both tiers, preemption, failed loads,
-    fences."""
+def test_the_worlds_cover_all_events(tmp_path: Path) -> None:
+    """The tests above depend on events that must have occurred: both tiers, preemption, failed
+    loads, fences."""
     seen = dict.fromkeys(["cpu", "file", "preempted", "load_failures", "fenced", "weights"], 0)
     for seed in range(6):
         folder = tmp_path / str(seed)
@@ -121,7 +121,7 @@ def test_the_worlds_are_worth_it(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("seed", SEEDS)
 @pytest.mark.parametrize("name", ["mamba1_full", "full"])
-def test_blocks_written_before_the_fence_leave_no_wrong_record(
+def test_blocks_overwritten_before_the_fence_leave_no_wrong_record(
     name: str, seed: int, tmp_path: Path
 ) -> None:
     """Model Runner V2 zeroes and copies blocks before it calls the hook that fences."""
@@ -159,7 +159,7 @@ def _a_token_too_early(patch: pytest.MonkeyPatch) -> None:
 
 
 def _states_by_position(patch: pytest.MonkeyPatch) -> None:
-    """Each state is stored, not loaded, under the boundary before its own."""
+    """Each state is stored, but not loaded, under the boundary before its own."""
     store, wanted = StoreProgress.boundary_state, WantedChunks.chunks
 
     def shifted(self: Any, state: Any, index: int, chunks: range, table: Any) -> Any:
@@ -175,7 +175,7 @@ def _states_by_position(patch: pytest.MonkeyPatch) -> None:
 
 
 def _drafts_not_held_back(patch: pytest.MonkeyPatch) -> None:
-    """The newest block of a draft group is stored while its last slots have seen guesses."""
+    """The newest block of a draft group is stored while its last slots depend on guesses."""
     store = StoreProgress._store_ready
 
     def at_once(self: Any, state: Any, request: Any, limit: int, table: Any, **_: Any) -> None:
@@ -243,16 +243,16 @@ MUTANTS: list[tuple[Callable[[pytest.MonkeyPatch], None], str, str]] = [
     (_waits_at_a_late_fence, "mamba1_full", READS_WRONG),
     (_a_failed_load_tries_again, "two_block_sizes", r"seed \d+: not at rest"),
 ]
-"""A fault, the model that shows it, and what the first failure must say."""
+"""A fault, the model that shows it, and the text that the first failure must contain."""
 QUICK = (_no_fence, _no_reset, _short_window, _states_by_position)
 """The faults of the quick level."""
 SHOWN_BY = {"a_token_too_early-full_ngram": 26, "waits_at_a_late_fence-mamba1_full": 2,
             "a_failed_load_tries_again-two_block_sizes": 20}  # fmt: skip
-"""The seed that shows a fault, to begin with it; most are shown by the first."""
+"""The seed that shows a fault, tried first; the first seed shows most faults."""
 
 
 def first_failure(model: str, folder: Path, seed: int, runner: int) -> str:
-    """Live under the conditions of planted faults; what was seen to be wrong, or nothing."""
+    """Run under the conditions of planted faults; return what was found to be wrong, or nothing."""
     conditions = Conditions(slots=60, fault_rate=0.2, late=2, runner=runner)
     with OracleEngine(MODELS[model], conditions, folder, seed) as world:
         try:
@@ -273,8 +273,8 @@ def first_failure(model: str, folder: Path, seed: int, runner: int) -> str:
         for each in MUTANTS
     ],
 )
-def test_planted_faults_are_seen(mutant: Any, model: str, seen: str, tmp_path: Path) -> None:
-    """As themselves; and the same world without the fault is right."""
+def test_planted_faults_are_detected(mutant: Any, model: str, seen: str, tmp_path: Path) -> None:
+    """Each fault is detected and named, and the same world without the fault is right."""
     runner = 2 if mutant is _waits_at_a_late_fence else 1
     first = SHOWN_BY.get(f"{mutant.__name__.strip('_')}-{model}", 0)
     for seed in (first, *range(40)):

@@ -34,7 +34,8 @@ SEEDS = range(int(os.environ.get("KVTIERS_ORACLE_SEEDS", "3")))
 
 
 class UnreliableSharedTier(SharedMemoryTier):
-    """Takes its time; now and then it cannot say what it holds, or has lost what it said it has."""
+    """A shared tier that takes its time; from time to time it cannot report its content, or has
+    lost what it reported."""
 
     def __init__(
         self, rng: random.Random, rate: float, memory: SharedMemory, **options: Any
@@ -67,7 +68,7 @@ class UnreliableSharedTier(SharedMemoryTier):
 
 
 class Engine(OracleEngine):
-    """One of several engines over a shared memory; weights that it is given are its own."""
+    """One of several engines over a shared memory; new weights affect only this engine."""
 
     def __init__(
         self, number: int, memory: SharedMemory, conditions: Conditions, folder: Path, seed: int
@@ -91,8 +92,8 @@ class Engine(OracleEngine):
 def two(
     folder: Path, seed: int, conditions: Conditions, lookup_timeout_s: float = 60.0
 ) -> tuple[Engine, Engine]:
-    """Two engines over one memory, for the same prompts. What is answered at all is answered in
-    time, on a busy machine too."""
+    """Two engines over one memory, for the same prompts. Every reply that comes at all comes in
+    time, even on a busy machine."""
     memory = SharedMemory(1 << 20)
     one, other = (Engine(n, memory, conditions, folder / str(n), seed) for n in (1, 2))
     for engine in (one, other):
@@ -103,7 +104,7 @@ def two(
 
 
 def serve_together(folder: Path, seed: int) -> tuple[Engine, Engine]:
-    """They take turns, under one seed."""
+    """The engines take turns, under one seed."""
     rng = random.Random(seed)
     slots, faults = rng.choice([12, 30]), rng.choice([0.0, 0.1])
     conditions = Conditions(slots=slots, fault_rate=faults, asynchronous=seed % 2 == 1)
@@ -117,7 +118,7 @@ def serve_together(folder: Path, seed: int) -> tuple[Engine, Engine]:
 
 
 def serve(engine: Engine, prompt: list[int]) -> None:
-    """Serve one separate request to its end."""
+    """Serve a single request to its end."""
     request(engine, prompt)
     engine.drain()
     engine.check()
@@ -134,10 +135,12 @@ def request(engine: Engine, prompt: list[int]) -> None:
 
 
 def serve_before_a_reset_is_through(folder: Path) -> None:
-    """The same prompt again under new weights, while the tier is still of the old ones' epoch."""
+    """The same prompt again under new weights, while the tier is still at the epoch of the old
+    ones."""
     engine, other = two(folder, 1, Conditions(slots=80), lookup_timeout_s=0.05)
     with engine, other, pytest.MonkeyPatch.context() as patch:
-        patch.setattr(scheduler_side, "STALL_S", 0.2)  # so long the engine steps for nothing
+        # for this long, the engine steps without other work
+        patch.setattr(scheduler_side, "STALL_S", 0.2)
         serve(engine, PROMPT)
         tier = engine.executor._tiers[0]
         tier.may_reset.clear()
@@ -151,7 +154,7 @@ def serve_before_a_reset_is_through(folder: Path) -> None:
 
 
 def serve_apart(folder: Path) -> None:
-    """Both have new weights, each its own, and compute the same prompt."""
+    """Both engines get new weights, each different ones, and compute the same prompt."""
     one, other = two(folder, 1, Conditions(slots=80))
     with one, other:
         for engine in (one, other):
@@ -165,7 +168,8 @@ def serve_apart(folder: Path) -> None:
 @pytest.fixture(autouse=True)
 def _a_shared_tier(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(TierConfig, "shared", True)
-    monkeypatch.setenv("PYTHONHASHSEED", "0")  # or equal prompts have other keys in each engine
+    # otherwise equal prompts have different keys in each engine
+    monkeypatch.setenv("PYTHONHASHSEED", "0")
 
 
 def test_every_byte_read_is_right(tmp_path: Path) -> None:
@@ -182,12 +186,12 @@ def test_every_byte_read_is_right(tmp_path: Path) -> None:
     assert weights
 
 
-def test_weights_that_were_changed_apart_are_not_shared(tmp_path: Path) -> None:
+def test_engines_with_different_new_weights_do_not_share(tmp_path: Path) -> None:
     serve_apart(tmp_path)
 
 
 def test_an_idle_engine_restores_what_another_has_stored(tmp_path: Path) -> None:
-    """The request waits for the answer, and the engine steps on meanwhile."""
+    """The request waits for the reply, and the engine keeps stepping meanwhile."""
     one, other = two(tmp_path, 1, Conditions(slots=80))
     with one, other:
         serve(one, PROMPT)
@@ -197,14 +201,14 @@ def test_an_idle_engine_restores_what_another_has_stored(tmp_path: Path) -> None
         assert other.planner.totals()["lookup_timeouts"] == 0
 
 
-def test_a_tier_is_not_asked_before_a_reset_is_through(tmp_path: Path) -> None:
+def test_a_tier_is_not_queried_before_a_reset_is_complete(tmp_path: Path) -> None:
     serve_before_a_reset_is_through(tmp_path)
 
 
 # -- planted faults ------------------------------------------------------------------------------
 
 
-def test_resets_that_every_engine_counts_for_itself_are_seen(
+def test_epochs_counted_by_each_engine_are_detected(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     numbers = {}
@@ -218,7 +222,7 @@ def test_resets_that_every_engine_counts_for_itself_are_seen(
         serve_apart(tmp_path)
 
 
-def test_answers_from_before_a_reset_is_through_are_seen(
+def test_replies_from_before_the_end_of_a_reset_are_detected(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(TierWriter, "is_behind", False)
@@ -226,7 +230,7 @@ def test_answers_from_before_a_reset_is_through_are_seen(
         serve_before_a_reset_is_through(tmp_path)
 
 
-def test_an_engine_that_never_asks_restores_nothing(
+def test_an_engine_that_never_queries_restores_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async def silent(self: Any, question: Any) -> PresenceReply:

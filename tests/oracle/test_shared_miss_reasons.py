@@ -1,4 +1,4 @@
-"""Reasons for misses that only shared tiers give; the others are in ``test_miss_reasons.py``."""
+"""Reasons for misses that only shared tiers produce; ``test_miss_reasons.py`` has the others."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ from tests.oracle.test_shared import PROMPT, request, two
 
 
 @pytest.mark.parametrize("how", ["late", "it cannot say", "shut out"])
-def test_a_shared_tier_does_not_answer(
+def test_a_shared_tier_does_not_reply(
     how: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its content is not known then, which differs from a chunk that was never stored."""
+    """Its content is unknown then, which is different from a chunk that was never stored."""
     may_say = asyncio.Event()
 
     async def silent(self: Any, question: Any) -> PresenceReply:
@@ -49,8 +49,8 @@ def test_a_shared_tier_does_not_answer(
     assert miss.tier == "file"
 
 
-def test_every_reason_is_forced() -> None:
-    """By its name in one of the two files."""
+def test_every_reason_is_tested() -> None:
+    """Each reason must occur by name in one of the two files."""
     files = (Path(__file__), Path(__file__).with_name("test_miss_reasons.py"))
     text = "".join(file.read_text() for file in files)
     assert [r.name for r in Reason if f"Reason.{r.name}" not in text] == []

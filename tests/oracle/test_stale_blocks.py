@@ -1,5 +1,5 @@
-"""GPU blocks that must not be stored, under vLLM's real scheduler: of old weights, and those that
-may have been overwritten because a hook failed."""
+"""GPU blocks that must not be stored, under vLLM's real scheduler: blocks computed with old
+weights, and blocks that may have been overwritten because a hook failed."""
 
 from __future__ import annotations
 
@@ -26,14 +26,15 @@ def ask(world: OracleEngine, name: str, prompt: list[int]) -> Any:
 
 @pytest.fixture(params=["full", "mamba1_full"])
 def world(request: Any, tmp_path: Path) -> Any:
-    """With and without recurrent states, which are stored in another way."""
+    """With and without recurrent states, which are stored in a different way."""
     conditions = Conditions(slots=100, tier=False, batched_tokens=16)
     with OracleEngine(MODELS[request.param], conditions, tmp_path, 2) as made:
         yield made
 
 
 def compute_a_part(world: OracleEngine) -> None:
-    """A request is in the middle of its prompt when the weights change; it is not restarted."""
+    """The weights change while a request is in the middle of its prompt, and the request is not
+    restarted."""
     request = ask(world, "running", PROMPT)
     world.step()
     world.step()
@@ -41,8 +42,9 @@ def compute_a_part(world: OracleEngine) -> None:
     world.scheduler.reset_connector_cache()
 
 
-def test_what_was_computed_before_new_weights_is_not_stored_after_them(world: OracleEngine) -> None:
-    """Nor what follows: it is computed from the old KV cache."""
+def test_blocks_computed_before_new_weights_are_not_stored_after_them(world: OracleEngine) -> None:
+    """The blocks after them are not stored either, because they are computed from the old KV
+    cache."""
     compute_a_part(world)
     world.drain()
     world.check()
@@ -53,9 +55,9 @@ def test_what_was_computed_before_new_weights_is_not_stored_after_them(world: Or
     assert len(world.planner.cpu) > 0
 
 
-def test_a_request_that_begins_again_is_stored_under_new_weights(world: OracleEngine) -> None:
+def test_a_restarted_request_is_stored_under_new_weights(world: OracleEngine) -> None:
     compute_a_part(world)
-    world.forget_locally()  # vLLM preempts it, and computes it from the beginning
+    world.forget_locally()  # vLLM preempts it and computes it from the beginning
     world.drain()
     world.check()
     assert len(world.planner.cpu) >= len(PROMPT) // 4
@@ -63,9 +65,9 @@ def test_a_request_that_begins_again_is_stored_under_new_weights(world: OracleEn
 
 
 @pytest.mark.parametrize("how", ["failed", "preempted"])
-def test_what_is_computed_after_all_is_stored(how: str, tmp_path: Path) -> None:
-    """A load has failed, or its request has lost its blocks again: nothing of it counts as loaded,
-    and others need not wait for the end of this request."""
+def test_chunks_computed_after_a_failed_load_are_stored(how: str, tmp_path: Path) -> None:
+    """A load has failed, or its request has lost its blocks again: none of its chunks count as
+    loaded, and other requests need not wait for the end of this one."""
     with OracleEngine(MODELS["full"], Conditions(slots=100), tmp_path, 2) as world:
         keys = stored(world)[: (len(PROMPT) - 1) // 4]
         if how == "failed":
@@ -91,14 +93,14 @@ def test_what_is_computed_after_all_is_stored(how: str, tmp_path: Path) -> None:
 
 
 def chunks_being_stored(world: OracleEngine) -> int:
-    """Of stores that were sent and not answered."""
+    """The chunks of stores that were sent and not answered."""
     unsent = {store.job for store in world.planner.stores._planned}
     jobs = [job for job in world.planner.jobs.jobs() if job.kind is JobKind.STORE]
     return sum(len(job.fills) for job in jobs if job.job not in unsent)
 
 
 @pytest.mark.parametrize("hook", ["build_connector_meta", "update_state_after_alloc"])
-def test_a_fault_that_may_have_hidden_a_fence_spoils_every_open_store(
+def test_a_fault_that_may_have_hidden_a_fence_fails_every_open_store(
     hook: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The content of these stores' blocks is unknown. The chunks may be stored again later."""

@@ -1,4 +1,4 @@
-"""Whatever a policy does wrong, the tier is served on by LRU over the same members."""
+"""Whatever a policy does wrong, LRU takes over with the same members."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ INFO = EntryInfo()
 
 
 class TestGuardedContract(PolicyContract):
-    """The cage itself is a policy."""
+    """The guard itself fulfils the interface of a policy."""
 
     examples = 15
 
@@ -151,7 +151,7 @@ def test_a_fault_ends_in_lru_over_the_same_members(wrong, shared, caplog) -> Non
 
 
 class Slow(LruPolicy):
-    """Its next insertion takes that many seconds."""
+    """Makes its next insertion take this many seconds."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -272,7 +272,7 @@ def test_waits_between_calls_that_do_not_wait_are_no_fault() -> None:
     assert policy.active is inner
 
 
-def test_a_look_at_all_members_is_the_guards_time_not_the_policys() -> None:
+def test_checking_all_members_counts_as_the_guards_time() -> None:
     inner = LruPolicy()
     clock = Clock()
     policy = GuardedPolicy(inner, cpu_clock=clock, patience=1)
@@ -282,7 +282,7 @@ def test_a_look_at_all_members_is_the_guards_time_not_the_policys() -> None:
 
     def pinned(key: int) -> bool:
         asked.append(key)
-        clock.now += 1.0 if len(asked) > 5 else 0.0  # the policy has asked for all of them once
+        clock.now += 1.0 if len(asked) > 5 else 0.0  # the policy has tested all of them once
         return False
 
     assert policy.victims(1, pinned) == []
@@ -313,8 +313,8 @@ def test_hints_that_raise_are_contained() -> None:
 
 
 @pytest.mark.parametrize("one", ["insert", "remove"])
-def test_who_overrides_one_key_is_told_of_each_of_many(one: str) -> None:
-    """Also of a policy that is faster with many at once."""
+def test_a_policy_that_overrides_single_keys_gets_each_of_many(one: str) -> None:
+    """This includes a policy that is faster with many at once."""
     told: list[object] = []
 
     def override(self: LruPolicy, key: int, what: object) -> None:
@@ -337,7 +337,7 @@ def test_who_overrides_one_key_is_told_of_each_of_many(one: str) -> None:
     assert told == []
 
 
-def test_parts_are_taken_as_by_the_policy_in_charge() -> None:
+def test_parts_are_accepted_as_by_the_policy_in_charge() -> None:
     whole = type("Whole", (LruPolicy,), {"takes_parts": False})()
     policy = GuardedPolicy(whole)
     assert not policy.takes_parts

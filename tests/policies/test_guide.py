@@ -1,4 +1,4 @@
-"""The code of the guide "write a policy" runs as it is printed."""
+"""The code of the guide "write a policy" runs as printed."""
 
 from __future__ import annotations
 
@@ -53,17 +53,17 @@ def test_the_snippet_prints_a_ratio(folder: Path) -> None:
     assert "% of the prompt tokens" in run(folder, "from_python.py")
 
 
-def test_the_simulator_takes_it_by_name(folder: Path) -> None:
+def test_the_simulator_finds_it_by_name(folder: Path) -> None:
     text = re.search(r"kvtiers simulate (.*?)```", GUIDE.read_text(), re.DOTALL)
     assert text
     arguments = text[1].replace("\\\n", " ").split()
-    # -P, because the console script does not find modules where it is run either
+    # -P, because the console script does not import modules from the current folder either
     output = run(folder, "-P", "-m", "policies.simulation.cli", *arguments, "--jobs", "1")
     assert "my_policy:MruPolicy" in output
     assert (folder / "hits.png").exists()
 
 
-def test_the_registry_takes_it_by_name(folder: Path, monkeypatch) -> None:
+def test_the_registry_finds_it_by_name(folder: Path, monkeypatch) -> None:
     monkeypatch.syspath_prepend(folder)
     importlib.invalidate_caches()
     from policies.registry import make_policy

@@ -1,4 +1,5 @@
-"""Names, paths, entry points, options; and what is said when one of them is wrong."""
+"""Names, paths, entry points and options of policies, and the messages when one of them is
+wrong."""
 
 from __future__ import annotations
 
@@ -32,14 +33,14 @@ from policies.testing import synthetic_trace
 
 
 @pytest.mark.parametrize("name", policy_names())
-def test_every_name_makes_an_empty_policy(name: str) -> None:
+def test_every_name_gives_an_empty_policy(name: str) -> None:
     policy = make_policy(name)
     assert isinstance(policy, EvictionPolicy)
     assert len(policy) == 0
 
 
 @pytest.mark.parametrize("name", admission_names())
-def test_every_admission_name_makes_one(name: str) -> None:
+def test_every_admission_name_gives_a_policy(name: str) -> None:
     options = {"bytes_per_s": 1.0} if name == "write-budget" else {}
     assert isinstance(make_admission({"name": name, **options}), AdmissionPolicy)
 
@@ -63,7 +64,7 @@ def test_options_reach_the_constructor() -> None:
 
 @pytest.fixture
 def foreign_package(tmp_path, monkeypatch):
-    """An installed distribution with an entry point, as pip would lay it down."""
+    """An installed distribution with an entry point, as pip would install it."""
     (tmp_path / "acme_policies.py").write_text(
         textwrap.dedent(
             """
@@ -91,7 +92,7 @@ def foreign_package(tmp_path, monkeypatch):
 def test_entry_points_of_other_packages_are_found() -> None:
     assert make_policy({"name": "mine", "speed": 3}).speed == 3
     assert "mine" in policy_names()
-    assert type(make_policy("lru")) is LruPolicy  # nobody replaces a built-in name
+    assert type(make_policy("lru")) is LruPolicy  # no package can replace a built-in name
     with pytest.raises(PolicyImportError, match=r'cannot import policy "broken" \(acme_nothing'):
         make_policy("broken")
 
@@ -133,14 +134,14 @@ BAD = [
 
 
 @pytest.mark.parametrize(("spec", "error", "text"), BAD)
-def test_a_bad_spec_says_what_to_write(spec, error, text) -> None:
+def test_a_bad_spec_gets_a_message_with_the_remedy(spec, error, text) -> None:
     with pytest.raises(error) as caught:
         make_policy(spec)
     assert text in str(caught.value)
     assert isinstance(caught.value, ValueError)
 
 
-def test_a_constructor_that_refuses_is_quoted() -> None:
+def test_the_message_quotes_a_constructor_that_refuses() -> None:
     with pytest.raises(PolicyOptionError) as caught:
         make_policy({"name": f"{__name__}:Foreign", "speed": 13})
     assert "with speed=13: 13 brings bad luck. Its options are: speed, name, how." in str(
@@ -152,7 +153,7 @@ def test_a_constructor_that_refuses_is_quoted() -> None:
 
 
 def options_of_ours() -> list[tuple[str, str, Range | None]]:
-    """Policy, option and range of all that are built in."""
+    """Policy, option and range of all built-in policies."""
     found = []
     for names, base, make in (
         (policy_names(), EvictionPolicy, make_policy),
@@ -201,7 +202,7 @@ def test_every_option_has_a_range_and_works_at_its_ends(
 WHOLE = {"capacity", "moves_at", "relearn_every", "window", "uses", "width"}
 
 
-def test_all_wrong_values_are_said_at_once() -> None:
+def test_all_wrong_values_are_reported_at_once() -> None:
     with pytest.raises(PolicyOptionError) as caught:
         make_policy({"name": "ttl", "ttl_s": -5, "hold_s": "long"})
     assert str(caught.value) == (
@@ -211,7 +212,7 @@ def test_all_wrong_values_are_said_at_once() -> None:
 
 
 class Foreign(LruPolicy):
-    """As a third party writes it: types without ranges, and some that are not checked."""
+    """A third party's constructor: types without ranges, and some that are not checked."""
 
     def __init__(self, speed: int = 1, name: str = "", how: list[int] | None = None) -> None:
         super().__init__()
@@ -220,7 +221,7 @@ class Foreign(LruPolicy):
         self.given = (speed, name, how)
 
 
-def test_types_that_a_foreign_policy_declares_are_checked() -> None:
+def test_types_that_a_third_party_policy_declares_are_checked() -> None:
     path = f"{__name__}:Foreign"
     assert make_policy(path).given == (1, "", None)
     assert make_policy({"name": path, "speed": -7, "how": "anything"}).given[0] == -7
@@ -229,14 +230,14 @@ def test_types_that_a_foreign_policy_declares_are_checked() -> None:
 
 
 class Ends(BaseException):
-    """No ``Exception``."""
+    """Not a subclass of ``Exception``."""
 
 
 @pytest.mark.parametrize(
     "line", ["sys.exit(3)", "raise SystemExit", "raise KeyError(3)", "raise Ends"]
 )
 @pytest.mark.parametrize("where", ["import", "constructor", "entry point"])
-def test_a_policy_that_ends_the_process_does_not(
+def test_a_policy_that_ends_the_process_is_refused(
     line: str, where: str, tmp_path, monkeypatch
 ) -> None:
     body = f"    def __init__(self): {line}" if where == "constructor" else "    pass"
@@ -259,7 +260,7 @@ def test_a_policy_that_ends_the_process_does_not(
         sys.modules.pop("acme_ends", None)
 
 
-def test_an_interrupt_is_not_taken_for_a_fault_of_the_policy(tmp_path, monkeypatch) -> None:
+def test_an_interrupt_is_not_treated_as_a_fault_of_the_policy(tmp_path, monkeypatch) -> None:
     (tmp_path / "acme_interrupted.py").write_text("raise KeyboardInterrupt\n")
     monkeypatch.syspath_prepend(tmp_path)
     with pytest.raises(KeyboardInterrupt):

@@ -22,7 +22,7 @@ SLOT_BYTES = 4096
 BLOCKS_PER_POSITION = sum(CHUNK_BLOCKS.values())
 JUNK = 0xDB
 
-# Addresses mean nothing to the simulated engine: it knows the layers by name.
+# Addresses have no meaning for the simulated engine: it identifies layers by name.
 REGIONS = tuple(
     GroupRegions(
         group,
@@ -39,7 +39,7 @@ def group_infos(tiers: int) -> dict[int, GroupInfo]:
 
 
 def node(parent: bytes, branch: int) -> bytes:
-    """The hash of a prefix that goes on from ``parent`` by ``branch``."""
+    """The hash of the prefix that extends ``parent`` by ``branch``."""
     return hashlib.blake2b(parent + branch.to_bytes(4, "big"), digest_size=12).digest()
 
 
@@ -58,7 +58,7 @@ def page(key: bytes, epoch: int, rank: int, layer: str, block: int) -> bytes:
 
 @lru_cache(maxsize=1 << 15)
 def chunk(key: bytes, epoch: int, rank: int) -> bytes:
-    """The chunk as it lies in a slot: block by block, within a block layer by layer."""
+    """The chunk as stored in a slot: block by block, and within a block layer by layer."""
     group = group_of(key)
     return b"".join(
         page(key, epoch, rank, layer, block)

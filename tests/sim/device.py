@@ -1,7 +1,7 @@
 """One rank's simulated GPU: memory, a late compute stream, and two copy lanes in virtual time.
 
 A copy moves half of its pages when it begins and the other half when it ends, so that an early
-overwrite of its source or its target is seen. It waits for the event it was given.
+overwrite of its source or target is detected. It waits for the event that it was given.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ COPY_S = 0.006
 
 @dataclass(slots=True)
 class _Copy:
-    """Pairs of (target, source), what must have run before, and how it ends."""
+    """Pairs of (target, source), the event to wait for, and the ticket."""
 
     moves: list[tuple[memoryview, memoryview]]
     after: int
@@ -65,7 +65,7 @@ class Device(CopyEngine):
     # -- compute -----------------------------------------------------------------------------
 
     def launch(self, kernel: Callable[[], None]) -> None:
-        """Run a kernel after those before it, a little later."""
+        """Run a kernel after the previous ones, a little later."""
         self._kernels.append(kernel)
         self.launched += 1
         if len(self._kernels) == 1:
@@ -118,7 +118,7 @@ class Device(CopyEngine):
         return moves
 
     def _move(self, lane: str) -> None:
-        """Begin the lane's oldest copy if it may."""
+        """Begin the lane's oldest copy if it may begin."""
         queue = self._lanes[lane]
         if self._moving[lane] or not queue or queue[0].after > self._done:
             return
@@ -148,7 +148,7 @@ class Device(CopyEngine):
         return not (self._kernels or self._lanes["store"] or self._lanes["load"])
 
     def close(self) -> None:
-        """Nothing flies any more: what was queued ends with the process."""
+        """End all copies, because the process has ended."""
         self._kernels.clear()
         for queue in self._lanes.values():
             while queue:

@@ -1,7 +1,7 @@
-"""The scheduler of a simulated world: requests, their GPU blocks, and what a step sends out.
+"""The scheduler of a simulated world: requests, their GPU blocks, and the plan of each step.
 
 It does what the connector does inside vLLM, in the same order: admit and plan loads, fence,
-compute, plan stores, send; then take in what the ranks answer.
+compute, plan stores, send; then process the ranks' answers.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ GROUPS = tuple(LAYERS)
 
 @dataclass(eq=False)
 class Request:
-    """A chain of prefixes to compute, and how far it is. ``epochs`` are the weights under which
-    the content of each position was made."""
+    """A chain of prefixes to compute, and the progress of its computation. ``epochs`` are the
+    epochs of the weights with which each position was computed."""
 
     name: str
     chain: list[bytes]
@@ -69,7 +69,7 @@ class Engine(Server):
         given = [b for at in request.blocks for blocks in at.values() for b in blocks]
         request.blocks, request.epochs = [], []
         request.stored = dict.fromkeys(GROUPS, 0)
-        # Freed blocks are soon used again: that is where races are.
+        # Freed blocks are reused soon, because races occur there.
         self.free += given
         if self.rng.random() < 0.3:
             self.rng.shuffle(self.free)
@@ -93,8 +93,8 @@ class Engine(Server):
                 self.running.append(request)
 
     def _lookup(self, request: Request) -> int | None:
-        """Positions that all groups can get from some tier; the last one is always computed.
-        ``None``: not all was looked at in this step."""
+        """The number of positions that all groups can load from some tier; the last position is
+        always computed. ``None``: the lookup did not finish in this step."""
         present = self.planner.sources.present
         hit = 0
         for prefix in request.chain[:-1]:
@@ -112,7 +112,7 @@ class Engine(Server):
         return hit
 
     def _remembered(self, request: Request) -> int | None:
-        """The same, from what earlier steps have found and what this one may ask for."""
+        """The same, from the results of earlier steps and the allowance of this one."""
         request.known.begin()
         planner = self.planner
         run_end = request.known.runs_in(
@@ -169,7 +169,8 @@ class Engine(Server):
                     request.stored[group] += self.planner.stores.plan(run)
 
     async def _send(self, plan: StepPlan, passes: list[tuple[Request, int, int]]) -> None:
-        """Fence, launch the forward pass, post: on every rank, as the connector does."""
+        """Fence, launch the forward pass, and post the plan: on every rank, as the connector
+        does."""
         patient = self.rng.random() < self.setup.patience
         for rank in self.ranks:
             await rank.fence(plan, patient)
@@ -180,7 +181,7 @@ class Engine(Server):
             for group in GROUPS
         ]
         reads = [request for request, _, _ in passes if self.rng.random() < 0.3]
-        sent = pickle.dumps(plan)  # as between processes
+        sent = pickle.dumps(plan)  # pickled, as between processes
         for rank in self.ranks:
             if computed:
                 rank.forward(computed, self._reader(rank, reads))
@@ -198,7 +199,7 @@ class Engine(Server):
                 request.must_fail = True
 
     def _reader(self, rank: Rank, requests: Sequence[Request]) -> Callable[[], None]:
-        """A forward pass reads every page of its requests, whenever it runs."""
+        """A forward pass reads every page of its requests, at whatever time it runs."""
         pages = [
             (key_of(request.chain[at], group), group, request.blocks[at][group], epoch)
             for request in requests
@@ -215,7 +216,7 @@ class Engine(Server):
 
         return check
 
-    # -- what the ranks say ------------------------------------------------------------------
+    # -- reports of the ranks ------------------------------------------------------------------
 
     def _take_in(self) -> None:
         report = StepReport()
@@ -265,5 +266,5 @@ class Engine(Server):
 
 
 def _any_of(answers: Iterable[bool]) -> bool:
-    """``any`` that looks at every answer."""
+    """``any`` without short-circuiting."""
     return sum(answers) > 0

@@ -1,10 +1,10 @@
 """The simulated world: a scheduler with requests over the real planner, and ranks with the real
-executor, real tiers and a simulated GPU, all in virtual time and all from one seed.
+executor, real tiers and a simulated GPU, all in virtual time and from one seed.
 
 Requests share prefixes (a tree); they are preempted, aborted and retried; the weights change; the
-server restarts; every rank's tiers have their own weather. A page's content is a function of its
-key, the weights' epoch, the rank and the layer, so every page that a request was given is compared
-byte for byte, when it was loaded and when the forward pass reads it.
+server restarts; each tier of each rank has its own faults ("weather"). A page's content is a
+function of its key, the weights' epoch, the rank and the layer, so every page that was loaded for a
+request is compared byte for byte, when it was loaded and when the forward pass reads it.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ from tests.sim.virtual_time import VirtualLoop, run_virtually
 from tests.sim.weather import Sky
 
 LATE_S = 1.0
-"""Time that a load may take beyond its deadline: for copies that had begun."""
+"""Time for which a load may continue beyond its deadline, for copies that had begun."""
 HOPELESS_S = (FAILURES + 2) * LIMITS.tier_timeout_s
-"""After hanging for so long a tier's breaker must have opened."""
+"""After hanging for this long, a tier's breaker must have opened."""
 
 
 class ServerLife(Engine):
@@ -39,7 +39,7 @@ class ServerLife(Engine):
     ``hits`` counts restored chunks by where they came from, ``events`` what happened."""
 
     async def run(self, steps: int) -> int:
-        """A whole life; returns how often the loop has turned."""
+        """Run the world to its end; return the number of loop iterations."""
         await self._begin()
         for _ in range(steps):
             await self._chance()
@@ -52,7 +52,7 @@ class ServerLife(Engine):
         return loop.turns
 
     async def step(self) -> None:
-        """Admit, compute, store, send a plan to every rank; let time pass; take in the answers."""
+        """Admit, compute, store, send a plan to every rank; let time pass; process the answers."""
         self.steps += 1
         self._admit()
         passes = self._schedule()
@@ -67,12 +67,12 @@ class ServerLife(Engine):
         self._check()
 
     def _pause(self) -> float:
-        """Mostly milliseconds; sometimes long enough for deadlines and breakers."""
+        """Mostly milliseconds, but sometimes long enough for deadlines and breakers."""
         kind = self.rng.random()
         most_s = 0.02 if kind < 0.82 else 0.5 if kind < 0.92 else 4.0 if kind < 0.985 else 20.0
         return self.rng.random() * most_s
 
-    # -- what happens by chance --------------------------------------------------------------
+    # -- random events -------------------------------------------------------------------------
 
     async def _chance(self) -> None:
         rng = self.rng
@@ -96,7 +96,7 @@ class ServerLife(Engine):
             rng.choice(rng.choice(self.weathers)).change(Sky.CALM, self.now())
 
     def _some_chain(self) -> list[bytes]:
-        """A path in the tree of prefixes: few branches near the root, a separate tail."""
+        """A path in the tree of prefixes: few branches near the root, and a separate tail."""
         chain, at = [], b"root"
         for depth in range(self.rng.randint(1, 10)):
             branch = self.rng.randrange(2 if depth < 6 else 50)
@@ -123,7 +123,7 @@ class ServerLife(Engine):
         self._give_back(request)
 
     def _new_weights(self) -> None:
-        """Chunks computed so far must never be restored again."""
+        """Change the weights: chunks computed so far must never be restored again."""
         self.epoch += 1
         self.events["reset"] += 1
         for request in (*self.running, *self.loading.values()):
@@ -142,7 +142,8 @@ class ServerLife(Engine):
                 weather.change(Sky.CALM, self.now())
 
     async def _restart(self) -> None:
-        """The server dies, in order or not, and comes up again; clients ask again."""
+        """Restart the server, after an orderly end or a crash; clients send their requests
+        again."""
         self._clear_skies()
         await self._end(self.rng.choice((0.0, 0.01, 2.0)))
         again = [r for r in (*self.waiting, *self.running, *self.loading.values()) if not r.aborted]
@@ -153,11 +154,11 @@ class ServerLife(Engine):
             self._arrive(request.chain)
         self.events["restart"] += 1
 
-    # -- what must hold ----------------------------------------------------------------------
+    # -- invariants ----------------------------------------------------------------------------
 
     def _check_plan(self, plan: StepPlan) -> None:
-        """A tier that is shut out costs nothing but probes. A load that was planned in an earlier
-        step is read to its end although that does not pay any more."""
+        """A tier that is left out costs nothing but probes. A load that was planned in an earlier
+        step is read to its end even if loading no longer pays."""
         gates = self.planner.health
         for load in plan.loads:
             for item in load.items:
@@ -217,13 +218,14 @@ class ServerLife(Engine):
     # -- the end -----------------------------------------------------------------------------
 
     async def rest(self, seconds: float = 600.0) -> None:
-        """Fair weather and new requests now and then: everything ends, every breaker closes."""
+        """Calm weather and new requests from time to time: everything must end, and every breaker
+        must close."""
         self._clear_skies()
         if self._unforgotten:
             self._unforgotten = False
             self.planner.begin_epochs(dict.fromkeys(range(self.setup.tiers), self.epoch))
         until = self.now() + seconds
-        for _ in range(3):  # something to write, so that what had failed is made good
+        for _ in range(3):  # a request to write, so that failed writes are repeated
             self._names += 1
             self._arrive([node(b"last", self._names)])
         while not self._at_rest():
@@ -233,7 +235,8 @@ class ServerLife(Engine):
             await self.step()
 
     def _at_rest(self) -> bool:
-        """Nothing is to be done. What a write that hung comes to may open its breaker even now."""
+        """Assert that no work is left. A write that hung may still open its breaker when it
+        ends."""
         requests = self.waiting or self.running or self.loading
         devices = all(rank.device.idle for rank in self.ranks)
         return not (self._in_trouble() or requests or self.planner.busy) and devices
@@ -254,7 +257,8 @@ class ServerLife(Engine):
         return f"gates {gates}, requests {queues}, jobs {jobs[:5]}"
 
     async def audit(self) -> None:
-        """Nothing is left over, and whatever is kept is right, byte for byte, on every rank."""
+        """Assert that nothing is left over, and that everything stored is right, byte for byte, on
+        every rank."""
         await asyncio.gather(*(rank.executor.settle() for rank in self.ranks))
         self._take_in()
         planner = self.planner
@@ -299,7 +303,7 @@ class ServerLife(Engine):
 
 
 class _VirtualClock:
-    """Stands for the module ``time`` where the executor measures how long something took."""
+    """Replaces the module ``time`` where the executor measures durations."""
 
     def __getattr__(self, _name: str) -> Callable[[], float]:
         return lambda: asyncio.get_running_loop().time()

@@ -24,12 +24,12 @@ FENCE_S = 0.05
 
 
 Computed = tuple[bytes, int, tuple[int, ...], int]
-"""A chunk as the forward pass makes it: key, group, blocks, epoch of the weights."""
+"""A chunk as the forward pass writes it: key, group, blocks, epoch of the weights."""
 
 
 @dataclass(slots=True)
 class Rank:
-    """A worker process: everything but its media dies with it."""
+    """A worker process: when it dies, only its media survive."""
 
     number: int
     device: Device
@@ -52,7 +52,7 @@ class Rank:
         copy_failures: float,
         lying: bool = False,
     ) -> Rank:
-        """A fresh worker over media that may hold something already."""
+        """Make a fresh worker over media that may contain records."""
         slab = HostSlab(SLOT_BYTES, STAGING + slots, background=False)
         device = Device(rng, slab, blocks, copy_failures)
         stacks = [under(w, m, lying=lying) for w, m in zip(weathers, media, strict=True)]
@@ -67,7 +67,7 @@ class Rank:
 
     async def fence(self, plan: StepPlan, patient: bool) -> None:
         """Wait for the fenced stores as the driver's thread would, in virtual time; an impatient
-        driver runs into the fence's timeout at once."""
+        driver reaches the fence's timeout at once."""
         fences = self.executor._fences
         loop = asyncio.get_running_loop()
         deadline = loop.time() + FENCE_S
@@ -78,7 +78,7 @@ class Rank:
         self.executor.fence(plan.fence)
 
     def forward(self, writes: Sequence[Computed], check: Callable[[], None] | None) -> None:
-        """Launch a forward pass: it fills chunks' blocks, and it may look at what it reads."""
+        """Launch a forward pass, which fills the chunks' blocks and may check what it reads."""
         pages = [
             (self.device.page(layer, block), page(key, epoch, self.number, layer, at))
             for key, group, blocks, epoch in writes
@@ -95,7 +95,7 @@ class Rank:
         self.device.launch(kernel)
 
     def wrong_pages(self, key: bytes, group: int, blocks: tuple[int, ...], epoch: int) -> list[str]:
-        """Where the pages of a chunk do not hold its content."""
+        """The pages of a chunk that do not have its content."""
         return [
             f"block {block} of layer {layer} on rank {self.number}"
             for at, block in enumerate(blocks)
@@ -104,19 +104,19 @@ class Rank:
         ]
 
     def slot_is_right(self, key: bytes, slot: int, epoch: int) -> bool:
-        """True if a slot holds a chunk, byte for byte."""
+        """True if a slot contains a chunk, byte for byte."""
         content = chunk(key, epoch, self.number)
         return self.device.slot_bytes(slot, len(content)) == content
 
     async def record_is_right(self, tier: int, key: bytes, epoch: int) -> bool:
-        """True if a tier's record holds a chunk, byte for byte."""
+        """True if a tier's record contains a chunk, byte for byte."""
         into = np.zeros(SLOT_BYTES, np.uint8)
         outcomes = await self.tiers[tier].read([key], [into])
         content = chunk(key, epoch, self.number)
         return outcomes == [ReadOutcome.OK] and into[: len(content)].tobytes() == content
 
     def drain(self) -> Drained:
-        """Everything that ended since the last call; no request may end twice."""
+        """Return everything that has ended since the previous call; no request may end twice."""
         drained = self.executor.drain()
         for request in drained.finished:
             assert request not in self.finished, f"rank {self.number}: {request} ended twice"
@@ -124,7 +124,7 @@ class Rank:
         return drained
 
     async def stop(self, timeout_s: float) -> None:
-        """The end of the process, in an orderly way if it is given time."""
+        """End the process, in an orderly way if it is given time."""
         await self.executor.aclose(timeout_s)
         await asyncio.sleep(0)
         self.device.close()

@@ -1,4 +1,4 @@
-"""Real disk tiers in virtual time."""
+"""Runs real disk tiers in virtual time."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tiers.lmdb.tier import LmdbTier
 
 
 class OnThreads(TierWrapper):
-    """Lets virtual time stand still while the disk's threads work."""
+    """Stops virtual time while the disk's threads work."""
 
     def _outside(self) -> Any:
         loop = asyncio.get_running_loop()
@@ -70,7 +70,8 @@ class LmdbMedium(OnThreads, Medium):
 
     async def open(self) -> Any:
         with self._outside():
-            await self._disk.aclose()  # a server that was given no time to end has left it open
+            # a server that was given no time to end has left the tier open
+            await self._disk.aclose()
         return await super().open()
 
     @property

@@ -1,4 +1,5 @@
-"""The server of a simulated world: a real planner and its ranks, which may die and come again."""
+"""The server of a simulated world: a real planner and its ranks, which may be killed and
+restarted."""
 
 from __future__ import annotations
 
@@ -30,12 +31,12 @@ FAILURES = 3
 
 
 LOOKED_AT, FEW = 4, 2
-"""Chunks that the lookups of a step ask for, and each in any case."""
+"""Number of chunks that the lookups of a step may query, and that each may query in any case."""
 
 
 @dataclass(frozen=True)
 class Setup:
-    """The size of a world and how hard its life is."""
+    """The size of a world and the rates of its faults."""
 
     ranks: int = 2
     slots: int = 12
@@ -64,11 +65,11 @@ class Setup:
 
 
 class Medium(Tier):
-    """The state that outlives the process."""
+    """The state that survives the process."""
 
     @property
     def epoch(self) -> int:
-        """Of its records."""
+        """The epoch of its records."""
         raise NotImplementedError
 
 
@@ -80,7 +81,7 @@ class KeptMedium(MemoryTier, Medium):
 
 
 class Server:
-    """Planner, ranks, and the media that outlive them. All chance comes from ``rng``."""
+    """Planner, ranks, and the media that survive them. All randomness comes from ``rng``."""
 
     def __init__(self, seed: int, setup: Setup | None = None) -> None:
         self.rng = random.Random(seed)
@@ -97,7 +98,7 @@ class Server:
         self.wrong: list[str] = []
         self._unforgotten = False
 
-    # -- the server's life -------------------------------------------------------------------
+    # -- start and end of the server ------------------------------------------------------------
 
     def _make_medium(self, rank: int, tier: int) -> Medium:
         capacity = self.setup.disk_chunks * (tier + 1) * SLOT_BYTES
@@ -111,7 +112,7 @@ class Server:
         await self._start()
 
     async def _start(self) -> None:
-        """Start the workers, and a planner from what all of them hold."""
+        """Start the workers, and make a planner from the contents of all their tiers."""
         setup = self.setup
         self.ranks = [
             await Rank.start(
@@ -177,7 +178,7 @@ class Server:
         self.events["recovered"] += len(keys) - len(rejected)
 
     async def _open_under_epoch(self, rank: Rank, tier: int) -> None:
-        """A tier that is opened under a later epoch than its own forgets what it holds."""
+        """A tier that is opened under a later epoch than its own forgets its records."""
         medium = self.media[rank.number][tier]
         if medium.epoch < self.epoch:
             await medium.reset(self.epoch)

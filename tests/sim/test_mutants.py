@@ -1,7 +1,7 @@
-"""Planted faults: a world without them lives, a world with one of them dies of it.
+"""Planted faults: without them a world runs to its end, and with one of them it fails.
 
-Each fault is a small change of the product. Some world among the first few seeds must fail, and
-must name what went wrong.
+Each fault is a small change of the product. Some world among the first few seeds must fail, and its
+message must name the fault.
 """
 
 from __future__ import annotations
@@ -43,11 +43,11 @@ Patch = Callable[[pytest.MonkeyPatch], None]
 
 
 def nothing(*_: Any, **__: Any) -> None:
-    """Instead of doing it."""
+    """Replaces the method by this function."""
 
 
 def skip(owner: type, name: str) -> Patch:
-    """The method does nothing."""
+    """Replaces the method by one that does nothing."""
     return lambda patch: patch.setattr(owner, name, nothing)
 
 
@@ -278,8 +278,8 @@ SHOWN_BY = {
     "a breaker never opens": 30,
     "no deadline": 19,
 }
-"""The world that shows a fault, to begin with it. When it does not any more, all are tried: put the
-seed that the test then prints here."""
+"""The seed of the world that shows a fault, tried first. When that world does not show the fault
+any more, all seeds are tried: enter the seed that the test then prints."""
 
 QUICK = ("fences are skipped", "failed reads fill slots", "loads go on over a reset", "no deadline")
 """The faults of the quick level: one each of a record, a slot, a reset and a wait."""
@@ -298,7 +298,7 @@ def first_failure(setup: Setup | None, first: int = 0) -> tuple[int, BaseExcepti
     "fault",
     [pytest.param(name, marks=() if name in QUICK else pytest.mark.thorough) for name in MUTANTS],
 )
-def test_a_planted_fault_is_seen(fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_planted_fault_is_detected(fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
     plant, setup, expected = MUTANTS[fault]
     plant(monkeypatch)
     found = first_failure(setup, SHOWN_BY.get(fault, 0))
@@ -308,14 +308,14 @@ def test_a_planted_fault_is_seen(fault: str, monkeypatch: pytest.MonkeyPatch) ->
     assert re.search(expected, text), text
 
 
-def test_a_tier_that_lies_is_seen() -> None:
-    """Damaged bytes that are returned as OK: no tier may do that, and this world would notice."""
+def test_a_tier_that_returns_damaged_bytes_as_ok_is_detected() -> None:
+    """No tier may do that, and this world must detect it."""
     found = first_failure(Setup(trouble=0.08, lying=True))
     assert found is not None
     assert "was given" in str(found[1]) or "slot" in str(found[1]), found[1]
 
 
 @pytest.mark.parametrize("setup", [SMALL, BROKEN_COPIES, Setup(trouble=0.08)])
-def test_without_planted_faults_these_worlds_live(setup: Setup) -> None:
+def test_without_planted_faults_these_worlds_run_to_their_end(setup: Setup) -> None:
     for seed in range(5):
         live(ServerLife(seed, setup), STEPS)

@@ -1,10 +1,10 @@
-"""Many simulated worlds, each from its seed, and proof that the worlds see faults.
+"""Runs many simulated worlds, each from its seed, and proves that the worlds detect faults.
 
     python -m pytest tests/sim                          120 worlds
     KVTIERS_SIM_SEEDS=5000 python -m pytest tests/sim   as many as you like
     KVTIERS_SIM_SEED=123 python -m pytest tests/sim -k replay     one again, as a failure says
 
-One seed gives one life, to the last byte.
+A seed determines the whole run, to the last byte.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ DISK_SEEDS = max(5, SEEDS // 40)
 
 
 class Totals:
-    """The events of all worlds of a run together."""
+    """The events of all worlds of a run."""
 
     def __init__(self) -> None:
         self.events: Counter[str] = Counter()
@@ -39,7 +39,7 @@ class Totals:
         self.cpu_s = 0.0
 
     def add(self, world: ServerLife) -> None:
-        """Count one life."""
+        """Count the events of one world."""
         self.events += world.events
         self.hits += world.hits
         self.met += world.met
@@ -63,7 +63,7 @@ def totals() -> Totals:
 
 
 def live_through(seed: int) -> ServerLife:
-    """One world; a failure says how to see it again."""
+    """Run one world; a failure message says how to repeat it."""
     world = ServerLife(seed)
     try:
         return live(world, STEPS)
@@ -83,8 +83,8 @@ def test_no_world_goes_wrong(part: int, totals: Totals) -> None:
     totals.cpu_s += time.process_time() - began
 
 
-def test_the_worlds_have_seen_everything(totals: Totals) -> None:
-    """A quiet world proves nothing: everything that can happen did happen in some of them."""
+def test_the_worlds_cover_all_events(totals: Totals) -> None:
+    """A quiet world proves nothing: every possible event must have occurred in some of them."""
     if totals.worlds < 120:
         pytest.fail("says something only after 120 worlds: run the whole file in one process")
     print(totals)
@@ -113,13 +113,15 @@ def test_the_worlds_have_seen_everything(totals: Totals) -> None:
 
 @pytest.mark.parametrize("seed", range(DISK_SEEDS))
 def test_worlds_on_real_disk_tiers(seed: int, tmp_path: Path) -> None:
-    """Fewer, because the disks are real; their threads decide some orders, so a seed may differ."""
+    """There are fewer of them, because the disks are real; their threads decide some orders, so a
+    seed may give different runs."""
     world = live(ServerLifeOnDisk(seed, tmp_path), STEPS // 2)
     assert world.events["finished"]
 
 
 def test_replay() -> None:
-    """One world again; without KVTIERS_SIM_SEED: twice the same, step by step."""
+    """Runs one world again; without KVTIERS_SIM_SEED, runs a world twice and requires equal
+    steps."""
     if SEED is not None:
         world = live_through(int(SEED))
         print(world.setup, dict(world.events), dict(world.hits))

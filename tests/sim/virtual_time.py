@@ -1,7 +1,7 @@
 """An asyncio loop whose time jumps to the next timer, so that hours pass in milliseconds.
 
-``loop.time()`` starts at 0 and moves only when nothing is ready to run. Where real threads work
-for the loop (a real disk tier) time stands still until they have answered: see ``outside``.
+``loop.time()`` starts at 0 and moves only when nothing is ready to run. While real threads work for
+the loop (a real disk tier), time stops until they have finished: see ``outside``.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ T = TypeVar("T")
 
 
 class _JumpingSelector(selectors.DefaultSelector):
-    """Instead of sleeping it moves the clock."""
+    """Advances the clock instead of sleeping."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -40,7 +40,7 @@ class _JumpingSelector(selectors.DefaultSelector):
 
 
 class VirtualLoop(asyncio.SelectorEventLoop):
-    """The loop; runs on the thread that made it."""
+    """The loop; runs on the thread that created it."""
 
     def __init__(self) -> None:
         self._jumping = _JumpingSelector()
@@ -52,18 +52,18 @@ class VirtualLoop(asyncio.SelectorEventLoop):
 
     @property
     def turns(self) -> int:
-        """The number of times that the loop has turned."""
+        """The number of iterations of the loop."""
         return self._jumping.turns
 
     def call_soon_threadsafe(self, callback: Any, *args: Any, context: Any = None) -> Any:
-        """From the loop's own thread without a write to its pipe."""
+        """From the loop's own thread, this does not write to its pipe."""
         if threading.get_ident() == self._thread:
             return self.call_soon(callback, *args, context=context)
         return super().call_soon_threadsafe(callback, *args, context=context)
 
     @contextmanager
     def outside(self) -> Iterator[None]:
-        """While real threads work for us: time stands still and the loop really waits."""
+        """Inside, real threads work for the loop: virtual time stops and the loop really waits."""
         self._jumping.outside += 1
         try:
             yield
@@ -72,7 +72,7 @@ class VirtualLoop(asyncio.SelectorEventLoop):
 
 
 def run_virtually(coroutine: Coroutine[Any, Any, T]) -> T:
-    """``asyncio.run`` in virtual time. Whatever is still running at the end is cancelled."""
+    """``asyncio.run`` in virtual time. Everything that still runs at the end is cancelled."""
     loop = VirtualLoop()
     try:
         return loop.run_until_complete(coroutine)

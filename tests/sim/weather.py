@@ -1,7 +1,7 @@
-"""The events at one rank's lower tier: calm, or some trouble for a while.
+"""The faults of one rank's lower tier: calm, or some fault for a while ("weather").
 
-The wrappers of ``tiers.testing.faults`` do the damage, each switched on by the weather of the
-moment and counting what it really did. Time and chance come from the world.
+The wrappers of ``tiers.testing.faults`` do the damage; the current weather switches each of them
+on, and each counts the damage that it really did. Time and randomness come from the world.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from tiers.base import Key, Tier
 from tiers.testing.faults import Damage, DamagingTier, FailingTier, FaultTier, FullTier
 
 CALM_S = 0.004
-"""The longest that an operation takes in calm weather."""
+"""The maximum duration of an operation in calm weather."""
 
 
 class Sky(enum.Enum):
-    """The weathers."""
+    """The kinds of weather."""
 
     CALM = "calm"
     SLOW = "a hundred times slower"
@@ -35,7 +35,8 @@ class Sky(enum.Enum):
 
 
 class Weather:
-    """The sky over one tier of one rank. ``since`` is when it began (virtual seconds)."""
+    """The weather over one tier of one rank. ``since`` is the time at which it began (virtual
+    seconds)."""
 
     def __init__(self, rng: random.Random) -> None:
         self.rng = rng
@@ -45,27 +46,27 @@ class Weather:
         self.met: Counter[Sky] = Counter()
 
     def change(self, sky: Sky, now: float) -> None:
-        """Whatever hangs goes on when the sky is not HANGING any more."""
+        """Let hanging operations continue once the weather is not HANGING any more."""
         if sky is not Sky.HANGING:
             self.cleared.set()
             self.cleared = asyncio.Event()
         self.sky, self.since = sky, now
 
     def is_now(self, *skies: Sky) -> bool:
-        """True if one of these is the weather, and note that it was met."""
+        """Return True, and record it, if the weather is one of these."""
         if self.sky not in skies:
             return False
         self.met[self.sky] += 1
         return True
 
     def fails(self, call: int) -> bool:
-        """For ``FailingTier``."""
+        """The condition for ``FailingTier``."""
         return self.is_now(Sky.FAILING) or (call % 3 == 0 and self.is_now(Sky.FLAKY))
 
 
 class DelayedTier(TierWrapper):
-    """Every call takes its time; some hang, some find their records gone. ``begun`` are the times
-    at which reads and writes under way began, by method."""
+    """Every call takes its time; some hang, and some find their records missing. ``begun`` are the
+    start times of the reads and writes under way, by method."""
 
     def __init__(self, inner: Tier, weather: Weather) -> None:
         super().__init__(inner)
@@ -98,7 +99,7 @@ class DelayedTier(TierWrapper):
 
 
 def under(weather: Weather, medium: Tier, *, lying: bool = False) -> tuple[Tier, DelayedTier]:
-    """The medium under this weather; with ``lying`` it returns damaged bytes as OK."""
+    """The medium under this weather; with ``lying``, it returns damaged bytes as OK."""
     damage = weather.rng.choice(list(Damage))
     tier: FaultTier = DamagingTier(
         medium, damage, lambda _call: weather.is_now(Sky.DAMAGING), detected=not lying

@@ -1,6 +1,6 @@
-"""Every signature, constant and struct of ``tiers.cuda_driver`` against the real ``cuda.h``.
+"""Compares every signature, constant and struct of ``tiers.cuda_driver`` with the real ``cuda.h``.
 
-The header's own prototypes are read from the preprocessor's output, and a C program says how each
+The header's prototypes are read from the preprocessor's output, and a C program prints how each
 parameter is passed. So nothing here repeats a signature by hand.
 """
 
@@ -88,7 +88,7 @@ def prototypes() -> dict[str, list[str]]:
 
 
 def types_of(parameters: str) -> list[str]:
-    """``CUdevice *dev, int n`` is ``["CUdevice *", "int"]``."""
+    """Parse ``CUdevice *dev, int n`` into ``["CUdevice *", "int"]``."""
     parts = [part.strip() for part in parameters.split(",")]
     return [re.sub(r"\w+$", "", part).strip() for part in parts if part != "void"]
 
@@ -101,7 +101,7 @@ def passed(argument: Any) -> str:
 
 @pytest.fixture(scope="module")
 def header(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """The header's account: how each function's parameters are passed, constants, structs."""
+    """The header's information: how each function's parameters are passed, constants, structs."""
     declared = prototypes()
     wanted = [name for name in (*_SIGNATURES, BATCH_TYPE) if name in declared]
     body = []
@@ -128,24 +128,24 @@ def header(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("name", _SIGNATURES)
-def test_a_signature_is_that_of_the_header(name: str, header: dict[str, Any]) -> None:
+def test_a_signature_equals_the_headers(name: str, header: dict[str, Any]) -> None:
     assert name in header, "the header exports no such name"
     assert [passed(argument) for argument in _SIGNATURES[name]] == header[name]
 
 
-def test_the_batched_copy_is_that_of_the_version_asked_for(header: dict[str, Any]) -> None:
+def test_the_batched_copy_has_the_requested_version(header: dict[str, Any]) -> None:
     arguments = _BatchCopy._argtypes_
     assert [passed(argument) for argument in arguments] == header[BATCH_TYPE]
     assert _BatchCopy._restype_ is ctypes.c_int
 
 
 @pytest.mark.parametrize("ours", CONSTANTS)
-def test_a_constant_is_that_of_the_header(ours: str, header: dict[str, Any]) -> None:
+def test_a_constant_equals_the_headers(ours: str, header: dict[str, Any]) -> None:
     assert getattr(cuda_driver, ours) == header[CONSTANTS[ours]]
 
 
 @pytest.mark.parametrize("structure", STRUCTS)
-def test_a_struct_is_laid_out_as_in_the_header(
+def test_a_struct_has_the_headers_layout(
     structure: type[ctypes.Structure], header: dict[str, Any]
 ) -> None:
     offsets = [getattr(structure, field[0]).offset for field in structure._fields_]
@@ -161,8 +161,8 @@ def test_every_constant_is_compared() -> None:
     assert values == set(CONSTANTS)
 
 
-def test_this_comparison_sees_a_wrong_signature(header: dict[str, Any]) -> None:
-    """An argument too few, a pointer for a number, and four bytes for eight."""
+def test_the_comparison_detects_a_wrong_signature(header: dict[str, Any]) -> None:
+    """A missing argument, a pointer instead of a number, and four bytes instead of eight."""
     right = header["cuMemcpyAsync"]
     assert right == ["integer8", "integer8", "integer8", "pointer8"]
     for wrong in (
@@ -173,7 +173,7 @@ def test_this_comparison_sees_a_wrong_signature(header: dict[str, Any]) -> None:
         assert [passed(argument) for argument in wrong] != right
 
 
-def test_without_a_driver_everything_says_so() -> None:
+def test_without_a_driver_the_error_says_so() -> None:
     if Path("/dev/nvidiactl").exists():
         pytest.skip("this machine has a CUDA driver")
     with pytest.raises(DriverError, match="no CUDA driver"):

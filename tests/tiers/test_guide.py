@@ -1,4 +1,4 @@
-"""The tier of the guide "write a tier" keeps the contract, and its code runs as it is printed."""
+"""The tier of the guide "write a tier" fulfils the contract, and its code runs as printed."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ async def test_a_flipped_bit_is_corrupt(tmp_path: Path) -> None:
 
 
 def test_the_code_of_the_guide_runs(tmp_path: Path) -> None:
-    """A folder with its files, and the contract in it."""
+    """A folder with its files, and the contract test in it."""
     blocks = re.findall(r"```python\n# (\w+\.py)\n(.*?)```", GUIDE.read_text(), re.DOTALL)
     assert [name for name, _ in blocks] == ["test_my_tier.py"]
     for name, text in blocks:

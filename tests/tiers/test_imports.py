@@ -33,6 +33,6 @@ def test_the_shared_lmdb_tier_does_not_import_the_exclusive_commit_thread() -> N
     assert "tiers.lmdb.commit_thread" not in loaded
 
 
-def test_every_exported_name_is_there() -> None:
+def test_every_exported_name_exists() -> None:
     for module in (tiers, tiers.authoring):
         assert [name for name in module.__all__ if getattr(module, name, None) is None] == []

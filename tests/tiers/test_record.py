@@ -1,4 +1,4 @@
-"""The envelope binds every one of its fields and every byte of the payload."""
+"""The tag of a record binds every field of the header and every byte of the payload."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def test_anything_else_does_not_verify(
     assert not verify(sealed(), identity, key, epoch, payload)
 
 
-def test_every_flipped_header_bit_is_caught() -> None:
+def test_every_flipped_header_bit_is_detected() -> None:
     header = sealed(PAYLOAD[:100])
     for bit in range(8 * HEADER_BYTES):
         damaged = bytearray(header)
@@ -65,8 +65,8 @@ def test_every_flipped_header_bit_is_caught() -> None:
         assert not verify(bytes(damaged), MINE, KEY, 9, PAYLOAD[:100]), bit
 
 
-def test_every_flipped_key_bit_is_caught() -> None:
-    """The header holds the group and the length of the key only: the tag binds the rest."""
+def test_every_flipped_key_bit_is_detected() -> None:
+    """The header contains only the group and the length of the key: the tag binds the rest."""
     header = sealed(PAYLOAD[:100])
     for bit in range(8 * len(KEY)):
         other = bytearray(KEY)
@@ -74,7 +74,7 @@ def test_every_flipped_key_bit_is_caught() -> None:
         assert not verify(header, MINE, bytes(other), 9, PAYLOAD[:100]), bit
 
 
-def test_every_flipped_payload_bit_is_caught() -> None:
+def test_every_flipped_payload_bit_is_detected() -> None:
     payload = PAYLOAD[:200]
     header = sealed(payload)
     for bit in range(8 * len(payload)):
@@ -91,12 +91,12 @@ def test_random_bytes_never_verify(raw: bytes) -> None:
 
 
 @pytest.mark.parametrize("key", [b"", b"x" * 512])
-def test_keys_that_no_tier_holds(key: bytes) -> None:
+def test_invalid_keys_are_refused(key: bytes) -> None:
     with pytest.raises(ValueError, match="1 to 511"):
         check_key(key)
 
 
-def test_identities_that_do_not_fit() -> None:
+def test_invalid_identities_are_refused() -> None:
     with pytest.raises(ValueError, match="16"):
         check_identity(Identity(b"short", 0))
     with pytest.raises(ValueError, match="65535"):

@@ -1,8 +1,8 @@
-"""Time to the first token over a disk slower than computing, beside the same engine without
-offloading: ``python -m tests.vllm.break_even [rounds]``. Prints medians and their ratio.
+"""Measures the time to first token over a disk slower than computing, in turns with the same engine
+without offloading: ``python -m tests.vllm.break_even [rounds]``. Prints medians and their ratio.
 
-Both engines answer the same prompts in turns in one run; every prompt is on the slow disk, and
-neither engine has it in its own cache.
+Both engines answer the same prompts in turns in one run; every prompt is on the slow disk, and is
+in neither engine's own cache.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Fixtures for tests on real vLLM engines; every test in this folder carries the mark ``vllm``."""
+"""Fixtures for tests on real vLLM engines; every test in this folder has the marker ``vllm``."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from demo.tiny_model import make_llama
 from tests.vllm.engine import close_nursery
 
 HERE = Path(__file__).parent
-VLLM_TIMEOUT_S = 1800  # many engines, each wait at most PATIENCE_S
+VLLM_TIMEOUT_S = 1800  # many engines, each of which may wait for PATIENCE_S
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -1,7 +1,7 @@
-"""Faults between a slot and a GPU block, planted in every worker and taken back again.
+"""Plants faults between a slot and a GPU block in every worker, and removes them again.
 
-Nothing that is stored changes: ``heal`` gives back an engine without any fault. Each function runs
-in a worker (``Engine.call(on_workers, ...)``).
+These faults change nothing that is stored: ``heal`` restores an engine without any fault. Each
+function runs in a worker (``Engine.call(on_workers, ...)``).
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from tests.vllm.faults import executor
 
 
 def plant(worker: Any, fault: Callable[..., Any], group: int | None) -> None:
-    """From now on every load that ``fault`` applies to goes wrong."""
+    """From now on, every load to which ``fault`` applies goes wrong."""
     engine, slab = executor(worker)._engine, executor(worker)._lane.slab
     submit = type(engine).submit_load
 
@@ -26,8 +26,8 @@ def plant(worker: Any, fault: Callable[..., Any], group: int | None) -> None:
 
 
 def plant_late_writes(worker: Any) -> None:
-    """From now on the last block of every load is overwritten as soon as it has been loaded: what
-    happens if vLLM gives a block away under a copy."""
+    """From now on, the last block of every load is overwritten as soon as it has been loaded, as if
+    vLLM gave a block away during a copy."""
     engine = executor(worker)._engine
     submit = type(engine).submit_load
 
@@ -42,13 +42,13 @@ def plant_late_writes(worker: Any) -> None:
 
 
 def heal(worker: Any) -> None:
-    """Take the planted fault back."""
+    """Remove the planted fault."""
     del executor(worker)._engine.submit_load
 
 
 def overwrite_stores(worker: Any, group: int) -> None:
-    """From now on stores of this group read their blocks only after these were given new content:
-    what a fence that does not wait would allow. The blocks then get their content back."""
+    """From now on, stores of this group read their blocks only after these were given new content,
+    as a fence that does not wait would allow. Then the blocks get their content back."""
     engine = executor(worker)._engine
     submit = type(engine).submit_store
 
@@ -66,12 +66,12 @@ def overwrite_stores(worker: Any, group: int) -> None:
 
 
 def heal_stores(worker: Any) -> None:
-    """Take the fault of ``overwrite_stores`` back."""
+    """Remove the fault of ``overwrite_stores``."""
     del executor(worker)._engine.submit_store
 
 
 def hold_loads(worker: Any) -> None:
-    """Copies into GPU blocks begin, and write only after ``release_loads``."""
+    """Let copies into GPU blocks begin, but write only after ``release_loads``."""
     engine = executor(worker)._engine
     gate, load = threading.Event(), type(engine)._load
     engine.kvtest_gate, engine.kvtest_held = gate, 0
@@ -90,14 +90,14 @@ def held_loads(worker: Any) -> int:
 
 
 def release_loads(worker: Any) -> None:
-    """Release the held copies, and hold no more."""
+    """Release the held copies, and hold no further ones."""
     engine = executor(worker)._engine
     del engine._load
     engine.kvtest_gate.set()
 
 
 def wrong_bit(submit: Callable[[], Any], batches: list[Any], slab: Any) -> Any:
-    """One bit of the last chunk is flipped while it is copied."""
+    """Flip one bit of the last chunk while it is copied."""
     if not batches:
         return submit()
     slot = slab.slot(int(batches[-1].slots[-1]))
@@ -106,7 +106,7 @@ def wrong_bit(submit: Callable[[], Any], batches: list[Any], slab: Any) -> Any:
 
 
 def swapped_chunks(submit: Callable[[], Any], batches: list[Any], slab: Any) -> Any:
-    """The last two chunks of a group change places."""
+    """Swap the last two chunks of a group."""
     for batch in batches:
         if len(batch.slots) > 1:
             batch.slots[-2:] = batch.slots[:-3:-1].copy()
@@ -115,7 +115,7 @@ def swapped_chunks(submit: Callable[[], Any], batches: list[Any], slab: Any) -> 
 
 
 class Undone:
-    """A ticket that undoes something when its copy has ended."""
+    """A ticket that undoes a change when its copy has ended."""
 
     def __init__(self, ticket: Any, undo: Callable[[], None]) -> None:
         self._ticket = ticket

@@ -4,13 +4,13 @@
         answers = engine.generate([prompt], max_tokens=8)
         engine.kill()
 
-An engine with this project's connector runs with ``"verify": "device"``. When it is closed, no
-loaded chunk may have differed from what was computed, none may have gone unchecked, and if anything
-was loaded something must have been compared (`tests.vllm.verified`).
+An engine with this project's connector runs with ``"verify": "device"``. When it is closed, every
+loaded chunk must have been compared with what was computed and found equal, and if anything was
+loaded something must have been compared (`tests.vllm.verified`).
 
-An engine runs vLLM in one process (``VLLM_ENABLE_V1_MULTIPROCESSING=0``; with tensor parallel
-size 2 the ranks are separate processes), so the scheduler can be stepped and looked into.
-Every wait has a deadline; when something fails, the exception carries the engine's log.
+An engine runs vLLM in one process (``VLLM_ENABLE_V1_MULTIPROCESSING=0``; with tensor parallel size
+2 the ranks are separate processes), so the scheduler can be stepped and inspected. Every wait has a
+deadline; when something fails, the exception carries the engine's log.
 """
 
 from __future__ import annotations
@@ -39,13 +39,13 @@ from tests.vllm.verified import Verified
 ROOT = Path(__file__).resolve().parents[2]
 LOG_CHARS = 60_000
 GRACE_S = 30.0
-"""For an engine process to say itself that it has waited for too long."""
+"""Time after which an engine process itself reports that it has waited too long."""
 
 BASE_ENV = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
     "OMP_NUM_THREADS": "1",  # exact repeats
-    "TORCHDYNAMO_DISABLE": "1",  # the sampler would be compiled at the first request, 3 s
-    "NUMBA_THREADING_LAYER": "workqueue",  # n-gram drafts; its OpenMP threads would slow torch's
+    "TORCHDYNAMO_DISABLE": "1",  # no compiling of the sampler, which takes 3 s
+    "NUMBA_THREADING_LAYER": "workqueue",  # n-gram drafts, whose threads would slow torch's
     "TRITON_INTERPRET": "1",  # for tests.vllm.interpreted; nothing else uses Triton on a CPU
     "HF_HUB_OFFLINE": "1",
     "VLLM_NO_USAGE_STATS": "1",
@@ -78,17 +78,18 @@ def transfer_config(extra: dict[str, Any], **others: Any) -> dict[str, Any]:
 
 
 class EngineError(AssertionError):
-    """The engine process failed, ended or was too slow; the text carries its log."""
+    """The engine process failed, ended or was too slow; the message contains its log."""
 
 
 class Engine:
     """One engine process. ``connector`` is the whole ``kv_transfer_config``, or None.
 
-    Other keyword arguments go to ``vllm.LLM`` over ``DEFAULTS``. Raises ``EngineError``.
+    Other keyword arguments are passed to ``vllm.LLM`` and override ``DEFAULTS``. Raises
+    ``EngineError``.
 
     A test that plants faults in loads adds the differences that were found to
-    ``planted_differences``, or sets ``may_differ``; one whose chunks come from an engine with other
-    digests sets ``may_be_unknown``.
+    ``planted_differences``, or sets ``may_differ``. A test whose chunks come from an engine with
+    other digests sets ``may_be_unknown``.
     """
 
     may_differ = False
@@ -152,7 +153,7 @@ class Engine:
         self.ask("step_until", condition, *args)
 
     def run_until_finished(self) -> dict[str, Generation]:
-        """Step until no submitted request is left; the answers so far by request id."""
+        """Step until no submitted request is left; return all answers so far by request id."""
         return self.ask("run_until_finished")
 
     def abort(self, *request_ids: str) -> None:
@@ -164,12 +165,12 @@ class Engine:
         return self.ask("states")
 
     def reset_prefix_cache(self, connector: bool = False) -> None:
-        """Empty vLLM's own prefix cache; with ``connector`` also what the connector keeps. Steps
-        until both say that they have, while blocks are still held or a disk is busy."""
+        """Empty vLLM's own prefix cache; with ``connector`` also what the connector keeps. While
+        blocks are still held or a disk is busy, steps until both have emptied their caches."""
         self.ask("reset_prefix_cache", connector)
 
     def try_to_reset(self, connector: bool = False) -> bool:
-        """The same, once; returns what vLLM answers."""
+        """Try the same once; return vLLM's answer."""
         return self.ask("try_to_reset", connector)
 
     def metrics(self) -> dict[str, float]:
@@ -197,12 +198,12 @@ class Engine:
         self.ask("swap_blocks", group, first, second)
 
     def call(self, function: Callable[..., Any], *args: Any) -> Any:
-        """Run ``function(llm, *args)`` in the engine process. The function is found by import
-        (a module-level function of a test file will do)."""
+        """Run ``function(llm, *args)`` in the engine process. The function must be importable (a
+        module-level function of a test file is)."""
         return self.ask("call", function, *args)
 
     def ask(self, method: str, *args: Any, **kwargs: Any) -> Any:
-        """Call a method of ``EngineHost``; raises ``EngineError``, also if no answer comes."""
+        """Call a method of ``EngineHost``; raise ``EngineError``, also if no answer comes."""
         try:
             self._connection.send(Call(method, args, kwargs))
         except OSError as error:
@@ -224,7 +225,7 @@ class Engine:
         self._connection.close()
 
     def verified(self) -> Verified:
-        """The findings of ``verify`` so far, on all ranks."""
+        """The results of ``verify`` so far, on all ranks."""
         return self.call(verified.count)
 
     def _check_loads(self) -> None:
@@ -244,7 +245,7 @@ class Engine:
         """Files of ``/dev/shm`` that the engine's processes have mapped, or have open."""
         found = set()
         for folder in Path("/proc").glob("[0-9]*"):
-            with contextlib.suppress(OSError):  # it has ended
+            with contextlib.suppress(OSError):  # the process has ended
                 if os.getpgid(int(folder.name)) != self.pid:
                     continue
                 names = re.findall(r"/dev/shm/\S+", (folder / "maps").read_text())
@@ -253,10 +254,10 @@ class Engine:
         return found
 
     def kill(self) -> None:
-        """SIGKILL to the engine and everything it started, and wait until they are gone."""
+        """Send SIGKILL to the engine and everything it started, and wait until they are gone."""
         if not self._alive:
             return
-        with contextlib.suppress(ProcessLookupError):  # it ended by itself
+        with contextlib.suppress(ProcessLookupError):  # it has ended by itself
             os.killpg(self.pid, signal.SIGKILL)
         self._wait_for_end()
         self._alive = False
@@ -285,7 +286,8 @@ class Engine:
         return EngineError(f"{text}\n--- log of the engine ({self.log_path}) ---\n{self.log()}")
 
     def _wait_for_end(self) -> None:
-        """Wait until no process of the group is left; it is polled, they are not our children."""
+        """Wait until no process of the group is left; this polls, because they are not our
+        children."""
         end = time.monotonic() + PATIENCE_S
         while True:
             try:
@@ -316,7 +318,7 @@ class _Nursery:
             raise EngineError("vLLM could not be imported; see the output above")
 
     def start(self, order: StartEngine, log_fd: int) -> tuple[Connection, int]:
-        """Fork an engine; returns our end of its connection and its process id."""
+        """Fork an engine; return our end of its connection and its process id."""
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
         with theirs:
             socket.send_fds(self._control, [pickle.dumps(order)], [theirs.fileno(), log_fd])
@@ -324,7 +326,7 @@ class _Nursery:
         return Connection(ours.detach()), pid
 
     def close(self) -> None:
-        """Let the process end: it does when its control socket closes."""
+        """Let the process end, which it does when its control socket closes."""
         self._control.close()
         self._process.wait(timeout=PATIENCE_S)
 

@@ -1,10 +1,10 @@
 """The process side of ``engine.Engine``: a nursery that imports vLLM once and forks engines.
 
 Importing vLLM takes four fifths of the start of an engine. The nursery (``python -m
-tests.vllm.engine_process FD``) imports it once per test session and then forks one process for
-each engine on request, before any thread was started. An engine process is its own session and
-process group, so that the test can kill it with everything it started, and it ends by itself
-when the test process is gone.
+tests.vllm.engine_process FD``) imports it once per test session and then forks one process for each
+engine on request, before any thread was started. An engine process has its own session and process
+group, so that the test can kill it with everything it started, and it ends by itself when the test
+process is gone.
 """
 
 from __future__ import annotations
@@ -46,11 +46,11 @@ PRELOADED = (
     "offload.worker.verify",
 )
 """Modules that most engines need."""
-PR_SET_PDEATHSIG = 1  # linux/prctl.h; an engine that spins never reads that its test is gone
+PR_SET_PDEATHSIG = 1  # linux/prctl.h; an engine that spins would never notice that its test is gone
 
 
 class EngineHost:
-    """Owns one in-process ``vllm.LLM``; each public method can be called by the test."""
+    """Owns one in-process ``vllm.LLM``; the test can call each public method."""
 
     def __init__(self, engine_kwargs: dict[str, Any]) -> None:
         from vllm import LLM
@@ -87,7 +87,7 @@ class EngineHost:
         return [_generation(output) for output in outputs]
 
     def submit(self, request_id: str, prompt: Prompt, **sampling: Any) -> None:
-        """Add a request without running it; ``step`` moves it on."""
+        """Add a request without running it; ``step`` advances it."""
         engine = self.llm.llm_engine
         inputs = {"prompt_token_ids": prompt}
         internal = engine.add_request(request_id, inputs, _sampling(**sampling))
@@ -132,11 +132,11 @@ class EngineHost:
 
     def reset_prefix_cache(self, connector: bool = False) -> None:
         """Empty vLLM's own prefix cache; with ``connector`` also what the connector keeps. Steps
-        until both say that they have; raises ``TimeoutError``."""
+        until both have done so; raises ``TimeoutError``."""
         self.step_until(_is_reset, connector)
 
     def try_to_reset(self, connector: bool = False) -> bool:
-        """The same, once; returns what vLLM answers."""
+        """Try the same once; return vLLM's answer."""
         return _is_reset(self.llm, connector)
 
     def metrics(self) -> dict[str, float]:
@@ -212,8 +212,8 @@ def _fork_ranks() -> None:
 
 
 def _keep_prefix_caching() -> None:
-    """Let MLA models have vLLM's own prefix cache, as the reference for ours. The CPU platform
-    turns it off on processors without AMX, although it works there too."""
+    """Give MLA models vLLM's own prefix cache, as the reference for ours. The CPU platform turns it
+    off on processors without AMX, although it works there too."""
     from vllm.platforms.cpu import CpuPlatform
 
     check = CpuPlatform.check_and_update_config
@@ -257,7 +257,7 @@ def serve(connection: Connection, order: StartEngine) -> None:
                 return
     except EOFError:
         return  # the test process is gone
-    except BaseException:  # whatever it was, the test must see it
+    except BaseException:  # whatever the error, the test must see it
         with contextlib.suppress(OSError):
             connection.send(Answer(None, traceback.format_exc()))
         raise
@@ -280,10 +280,11 @@ def _become_engine(order: StartEngine, connection_fd: int, log_fd: int) -> int:
     os.dup2(log_fd, 2)
     os.close(log_fd)
     os.environ.update(order.env)
-    faulthandler.register(signal.SIGUSR1, all_threads=True)  # asked for when a call hangs
+    faulthandler.register(signal.SIGUSR1, all_threads=True)  # requested when a call hangs
     try:
         serve(Connection(connection_fd), order)
-    except BaseException:  # the last stop of this process; the log gets the reason
+    except BaseException:
+        # the last place that can report an error of this process: the log gets the reason
         traceback.print_exc()
         return 1
     finally:
@@ -307,7 +308,7 @@ def nursery(control: socket.socket) -> None:
     gc.collect()
     gc.freeze()
     gc.unfreeze = _nothing  # vLLM calls it at the end of an engine
-    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # the kernel buries ended engines
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # the kernel reaps ended engines
     control.sendall(b"ready")
     while True:
         message, fds, _, _ = socket.recv_fds(control, MAX_ORDER_BYTES, 2)

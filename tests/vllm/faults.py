@@ -1,4 +1,4 @@
-"""Faults that tests plant in a running engine, behind the connector's back.
+"""Faults that tests plant in a running engine, without the connector's knowledge.
 
 Each runs in every worker process (``Engine.call(on_workers, fault, ...)``).
 """
@@ -25,7 +25,7 @@ def executor(worker: Any) -> Any:
 
 
 def hold_reads(worker: Any) -> None:
-    """Reads of lower tiers wait until ``release_reads``."""
+    """Make reads of lower tiers wait until ``release_reads``."""
     found = executor(worker)
     gate = found.kvtest_gate = asyncio.Event()
     for tier in found._tiers:
@@ -43,13 +43,13 @@ def _hold(tier: Any, gate: asyncio.Event) -> None:
 
 
 def release_reads(worker: Any) -> None:
-    """Let held reads go on, for good."""
+    """Let held reads continue, permanently."""
     found = executor(worker)
     found._loop.call_soon_threadsafe(found.kvtest_gate.set)
 
 
 def fill_slots(worker: Any, value: int) -> int:
-    """Overwrite the whole CPU tier; returns how many bytes."""
+    """Overwrite the whole CPU tier; return the number of bytes."""
     slab = executor(worker)._lane.slab
     for slot in range(slab.slot_count):
         np.copyto(slab.slot(slot), np.uint8(value))
@@ -57,7 +57,7 @@ def fill_slots(worker: Any, value: int) -> int:
 
 
 def epoch(worker: Any, tier: int, new: int | None = None) -> int:
-    """The epoch under which a tier reads and writes; ``new`` replaces it."""
+    """The epoch under which a tier reads and writes; if ``new`` is given, it replaces the epoch."""
     found = executor(worker)._tiers[tier]
     if new is not None:
         found._epoch = new

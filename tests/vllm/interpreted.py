@@ -1,9 +1,9 @@
-"""vLLM's own kernels for states under speculation, run by Triton's interpreter.
+"""Runs vLLM's own kernels for states under speculation in Triton's interpreter.
 
 With recurrent states and drafts vLLM moves the accepted state between blocks by two Triton kernels,
-and there is no Triton for CPUs: without them the first request ends the engine. Everything else of
-this combination runs on the CPU platform. The kernels' source is vLLM's; only what executes it is
-exchanged, so what is copied where stays as on a GPU.
+and there is no Triton for CPUs: without them the first request ends the engine. Everything else in
+this combination runs on the CPU platform. The source of the kernels is vLLM's; only their execution
+is replaced, so the copies are the same as on a GPU.
 
 ``TRITON_INTERPRET=1`` must be in the environment before Triton is imported (it looks at it wherever
 it decorates a function, its own among them): see ``tests.vllm.engine.BASE_ENV``.
@@ -18,7 +18,7 @@ KERNELS = ("precopy_mamba_align_fused_kernel", "postprocess_mamba_fused_kernel")
 
 
 def interpret_state_kernels() -> None:
-    """Put interpreted kernels in the place of those that Triton cannot compile here."""
+    """Replace the kernels that Triton cannot compile here by interpreted ones."""
     import triton
     import triton.language as tl
     import vllm.triton_utils as stand_ins
@@ -32,10 +32,11 @@ def interpret_state_kernels() -> None:
         assert spec is not None
         assert spec.loader is not None
         interpreted = importlib.util.module_from_spec(spec)
-        sys.modules["interpreted"] = interpreted  # dataclasses look their module up
+        sys.modules["interpreted"] = interpreted  # dataclasses look up their module
         spec.loader.exec_module(interpreted)
     finally:
         stand_ins.triton, stand_ins.tl = before
     for name in KERNELS:
         setattr(mamba_utils, name, getattr(interpreted, name))
-    mamba_utils._TEMPORAL_TILES = 1  # more are for a GPU's many cores; here each takes its turn
+    # more programs are for a GPU's many cores; here they run one after the other
+    mamba_utils._TEMPORAL_TILES = 1

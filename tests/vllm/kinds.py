@@ -1,8 +1,9 @@
-"""How one kind of model is shown to be stored and restored exactly (see ``test_kinds``).
+"""Shows that one kind of model is stored and restored exactly (see ``test_kinds``).
 
-The right answer to a prompt whose prefix was restored is vLLM's own answer when its own prefix
-cache hits at the same length: then the same tokens are computed in the same pieces, and everything
-must be equal to the last bit. (How a prompt is cut may change the last bits, also without us.)
+The right answer to a prompt with a restored prefix is vLLM's own answer when its own prefix cache
+hits at the same length: then the same tokens are computed in the same pieces, and everything must
+be equal to the last bit. (The way in which a prompt is split may change the last bits, even without
+offloading.)
 """
 
 from __future__ import annotations
@@ -23,16 +24,16 @@ from tests.vllm.restored import HASH, config, prompts, settle
 Blocks = dict[bytes, tuple[bytes, ...]]
 
 NEW_TURN = 20
-"""Tokens that a second turn adds to the first and its answer."""
+"""Number of tokens that a second turn adds to the first turn and its answer."""
 
 
 @dataclass(frozen=True)
 class Kind:
-    """A family of ``tests.models.families`` and how it is run.
+    """A family of ``tests.models.families`` and how to run it.
 
     ``goes_on``: the first prompt is the second turn of a conversation, and its hit ends within the
     answer to the first turn, so that blocks and states made while decoding are restored.
-    ``prompt_tokens``: another length than the family's.
+    ``prompt_tokens`` replaces the family's prompt length.
     """
 
     family: str
@@ -57,7 +58,7 @@ class Kind:
 class Expected:
     """The results of vLLM alone: answers without a cache and from its own cache, and its KV bytes.
 
-    ``first_turn`` is asked before the ``prompts`` are for the first time.
+    ``first_turn`` is answered before the first pass over ``prompts``.
     """
 
     first_turn: list[Prompt]
@@ -69,7 +70,7 @@ class Expected:
 
     @classmethod
     def record(cls, kind: Kind, folder: Path, log: Path) -> Expected:
-        """Ask an engine without a connector: everything once, then everything again."""
+        """Send everything to an engine without a connector, and then everything again."""
         model, options = kind.make(folder)
         asked, first_turn = kind.prompts(), []
         with Engine(model, log=log, **options) as plain:
@@ -85,22 +86,23 @@ class Expected:
         return cls(first_turn, asked, cold, warm, blocks, groups)
 
     def that_were_cut_alike(self, answers: list[Generation]) -> Expected:
-        """Without the second prompt, if its shared half was found in full in the tiers and not in
-        vLLM's own cache: what follows was then computed in other pieces."""
+        """Leave out the second prompt if its shared half was found completely in the tiers but not
+        in vLLM's own cache: the rest was then computed in other pieces."""
         alike = answers[1].cached_tokens == self.cold[1].cached_tokens
         assert alike or answers[1].cached_tokens > self.cold[1].cached_tokens
         return self if alike else replace(self, cold=self.cold[:1], warm=self.warm[:1])
 
 
 def ask(engine: Engine, asked: list[Prompt]) -> list[Generation]:
-    """One prompt after the other."""
+    """Send one prompt after the other."""
     return [engine.generate_one(prompt) for prompt in asked]
 
 
 def show_stored_and_restored(kind: Kind, expected: Expected, folder: Path, tmp: Path) -> None:
-    """Store, restore from the CPU tier, and after a restart from disk; then see planted faults."""
+    """Store, restore from the CPU tier, and after a restart from disk; then detect planted
+    faults."""
     model, options = kind.make(folder)
-    # These models have no weight files; the engine's id stands for them across the restart.
+    # These models have no weight files, so the engine's id identifies them across the restart.
     transfer = config(tmp / "kv", chunk_blocks=kind.chunk_blocks) | {"engine_id": "kinds"}
     options = options | {"connector": transfer}
     with Engine(model, log=tmp / "first.log", **options) as engine:
@@ -124,8 +126,8 @@ def show_stored_and_restored(kind: Kind, expected: Expected, folder: Path, tmp: 
 
 def show_verified(kind: Kind, tmp: Path) -> None:
     """On one engine: restore from the CPU tier, and from disk once the CPU tier has been emptied.
-    Every group takes part, hits are as long as in vLLM's own cache, answers and bytes are those
-    that it gave, and planted faults are seen."""
+    Every group must take part, hits must be as long as in vLLM's own cache, answers and bytes must
+    equal those from its cache, and planted faults must be detected."""
     model, options = kind.make(tmp / "model")
     transfer = config(tmp / "kv", chunk_blocks=kind.chunk_blocks) | {"engine_id": "kinds"}
     with Engine(model, log=tmp / "log", connector=transfer, **options) as engine:
@@ -154,7 +156,7 @@ def show_verified(kind: Kind, tmp: Path) -> None:
 
 @dataclass(frozen=True)
 class Own:
-    """An engine's answers with everything in vLLM's own cache, and the bytes there."""
+    """An engine's answers if everything is in vLLM's own cache, and the bytes there."""
 
     prompts: list[Prompt]
     warm: list[Generation]
@@ -164,7 +166,8 @@ class Own:
 def wrong_loads_are_seen(
     engine: Engine, prompt: Prompt, fault: Callable[..., Any], group: int | None
 ) -> None:
-    """Plant a fault in the loads of a group; the comparison finds it, and the engine recomputes."""
+    """Plant a fault in the loads of a group; the comparison must find it, and the engine must
+    recompute."""
     before = engine.verified().different
     engine.call(on_workers, copy_faults.plant, fault, group)
     engine.reset_prefix_cache()
@@ -177,7 +180,7 @@ def wrong_loads_are_seen(
 
 
 def overwritten_stores_are_seen(engine: Engine, kind: Kind, group: int) -> None:
-    """A new prompt, of which the blocks of this group are overwritten while they are stored."""
+    """Store a new prompt, and overwrite its blocks of this group meanwhile."""
     [asked] = prompts(1, len(kind.prompts()[0]), seed=100 + group)
     engine.call(on_workers, copy_faults.overwrite_stores, group)
     engine.generate_one(asked, max_tokens=1)
@@ -193,8 +196,8 @@ def overwritten_stores_are_seen(engine: Engine, kind: Kind, group: int) -> None:
 
 
 def restored(engine: Engine, own: Own, tier: str) -> None:
-    """Empty vLLM's own cache and ask everything again: answers, hits and bytes are those that its
-    own cache gave."""
+    """Empty vLLM's own cache and send everything again: answers, hits and bytes must equal those
+    from vLLM's own cache."""
     engine.call(take_loads)
     before, checked = engine.call(totals)[f"loaded_tokens:{tier}"], engine.verified()
     engine.reset_prefix_cache()
@@ -214,15 +217,15 @@ def restored(engine: Engine, own: Own, tier: str) -> None:
 
 
 def empty_cpu_tier(llm: Any) -> None:
-    """Evict every chunk from the CPU tier; all of them are on disk."""
+    """Evict every chunk from the CPU tier; all of them must be on disk."""
     cpu = connector(llm)._scheduler.planner.cpu
     assert cpu.evict(cpu.space.used)
     assert not len(cpu)
 
 
 def restore_and_compare(engine: Engine, expected: Expected, stored: Blocks, tier: str) -> None:
-    """Everything again with vLLM's own cache emptied: ``tier`` must give what was promised, as much
-    as vLLM's own cache would have, and nothing may differ."""
+    """Send everything again with vLLM's own cache emptied: ``tier`` must provide what was promised,
+    as much as vLLM's own cache would have, and nothing may differ."""
     engine.call(take_loads)
     before = engine.call(totals)
     engine.reset_prefix_cache()
@@ -269,9 +272,9 @@ def group_of(key: bytes) -> int:
 
 
 def planted_faults_fail_loads(engine: Engine, expected: Expected) -> None:
-    """A wrong load is found before the request goes on, and named by group.
+    """A wrong load must be found before the request continues, and reported by group.
 
-    The prompt is then recomputed, perhaps in other pieces, so its bytes may differ from here on.
+    The prompt is then recomputed, perhaps in other pieces, so its bytes may differ from now on.
     """
     engine.may_differ = True
     plans = [(copy_faults.wrong_bit, group) for group in range(expected.groups)]
@@ -289,8 +292,8 @@ def planted_faults_fail_loads(engine: Engine, expected: Expected) -> None:
 
 
 def planted_faults_are_seen(engine: Engine, expected: Expected, stored: Blocks) -> None:
-    """The comparison must find one wrong bit in any group, and one swapped pair: just these, while
-    as many tokens are restored as without the fault."""
+    """The comparison must find one wrong bit in any group, and one swapped pair: exactly these,
+    while as many tokens are restored as without the fault."""
     plans = [(copy_faults.wrong_bit, group) for group in range(expected.groups)]
     for fault, group in [*plans, (copy_faults.swapped_chunks, None)]:
         engine.call(on_workers, copy_faults.plant, fault, group)
@@ -307,7 +310,8 @@ def planted_faults_are_seen(engine: Engine, expected: Expected, stored: Blocks) 
         assert wrong, f"{what} went unseen"
         if group is None:
             assert len({group_of(key) for key in wrong}) == 1, what
-            others = set(stored.values())  # of chunks in part outside a window not all are known
+            # for chunks that are partly outside a window, not all blocks are known
+            others = set(stored.values())
             assert any(blocks[key] in others for key in wrong), what
         else:
             assert [group_of(key) for key in wrong] == [group], what
@@ -321,8 +325,8 @@ def wrong_bits(found: bytes, right: bytes) -> int:
 
 @dataclass(frozen=True)
 class Loads:
-    """Tokens that lookups have answered, and the keys of the blocks that were loaded; ``lost`` of
-    them are not in vLLM's prefix cache any more."""
+    """The numbers of tokens that lookups have returned, and the keys of the blocks that were
+    loaded; ``lost`` of them are no longer in vLLM's prefix cache."""
 
     promised: int
     keys: set[bytes]
@@ -330,7 +334,7 @@ class Loads:
 
 
 def record_loads(llm: Any) -> None:
-    """From now on the scheduler side notes what it promises and loads."""
+    """From now on, record what the scheduler side promises and loads."""
     side = connector(llm)._scheduler
     side.kvtest_loads = ([], set())
     lookup, plan_load = side.lookup, side.planner.loads.plan
@@ -348,7 +352,7 @@ def record_loads(llm: Any) -> None:
 
 
 def take_loads(llm: Any) -> Loads:
-    """Returns the notes since the last call."""
+    """Return the records since the previous call."""
     side = connector(llm)._scheduler
     promised, blocks = side.kvtest_loads
     side.kvtest_loads = ([], set())

@@ -1,4 +1,5 @@
-"""The command line beside a serving engine: what it must see, and that it disturbs nothing."""
+"""Runs the command line beside a serving engine: checks what it sees, and that it disturbs
+nothing."""
 
 from __future__ import annotations
 
@@ -9,7 +10,7 @@ from tests.offload.cli.stores import kvtiers
 
 
 def operate(server: VllmServer, root: Path, export: Path) -> None:
-    """Look at the store of a running server in every way there is."""
+    """Inspect the store of a running server with every command."""
     looked = kvtiers("inspect", root, "--json")
     [home] = looked.json["namespaces"]
     [store] = home["stores"]
@@ -45,7 +46,7 @@ def operate(server: VllmServer, root: Path, export: Path) -> None:
 
 
 def operate_at_rest(root: Path, export: Path, copy: Path) -> None:
-    """After the server has ended: everything is whole, and can go elsewhere and away."""
+    """After the server has ended: everything is intact, and can be exported and cleared."""
     assert kvtiers("verify", root, "--json").json["ok"]
     imported = kvtiers("import", export, copy, "--capacity", "64MiB", "--json")
     assert imported.json["complete"], imported.out

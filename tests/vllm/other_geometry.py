@@ -1,8 +1,8 @@
-"""Real engines of one model in other geometries: their bytes in each other's form, and the proof
-that one restores what the other has stored.
+"""Real engines of one model in different geometries: converts the bytes of one into the form of the
+other, and proves that one restores what the other has stored.
 
-The right answer is the engine's own with the same bytes in its own prefix cache: they are cut from
-what the other engine had in its memory, by ``moved``, and planted past everything under test.
+The right answer is the engine's own answer with the same bytes in its own prefix cache. These bytes
+are cut from the other engine's memory by ``moved``, and written there without any code under test.
 """
 
 from __future__ import annotations
@@ -31,8 +31,9 @@ def made(family: str, ranks: int, folder: Path) -> tuple[Path, dict[str, Any]]:
 
 
 def moved(family: str, block: tuple[bytes, ...], layers: int, ranks: int) -> tuple[bytes, ...]:
-    """A block as ``ranks`` ranks have it, from what other ranks have. vLLM's CPU attention keeps
-    a layer's heads one after the other, and ranks have them in their order; latents are copies."""
+    """Convert a block from other ranks to the form in which ``ranks`` ranks store it. vLLM's CPU
+    attention stores a layer's heads one after the other, and ranks have them in order; latents are
+    copies."""
     if family in ("deepseek_v2", "one_head"):
         assert len(set(block)) == 1, "the ranks' copies differ"
         return (block[0],) * ranks
@@ -62,9 +63,9 @@ def show_read_translated(
     ranks: int,
     tier: str = "lmdb",
 ) -> None:
-    """The engine has just started: everything comes from the other's records, bytes and answers are
-    what they must be, and the comparison sees a wrong byte. Digests are those of whole blocks of
-    one geometry, so the engine cannot compare translated chunks with what was computed."""
+    """The engine has just started: everything must come from the other's records, bytes and answers
+    must be right, and the comparison must detect a wrong byte. A digest covers a whole block of one
+    geometry, so the engine cannot compare translated chunks with what was computed."""
     engine.may_be_unknown = True
     layers = [len(group["layers"]) for group in engine.geometry["groups"]]
     right = {
@@ -99,7 +100,7 @@ def show_read_translated(
 def show_what_came_later(
     writer: Engine, reader: Engine, prompt: Prompt, tier: str = "lmdb"
 ) -> None:
-    """Engines that share a folder or a store find what the other stores while both run."""
+    """Engines that share a folder or a store must find each other's blocks while both run."""
     writer.generate_one(prompt)
     stored = writer.kv_snapshot()
     settle(writer)

@@ -11,7 +11,7 @@ def connector(llm: Any) -> Any:
 
 
 def is_idle(llm: Any) -> bool:
-    """True if the connector has nothing left to do."""
+    """True if the connector has no work left."""
     return not connector(llm).has_pending_push_work()
 
 
@@ -21,7 +21,7 @@ def totals(llm: Any) -> dict[str, float]:
 
 
 def look_up_in_steps(llm: Any) -> None:
-    """Let a step look for three chunks, where it does for a thousand."""
+    """Limit a step's lookups to three chunks instead of a thousand."""
     lookups = connector(llm)._scheduler.lookups
     allowance = connector(llm)._scheduler.planner.budget.lookups
     allowance.chunks, allowance.least = 3, 1
@@ -37,12 +37,12 @@ def look_up_in_steps(llm: Any) -> None:
 
 
 def lookups_put_off(llm: Any) -> int:
-    """Lookups since then that did not come to their end in one step."""
+    """The number of lookups since then that did not end within one step."""
     return int(connector(llm)._scheduler.lookups.put_off)
 
 
 def check(llm: Any) -> None:
-    """Verify the planner's invariants, and that no hook has failed."""
+    """Check the planner's invariants, and that no hook has failed."""
     found = connector(llm)
     found._scheduler.planner.check()
     assert found.faults.by_hook == {}, found.faults.by_hook

@@ -1,4 +1,5 @@
-"""Messages between a test process and an engine process. Imports neither vllm nor torch."""
+"""Messages between a test process and an engine process. This module imports neither vllm nor
+torch."""
 
 from __future__ import annotations
 
@@ -9,8 +10,8 @@ Prompt = list[int]
 
 @dataclass(frozen=True, slots=True)
 class Generation:
-    """The answer to one prompt. Two answers are equal only if tokens and all log-probabilities
-    are equal to the last bit; ``cached_tokens`` takes no part in that."""
+    """The answer to one prompt. Two answers are equal only if tokens and all log-probabilities are
+    equal to the last bit; ``cached_tokens`` is not compared."""
 
     tokens: tuple[int, ...]
     logprobs: tuple[tuple[tuple[int, float], ...], ...]
@@ -26,7 +27,7 @@ class Generation:
 
 @dataclass(frozen=True, slots=True)
 class StartEngine:
-    """The order for a new engine process; the file descriptors travel beside it."""
+    """The order for a new engine process; the file descriptors are sent with it."""
 
     env: dict[str, str]
     engine_kwargs: dict[str, object]

@@ -1,5 +1,5 @@
-"""The comparisons of every end-to-end test: that blocks were really restored, that their bytes are
-those that were computed, and answers with log-probabilities where both runs computed alike."""
+"""The comparisons of every end-to-end test: blocks were really restored, their bytes are those that
+were computed, and answers and log-probabilities are equal if both runs computed alike."""
 
 from __future__ import annotations
 
@@ -34,12 +34,12 @@ def prompts(count: int, tokens: int = 600, seed: int = 0) -> list[Prompt]:
 
 @dataclass(frozen=True)
 class Reference:
-    """vLLM's answers without offloading, by the prompt's number and by the number of its tokens
-    that came from vLLM's own cache.
+    """vLLM's answers without offloading, by prompt number and by the number of prompt tokens that
+    came from vLLM's own cache.
 
-    The rest of a prompt is computed by kernels that depend on how much of it there is, so an answer
-    is only compared with one whose hit had the same length. Then it is equal to the last bit on
-    every processor: the same tokens are computed in the same pieces, one request at a time.
+    The kernels that compute the rest of a prompt depend on its length, so an answer is compared
+    only with one whose hit had the same length. Then both are equal to the last bit on every
+    processor: the same tokens are computed in the same pieces, one request at a time.
     """
 
     prompts: list[Prompt]
@@ -47,14 +47,14 @@ class Reference:
 
     @classmethod
     def record(cls, model: Path, log: Path, asked: list[Prompt], **engine: Any) -> Reference:
-        """Ask a fresh engine without a connector, one prompt after the other, and then again with
-        everything in its own cache."""
+        """Send prompts one after the other to a fresh engine without a connector, and then again
+        with everything in its own cache."""
         with Engine(model, log=log, **(HASH | engine)) as plain:
             return cls(asked, by_hit([plain.generate_one(p) for p in [*asked, *asked]], len(asked)))
 
 
 def by_hit(answers: list[Generation], count: int) -> dict[tuple[int, int], Generation]:
-    """Answers to ``count`` prompts in turn, again and again, as ``Reference`` keeps them."""
+    """Answers to the first ``count`` prompts in turn, repeatedly, as ``Reference`` keeps them."""
     return {(at % count, answer.cached_tokens): answer for at, answer in enumerate(answers)}
 
 
@@ -65,34 +65,34 @@ PATIENT = {
     "lookup_timeout_s": 10,
     "break_even": False,
 }
-"""On a busy machine nothing is given up because it is late (the last two limits are the largest
-that there are), and no load is left out because this tiny model computes faster."""
+"""On a busy machine, no load is given up because it is late (the last two limits are the largest
+allowed), and no load is skipped because this tiny model computes faster."""
 
 
 def config(path: Path | None, cpu: str = "64MiB", **others: Any) -> dict[str, Any]:
-    """The connector's configuration: a CPU tier, and an LMDB tier at ``path``, which is read by
-    requests alone: a scrub would find damage before them. ``others`` replace what is in it."""
+    """The connector's configuration: a CPU tier, and an LMDB tier at ``path``. Only requests read
+    that tier, because a scrub would find damage before them. ``others`` replace entries."""
     tier = {"type": "lmdb", "path": str(path), "capacity": "256MiB", "reserve": 0, "scrub": "off"}
     tiers = [tier] if path else []
     return transfer_config({"cpu": {"capacity": cpu}, "tiers": tiers} | PATIENT | others)
 
 
 def loaded_tokens(engine: Engine, tier: str) -> float:
-    """Tokens that this tier has given so far."""
+    """The number of tokens that this tier has provided so far."""
     return float(engine.call(totals).get(f"loaded_tokens:{tier}", 0))
 
 
 def settle(engine: Engine) -> None:
-    """Let write-through end, and check the planner's invariants."""
+    """Wait for the end of write-through, and check the planner's invariants."""
     engine.step_until(is_idle)
     engine.call(check)
 
 
 def ask(engine: Engine, reference: Reference) -> int:
-    """Ask everything, one prompt after the other. Raises ``AssertionError`` unless every answer
-    equals the reference's answer with a hit of the same length. Returns how many were compared: not
-    those whose hit has a length that the reference never had, or whose load has failed, because
-    they were computed in other pieces."""
+    """Send everything, one prompt after the other. Raises ``AssertionError`` unless every answer
+    equals the reference's answer with a hit of the same length. Returns how many answers were
+    compared. Answers with a hit length that the reference never had, or whose load failed, are not
+    compared, because they were computed in other pieces."""
     compared = 0
     for number, prompt in enumerate(reference.prompts):
         failures = engine.call(totals)["load_failures"]
@@ -107,14 +107,14 @@ def ask(engine: Engine, reference: Reference) -> int:
 
 
 def fill(engine: Engine, reference: Reference) -> None:
-    """Ask everything once, cold, and let it reach the disk."""
+    """Send everything once, cold, and wait until it has reached the disk."""
     assert ask(engine, reference) == len(reference.prompts)
     settle(engine)
 
 
 def ask_and_compare(engine: Engine, reference: Reference, tier: str) -> None:
-    """Empty vLLM's own cache, ask everything again, and require that ``tier`` gave blocks, that
-    they were what was computed, and that no answer differs."""
+    """Empty vLLM's own cache, send everything again, and require that ``tier`` provided blocks,
+    that these were what was computed, and that no answer differs."""
     engine.reset_prefix_cache()
     before, checked = loaded_tokens(engine, tier), engine.verified()
     assert ask(engine, reference) > 0
@@ -126,8 +126,8 @@ def ask_and_compare(engine: Engine, reference: Reference, tier: str) -> None:
 
 
 def all_were_compared(engine: Engine) -> bool:
-    """True if loaded chunks have been compared, and all of them were what was computed, apart from
-    those that a test has planted."""
+    """True if loaded chunks have been compared and all of them were what was computed, except those
+    with planted faults."""
     found = engine.verified()
     return found.equal > 0 == found.unknown and found.different == engine.planted_differences
 
@@ -135,11 +135,11 @@ def all_were_compared(engine: Engine) -> bool:
 def planted_faults_are_seen(engine: Engine, reference: Reference, tier: str = "cpu") -> None:
     """One wrong bit and one swapped pair of chunks must be found, and must not be stored."""
     see_planted_faults(engine, lambda: engine.generate_one(reference.prompts[0]))
-    ask_and_compare(engine, reference, tier)  # healed: nothing that is stored was harmed
+    ask_and_compare(engine, reference, tier)  # healed: no stored chunk was damaged
 
 
 def see_planted_faults(engine: Engine, ask_again: Callable[[], object]) -> None:
-    """``ask_again`` asks for what is restored."""
+    """``ask_again`` sends prompts that are restored."""
     for fault, wrong in ((copy_faults.swapped_chunks, 2), (copy_faults.wrong_bit, 1)):
         settle(engine)
         before = engine.verified()

@@ -1,7 +1,7 @@
-"""A disk that hangs, fails, fills up or crawls under the LMDB tier of a running engine.
+"""Simulates a disk that hangs, fails, fills up or is slow, under the LMDB tier of a running engine.
 
-The system calls on the payload file are replaced behind the tier's back; everything above them,
-threads, index, executor, planner, is real. Each function runs in every worker process.
+The system calls on the payload file are replaced without the tier's knowledge; everything above
+them is real: threads, index, executor, planner. Each function runs in every worker process.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ SLOW_S = 0.3
 RETRY_S = (0.2, 1.0)
 """The first and the longest wait of a breaker after ``retry_soon``."""
 REFUSALS = {"is full": errno.ENOSPC, "is read-only": errno.EROFS}
-"""The end of a write; reads work."""
+"""``write`` calls end; reads work."""
 
 
 class SickIo(DiskIo):
-    """Every call is counted, then does what ``state`` says."""
+    """Counts every call, then does what ``state`` requires."""
 
     def __init__(self) -> None:
         self.state = "well"
@@ -60,7 +60,7 @@ def _tiers(worker: Any) -> Any:
 
 
 def infect(worker: Any, state: str) -> None:
-    """From now on the disk of this rank is in this state."""
+    """Put the disk of this rank into this state."""
     for tier in _tiers(worker):
         io = tier._files.file._io
         if not isinstance(io, SickIo):
@@ -72,7 +72,7 @@ def infect(worker: Any, state: str) -> None:
 
 
 def set_limits(worker: Any, load_timeout_s: float, tier_timeout_s: float) -> None:
-    """The time that this rank's loads, and operations of its tiers, may take from now on."""
+    """Set how long this rank's loads, and operations of its tiers, may take from now on."""
     found = executor(worker)
     found.limits = replace(
         found.limits, load_timeout_s=load_timeout_s, tier_timeout_s=tier_timeout_s
@@ -82,14 +82,15 @@ def set_limits(worker: Any, load_timeout_s: float, tier_timeout_s: float) -> Non
 
 
 def compute_at(llm: Any, tokens_per_second: float) -> None:
-    """The speed of computing for break-even, whatever this machine's speed is."""
+    """Set the speed of computing for break-even, whatever this machine's speed is."""
     prefill = connector(llm)._scheduler.planner.health._prefill
     prefill.value = lambda: tokens_per_second
     prefill.observe = lambda tokens, seconds: None
 
 
 def retry_soon(llm: Any) -> None:
-    """A tier that was shut out is tried again after a fraction of a second, and never later."""
+    """From now on, an unavailable tier is tried again after a fraction of a second, and never
+    later."""
     load_or_recompute.RETRY_S, load_or_recompute.RETRY_MAX_S = RETRY_S
     for gate in connector(llm)._scheduler.planner.health:
         gate.pace._wait_s = RETRY_S[0]
@@ -98,5 +99,5 @@ def retry_soon(llm: Any) -> None:
 
 
 def disk_calls(worker: Any) -> int:
-    """The number of times that the disk was asked since it is in its state."""
+    """The number of calls to the disk since it entered its state."""
     return sum(tier._files.file._io.calls for tier in _tiers(worker))

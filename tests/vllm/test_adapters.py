@@ -1,5 +1,5 @@
-"""LoRA adapters that are replaced under their path, on real engines: KV is found by what was loaded
-when it was computed, whatever lies at the path when a request comes."""
+"""LoRA adapters that are replaced at their path, on real engines: KV is found by the content that
+was loaded when it was computed, not by the files at the path when a request comes."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tests.vllm.restored import HASH, config, loaded_tokens, prompts, see_plante
 NAME = "adapter"
 RANK = 8
 HIT = 576
-"""Tokens of a prompt that lie in whole blocks."""
+"""Number of prompt tokens that are in whole blocks."""
 
 
 def make_adapter(folder: Path, seed: int) -> Path:
@@ -52,7 +52,7 @@ Answer = tuple[list[int], float]
 
 
 def answer(llm: Any, path: str, prompt: Prompt) -> tuple[int, Answer]:
-    """A greedy answer with the adapter, and how many tokens of the prompt were cached."""
+    """A greedy answer with the adapter, and the number of cached tokens of the prompt."""
     from vllm import SamplingParams
 
     sampling = SamplingParams(temperature=0.0, max_tokens=8, logprobs=1, ignore_eos=True)
@@ -65,15 +65,15 @@ def answer(llm: Any, path: str, prompt: Prompt) -> tuple[int, Answer]:
 
 
 def answers(engine: Engine, path: Path, prompt: Prompt) -> dict[int, Answer]:
-    """Returns the answers of a fully computed prompt and of one with a hit in vLLM's own cache, by
-    the length of the hit. An answer is compared with one whose hit was as long: the same tokens are
-    then computed in the same pieces, which is exact on every processor."""
+    """Returns the answers for a fully computed prompt and for one with a hit in vLLM's own cache,
+    by the length of the hit. An answer is compared with one whose hit had the same length: the same
+    tokens are then computed in the same pieces, which is exact on every processor."""
     found = dict(engine.call(answer, str(path), prompt) for _ in range(2))
     assert found.keys() == {0, HIT}
     return found
 
 
-def test_an_adapter_is_known_by_what_was_loaded(llama: Path, tmp_path: Path) -> None:
+def test_an_adapter_is_identified_by_what_was_loaded(llama: Path, tmp_path: Path) -> None:
     first, second = (make_adapter(tmp_path / f"v{seed}", seed) for seed in (1, 2))
     path = tmp_path / "adapter"
     options: dict[str, Any] = HASH | {
@@ -84,7 +84,7 @@ def test_an_adapter_is_known_by_what_was_loaded(llama: Path, tmp_path: Path) -> 
     [prompt] = prompts(1)
 
     def put(version: Path) -> None:
-        """Replace what lies at the path, as a deployment does."""
+        """Replace the files at the path, as a deployment does."""
         link = tmp_path / "next"
         link.symlink_to(version)
         os.replace(link, path)
@@ -96,7 +96,7 @@ def test_an_adapter_is_known_by_what_was_loaded(llama: Path, tmp_path: Path) -> 
     put(first)
     with Engine(llama, log=tmp_path / "one", **options) as engine:
         engine.call(load, str(path))
-        put(second)  # after it was loaded, before its first request
+        put(second)  # after the load, before the first request
         of_first = answers(engine, path, prompt)
         settle(engine)
         engine.reset_prefix_cache()
@@ -120,7 +120,7 @@ def test_an_adapter_is_known_by_what_was_loaded(llama: Path, tmp_path: Path) -> 
         see_planted_faults(engine, lambda: engine.call(answer, str(path), prompt))
         planted = engine.call(totals)["load_failures"] - failed
 
-        put(second)  # and loaded again under the same name, which no hash can tell
+        put(second)  # and loaded again under the same name, which no hash can reveal
         engine.call(load, str(path), True)
         engine.reset_prefix_cache()
         assert engine.call(answer, str(path), prompt)[1] not in of_first.values()

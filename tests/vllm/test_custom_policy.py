@@ -1,4 +1,5 @@
-"""The same policy, unchanged, in the simulator, the CPU tier and the LMDB tier of a real server."""
+"""Runs the same policy, unchanged, in the simulator, the CPU tier and the LMDB tier of a real
+server."""
 
 from __future__ import annotations
 
@@ -12,7 +13,7 @@ pytest.importorskip("vllm")
 
 
 class TestEndedFirstPolicy(PolicyContract):
-    """The example keeps the interface."""
+    """The example fulfils the interface."""
 
     examples = 10
 
@@ -42,6 +43,6 @@ def test_the_example_serves(tmp_path, capsys) -> None:
     custom_policy.in_the_simulator()
     assert custom_policy.in_a_server(tmp_path), capsys.readouterr().out
     log = (tmp_path / "server.log").read_text(errors="replace")
-    # Both tiers were too small, and each had a separate policy.
+    # Both tiers were too small, and each had its own policy object.
     assert log.count("EndedFirstPolicy names its first victims") == 2
     assert "is replaced by LRU" not in log

@@ -1,5 +1,6 @@
-"""Each tiny family starts on plain vLLM, has the KV groups its entry says, and its output depends
-on the cached bytes. Without this, a test of a family with the connector would prove nothing."""
+"""Each tiny family starts on plain vLLM, has the KV groups that its entry lists, and its output
+depends on the cached bytes. Without this, a test of a family with the connector would prove
+nothing."""
 
 from __future__ import annotations
 
@@ -30,7 +31,7 @@ def test_family(family: Family, tmp_path: Path) -> None:
         for key, block in engine.cached_blocks().items():
             blocks.setdefault(int.from_bytes(key[-4:], "big"), []).append(block)
         assert set(blocks) == (set(range(len(groups))) if family.hits else set())
-        for group, ids in blocks.items():  # each group alone matters
+        for group, ids in blocks.items():  # each group by itself affects the output
             engine.fill_blocks({group: ids})
             damaged = engine.generate_one(prompt)
             assert damaged.cached_tokens == warm.cached_tokens

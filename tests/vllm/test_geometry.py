@@ -1,4 +1,5 @@
-"""Real engines that read what engines of another tensor parallel size have left in a folder."""
+"""Real engines that read blocks which engines of another tensor parallel size have left in a
+folder."""
 
 from __future__ import annotations
 
@@ -26,8 +27,8 @@ FAMILY = ["llama", *(pytest.param(name, marks=pytest.mark.thorough) for name in 
 def connector(
     path: Path, geometry: str, capacity: str, *, shared: bool = False, **others: Any
 ) -> dict[str, Any]:
-    """An LMDB tier with this ``geometry`` setting. These models have no weight files; the engine's
-    id stands for them."""
+    """An LMDB tier with this ``geometry`` setting. These models have no weight files, so the
+    engine's id identifies them."""
     tier = {"type": "lmdb", "path": str(path), "capacity": capacity, "reserve": 0}
     tiers = [tier | {"geometry": geometry, "shared": shared}]
     return config(None, tiers=tiers, **others) | {"engine_id": "geometry"}
@@ -39,7 +40,8 @@ def test_tensor_parallel_sizes_read_each_other(family: str, tmp_path: Path) -> N
     tokens = FAMILIES["llama" if family == "one_head" else family].prompt_tokens
     first, second = prompts(2, tokens), prompts(2, tokens, seed=9)
 
-    is_live = family == "llama"  # the first engine runs on, beside the one that reads its records
+    # the first engine keeps running, beside the one that reads its records
+    is_live = family == "llama"
     folder, options = made(family, 2, model)
     own = connector(path, "own", "48MiB", shared=is_live)
     with ExitStack() as engines:

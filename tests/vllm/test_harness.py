@@ -1,7 +1,7 @@
-"""The harness itself: what it must be able to see before any other test here means something.
+"""Tests the harness itself: what it must detect before any other test here has a meaning.
 
-Answers are compared where equal hits left the same tokens to compute, one request at a time: other
-shapes of batches take other kernels, whose last bits differ on some processors.
+Answers are compared only if equal hits left the same tokens to compute, one request at a time:
+other batch shapes use other kernels, whose last bits differ on some processors.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ def is_running(llm: Any) -> bool:
     return num_running(llm) > 0
 
 
-def test_wrong_cached_bytes_are_seen(llama: Path, tmp_path: Path) -> None:
+def test_wrong_cached_bytes_are_detected(llama: Path, tmp_path: Path) -> None:
     with Engine(llama, log=tmp_path / "log") as engine:
         cold = engine.generate_one(prompt(1))
         before = engine.kv_snapshot()
@@ -41,8 +41,9 @@ def test_wrong_cached_bytes_are_seen(llama: Path, tmp_path: Path) -> None:
         assert all(len(ranks[0]) == 4 * 8192 and any(ranks[0]) for ranks in before.values())
 
         blocks = list(engine.cached_blocks().values())
-        # Keys carry their position (RoPE), so attention does not see in which of its blocks
-        # they lie: two swapped blocks of one prompt give the same output. Only bytes tell.
+        # Keys contain their position (RoPE), so attention does not depend on the blocks in which
+        # they are stored: swapping two blocks of one prompt does not change the output. Only the
+        # bytes reveal it.
         engine.swap_blocks(0, blocks[3], blocks[4])
         assert engine.kv_snapshot() != before
         engine.swap_blocks(0, blocks[3], blocks[4])
@@ -70,11 +71,12 @@ def test_requests_can_be_stepped_and_aborted(llama: Path, tmp_path: Path) -> Non
         engine.abort("a")
         finished = engine.run_until_finished()
         assert set(finished) == {"b"}
-        assert len(finished["b"].tokens) == 4  # which, depends on what was computed beside them
+        # which one depends on the requests computed beside it
+        assert len(finished["b"].tokens) == 4
         assert engine.call(num_running) == 0
 
 
-def test_a_killed_engine_is_gone_and_says_so(llama: Path, tmp_path: Path) -> None:
+def test_a_killed_engine_is_gone_and_reported(llama: Path, tmp_path: Path) -> None:
     with Engine(llama, log=tmp_path / "log") as engine:
         engine.kill()
         with pytest.raises(EngineError, match="the engine process"):
@@ -87,7 +89,7 @@ def test_a_failed_start_shows_the_log(tmp_path: Path) -> None:
 
 
 @pytest.mark.thorough
-def test_two_ranks_give_their_own_bytes(llama: Path, tmp_path: Path) -> None:
+def test_two_ranks_return_separate_bytes(llama: Path, tmp_path: Path) -> None:
     with Engine(llama, log=tmp_path / "log", tensor_parallel_size=2) as engine:
         engine.generate_one(prompt(1))
         snapshot = engine.kv_snapshot()

@@ -1,4 +1,5 @@
-"""Engines whose blocks have equal keys and other bytes must not read each other's, on real ones."""
+"""Real engines whose blocks have equal keys but different bytes must not read each other's
+blocks."""
 
 from __future__ import annotations
 
@@ -11,10 +12,10 @@ from tests.vllm.engine import Engine
 from tests.vllm.restored import config, loaded_tokens, prompts, settle
 
 TOKENS = 8320
-"""Beyond position 8,191 Llama 4 scales its queries, if ``max_model_len`` is above 32,768."""
+"""Beyond position 8,191, Llama 4 scales its queries if ``max_model_len`` is above 32,768."""
 
 
-def test_llama4_of_another_max_model_len_reads_nothing(tmp_path: Path) -> None:
+def test_llama4_with_another_max_model_len_reads_nothing(tmp_path: Path) -> None:
     changes = {
         "max_position_embeddings": 131072,
         # The scaled layer comes first, so that its output reaches the KV of the others.

@@ -1,4 +1,4 @@
-"""A server killed at random moments while it stores and loads, again and again on one folder.
+"""Kills a server at random moments while it stores and loads, repeatedly on one folder.
 
 ``KVTIERS_KILLS=50 KVTIERS_SEED=9 python -m pytest tests/vllm/test_kills.py`` kills 50 times.
 """
@@ -38,7 +38,7 @@ def bytes_below(folder: Path) -> int:
 
 
 def strays(folder: Path) -> set[str]:
-    """Files of a tier's folder that no tier has there."""
+    """Unexpected files in a tier's folder."""
     inside = {path.name for path in folder.rglob("rank*/**/*") if path.is_file()}
     return inside - KNOWN_FILES
 

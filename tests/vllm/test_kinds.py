@@ -33,7 +33,7 @@ KINDS = {
     "nemotron_h": Kind("nemotron_h"),
     "granite_hybrid": Kind("granite_hybrid"),
     "lfm2": Kind("lfm2"),
-    # 19 blocks: vLLM keeps the state after the last, which no chunk of two could end at.
+    # 19 blocks: vLLM keeps the state after the last one, where no chunk of two blocks could end.
     "lfm2_chunks": Kind("lfm2", chunk_blocks=2, prompt_tokens=620),
     "deepseek_v2": Kind("deepseek_v2"),
     "deepseek_v3": Kind("deepseek_v3"),
@@ -57,7 +57,7 @@ ONE_OF_EACH = {
     "deepseek_v3_mtp": "latent attention, with a draft layer in the same group",
     "qwen3_next_tp2": "Gated DeltaNet states, on two ranks",
 }
-"""The kinds of KV cache that differ for us; the others are variants."""
+"""The kinds of KV cache that are different for kvtiers; the others are variants."""
 
 
 @pytest.mark.parametrize("name", ONE_OF_EACH)
@@ -81,8 +81,8 @@ def test_kind(name: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.thorough
-def test_mla_as_the_platform_runs_it(tmp_path: Path) -> None:
-    """Without a prefix cache of vLLM's own: what it would have answered comes from the tiers."""
+def test_mla_as_the_platform_runs_it_by_default(tmp_path: Path) -> None:
+    """Without a prefix cache of vLLM: the tiers provide what that would have provided."""
     kind = KINDS["deepseek_v2"]
     expected = Expected.record(kind, tmp_path / "model", tmp_path / "plain.log")
     model, options = kind.make(tmp_path / "model")
@@ -104,7 +104,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_refused_with_a_way_out(name: str, tmp_path: Path) -> None:
+def test_an_unsupported_model_is_refused_with_a_remedy(name: str, tmp_path: Path) -> None:
     changes, hint = REFUSED[name]
     model, options = Kind(name, changes).make(tmp_path / "model")
     with pytest.raises(EngineError, match="kvtiers cannot offload this model") as error:

@@ -1,5 +1,5 @@
-"""Two real engines over a real Mooncake store: what one has computed the other restores, bit by
-bit; the master is killed and restarted under load, and no answer changes.
+"""Two real engines over a real Mooncake store: one restores what the other has computed, bit by
+bit; when the master is killed and restarted under load, no answer changes.
 """
 
 from __future__ import annotations
@@ -41,7 +41,8 @@ skip_without_mooncake()
 pytestmark = pytest.mark.thorough
 
 LIMITS = (10.0, 5.0)
-"""Seconds that a load and an operation of the store may take once its master may be dead."""
+"""Time in seconds that a load and an operation of the store may take once its master may be
+dead."""
 
 
 @pytest.fixture
@@ -58,7 +59,8 @@ def offload(master: Master, cpu: str, segment: str = "128MiB", **others: Any) ->
 
 
 def ask(engine: Engine, reference: Reference) -> float:
-    """Ask everything again, with vLLM's own cache empty, and compare; tokens from the store."""
+    """Send everything again, with vLLM's own cache empty, and compare; return the tokens from the
+    store."""
     engine.reset_prefix_cache()
     before = loaded_tokens(engine, "mooncake")
     in_turn(engine, reference)
@@ -66,13 +68,13 @@ def ask(engine: Engine, reference: Reference) -> float:
 
 
 def under_load(engine: Engine, reference: Reference, round_: int) -> float:
-    """``ask`` while new prompts are computed and written."""
+    """Call ``ask`` while new prompts are computed and written."""
     engine.generate([*reference.prompts, *prompts(3, seed=1000 + round_)], max_tokens=2)
     return ask(engine, reference)
 
 
 def until_restored(engine: Engine, reference: Reference) -> None:
-    """Both breakers close again, and the store gives what it was given since."""
+    """Both breakers close again, and the store provides what was written to it since."""
     deadline = time.monotonic() + PATIENCE_S
     for round_ in itertools.count(100):
         if under_load(engine, reference, round_):
@@ -82,7 +84,7 @@ def until_restored(engine: Engine, reference: Reference) -> None:
 
 
 def kill_under_load(engine: Engine, reference: Reference, master: Master, steps: int) -> None:
-    """The master dies after some steps of requests that load and compute."""
+    """Kill the master after some steps of requests that load and compute."""
     engine.reset_prefix_cache()
     asked = [*reference.prompts, *prompts(3, seed=1000)]
     for number, prompt in enumerate(asked):
@@ -92,11 +94,11 @@ def kill_under_load(engine: Engine, reference: Reference, master: Master, steps:
     assert len(engine.run_until_finished()) == len(asked)
 
 
-def test_one_restores_what_the_other_has_computed(
+def test_one_engine_restores_what_the_other_has_computed(
     llama: Path, tmp_path: Path, master: Master
 ) -> None:
     reference = Reference.record(llama, tmp_path / "plain.log", prompts(4))
-    wanted = 3 * (len(reference.prompts[0]) - 32)  # of each pair the second half is new
+    wanted = 3 * (len(reference.prompts[0]) - 32)  # the second half of each pair is new
     with (
         Engine(llama, log=tmp_path / "1.log", connector=offload(master, "64MiB"), **HASH) as one,
         Engine(llama, log=tmp_path / "2.log", connector=offload(master, "64MiB"), **HASH) as two,
@@ -113,8 +115,9 @@ def test_one_restores_what_the_other_has_computed(
 
 
 def new_weights_part_them(one: Engine, two: Engine, reference: Reference) -> None:
-    """An engine that was reset finds nothing of the others, nor they what it stores since. That it
-    stores at all is seen when nothing but its epoch is given to another."""
+    """An engine that was reset finds no blocks of the others, and they do not find what it stores
+    afterwards. To show that it stores at all, another engine is given its epoch and nothing
+    else."""
     two.reset_prefix_cache(connector=True)
     assert ask(two, reference) == 0
     settle(two)
@@ -132,7 +135,7 @@ def new_weights_part_them(one: Engine, two: Engine, reference: Reference) -> Non
 
 
 def found_chunks(engine: Engine, asked: list[Prompt]) -> float:
-    """Chunks of prompts that are new to an engine which it found in the store."""
+    """The number of chunks that an engine found in the store, of prompts that are new to it."""
     before = engine.call(totals)["found_chunks:mooncake"]
     engine.generate(asked)
     return float(engine.call(totals)["found_chunks:mooncake"] - before)
@@ -168,8 +171,8 @@ def test_the_master_is_killed_and_restarted_under_load(
 async def test_ranks_restore_their_parts_from_a_store_that_outlives_them(
     llama: Path, tmp_path: Path, master: Master
 ) -> None:
-    """The engines give no memory; a separate client does. A chunk without one rank's part is a
-    miss."""
+    """The engines contribute no memory; a separate client does. A chunk that lacks one rank's part
+    is a miss."""
     ranks = {"tensor_parallel_size": 2} | HASH
     reference = Reference.record(llama, tmp_path / "plain.log", prompts(2), **ranks)
     connector = offload(master, "64MiB", segment="0")
@@ -194,12 +197,13 @@ async def test_ranks_restore_their_parts_from_a_store_that_outlives_them(
 
 
 def test_tensor_parallel_sizes_read_each_other_in_a_store(tmp_path: Path, master: Master) -> None:
-    """One rank and two, side by side, each way; what cannot be translated is refused. The memory is
-    another process's, so that what an engine has stored outlives it."""
+    """Engines with one and with two ranks run side by side, in both directions; what cannot be
+    translated is refused. Another process provides the memory, so that an engine's records outlive
+    the engine."""
 
     def connector(geometry: str, **others: Any) -> dict[str, Any]:
         tiers = [master.tier("0") | {"geometry": geometry}]
-        # The model has no weight files; the id stands for them.
+        # The model has no weight files, so the engine's id identifies it.
         return config(None, tiers=tiers, **others) | {"engine_id": "geometry"}
 
     def started(ranks: int, geometry: str, **others: Any) -> Engine:

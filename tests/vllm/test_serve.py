@@ -1,8 +1,8 @@
-"""Blocks that leave vLLM's cache come back bit for bit: from the CPU tier, from disk, after a
+"""Blocks that leave vLLM's cache are restored bit for bit: from the CPU tier, from disk, after a
 restart, after a crash, on two ranks, under preemption, after aborts, and from a damaged disk.
 
-Every engine compares what it loads with what was computed, and must see a wrong bit and a swapped
-pair that the tests plant.
+Every engine compares what it loads with what was computed, and must detect a wrong bit and a
+swapped pair that the tests plant.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ def test_cold_then_from_the_cpu_tier_then_from_disk_after_a_restart(
 
 
 def partly_on_disk(llm: Any) -> bool:
-    """Some chunks are on disk, others are still on their way."""
+    """Some chunks are on disk, others are still being written."""
     planner = connector(llm)._scheduler.planner
     return len(planner.lower[0]) >= 4 and planner.busy
 
@@ -194,7 +194,7 @@ def test_half_of_the_records_on_disk_are_damaged(
         after = engine.call(totals)
         assert after["load_failures"] > before["load_failures"]
         assert after["dropped_chunks:lmdb"] > 0
-        # What was recomputed is on disk again, whole.
+        # The recomputed chunks are on disk again, intact.
         ask_and_compare(engine, reference, "cpu")
     with serve(llama, tmp_path, "third") as engine:
         ask_and_compare(engine, reference, "lmdb")
@@ -208,7 +208,7 @@ def test_a_reset_with_the_connector_forgets_every_tier_for_good(
     with serve(llama, tmp_path, "first") as engine:
         fill(engine, reference)
         engine.reset_prefix_cache(connector=True)
-        fill(engine, reference)  # by weights that no file holds, for all that is known
+        fill(engine, reference)  # as far as is known, by weights that no file has
         engine.kill()  # the reset was durable when it returned
     with serve(llama, tmp_path, "second") as engine:
         assert ask(engine, reference) == len(reference.prompts)
@@ -242,7 +242,7 @@ SCHEDULER_HOOKS = ["lookup", "finished", "update", "on_new_request", "_plan_load
 
 
 def break_scheduler(llm: Any, name: str) -> None:
-    """From now on every third call of this method raises."""
+    """From now on, every third call of this method raises."""
     side = connector(llm)._scheduler
     _break(side, name)
 
@@ -277,7 +277,7 @@ def hook_faults(llm: Any) -> dict[str, int]:
     return dict(connector(llm).faults.by_hook)
 
 
-def test_a_hook_that_raises_costs_hits_and_never_an_answer(
+def test_a_hook_that_raises_costs_hits_but_never_changes_an_answer(
     llama: Path, tmp_path: Path, reference: Reference
 ) -> None:
     with serve(llama, tmp_path, "first") as engine:
@@ -297,15 +297,15 @@ def test_a_hook_that_raises_costs_hits_and_never_an_answer(
 
 
 def recomputes_failed_loads(llm: Any) -> bool:
-    """vLLM's scheduler recomputes them, whatever the configuration says."""
+    """vLLM's scheduler recomputes such requests, whatever the configuration says."""
     return bool(llm.llm_engine.engine_core.engine_core.scheduler.recompute_kv_load_failures)
 
 
-def test_by_short_name_and_without_any_configuration(
+def test_the_connector_works_by_its_short_name_and_without_configuration(
     llama: Path, tmp_path: Path, reference: Reference
 ) -> None:
-    """The plugin of the installed package makes the name known; defaults suit the machine, and what
-    cannot be loaded is computed."""
+    """The installed package's plugin registers the name; defaults fit the machine, and failed loads
+    are recomputed."""
     plain = {"kv_connector": "KvTiersConnector", "kv_role": "kv_both"}
     with Engine(llama, log=tmp_path / "log", connector=plain, **HASH) as engine:
         fill(engine, reference)

@@ -1,5 +1,5 @@
-"""``vllm serve`` with the engine in a separate process: HTTP in, restored blocks out; killed with
-signal 9 while it stores; and configurations that it refuses."""
+"""``vllm serve`` with the engine in a separate process: requests over HTTP, restored blocks, a
+SIGKILL while it stores, and configurations that it refuses."""
 
 from __future__ import annotations
 
@@ -45,12 +45,12 @@ def start(model: Path, tmp_path: Path, name: str, connector: dict[str, Any] | No
 
 
 Answers = dict[tuple[int, int], tuple[Any, Any]]
-"""Token ids and log-probabilities, by the prompt's number and how many of its tokens were cached:
-with other hits the rest is computed in other pieces, and the last bits may differ."""
+"""Token ids and log-probabilities, by prompt number and number of cached tokens: with other hits
+the rest is computed in other pieces, and the last bits may differ."""
 
 
 def answers(server: VllmServer) -> Answers:
-    """Ask every prompt."""
+    """Send every prompt."""
     found = {}
     for number, prompt in enumerate(ASKED):
         answer = server.completion(prompt, 8, logprobs=5)
@@ -61,7 +61,7 @@ def answers(server: VllmServer) -> Answers:
 
 
 def same(found: Answers, reference: Answers) -> bool:
-    """True if all answers that can be compared are equal, and there are such."""
+    """True if there are answers that can be compared, and all of these are equal."""
     common = found.keys() & reference.keys()
     return bool(common) and all(found[hit] == reference[hit] for hit in common)
 
@@ -82,7 +82,7 @@ def loaded(server: VllmServer, tier: str) -> float:
 
 @contextlib.contextmanager
 def traffic(server: VllmServer) -> Iterator[None]:
-    """Other prompts in flight while the body runs; errors of a killed server are expected."""
+    """Keep other prompts in flight while the body runs; errors of a killed server are expected."""
 
     def ask(number: int) -> None:
         with contextlib.suppress(ServerError, OSError):
@@ -97,8 +97,8 @@ def traffic(server: VllmServer) -> Iterator[None]:
 
 
 def page_of(server: VllmServer) -> dict[str, set[str]]:
-    """Names and labels of every series on the page of metrics. A metric that nobody has counted
-    yet is there by name alone, with the labels that it was declared with."""
+    """Names and labels of every series on the metrics page. A metric without any value yet appears
+    only by name, with its declared labels."""
     declared = {metric.shown_as(name): set(metric.labels) for name, metric in METRICS.items()}
     found: dict[str, set[str]] = {}
     for family in text_string_to_metric_families(server.metrics_page()):
@@ -126,7 +126,7 @@ def controls_are_answered(server: VllmServer) -> None:
 
 
 def misses_are_recorded(file: Path) -> None:
-    """The file of a running server, read by the command line."""
+    """Read the file of a running server with the command line."""
     shown = CliRunner().invoke(app, ["why", str(file), "--json", "--last", "1000"])
     assert shown.exit_code == 0, shown.output
     records = json.loads(shown.output)["requests"]
@@ -205,7 +205,7 @@ def test_every_problem_of_a_configuration_is_reported_at_once(llama: Path, tmp_p
 
 @pytest.mark.thorough
 def test_kvtiers_serve_restores_blocks_from_both_tiers(llama: Path, tmp_path: Path) -> None:
-    """Two flags, no JSON: the second server finds what the first has left on the disk."""
+    """Two flags and no JSON: the second server finds what the first has left on the disk."""
     flags = (*FLAGS, "--kv-cpu", "64MiB", "--kv-disk", f"{tmp_path / 'kv'}:256MiB")
     program = (sys.executable, "-m", "offload.cli", "serve")
     reference: Answers = {}

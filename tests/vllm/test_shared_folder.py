@@ -1,5 +1,5 @@
-"""Two real engines at a time over one shared folder: what one computed the other restores; one that
-is killed harms nobody; one with new weights is on its own.
+"""Two real engines at a time over one shared folder: each restores what the other computed; killing
+one does not affect the other; one with new weights no longer shares.
 """
 
 from __future__ import annotations
@@ -33,7 +33,8 @@ def connector(path: Path, kind: str) -> dict[str, Any]:
 
 
 def compute(engine: Engine, asked: list[list[int]], tier: str) -> Reference:
-    """The engine's answer when it has to compute everything; it is stored when this returns."""
+    """The engine's answer when it has to compute everything; its blocks are stored when this
+    returns."""
     before = loaded_tokens(engine, tier)
     cold = [engine.generate_one(prompt) for prompt in asked]
     assert loaded_tokens(engine, tier) == before, "it was computed before"
@@ -43,7 +44,8 @@ def compute(engine: Engine, asked: list[list[int]], tier: str) -> Reference:
 
 
 def restore(engine: Engine, computed: Reference, tier: str) -> None:
-    """The engine has the same from the shared folder: answers and log-probabilities."""
+    """The engine gets the same blocks from the shared folder: answers and log-probabilities must be
+    equal."""
     before = loaded_tokens(engine, tier)
     assert ask(engine, computed) > 0
     assert loaded_tokens(engine, tier) - before > len(computed.prompts[0]) // 2
@@ -68,7 +70,8 @@ def test_engines_restore_what_others_computed(llama: Path, tmp_path: Path, kind:
             restore(three, of_two_alone, kind)
             three.reset_prefix_cache(connector=True)
             of_three = compute(three, prompts(2, seed=5), kind)
-            compute(two, prompts(2, seed=5), kind)  # not what was stored under other weights
+            # not the blocks that were stored under other weights
+            compute(two, prompts(2, seed=5), kind)
             three.reset_prefix_cache()
             restore(three, of_three, "cpu")
             planted_faults_are_seen(three, of_three)

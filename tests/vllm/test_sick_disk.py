@@ -1,5 +1,5 @@
-"""Whatever happens to the disk, every request is answered with the right tokens; the tier is shut
-out after a few failures, costs nothing while it is, and is used again when the disk works."""
+"""Whatever happens to the disk, every request is answered with the right tokens; the tier is left
+out after a few failures, costs nothing meanwhile, and is used again when the disk works."""
 
 from __future__ import annotations
 
@@ -35,13 +35,13 @@ from tests.vllm.restored import (
 
 FAILURES = 3
 STALL_S = 0.5
-"""A process is stopped for longer than this."""
+"""For how long a process is stopped, at least."""
 SHORT, LONG = (2.0, 0.3), (PATIENCE_S, PATIENCE_S)
-"""Seconds that a load and an operation of the disk may take while it is ill, and while it must not
-be shut out because the machine is busy."""
+"""Time in seconds that a load and an operation of the disk may take: while the disk fails, and
+while a busy machine must not cause the tier to be left out."""
 SLOWLY, QUICKLY = (1.0,), (2500.0,)
-"""Tokens per second that computing is taken to make: any disk is faster than the first, and one
-that takes 0.3 s for a call slower than the second."""
+"""Assumed tokens per second of computing: any disk is faster than the first value, and a disk that
+takes 0.3 s per call is slower than the second."""
 
 
 @pytest.fixture(scope="module")
@@ -56,7 +56,7 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def engine(llama: Path, reference: Reference, root: Path) -> Iterator[Engine]:
-    """A CPU tier that holds one prompt at a time, so that most hits come from the disk."""
+    """A CPU tier that holds only one prompt at a time, so that most hits come from the disk."""
     offload = config(root, cpu="1MiB", breaker_failures=FAILURES, break_even=True)
     with Engine(llama, log=root.with_name("log"), connector=offload, **HASH) as found:
         found.call(sick_disk.retry_soon)
@@ -66,7 +66,7 @@ def engine(llama: Path, reference: Reference, root: Path) -> Iterator[Engine]:
 
 
 def gate_state(llm: Any) -> tuple[bool, bool, float]:
-    """Whether the disk is read, whether it is written, and how often its breaker opened."""
+    """Returns whether the disk is read, whether it is written, and how often its breaker opened."""
     gate = connector(llm)._scheduler.planner.health[0]
     return gate.readable, gate.writes.closed, gate.reads.openings + gate.writes.openings
 
@@ -76,7 +76,7 @@ def on_disk(engine: Engine, function: Any, *args: Any) -> Any:
 
 
 def ask_all(engine: Engine, reference: Reference, seed: int) -> None:
-    """Everything again, and something new to store; answers must be right."""
+    """Send everything again, and something new to store; the answers must be right."""
     engine.reset_prefix_cache()
     ask(engine, reference)
     for prompt in prompts(2, seed=1000 + seed):
@@ -85,8 +85,8 @@ def ask_all(engine: Engine, reference: Reference, seed: int) -> None:
 
 
 def ask_while(engine: Engine, reference: Reference, goes_on: Callable[[], bool]) -> None:
-    """Ask everything again and again. How often depends on how fast this machine is, so only
-    pytest's own time limit ends it."""
+    """Send everything again and again. The number of repetitions depends on the speed of this
+    machine, so only pytest's own time limit ends it."""
     for turn in itertools.count():
         if not goes_on():
             return
@@ -94,13 +94,13 @@ def ask_while(engine: Engine, reference: Reference, goes_on: Callable[[], bool])
 
 
 def is_shut(engine: Engine, wanted: tuple[bool, bool]) -> bool:
-    """True if the disk is read and written no more than wanted."""
+    """True if the disk is read and written at most as expected."""
     readable, writable, _ = engine.call(gate_state)
     return readable <= wanted[0] and writable <= wanted[1]
 
 
 def ask_until(engine: Engine, reference: Reference, wanted: tuple[bool, bool]) -> None:
-    """Ask until the disk is read and written as wanted."""
+    """Send requests until the disk is read and written as expected."""
     ask_while(engine, reference, lambda: engine.call(gate_state)[:2] != wanted)
 
 
@@ -114,7 +114,7 @@ def ask_until(engine: Engine, reference: Reference, wanted: tuple[bool, bool]) -
         pytest.param("crawls", (False, True), marks=pytest.mark.thorough),
     ],
 )
-def test_a_sick_disk_is_shut_out_and_used_again_when_it_is_well(
+def test_a_sick_disk_is_left_out_and_used_again_when_it_works(
     engine: Engine, reference: Reference, state: str, shut: tuple[bool, bool]
 ) -> None:
     assert engine.call(gate_state)[:2] == (True, True)
@@ -139,8 +139,8 @@ def test_a_sick_disk_is_shut_out_and_used_again_when_it_is_well(
 def test_an_unplugged_disk_is_used_again_when_it_is_back(
     engine: Engine, reference: Reference, root: Path, comes_back: str
 ) -> None:
-    """The folder is gone under the open tier, nothing can be put in its place (as over a mount
-    point without its disk), and later it is there again."""
+    """The folder disappears under the open tier and cannot be replaced (as at a mount point without
+    its disk), and later it returns."""
     elsewhere = root.with_name("elsewhere")
     settle(engine)
     dropped = engine.call(totals)["dropped_chunks:lmdb"]
@@ -154,7 +154,7 @@ def test_an_unplugged_disk_is_used_again_when_it_is_back(
     else:
         elsewhere.rename(root)
     ask_until(engine, reference, (True, True))
-    ask_all(engine, reference, 500)  # what was lost is stored once more
+    ask_all(engine, reference, 500)  # lost chunks are stored once more
     settle(engine)
     ask_and_compare(engine, reference, "lmdb")
     has_lost = engine.call(totals)["dropped_chunks:lmdb"] > dropped
@@ -166,7 +166,7 @@ def has_begun_to_copy(llm: Any) -> bool:
 
 
 def set_stall(_worker: Any, seconds: float) -> None:
-    """Set how long the executor's loop may be silent."""
+    """Set for how long the executor's loop may give no sign of life."""
     executor.STALL_S = seconds
 
 
@@ -175,8 +175,8 @@ def copies_or_is_answered(llm: Any) -> bool:
 
 
 def submit_until_it_copies(engine: Engine, prompt: Prompt) -> str:
-    """Submit a prompt whose load is held while it copies; returns its name. On a slow machine a
-    load may come too late to copy at all; then the prompt is asked again."""
+    """Submit a prompt whose load is held while it copies; return its name. On a slow machine a load
+    may be too late to copy at all; then the prompt is sent again."""
     for turn in itertools.count():
         engine.submit(name := f"late{turn}", prompt, max_tokens=8)
         engine.step_until(copies_or_is_answered)
@@ -196,11 +196,11 @@ def blocks_of_requests(llm: Any) -> dict[str, set[int]]:
 
 
 @pytest.mark.thorough
-def test_a_process_that_was_stopped_gives_no_block_away_under_a_copy(
+def test_a_stopped_process_gives_no_block_away_during_a_copy(
     engine: Engine, reference: Reference
 ) -> None:
-    """SIGSTOP for longer than a load may take, with a copy under way: its request is not reported,
-    and nobody else gets its blocks, until the copy has ended."""
+    """SIGSTOP for longer than a load may take, with a copy under way: the request is not reported
+    as finished, and no other request gets its blocks, until the copy has ended."""
     settle(engine)
     engine.reset_prefix_cache()
     on_disk(engine, sick_disk.set_limits, SHORT[0], LONG[1])
@@ -225,7 +225,8 @@ def test_a_process_that_was_stopped_gives_no_block_away_under_a_copy(
     on_disk(engine, copy_faults.release_loads)
     answers = engine.run_until_finished()
     assert engine.call(totals)["load_failures"] > failures
-    assert len(answers[late].tokens) == 8  # which: see ``ask``, others were computed beside it
+    # which one: see ``ask``, other requests were computed beside it
+    assert len(answers[late].tokens) == 8
     on_disk(engine, sick_disk.set_limits, *LONG)
     on_disk(engine, set_stall, executor.STALL_S)
     ask_until(engine, reference, (True, True))
@@ -233,6 +234,6 @@ def test_a_process_that_was_stopped_gives_no_block_away_under_a_copy(
     ask_and_compare(engine, reference, "lmdb")
 
 
-def test_planted_faults_are_seen_after_all_that(engine: Engine, reference: Reference) -> None:
+def test_planted_faults_are_detected_after_all_that(engine: Engine, reference: Reference) -> None:
     assert all_were_compared(engine)
     planted_faults_are_seen(engine, reference, "lmdb")

@@ -1,4 +1,4 @@
-"""Hundreds of turns of load over a disk that fails again and again: what is loaded is what was
+"""Hundreds of rounds of load over a disk that fails again and again: loaded chunks are what was
 computed, and memory, threads and open files do not grow.
 
 ``KVTIERS_SOAK_TURNS=4000 KVTIERS_SEED=7 python -m pytest tests/vllm/test_soak.py`` runs longer.
@@ -24,17 +24,19 @@ TURNS = int(os.environ.get("KVTIERS_SOAK_TURNS", "256"))
 SEED = int(os.environ.get("KVTIERS_SEED", "5"))
 TURNS_PER_SAMPLE = 8
 TOKENS_PER_S = 1.0
-"""The assumed speed of computing, on every machine: only a disk that hangs is slower."""
+"""The assumed speed of computing on every machine: only a disk that hangs is slower."""
 LONG, SHORT = (PATIENCE_S, PATIENCE_S), (1.0, 0.2)
-"""Limits in seconds for a load and an operation of the disk: of a healthy disk, and an ill one."""
+"""Limits in seconds for a load and a disk operation: with a healthy disk, and with a failing
+one."""
 STATES = ("hangs", "fails", "is full", "crawls")
 FEW_PRIMITIVES = {"ONEDNN_PRIMITIVE_CACHE_CAPACITY": "4"}
-"""oneDNN keeps memory for every new matrix size: an engine without any connector grows by 10 MiB a
-minute under this load."""
+"""oneDNN keeps memory for every new matrix size: even without a connector, an engine grows by 10
+MiB a minute under this load."""
 SEEDS = 100
-"""Of new prompts. They come again, so that the table of their digests stops growing."""
+"""Number of new prompts. They are repeated, so that the table of their digests stops growing."""
 GROWTH_MAX_BYTES = 24 << 20
-"""Between the medians of the second and the last quarter; the CPU tier holds 1 MiB."""
+"""Allowed growth between the medians of the second and the last quarter; the CPU tier holds 1
+MiB."""
 
 
 def resident_bytes(worker: Any) -> int:
@@ -56,10 +58,10 @@ class Soak:
         self.samples: list[tuple[int, int, int]] = []
         self.turns = 0
         self.owes_reset = False
-        """True if a disk was too ill to note a reset in time (vLLM then answers False)."""
+        """True if a failing disk could not record a reset in time (vLLM then returns False)."""
 
     def turn(self) -> None:
-        """A few requests, known and new ones, with something going wrong now and then."""
+        """Send a few requests, known and new ones; from time to time something goes wrong."""
         self.turns += 1
         what = self.random.random()
         if what < 0.15:
@@ -83,7 +85,7 @@ class Soak:
         self.engine.call(faults.on_workers, sick_disk.infect, state)
 
     def abort_some(self) -> None:
-        """Requests that go away while they compute or load."""
+        """Abort requests while they compute or load."""
         names = [f"gone-{self.turns}-{number}" for number in range(3)]
         for number, name in enumerate(names):
             self.engine.submit(name, self.known[number], max_tokens=30)

@@ -1,4 +1,4 @@
-"""``"verify": "device"`` on a real engine compares what it should, and sees planted faults."""
+"""``"verify": "device"`` on a real engine compares what it should, and detects planted faults."""
 
 from __future__ import annotations
 
@@ -20,7 +20,8 @@ def start(model: Path, tmp_path: Path, name: str) -> Engine:
 
 
 def ask_anew(engine: Engine, asked: list[list[int]]) -> tuple[int, Verified]:
-    """Empty vLLM's own cache and ask everything; the cached tokens, and what was compared."""
+    """Empty vLLM's own cache and send everything; return the cached tokens, and what was
+    compared."""
     settle(engine)
     before = engine.verified()
     engine.reset_prefix_cache()
@@ -40,7 +41,7 @@ def test_whole_chunks_agree_and_planted_faults_do_not(llama: Path, tmp_path: Pat
             engine.generate_one(prompt)
         tokens, found = ask_anew(engine, asked)
         assert tokens == 2 * 576
-        assert found == Verified(18 + 9, 0, 0)  # half of the second lies in vLLM's own cache
+        assert found == Verified(18 + 9, 0, 0)  # half of the second prompt is in vLLM's own cache
 
         for fault, wrong in ((copy_faults.wrong_bit, 1), (copy_faults.swapped_chunks, 2)):
             engine.call(faults.on_workers, copy_faults.plant, fault, None)
@@ -62,7 +63,7 @@ def test_whole_chunks_agree_and_planted_faults_do_not(llama: Path, tmp_path: Pat
         assert ask_anew(engine, asked)[1] == Verified(18 + 9, 0, 0)
 
 
-def test_a_block_that_is_overwritten_while_it_is_stored_or_loaded_is_seen(
+def test_a_block_overwritten_during_a_store_or_load_is_detected(
     llama: Path, tmp_path: Path
 ) -> None:
     asked = prompts(2)[:1]
@@ -86,10 +87,8 @@ def break_the_comparison(worker: Any) -> None:
     faults.executor(worker)._verifier._give_up(RuntimeError("planted"))
 
 
-def test_an_engine_that_compares_no_more_does_not_close_quietly(
-    llama: Path, tmp_path: Path
-) -> None:
-    """Nor one that has found other differences than its test has planted."""
+def test_closing_an_engine_whose_comparison_has_ended_fails(llama: Path, tmp_path: Path) -> None:
+    """So does closing an engine that has found other differences than those its test planted."""
     asked = prompts(2)[:1]
     with start(llama, tmp_path, "log") as engine:
         engine.generate_one(asked[0])

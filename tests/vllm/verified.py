@@ -1,4 +1,5 @@
-"""``"verify": "device"`` on the test engines: what an engine with the connector has compared."""
+"""``"verify": "device"`` on the test engines: reads what an engine with the connector has
+compared."""
 
 from __future__ import annotations
 
@@ -12,9 +13,9 @@ from tests.vllm.probes import connector
 
 @dataclass(frozen=True)
 class Verified:
-    """Loaded chunks on all ranks: equal to what was computed, different, and not compared because
-    the digest is not known; tokens that requests were given from a tier; and the number of ranks on
-    which an error has ended the comparison."""
+    """Counts over all ranks: loaded chunks that were equal to what was computed, that differed, and
+    that were not compared because the digest is not known; tokens that requests got from a tier;
+    and ranks on which an error has ended the comparison."""
 
     equal: int
     different: int
@@ -41,7 +42,7 @@ def count(llm: Any) -> Verified:
 
 
 def stop(worker: Any) -> None:
-    """Loads are not compared from now on."""
+    """From now on, loads are not compared."""
     faults.executor(worker)._lane.verifier = None
 
 

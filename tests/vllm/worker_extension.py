@@ -1,7 +1,7 @@
 """Raw access to the KV cache of one worker; vLLM mixes this class into its worker class.
 
-It goes around everything under test: bytes are found by vLLM's own placement
-(``offset + l * layer_stride + block * block_stride``), never through this project's layout code.
+It bypasses everything under test: bytes are found by vLLM's own placement (``offset + l *
+layer_stride + block * block_stride``), never through this project's layout code.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ BlocksByGroup = dict[int, list[int]]
 
 
 class KvBytes:
-    """Methods for ``collective_rpc``. The prefix keeps them apart from vLLM's own names."""
+    """Methods for ``collective_rpc``. The prefix distinguishes them from vLLM's own names."""
 
     model_runner: Any
     rank: int
@@ -47,11 +47,11 @@ class KvBytes:
                     memory[start + block * stride : start + block * stride + size] = value
 
     def kvtest_plant(self, planted: list[dict[int, dict[int, bytes]]]) -> None:
-        """Each rank its own part of ``kvtest_write``."""
+        """``kvtest_write`` with each rank's own part."""
         self.kvtest_write(planted[self.rank])
 
     def kvtest_write(self, content: dict[int, dict[int, bytes]]) -> None:
-        """Put bytes into blocks (group -> block -> what ``kvtest_read`` would say of it)."""
+        """Write bytes into blocks (group -> block -> the value that ``kvtest_read`` returns)."""
         memory = self._memory()
         for group, blocks in content.items():
             for block, data in blocks.items():
@@ -63,7 +63,7 @@ class KvBytes:
                 assert not len(rest)
 
     def kvtest_swap(self, group: int, first: int, second: int) -> None:
-        """Exchange the content of two blocks: a planted fault."""
+        """Swap the content of two blocks: a planted fault."""
         memory = self._memory()
         for start, stride, size in self._pages(group):
             a = memory[start + first * stride : start + first * stride + size]
@@ -83,7 +83,7 @@ class KvBytes:
             )
             place = next((t for t in config.kv_cache_tensors if name in t.layers), None)
             if place is None:
-                continue  # shares the cache of another layer
+                continue  # shares another layer's cache
             start = place.offset + place.layers.index(name) * place.layer_stride
             size = getattr(layer_spec, "real_page_size_bytes", layer_spec.page_size_bytes)
             pages.append((start, place.block_stride, size))

@@ -1,4 +1,4 @@
-"""A tier that evicts: any tier, kept below its capacity by a policy, without a planner above.
+"""A tier that evicts: keeps any tier below its capacity by a policy, without a planner above it.
 
 Inside vLLM the planner decides what every tier keeps and calls ``delete``. The connector's
 secondary tier (``offload.connector.secondary_tier``) has no planner, so it wraps its tier in
@@ -34,7 +34,8 @@ class Policy(Protocol):
 
 
 class EvictingTier(TierWrapper):
-    """See the module. Everything belongs to the event loop's thread, unless stated otherwise."""
+    """See the module's docstring. Everything belongs to the event loop's thread, unless stated
+    otherwise."""
 
     def __init__(
         self,
@@ -46,9 +47,9 @@ class EvictingTier(TierWrapper):
         high: float = 0.95,
         low: float = 0.90,
     ) -> None:
-        """``describe(key, payload bytes)`` returns what the policy's ``insert`` takes; ``causes``
-        are what its ``remove`` takes for an evicted and for a dropped record; ``high`` and ``low``
-        are shares of the capacity."""
+        """``describe(key, payload bytes)`` returns the arguments for the policy's ``insert``;
+        ``causes`` are the arguments for its ``remove``, for an evicted and for a dropped record;
+        ``high`` and ``low`` are shares of the capacity."""
         super().__init__(inner)
         if not 0 < low <= high <= 1:
             raise ValueError(f"watermarks need 0 < low <= high <= 1, got {low} and {high}")
@@ -63,7 +64,7 @@ class EvictingTier(TierWrapper):
         self._counts: Counter[str] = Counter()
 
     def __contains__(self, key: Key) -> bool:
-        """True if the tier holds the record. Any thread may ask; the answer is a hint."""
+        """True if the tier holds the record. Any thread may call this; the answer is a hint."""
         return key in self._sizes
 
     async def open(self) -> TierInfo:
@@ -132,7 +133,7 @@ class EvictingTier(TierWrapper):
             try:
                 await self.inner.delete(victims)
             except TierError:
-                return  # the medium has failed: the next call of the tier raises it
+                return  # the medium has failed: the next call of the tier raises the error
 
     def _choose(self, excess_bytes: float) -> list[Key]:
         """Choose victims for about this many bytes, at most one transaction of them."""
@@ -159,7 +160,7 @@ class EvictingTier(TierWrapper):
             for key, outcome in zip(keys, outcomes, strict=True)
             if outcome in (ReadOutcome.MISS, ReadOutcome.CORRUPT) and key in self._sizes
         ]
-        if lost:  # delete them too: one may have been written again in the meantime
+        if lost:  # delete these too: one of them may have been written again meanwhile
             await self.delete(lost)
         await self.touch(found)
         return outcomes

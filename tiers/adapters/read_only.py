@@ -55,7 +55,8 @@ class Source(Protocol):
         ...
 
     def read(self, keys: Sequence[Key], into: Sequence[Buffer]) -> list[ReadOutcome]:
-        """Fill ``into`` with verified payloads. ``MISS`` for records that are gone."""
+        """Fill ``into`` with verified payloads. The outcome is ``MISS`` for records that are
+        gone."""
         ...
 
     def have(self, keys: Sequence[Key]) -> list[bool]:
@@ -68,14 +69,15 @@ class Source(Protocol):
 
 
 class ReadOnlyTier(Tier):
-    """See the module. If two sources have a key, the first one is asked."""
+    """See the module's docstring. If two sources have a key, the first source is used."""
 
     def __init__(self, open_sources: Callable[[], Sequence[Source]]) -> None:
         """``open_sources`` runs on the tier's thread when it is opened."""
         self._open_sources = open_sources
         self._threads: DaemonThreads | None = None
         self._sources: Sequence[Source] = ()
-        self._found: dict[Key, tuple[int, int]] = {}  # source, bytes; least recently used first
+        # (source, bytes) by key; least recently used first
+        self._found: dict[Key, tuple[int, int]] = {}
         self._is_closed = False
         self._counts = {"records": 0, "reads": 0, "misses": 0, "write_attempts": 0}
 
@@ -103,7 +105,8 @@ class ReadOnlyTier(Tier):
         for number, source in enumerate(self._sources):
             try:
                 held = source.keys()
-            except Exception as error:  # a damaged store of others must not prevent the start
+            except Exception as error:
+                # a damaged store of another engine must not prevent the start
                 logger.warning("kvtiers: a store of another engine cannot be read: %r", error)
                 continue
             for key, use_ns, size in held:
@@ -115,7 +118,7 @@ class ReadOnlyTier(Tier):
         return payload_bytes
 
     async def write(self, keys: Sequence[Key], buffers: Sequence[Buffer]) -> list[WriteOutcome]:
-        """Fail: the store belongs to others."""
+        """Fail, because the store belongs to other engines."""
         self._check_open()
         self._counts["write_attempts"] += len(keys)
         return [WriteOutcome.FAILED] * len(keys)
@@ -148,7 +151,7 @@ class ReadOnlyTier(Tier):
             yield batch
 
     async def reset(self, epoch: int) -> None:
-        """Forget everything: the weights have changed, so no stored record is valid."""
+        """Forget everything: the weights have changed, so no stored record is valid any more."""
         self._check_open()
         self._found = {}
 
@@ -183,8 +186,8 @@ class ReadOnlyTier(Tier):
 
 
 class SharedReadOnlyTier(ReadOnlyTier, SharedTier):
-    """A ``ReadOnlyTier`` over stores that others still write to: it asks for records every time and
-    never lists them.
+    """A ``ReadOnlyTier`` over stores that others still write to: it queries their records every
+    time and never lists them.
 
     ``delete`` remembers up to ``BAD_MAX`` damaged records, which would be found again otherwise.
     """
@@ -228,7 +231,7 @@ class SharedReadOnlyTier(ReadOnlyTier, SharedTier):
 
 
 def _any_have(sources: Sequence[Source], keys: Sequence[Key]) -> list[bool]:
-    """Ask all sources, on the tier's thread."""
+    """Query all sources, on the tier's thread."""
     found = [False] * len(keys)
     for source in sources:
         here = source.have(keys)

@@ -1,11 +1,11 @@
 """The read-only tier over a store of many machines.
 
-A read from another machine may hang for a long time, and questions must be answered meanwhile, so
-they have separate threads and a deadline. Other engines come and go while this one runs, so the
-source looks for them regularly.
+A read from another machine may hang for a long time, and presence queries must be answered
+meanwhile, so reads and queries have separate threads and a deadline. Other engines come and go
+while this one runs, so the source looks for them regularly.
 
 Ownership: everything belongs to the event loop's thread. Three threads call the source at a time:
-one reads, one answers questions, one looks for other engines.
+one reads, one answers presence queries, and one looks for other engines.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ class LookingSource(Source, Protocol):
     """A source that several threads may call at once, and that finds other engines later."""
 
     def look(self) -> None:
-        """Find the engines that are there now."""
+        """Find the engines that are there at present."""
         ...
 
 
 class RemoteReadOnlyTier(SharedReadOnlyTier):
-    """See the module."""
+    """See the module's docstring."""
 
     def __init__(self, open_source: Callable[[], LookingSource]) -> None:
         """``open_source`` runs in a thread when the tier is opened."""
@@ -73,7 +73,8 @@ class RemoteReadOnlyTier(SharedReadOnlyTier):
             looking.cancel()
         if threads is not None:
             pools = [pool for pool in (threads, self._lookers, self._asking) if pool is not None]
-            closing = in_thread(_close, pools, self._sources)  # continues if nobody waits any more
+            # continues even if no call waits any more
+            closing = in_thread(_close, pools, self._sources)
             await asyncio.wait([closing], timeout=CLOSE_TIMEOUT_S)
 
     def _opened(self) -> Sequence[Source]:
@@ -88,7 +89,7 @@ class RemoteReadOnlyTier(SharedReadOnlyTier):
             await asyncio.sleep(LOOK_S)
             try:
                 await self._lookers.run(self._source.look)
-            except Exception as error:  # the tier's calls report it too
+            except Exception as error:  # the tier's calls report the error as well
                 logger.debug("kvtiers: cannot look for other engines: %r", error)
 
 

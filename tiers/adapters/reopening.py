@@ -2,17 +2,17 @@
 
 If a disk is unplugged, remounted or cleared under an open tier, every operation is a
 ``TierIoError`` until the tier is closed and opened again. Here the next operation does that, at
-most once per ``RETRY_S``, and operations that arrive meanwhile wait for it. A caller that asks
+most once per ``RETRY_S``, and operations that arrive meanwhile wait for it. A caller that tries
 rarely (the probe of a circuit breaker) therefore costs a broken disk nothing.
 
-The contents are trusted only if it is the medium that failed, in the epoch in which it failed.
+The contents are trusted only if this is the medium that failed, in the epoch in which it failed.
 Otherwise the tier begins empty and reports the loss. Records are only ever written under an epoch
 that ``keep_epoch`` has stored before: the keeper of the epochs can then always begin one that no
 tier has reached, even after a crash in between.
 
 For the same reason a medium that is opened for the first time must not be ahead of the stored
-epoch. No tier leaves it so: the folder was copied while its epoch changed. Its records may be of
-other weights, so it begins empty under a later epoch.
+epoch. No tier leaves a medium in that state: the folder was copied while its epoch changed. Its
+records may be of other weights, so it begins empty under a later epoch.
 
 Ownership: everything belongs to the event loop's thread; ``make`` and ``keep_epoch`` run in
 separate daemon threads.
@@ -46,21 +46,22 @@ logger = logging.getLogger(__name__)
 
 RETRY_S = 1.0
 CLOSE_WAIT_S = 2.0
-"""Time that an attempt waits for the failed tier to close, and that closing waits for an
-attempt."""
+"""Time limit for an attempt to wait until the failed tier is closed, and for a close to wait for
+    an attempt."""
 
 T = TypeVar("T")
 Wrapped = TypeVar("Wrapped", bound=Tier)
 
 
 class ReopeningTier(Tier, Generic[Wrapped]):
-    """Uses ``tier`` until it fails, then what ``make`` returns.
+    """Uses ``tier`` until it fails, then the tiers that ``make`` returns.
 
     ``keep_epoch(epoch)`` stores durably that the tier may reach this epoch. ``make(epoch)`` stores
     it too and creates another tier for the same folder, not yet open, which drops records of
-    earlier epochs. Both may block, and raise anything while the medium is away. ``noted_epoch`` is
-    the stored epoch when ``tier`` was made; without ``keep_epoch`` there is none. With
-    ``is_strict`` a medium that is ahead of it is an error, and nothing is touched.
+    earlier epochs. Both may block, and may raise anything while the medium is unavailable.
+    ``noted_epoch`` is the epoch that was stored when ``tier`` was made; without ``keep_epoch``
+    there is none. With ``is_strict`` a medium that is ahead of it is an error, and nothing is
+    touched.
     """
 
     _is_shared: ClassVar = False
@@ -84,9 +85,9 @@ class ReopeningTier(Tier, Generic[Wrapped]):
         self._closing: asyncio.Future[None] | None = None
         self._retry_at = 0.0
         self._medium = ""
-        self._held = 0  # records, when it failed
-        self._epoch = 0  # of the open tier, or of the one that failed
-        self._wanted_epoch = 0  # a later one while a reset is due
+        self._held = 0  # number of records when it failed
+        self._epoch = 0  # the epoch of the open tier, or of the tier that failed
+        self._wanted_epoch = 0  # a later epoch while a reset is due
         self._reset_due: int | None = None
         self._closed = False
         self._on_loss: Callable[[], None] = lambda: None
@@ -163,7 +164,7 @@ class ReopeningTier(Tier, Generic[Wrapped]):
     async def aclose(self) -> None:
         self._closed = True
         if self._opening is not None:
-            # An attempt that hangs is left behind: it closes what it opens when it ends.
+            # An attempt that hangs is abandoned: it closes what it opened when it ends.
             await asyncio.wait([self._opening], timeout=CLOSE_WAIT_S)
         await self._tier.aclose()
 
@@ -185,7 +186,7 @@ class ReopeningTier(Tier, Generic[Wrapped]):
 
     async def _begin_epoch(self, tier: Tier) -> None:
         epoch = self._wanted_epoch
-        if self._epoch < epoch:  # else the tier was reopened meanwhile, under this epoch
+        if self._epoch < epoch:  # otherwise the tier was reopened meanwhile, under this epoch
             await self._note_epoch(epoch)
             await tier.reset(epoch)
             self._epoch = epoch
@@ -196,7 +197,7 @@ class ReopeningTier(Tier, Generic[Wrapped]):
             return
         try:
             await settled(in_thread(self._keep_epoch, epoch))
-        except Exception as error:  # any error: nothing may be stored under it
+        except Exception as error:  # on any error, nothing may be stored under this epoch
             raise TierIoError(f"epoch {epoch} cannot be noted: {error}") from error
 
     async def _ready(self) -> None:
@@ -219,7 +220,7 @@ class ReopeningTier(Tier, Generic[Wrapped]):
         try:
             await self._close_failed()
             await self._open_again()
-        except Exception as error:  # any error: the medium is not back yet
+        except Exception as error:  # on any error, the medium is not back yet
             self._failure = TierIoError(f"the tier cannot be opened again: {error}")
             self._failure.__cause__ = error
         finally:
@@ -233,7 +234,7 @@ class ReopeningTier(Tier, Generic[Wrapped]):
             self._closing = asyncio.ensure_future(self._tier.aclose())
         done, _ = await asyncio.wait([self._closing], timeout=CLOSE_WAIT_S)
         if not done:
-            raise TierIoError("the one that failed still hangs")
+            raise TierIoError("the failed tier still hangs")
         closing, self._closing = self._closing, None
         closing.result()
 
@@ -249,7 +250,7 @@ class ReopeningTier(Tier, Generic[Wrapped]):
         is_same = (info.medium, info.found_epoch) == (self._medium, self._epoch)
         epoch = self._wanted_epoch if is_due else info.epoch
         if not is_same and info.record_count and not self._is_shared:
-            # They may be of other weights, and keys do not tell.
+            # They may belong to other weights, and keys do not show that.
             epoch += 1
         epoch = _as_odd(epoch, self._wanted_epoch)
         await self._note_epoch(epoch)
@@ -280,8 +281,8 @@ class SharedReopeningTier(ReopeningTier[SharedTier], SharedTier):
 
 
 def _as_odd(epoch: int, like: int) -> int:
-    """Return this epoch or the next one, odd or even like the other: odd epochs have a meaning for
-    the caller."""
+    """Return this epoch or the next one, whichever is odd or even like ``like``: the caller
+    distinguishes odd from even epochs."""
     return epoch + (epoch - like) % 2
 
 

@@ -1,4 +1,4 @@
-"""A tier around another tier that passes every call on: the base of all such tiers."""
+"""A tier around another tier that passes on every call: the base class of all such tiers."""
 
 from __future__ import annotations
 

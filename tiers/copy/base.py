@@ -76,7 +76,7 @@ class TransferError(Exception):
 
 
 class Ticket(ABC):
-    """One submitted copy. Completes exactly once, in submission order within its lane."""
+    """One submitted copy. It completes exactly once, in submission order within its lane."""
 
     @abstractmethod
     def done(self) -> bool:
@@ -94,9 +94,9 @@ class Ticket(ABC):
 
     @property
     def submitted(self) -> Future[object] | None:
-        """Completes when the copy has been given to the device, with the event that marks its end
-        there (``CopyEngine.hold_compute`` takes it); never, if it has no such event. ``None``
-        where compute is synchronous, so that only the end itself is worth a wait."""
+        """Completes when the copy has been passed to the device, with the event that marks its end
+        there (``CopyEngine.hold_compute`` takes this event); never completes if there is no such
+        event. ``None`` if compute is synchronous: then only the end itself is worth waiting for."""
         return None
 
     async def ended(self) -> None:
@@ -120,7 +120,7 @@ class Ticket(ABC):
 @dataclass(frozen=True, slots=True)
 class CopyWay:
     """One way in which an engine can copy a group in one direction (``store`` or ``load``): its
-    name, True if the engine uses it, and the bytes per second that it measured, if it did."""
+    name, True if the engine uses it, and the bytes per second that it reached, if measured."""
 
     group: int
     direction: str
@@ -140,12 +140,14 @@ class CopyEngine(ABC):
 
     @abstractmethod
     def record_event(self) -> object | None:
-        """Mark the current end of the compute stream; ``None`` where compute is synchronous."""
+        """Mark the current end of the compute stream; returns ``None`` if compute is
+        synchronous."""
 
     def hold_compute(self, event: object) -> None:
-        """Let whatever is launched on the compute stream from now on wait for the end of a copy,
-        ``Ticket.submitted``'s event. From the model-runner thread; does not block."""
-        raise TypeError(f"compute does not wait for events here: {event!r}")
+        """Make everything that is launched on the compute stream from now on wait for the end of a
+        copy, given by the event of ``Ticket.submitted``. From the model-runner thread; does not
+        block."""
+        raise TypeError(f"compute does not wait for events with this engine: {event!r}")
 
     @abstractmethod
     def submit_store(self, batches: Sequence[CopyBatch], after: object | None = None) -> Ticket:
@@ -162,4 +164,4 @@ class CopyEngine(ABC):
 
     @abstractmethod
     def close(self) -> None:
-        """Wait for what is in flight, then release threads and streams. Idempotent."""
+        """Wait for the copies in flight, then release threads and streams. Idempotent."""

@@ -8,8 +8,8 @@ only when the copy engine has finished.
 How a group's bytes move in each direction is measured once, when the engine starts
 (``tiers.copy.cuda_paths``), and logged.
 
-Not yet run on a GPU: the tests run it over a libcuda in host memory. ``tests/gpu`` waits for a
-machine.
+This has not yet run on a GPU: the tests run it over a libcuda in host memory. ``tests/gpu`` is for
+a machine with one.
 """
 
 from __future__ import annotations
@@ -62,10 +62,11 @@ class CudaCopyEngine(CopyEngine):
     forces a way of copying where possible, for measurements. ``driver``, ``compute_stream`` (the
     model's stream, as a handle) and ``clock`` replace CUDA in tests.
 
-    While it starts it copies blocks to the first pinned slots and back, so nothing else may use
-    either by then. The model-runner thread, on whose current stream the model runs, calls
-    ``record_event`` and ``hold_compute``; one other thread calls everything else. Raises
-    ``DriverError`` where there is no CUDA and ``ValueError`` when a chunk does not fit a slot.
+    While it starts, it copies blocks to the first pinned slots and back, so nothing else may use
+    these blocks and slots until it has started. The model-runner thread, on whose current stream
+    the model runs, calls ``record_event`` and ``hold_compute``; one other thread calls everything
+    else. Raises ``DriverError`` if there is no CUDA and ``ValueError`` if a chunk does not fit into
+    a slot.
     """
 
     def __init__(
@@ -103,7 +104,8 @@ class CudaCopyEngine(CopyEngine):
             undo.callback(self._driver.release_context, self._handle)
             self._events = EventPool(self._driver)
             undo.callback(self._close_events)
-            undo.callback(self._close_kernel)  # after the lanes: they have run everything by then
+            # after the lanes: by then they have run all their work
+            undo.callback(self._close_kernel)
             self._store = self._lane("store", undo)
             self._load = self._lane("load", undo)
             paths = self._possible_paths(shapes, path)
@@ -114,7 +116,7 @@ class CudaCopyEngine(CopyEngine):
 
     def record_event(self) -> object | None:
         stream = self._compute_stream()
-        # For any current device of the caller: events, and stream 0, belong to a context.
+        # For any current device of the caller, because events, and stream 0, belong to a context.
         with self._driver.within(self._context):
             return self._events.record(stream)
 
@@ -187,14 +189,14 @@ class CudaCopyEngine(CopyEngine):
         pinned_end = self._slab.slot_address(self._slab.pinned_slots)
         unpinned = []
         for path, copies in built:
-            # A copy lies within a slot, a slot within a registration: it is pinned or it is not.
+            # A copy is within a slot, and a slot within a registration: it is either pinned or not.
             pinned = copies.slots < pinned_end
             if pinned.all():
                 self._launch(path, copies, to_slab, stream, kept)
             else:
                 self._launch(path, copies.where(pinned), to_slab, stream, kept)
                 unpinned.append(copies.where(~pinned))
-        for copies in unpinned:  # last: each may block this thread until it has run
+        for copies in unpinned:  # last: each of them may block this thread until it has run
             self._launch(CopyPath.EACH, copies, to_slab, stream, kept)
 
     def _launch(
@@ -212,8 +214,8 @@ class CudaCopyEngine(CopyEngine):
             self._driver.copy_each(to, source, copies.sizes, stream)
 
     def _refuse_lost_slots(self, built: Sequence[tuple[CopyPath, Descriptors]]) -> None:
-        """Raise ``TransferError`` for slots that will never be ready: there is no memory for them,
-        or pinning failed and is required."""
+        """Raise ``TransferError`` for slots that will never be ready, because there is no memory
+        for them, or because pinning failed and is required."""
         failure = self._slab.failure
         ready_end = self._slab.slot_address(self._slab.ready_slots)
         if failure and any((copies.slots >= ready_end).any() for _, copies in built):
@@ -223,7 +225,7 @@ class CudaCopyEngine(CopyEngine):
         self, shapes: Mapping[int, CopyShape], wanted: CopyPath | None
     ) -> dict[int, tuple[CopyPath, ...]]:
         """The ways in which this machine can copy each group; loads the kernel if one needs it."""
-        # Where registered memory has another address on the GPU (WSL2), both fail for good.
+        # If registered memory has another address on the GPU (WSL2), both fail permanently.
         shared = self._driver.can_use_host_pointers(self._handle)
         means = Means(batch=self._driver.has_batch_copy and shared, kernel=shared)
         paths = {group: possible_paths(shape, means, wanted) for group, shape in shapes.items()}
@@ -241,7 +243,8 @@ class CudaCopyEngine(CopyEngine):
                 undo.callback(kernel.close)
                 for lane in (self._store, self._load):
                     kernel.attach(lane.stream)
-            except Exception as error:  # an unsupported GPU, no memory: the batch does it all
+            except Exception as error:
+                # an unsupported GPU, or no memory: the batched calls do everything
                 text = "the gather/scatter kernel cannot be used (%s: %s); small pages are slower"
                 logger.warning(text, type(error).__name__, error)
                 return None
@@ -252,10 +255,11 @@ class CudaCopyEngine(CopyEngine):
         self, paths: Mapping[int, tuple[CopyPath, ...]], clock: Callable[[], float]
     ) -> dict[tuple[int, bool], Choice]:
         """Choose the path of each group and direction. The store comes first, so that the load
-        puts back what is there already; without the one, the other is not measured either."""
+        writes back the same content; if one of the two cannot be measured, the other is not
+        measured either."""
         samples = {group: self._sample(group) if len(paths[group]) > 1 else None for group in paths}
         if any(samples.values()):
-            after = self._events.record(self._compute_stream())  # the caches may yet be zeroed
+            after = self._events.record(self._compute_stream())  # the caches may be zeroed later
             for lane in (self._store, self._load):
                 self._driver.stream_wait_event(lane.stream, after.handle)
         choices = {}
@@ -290,7 +294,8 @@ class CudaCopyEngine(CopyEngine):
             return {}
 
     def _sample(self, group: int) -> Descriptors | None:
-        """Copies of the first blocks and pinned slots; ``None`` if there are too few to tell."""
+        """Copies of the first blocks and pinned slots; ``None`` if there are too few for a
+        measurement."""
         regions = self._groups[group]
         chunks = min(
             self._slab.pinned_slots,
@@ -320,7 +325,7 @@ class CudaCopyEngine(CopyEngine):
 
 
 def _rates_text(choice: Choice) -> str:
-    """The measured rates, in brackets; empty if nothing was measured."""
+    """The measured rates in brackets, or an empty text if nothing was measured."""
     rates = [f"{path.value} {rate / 1e9:.1f} GB/s" for path, rate in choice.rates.items()]
     return f" (measured: {', '.join(rates)})" if rates else ""
 
@@ -350,7 +355,7 @@ def _kind_of(error: Exception) -> str:
 
 
 def _torch_device() -> int:
-    """The device that the calling thread runs the model on."""
+    """The device on which the calling thread runs the model."""
     import torch
 
     return int(torch.cuda.current_device())

@@ -1,12 +1,12 @@
 """The copy kernel: performs a list of copies between the GPU and registered host memory.
 
-For pages so small that the copy engine spends more time on a descriptor than on its bytes. A few
-thread blocks keep enough bytes in flight for the bus, so the model loses a few of its
+It is for pages so small that the copy engine spends more time on a descriptor than on its bytes. A
+few thread blocks keep enough bytes in flight for the bus, so the model loses a few of its
 multiprocessors, and only while a copy runs.
 
-Its source is ``copy_list.cu``. The driver loads ``copy_list.ptx``, made from it, so neither Triton
-nor a compiler is needed. The tests run the source on the host and assemble the PTX for four
-generations of GPUs; it has not yet run on a GPU.
+Its source is ``copy_list.cu``. The driver loads ``copy_list.ptx``, which is compiled from it, so
+neither Triton nor a compiler is needed. The tests run the source on the host and assemble the PTX
+for four generations of GPUs; it has not yet run on a GPU.
 """
 
 from __future__ import annotations
@@ -32,10 +32,11 @@ latency times its rate (50 GB/s x 1 to 2 us) with an eighth of an H100's multipr
 THREADS = 256
 
 LIST_COPIES = 8192
-"""Copies of one launch at most: 192 KiB of list."""
+"""Maximum number of copies in one launch: 192 KiB of list."""
 
 LISTS = 8
-"""Launches of one stream that may wait to run; the next one waits for the oldest of them."""
+"""Maximum number of launches of one stream that may wait to run; the next one waits for the oldest
+of them."""
 
 _COPY_BYTES: Final = 3 * 8  # target, source, size
 
@@ -43,10 +44,10 @@ _COPY_BYTES: Final = 3 * 8  # target, source, size
 class CopyKernel:
     """Launches the kernel on one device. It loads, allocates and pins at construction and in
     ``attach``, so that later no copy waits for a compiler, and no allocation makes the GPU's
-    streams wait for each other. Raises ``DriverError`` or ``SlabError`` where it cannot be used.
+    streams wait for each other. Raises ``DriverError`` or ``SlabError`` if it cannot be used.
 
-    The context must be current wherever this is called. ``close`` only when every stream has run
-    what was launched on it.
+    The context must be current in every call. Call ``close`` only when every stream has run
+    everything that was launched on it.
 
     Ownership: each attached stream has one launching thread.
     """
@@ -63,7 +64,8 @@ class CopyKernel:
             self._undo = undo.pop_all()
 
     def attach(self, stream: int) -> None:
-        """Prepare launches on ``stream``, and launch once: a kernel may be loaded only then."""
+        """Prepare launches on ``stream``, and launch once, because a kernel may be loaded only at
+        its first launch."""
         lists = _Lists(self._driver, self._events, self._device)
         self._undo.callback(lists.close)
         self._lists[stream] = lists
@@ -73,13 +75,13 @@ class CopyKernel:
 
     def launch(self, to: Addresses, source: Addresses, sizes: Addresses, stream: int) -> None:
         """Submit all copies to ``stream``. Shapes ``[n]``. Waits for the oldest launch if too many
-        of this stream have not run."""
+        launches of this stream have not run."""
         for start in range(0, len(sizes), LIST_COPIES):
             part = slice(start, start + LIST_COPIES)
             self._launch(to[part], source[part], sizes[part], stream)
 
     def close(self) -> None:
-        """Free what the launches read."""
+        """Free the memory that the launches read."""
         self._lists.clear()
         self._undo.close()
 
@@ -95,14 +97,15 @@ class CopyKernel:
 
 
 class _Lists:
-    """Memory for the lists of one stream, registered and on the device. They are used in turn;
+    """Memory for the lists of one stream, registered and on the device. The lists are used in turn;
     each is written again only when the launch that read it last has run."""
 
     def __init__(self, driver: Driver, events: EventPool, device: int) -> None:
         self._driver = driver
         self._events = events
         self._next = 0
-        # A list that was taken is busy until its event; without one, until its stream has run all.
+        # A list in use is busy until its event; without an event, until its stream has run
+        # everything.
         self._busy: list[CudaEvent | int | None] = [None] * LISTS
         nbytes = LIST_COPIES * _COPY_BYTES
         with ExitStack() as undo:
@@ -126,7 +129,7 @@ class _Lists:
         return host, self._slab.slot_address(self._next), device
 
     def launched(self, stream: int) -> None:
-        """The launch that reads the list taken last is on its stream."""
+        """Note that the launch that reads the list taken last is on its stream."""
         at, self._next = self._next, (self._next + 1) % LISTS
         self._busy[at] = self._events.record(stream)
 

@@ -3,9 +3,9 @@
 A lane has its own stream, a thread that submits to it and a thread that waits for it, so that the
 next job is submitted while the previous one is still being copied.
 
-Ownership: one thread calls ``submit``. Jobs move to the submitting thread by a queue and from
-there, with the event that marks their end, to the waiting thread by another. Event handles are
-pooled in a deque, whose ``append`` and ``pop`` are atomic.
+Ownership: one thread calls ``submit``. Jobs move through a queue to the submitting thread and from
+there, with the event that marks their end, through another queue to the waiting thread. Event
+handles are pooled in a deque, whose ``append`` and ``pop`` are atomic.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ from tiers.cuda_driver import Driver, DriverError
 
 Job: TypeAlias = Callable[[int, list[object]], None]
 """``job(stream, kept)`` submits copies to ``stream``. It appends everything that the GPU reads for
-them to ``kept`` before the submission that uses it. The lane holds that list until the stream has
-run everything, also when a later part of the job fails. Raises ``TransferError`` or
+them to ``kept`` before the submission that uses it. The lane keeps that list until the stream has
+run everything, even if a later part of the job fails. Raises ``TransferError`` or
 ``DriverError``."""
 
 
@@ -74,13 +74,13 @@ class EventPool:
 
 
 class CudaTicket(EventTicket):
-    """Forgets its event at the end."""
+    """Drops its reference to the event at the end."""
 
     __slots__ = ()
 
     def finish(self, error: TransferError | None) -> None:
         super().finish(error)
-        self._submitted = Future()  # nobody needs the event any more: its handle is used again
+        self._submitted = Future()  # no thread needs the event any more: its handle is reused
 
 
 @dataclass(frozen=True, slots=True)
@@ -197,7 +197,7 @@ class CudaLane:
                 self._driver.record_event(end.handle, self._stream)
 
         error = self._failures.run(run)
-        # Also after a failure: part of the job may be in progress.
+        # After a failure too, because part of the job may be in progress.
         unmarked = self._failures.run(mark)
         end = ends[0] if ends and unmarked is None else None
         return _Flight(ticket, end, error or unmarked, kept)
@@ -210,7 +210,7 @@ class CudaLane:
             del flight
 
     def _wait_one(self, flight: _Flight) -> TransferError | None:
-        """Wait until nothing of this job runs any more."""
+        """Wait until no part of this job runs any more."""
         unfinished = None
         if flight.end is not None:
             wait = partial(self._driver.synchronize_event, flight.end.handle)

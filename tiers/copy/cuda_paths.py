@@ -1,4 +1,4 @@
-"""The way of copying that a group uses in each direction: measured when the engine starts.
+"""Chooses the way of copying that a group uses in each direction; measured when the engine starts.
 
 One batched driver call costs about half a microsecond per copy whatever its size; the copy kernel
 costs none, but takes multiprocessors from the model. Which is faster depends on the size of the
@@ -20,18 +20,19 @@ KERNEL_ALIGNMENT = 16
 """The kernel requires this alignment of every address and size."""
 
 KERNEL_UP_TO_BYTES = 64 * 1024
-"""Larger copies never go through the kernel: their bytes take longer than a descriptor."""
+"""Larger copies never use the kernel: moving their bytes takes longer than a descriptor."""
 
 KERNEL_BELOW_BYTES = 16 * 1024
-"""Without a measurement, copies smaller than this go through the kernel."""
+"""Without a measurement, copies smaller than this use the kernel."""
 
 KERNEL_MUST_GAIN = 1.25
-"""The kernel must be faster by this factor: it takes multiprocessors, copy engines do not."""
+"""The kernel must be faster by this factor, because it takes multiprocessors and copy engines do
+not."""
 
 SAMPLE_BYTES = 4 * 2**20
 SAMPLE_COPIES: Final = 2048
 ROUNDS = 3
-"""Timed copies of each way, after one that is not timed; the fastest counts."""
+"""Number of timed copies of each way, after one that is not timed; the fastest counts."""
 
 
 class CopyPath(enum.Enum):
@@ -63,7 +64,7 @@ class Choice:
 def possible_paths(
     shape: CopyShape, means: Means, wanted: CopyPath | None = None
 ) -> tuple[CopyPath, ...]:
-    """The paths worth a comparison, the one to take without a measurement first. ``wanted``
+    """The paths worth comparing, starting with the one to use without a measurement. ``wanted``
     overrides the choice where possible."""
     plain = CopyPath.BATCH if means.batch else CopyPath.EACH
     kernel = means.kernel and shape.alignment % KERNEL_ALIGNMENT == 0

@@ -1,8 +1,8 @@
 """Turns batches of chunks into lists of plain copies: which bytes go where.
 
-Pure arithmetic on addresses, shared by every copy engine, and the one place that keeps a copy
-inside the memory it was given: a block or slot out of range is a ``TransferError``, never a wild
-write. Knows nothing of streams, threads or devices.
+Pure arithmetic on addresses, shared by every copy engine. It is the one place that keeps a copy
+inside its memory: a block or slot out of range is a ``TransferError``, never a stray write. This
+module knows nothing about streams, threads or devices.
 """
 
 from __future__ import annotations
@@ -68,8 +68,8 @@ class _GroupLayout:
 class DescriptorBuilder:
     """Turns batches into ``Descriptors`` for one slab and one set of groups.
 
-    ``num_blocks`` bounds block ids (vLLM's ``kv_cache_config.num_blocks``); without it only
-    negative ids are recognized, and the caller guarantees the rest.
+    ``num_blocks`` limits block ids (vLLM's ``kv_cache_config.num_blocks``); without it only
+    negative ids are recognized, and the caller guarantees that the others are valid.
 
     Raises ``ValueError`` when a group's chunk is larger than a slot, a group is given twice, or a
     group or one of its layers has no bytes.
@@ -158,12 +158,12 @@ class DescriptorBuilder:
         low, high = int(slots.min()), int(slots.max())
         if low < 0 or high >= self._slot_count:
             raise TransferError(
-                f"group {group}: slots {low} to {high} asked for, the slab has {self._slot_count}"
+                f"group {group}: slots {low} to {high} requested, the slab has {self._slot_count}"
             )
         highest = int(blocks.max())
         if self._num_blocks is not None and highest >= self._num_blocks:
             raise TransferError(
-                f"group {group}: block {highest} asked for, the KV cache has {self._num_blocks}"
+                f"group {group}: block {highest} requested, the KV cache has {self._num_blocks}"
             )
 
 

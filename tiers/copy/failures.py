@@ -1,7 +1,7 @@
-"""Failures of copies: each becomes a ``TransferError`` of its job, and is counted by kind.
+"""Counts failed copies by kind; each becomes a ``TransferError`` of its job.
 
-A broken GPU fails every copy, thousands a second. A kind of failure is logged when it first occurs,
-and again whenever its count has grown tenfold.
+A broken GPU fails every copy, thousands per second. A kind of failure is logged when it first
+occurs, and again whenever its count has grown tenfold.
 
 Ownership: a lock guards each tally's counts; any thread may run work and count.
 """
@@ -56,12 +56,13 @@ class Failures:
 
     def run(self, work: Work) -> TransferError | None:
         """Run ``work`` and return how it failed, if it did. A ``TransferError`` rejects a wrong
-        request and goes to its caller alone; any other exception is counted and logged too."""
+        request and is raised only to its caller; any other exception is counted and logged too."""
         try:
             work()
         except TransferError as error:
             return error
-        except Exception as error:  # if the lane died, every later copy would hang: fail this one
+        except Exception as error:
+            # if the lane's thread died, every later copy would hang: fail only this one
             self._note(error)
             return TransferError(f"the copy failed: {type(error).__name__}: {error}")
         return None

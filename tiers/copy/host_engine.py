@@ -20,7 +20,7 @@ class HostCopyEngine(CopyEngine):
 
     ``groups`` describe the KV caches, ``num_blocks`` bounds their block ids (pass it whenever it is
     known: a block id out of range is then a ``TransferError`` instead of a wild write). A failed
-    submission, even one with malformed batches, fails through its ticket.
+    submission, even one with malformed batches, is reported by its ticket.
 
     The caller must not change the arrays of a submitted batch, the slots or the blocks until the
     ticket is done. Raises ``ValueError`` when a chunk does not fit a slot.

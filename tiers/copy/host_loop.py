@@ -1,9 +1,9 @@
 """One native call that performs a list of memory copies, with the GIL released.
 
-The loop is compiled at first use from the LLVM IR below by llvmlite (a small compiler library;
-no C compiler is needed on the user's machine, and numba, which cannot be imported into vLLM's
-CPU workers, is not involved). Where that is not possible a ``ctypes.memmove`` per copy takes its
-place, with a warning.
+The loop is compiled at first use from the LLVM IR below by llvmlite (a small compiler library; no C
+compiler is needed on the user's machine, and numba, which cannot be imported into vLLM's CPU
+workers, is not involved). Where that is impossible, a ``ctypes.memmove`` per copy replaces it, with
+a warning.
 
 Copies of a page and more are streamed: the source is prefetched 512 bytes ahead and the stores
 bypass the caches, on full 64-byte lines of the target. See
@@ -108,10 +108,11 @@ exit:
 
 @functools.cache
 def copy_loop() -> CopyLoop:
-    """The fastest loop that works here; compiled once per process (a few tens of milliseconds)."""
+    """The fastest loop that works on this machine; compiled once per process (a few tens of
+    milliseconds)."""
     try:
         return _compiled_loop()
-    except Exception as error:  # any llvmlite error (absent, too old, no JIT) has one remedy
+    except Exception as error:  # any llvmlite error (missing, too old, no JIT) has the same remedy
         logger.warning(
             "the native copy loop could not be compiled (%s: %s); copies between CPU KV caches "
             "and the slab use a slower loop",
@@ -139,7 +140,7 @@ def _compiled_loop() -> CopyLoop:
     engine = llvm.create_mcjit_compiler(module, machine)
     engine.finalize_object()
     pointer = ctypes.c_void_p
-    # CFUNCTYPE functions release the GIL for the time of the call.
+    # CFUNCTYPE functions release the GIL during the call.
     native = ctypes.CFUNCTYPE(None, ctypes.c_int64, pointer, pointer, pointer)(
         engine.get_function_address("copy_list")
     )
@@ -149,11 +150,11 @@ def _compiled_loop() -> CopyLoop:
 def _answer_dict_lookups(lib: Any) -> None:
     """Keep ``vars(ffi.lib)`` from breaking vLLM's CPU workers.
 
-    llvmlite's library object turns *every* unknown attribute, ``__dict__`` too, into a wrapped C
-    function. vLLM 0.32 looks at ``vars(...)`` of every object in every loaded module when a CPU
-    worker starts and dies on that one (``'_lib_fn_wrapper' object has no attribute 'get'``): any
-    engine started in this process after llvmlite (or numba) was imported. An entry in the
-    object's own table of functions answers the lookup with an empty dict instead.
+    llvmlite's library object turns *every* unknown attribute, including ``__dict__``, into a
+    wrapped C function. When a CPU worker starts, vLLM 0.32 calls ``vars(...)`` on every object in
+    every loaded module and crashes on that one (``'_lib_fn_wrapper' object has no attribute
+    'get'``). This hits any engine started in this process after llvmlite (or numba) was imported.
+    An entry in the object's own table of functions answers the lookup with an empty dict instead.
     """
     functions = getattr(lib, "_fntab", None)
     if isinstance(functions, dict):
@@ -172,6 +173,6 @@ class _NativeLoop:
 
 
 def memmove_loop(to: Addresses, source: Addresses, sizes: Addresses) -> None:
-    """The same with one ``ctypes.memmove`` per copy (each releases the GIL)."""
+    """The same loop with one ``ctypes.memmove`` per copy (each releases the GIL)."""
     for target, start, nbytes in zip(to.tolist(), source.tolist(), sizes.tolist(), strict=True):
         ctypes.memmove(target, start, nbytes)

@@ -1,8 +1,8 @@
 """The two lanes of a copy engine that works with threads, and their tickets.
 
 Ownership: the submitting thread writes a lane's queue and the lane's one worker thread reads it.
-The worker completes a ticket's future; any loop may await it. Nothing else is shared, so there is
-no lock of ours.
+The worker completes a ticket's future; any loop may await it. Nothing else is shared, so no lock is
+needed.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class FutureTicket(Ticket):
 
     def __init__(self) -> None:
         self._future: Future[None] = Future()
-        # A running future cannot be cancelled: abandoning the wait leaves the copy alone.
+        # A running future cannot be cancelled, so an abandoned wait does not affect the copy.
         self._future.set_running_or_notify_cancel()
 
     def done(self) -> bool:
@@ -65,7 +65,7 @@ class EventTicket(FutureTicket):
         return self._submitted
 
     def ends_at(self, event: object) -> None:
-        """Everything of this copy lies before ``event`` on its stream."""
+        """Note that everything of this copy precedes ``event`` on its stream."""
         self._submitted.set_result(event)
 
 

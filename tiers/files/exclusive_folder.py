@@ -1,4 +1,4 @@
-"""The open folder of a file tier that has it alone. Everything here blocks.
+"""The open folder of a file tier that uses it alone. Every function here blocks.
 
     <folder>/owner.lock
     <folder>/medium                      32 hex digits, drawn when the folder was made
@@ -37,10 +37,10 @@ SHARED_NAME = "shared"
 
 
 class RecordFolder(RecordFiles):
-    """See the module. ``medium`` changes when the records are lost. ``found_epoch`` is the epoch
-    that was on disk, ``epoch`` the present one. ``entries`` are its records, and ``dropped`` counts
-    files that were not complete records. ``was_set_aside`` is True if the folder began empty
-    because the epoch of its records is unknown."""
+    """See the module's docstring. ``medium`` changes when the records are lost. ``found_epoch`` is
+    the epoch that was on disk, ``epoch`` the present one. ``entries`` are its records, and
+    ``dropped`` counts files that were not complete records. ``was_set_aside`` is True if the folder
+    began empty because the epoch of its records is unknown."""
 
     def __init__(self, path: Path, identity: Identity, epoch: int, capacity_bytes: int) -> None:
         """Check and lock the folder, begin ``epoch`` if that is a later one, and read every header.
@@ -63,7 +63,8 @@ class RecordFolder(RecordFiles):
             self.medium = self._stored_medium()
             if trouble:
                 logger.warning("kvtiers: the tier in %s begins empty: %s", path, trouble)
-                # A server that starts with an even epoch stays even: odd ones mean other weights.
+                # A server that starts with an even epoch keeps an even one: odd epochs mean other
+                # weights.
                 self.begin(max(epoch, self.epoch + 1 + (self.epoch + 1 - epoch) % 2))
             else:
                 self.begin(max(self.found_epoch, epoch))
@@ -158,12 +159,12 @@ def judge_epoch(
     """Return the epoch of the records in a folder, and why it cannot be known (empty if it can).
 
     ``text`` is the content of the epoch file (``None``: there is none), ``folders`` are the epochs
-    that have a folder there. A tier that opens the folder and a command that inspects it both ask
-    here.
+    that have a folder there. A tier that opens the folder and a command that inspects it both call
+    this.
     """
     latest = max(folders, default=0)
     if text is None:
-        is_lost = any(map(holds_files, folders))  # else the folder was just being created
+        is_lost = any(map(holds_files, folders))  # otherwise the folder was just being created
         return latest, "its epoch file is missing" if is_lost else ""
     if not (text.isascii() and text.isdecimal() and len(text) <= EPOCH_DIGITS_MAX):
         return latest, "its epoch file is not readable"

@@ -1,12 +1,12 @@
-"""The engines that use a folder on a network file system. There are no locks, only small files.
+"""The engines that use a folder on a network file system. It uses no locks, only small files.
 
     engines/<engine>    its own epoch (0 if it has none), the capacity it was given, in bytes, and
                         when it joined, in ns; decimal, in one line. Touched from time to time
 
-An engine's name consists of its machine, pid, start time and a random part. An engine of this
-machine lives while its process does. One of another machine lives while it has touched its file
-recently, by the clock of the file server. Locks are not used: some network file systems limit them
-to one machine or do not have them.
+An engine's name consists of its machine, pid, start time and a random part. An engine on this
+machine is alive as long as its process exists. An engine on another machine is alive if it has
+touched its file recently, by the clock of the file server. Locks are not used: some network file
+systems limit them to one machine or do not have them.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from typing import NamedTuple
 FOLDER = "engines"
 TOUCH_S = 60.0
 SILENT_NS = 15 * 60 * 10**9
-"""An engine of another machine that has not touched its file for this long counts as dead."""
+"""An engine on another machine that has not touched its file for this long counts as dead."""
 CLOCKS_NS = 15 * 60 * 10**9
 """The largest expected difference between the clocks of a machine and of the file server."""
 _NAME = re.compile(r"([0-9a-f]{12})-([0-9]+)-([0-9]+)-[0-9a-f]{8}", re.ASCII)
@@ -40,7 +40,7 @@ class Announced(NamedTuple):
 
 
 def engine_name() -> str:
-    """Return a new name for an engine of this process; every call returns another one."""
+    """Return a new name for an engine of this process; every call returns a different one."""
     pid = os.getpid()
     return f"{machine()}-{pid}-{start_time(pid)}-{secrets.token_hex(4)}"
 
@@ -65,7 +65,8 @@ def start_time(pid: int) -> int:
 
 
 class Seen(NamedTuple):
-    """A live engine, seen by a process that is no engine: its pid, on this machine or another."""
+    """A live engine, as seen by a process that is not an engine: its pid, on this machine or
+    another."""
 
     pid: int
     is_here: bool
@@ -81,7 +82,7 @@ def engine_files(folder: Path) -> list[Path]:
 
 
 def seen_alive(file: Path) -> Seen | None:
-    """Return the engine of a file if it lives, without writing anything. Engines of other machines
+    """Return the engine of a file if it lives, without writing anything. Engines on other machines
     are judged by this machine's clock, so they count as alive for longer."""
     match = _NAME.fullmatch(file.name)
     if match is None:
@@ -114,7 +115,7 @@ class LiveEngines:
         """The server's clock at the last touch, in ns."""
 
     def announce(self, own_epoch: int) -> None:
-        """Declare that this engine lives, and its own epoch. Raises ``OSError``."""
+        """Declare that this engine is alive, and publish its separate epoch. Raises ``OSError``."""
         flags = os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
         fd = os.open(self.name, flags, 0o600, dir_fd=self._fd)
         try:
@@ -132,13 +133,13 @@ class LiveEngines:
         self.announced = announced
 
     def all(self) -> dict[str, bool]:
-        """Return every engine that has a file, and True for each that lives. Raises ``OSError``."""
+        """Return every engine that has a file, with True for each live one. Raises ``OSError``."""
         self.touch()
         names = [name for name in os.listdir(self._fd) if _NAME.fullmatch(name)]
         return {name: self.is_alive(name) for name in names}
 
     def touch(self) -> None:
-        """Declare that this engine still lives. Raises ``OSError``."""
+        """Declare that this engine is still alive. Raises ``OSError``."""
         try:
             os.utime(self.name, dir_fd=self._fd, follow_symlinks=False)
             found = os.stat(self.name, dir_fd=self._fd, follow_symlinks=False)
@@ -148,8 +149,8 @@ class LiveEngines:
             self.now_ns = found.st_mtime_ns
 
     def is_alive(self, name: str) -> bool:
-        """Return True if an engine lives, as far as known; False for any other name. An engine
-        whose state cannot be read now counts as alive."""
+        """Return True if an engine is alive, as far as is known; False for any other name. An
+        engine whose state cannot be read now counts as alive."""
         match = _NAME.fullmatch(name)
         if match is None:
             return False

@@ -1,4 +1,4 @@
-"""Records as files below one open folder. Everything here blocks; any thread may call.
+"""Records as files below one open folder. Every function here blocks; any thread may call.
 
     <folder>/epoch-<n>/<64 hex>          a record: one page of header and key, then the payload
     <folder>/epoch-<n>/<64 hex>.<x>.tmp  a record being written
@@ -8,8 +8,8 @@ A record's name is a digest of its key, so nothing from outside ever becomes par
 name appears by ``rename`` after the bytes are flushed. The time of last use is the modification
 time.
 
-All names are looked up from the descriptor of the folder, never by its path: if another disk is
-mounted at the path, its records are not mistaken for ours.
+All names are looked up relative to the folder's descriptor, never by its path: if another disk is
+mounted at the path, its records are not mistaken for this tier's.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def record_name(key: Key) -> str:
 
 
 class RecordFiles:
-    """The open folder, held until ``close``. See the module."""
+    """The open folder, held until ``close``. See the module's docstring."""
 
     def __init__(self, path: Path, identity: Identity) -> None:
         """Raises ``OSError``."""
@@ -59,7 +59,7 @@ class RecordFiles:
         os.close(self._fd)
 
     def check(self) -> None:
-        """Raise ``TierIoError`` if the folder was removed, or if another one lies at its path."""
+        """Raise ``TierIoError`` if the folder was removed, or if another one is at its path."""
         if not self._is_here():
             raise TierIoError(
                 f"the folder {self._path} was removed or exchanged. Close the tier and open it "
@@ -107,11 +107,11 @@ class RecordFiles:
 
     def _publish_record(self, temporary: str, path: str, epoch: int) -> None:
         """Rename a complete record of this epoch to its final name. Raises ``OSError``."""
-        del epoch  # one tier has the folder: no other one can change the epoch
+        del epoch  # only one tier uses the folder: no other one can change the epoch
         self._publish(temporary, path)
 
     def read(self, key: Key, epoch: int, into: Buffer) -> bool:
-        """Fill ``into``. Returns True if the record is intact and the right one."""
+        """Fill ``into``. Returns True if the record is intact and belongs to this key."""
         try:
             fd = os.open(self._record(key, epoch), READ, dir_fd=self._fd)
             try:

@@ -13,9 +13,9 @@ once, each name leads to one complete file or to none.
 
 **The cap.** The capacity is that of the live engine that joined first. An engine may write
 ``grant_bytes`` before it scans again what all engines have stored (``scan``). If it finds more than
-``capacity - 2 * engines * grant``, it removes the least recently used records. So the engines
+``capacity - 2 * engines * grant``, it removes the least recently used records. So all engines
 together stay below the capacity as long as their scans take about equally long; each engine that
-has joined since another's last scan may add two grants to that.
+has joined since another's last scan may add two grants to the total.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ COMMON = 0
 GRANT_SHARE = 128
 """A grant is this fraction of the capacity (1/n), or one record if that is more,"""
 GRANTS_EACH = 16
-"""but less with many engines: two grants for each are at most an eighth of the capacity."""
+"""but less with many engines: two grants for each must be at most an eighth of the capacity."""
 EVICT_SHARE = 0.05
 """An eviction ends this far below the limit, as a fraction of the capacity."""
 READ_USE_NS = 60 * 10**9
@@ -69,9 +69,9 @@ class Stored:
 
 
 class SharedFolder(RecordFiles):
-    """See the module. ``epoch`` is 0 or this engine's own; ``capacity_bytes`` is the effective
-    capacity. ``found_bytes`` and ``found_count`` are what all engines had stored at the start, and
-    ``last_use_ns`` is the latest use of that."""
+    """See the module's docstring. ``epoch`` is 0 or this engine's own; ``capacity_bytes`` is the
+    effective capacity. ``found_bytes`` and ``found_count`` are the amounts that all engines had
+    stored at the start, and ``last_use_ns`` is the latest use among those records."""
 
     def __init__(self, path: Path, identity: Identity, capacity_bytes: int, is_own: bool) -> None:
         """Raises ``TierIoError`` and ``OSError``."""
@@ -107,8 +107,8 @@ class SharedFolder(RecordFiles):
             return
         if self._exists(EPOCH_NAME) and self._load(EPOCH_NAME) != "0":
             raise FolderError(
-                f"{self._path} was used by a tier that was not shared, and was reset. Remove it, "
-                "or give another path"
+                f"{self._path} was used by a tier that was not shared and that was reset. Remove "
+                "it, or give another path"
             )
         if self._exists(LOCK_NAME) and _is_locked(self._path / LOCK_NAME):
             raise FolderError(f"{self._path} is in use by a tier that does not share it")
@@ -127,7 +127,8 @@ class SharedFolder(RecordFiles):
             os.link(temporary, name, src_dir_fd=self._fd, dst_dir_fd=self._fd)
         except FileExistsError:
             pass
-        except OSError:  # a file system without links: the last one wins, all read it afterwards
+        except OSError:
+            # a file system without links: the last writer wins, and all read its file afterwards
             self._publish(temporary, name)
         with contextlib.suppress(FileNotFoundError):
             os.unlink(temporary, dir_fd=self._fd)
@@ -136,7 +137,7 @@ class SharedFolder(RecordFiles):
 
     def store(self, key: Key, epoch: int, data: Buffer, use_ns: int, serial: int) -> WriteOutcome:
         """Write a record unless it exists or there is no space. Raises ``TierIoError``."""
-        if epoch != self.epoch:  # a reset came first: the record is of old weights
+        if epoch != self.epoch:  # a reset came first: the record belongs to old weights
             return WriteOutcome.FAILED
         if self._is_there(key, epoch):
             return WriteOutcome.OK
@@ -165,11 +166,11 @@ class SharedFolder(RecordFiles):
             os.mkdir(f"{PREFIX}{epoch}", 0o700, dir_fd=self._fd)
 
     def _publish_record(self, temporary: str, path: str, epoch: int) -> None:
-        """Refuse after a reset: another engine may have created the folder again for its
+        """Refuse after a reset, because another engine may have created the folder again for its
         records."""
         with self._turn:
             if epoch != self.epoch:
-                raise OSError(errno.ESTALE, "a reset came between")
+                raise OSError(errno.ESTALE, "a reset came in between")
             self._publishing += 1
         try:
             self._publish(temporary, path)
@@ -179,7 +180,7 @@ class SharedFolder(RecordFiles):
                 self._turn.notify_all()
 
     def fetch(self, key: Key, epoch: int, into: Buffer) -> ReadOutcome:
-        """Fill ``into``. A damaged record is removed. Raises ``TierIoError``."""
+        """Fill ``into`` from a record. A damaged record is removed. Raises ``TierIoError``."""
         path = self._record(key, epoch)
         try:
             fd = os.open(path, READ | os.O_NONBLOCK, dir_fd=self._fd)
@@ -202,7 +203,7 @@ class SharedFolder(RecordFiles):
 
     @staticmethod
     def _note_read(fd: int) -> None:
-        """Record a read as a use, only now and then and only if possible."""
+        """Record a read as a use, but only now and then, and only if possible."""
         now_ns = time.time_ns()
         with contextlib.suppress(OSError):
             if now_ns - os.fstat(fd).st_mtime_ns > READ_USE_NS:
@@ -210,7 +211,8 @@ class SharedFolder(RecordFiles):
 
     @staticmethod
     def _read_whole(fd: int, into: Buffer) -> tuple[bytes | None, int | None]:
-        """Return the header, if everything was read, and the payload's length according to it."""
+        """Return the header, if everything was read, and the payload's length according to the
+        header."""
         page = os.read(fd, ALIGNMENT)
         try:
             payload_bytes = parse(page[:HEADER_BYTES]).payload_bytes
@@ -276,8 +278,8 @@ class SharedFolder(RecordFiles):
         return used <= limit
 
     def scan(self) -> tuple[list[Stored], int]:
-        """Return what all engines have stored and how many of them live. Removes what dead engines
-        left unfinished. Raises ``OSError``."""
+        """Return what all engines have stored and how many of them are alive. Removes what dead
+        engines left unfinished. Raises ``OSError``."""
         engines = self.engines.all()
         for name in [name for name, alive in engines.items() if not alive]:
             self._remove_dead(name)
@@ -312,13 +314,14 @@ class SharedFolder(RecordFiles):
         if first == self.engines.name:
             logger.warning(
                 "kvtiers: %s has a capacity of %d bytes from now on, as configured here: the "
-                "engines that were there before have left",
+                "engines that used it before have left",
                 *(self._path, capacity_bytes),
             )
         else:
             logger.warning(
-                "kvtiers: %s is shared with a capacity of %d bytes, which the engine that joined "
-                "first was given; %d were configured here and do not count while it is there",
+                "kvtiers: %s is shared with a capacity of %d bytes, the capacity of the engine "
+                "that joined first; %d were configured here and do not count while that engine "
+                "uses it",
                 *(self._path, capacity_bytes, self._configured_bytes),
             )
 
@@ -339,7 +342,7 @@ class SharedFolder(RecordFiles):
                         if match and self._is_stray(match[1], found.st_mtime_ns):
                             os.unlink(file.name, dir_fd=fd)
                             continue
-                        # The present time for what is being written: it goes last.
+                        # Write the record of the present time last.
                         use_ns = self.engines.now_ns if match else found.st_mtime_ns
                         size = pages_for(found.st_size) * ALIGNMENT
                         stored.append(Stored(folder, file.name, size, use_ns))
@@ -404,7 +407,7 @@ class SharedFolder(RecordFiles):
                     self._retire(name)
 
     def renew(self) -> None:
-        """Declare that this engine lives. Raises ``TierIoError``."""
+        """Declare that this engine is alive. Raises ``TierIoError``."""
         try:
             self.engines.touch()
         except OSError as error:
@@ -422,4 +425,4 @@ def _is_locked(path: Path) -> bool:
         try:
             return not try_flock(file.fileno(), fcntl.LOCK_SH)
         except OSError:
-            return False  # a file system without locks: nobody holds one
+            return False  # a file system without locks: no process holds one

@@ -2,7 +2,7 @@
 
 ``shared_folder`` describes the files and how the capacity is kept. There is no central process, so
 the capacity is a bound: each engine evicts the least recently used records when it finds too many.
-Nothing about the folder is cached: every question goes to the file system.
+Nothing about the folder is cached: every query goes to the file system.
 
 ``reset`` means that this engine has other weights from now on: it continues under a new epoch of
 which it is the only user, and records of the epoch that it leaves exist for no engine. Another
@@ -41,10 +41,11 @@ from tiers.io.use_clock import UseClock
 from tiers.record import NO_NAMESPACE, Identity, check_identity, check_records
 
 PRESENT_AT_ONCE = 32
-"""Keys that one thread looks up at a time."""
+"""Number of keys that one thread looks up at a time."""
 QUESTION_THREADS = 4
-"""Separate from the threads that move payloads, so that questions do not wait for them. Reads and
-writes have separate threads too, because all writers wait while one of them scans the folder."""
+"""These threads are separate from those that move payloads, so that queries do not wait for
+payloads. Reads and writes have separate threads too, because all writers wait while one of them
+scans the folder."""
 TOUCHES_AT_ONCE = 256
 
 
@@ -101,7 +102,7 @@ class SharedFileTier(FolderTier[SharedFolder], SharedTier):
                 await asyncio.wait([done])
                 done.exception()  # the next read or write raises the error
 
-    # -- what it says of itself ------------------------------------------------------------
+    # -- information about the tier -----------------------------------------------------------
 
     def footprint_bytes(self, payload_bytes: int) -> int:
         return (1 + pages_for(payload_bytes)) * ALIGNMENT

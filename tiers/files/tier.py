@@ -1,8 +1,8 @@
-"""The file tier: one record per file, for file systems on which LMDB must not be used.
+"""The file tier: one record per file, for file systems on which LMDB cannot be used.
 
 ``record_files`` and ``exclusive_folder`` describe the files. ``reset`` stores the new epoch; the
-folder of the old one is removed in the background. The tier is slower than ``lmdb.tier`` by what
-the file system needs to create and remove files.
+folder of the old one is removed in the background. The tier is slower than ``lmdb.tier`` because
+the file system must create and remove a file per record.
 
 Ownership: everything belongs to the event loop's thread. Disk accesses run in the tier's ``depth``
 daemon threads, one record at a time, so that a mount that hangs stops neither the loop nor the
@@ -84,7 +84,7 @@ class FileTier(FolderTier[RecordFolder]):
         undo.callback(self._threads.stop)
         self._reclaim(folder, 0)
 
-    # -- what it says of itself ------------------------------------------------------------
+    # -- information about the tier -----------------------------------------------------------
 
     @property
     def epoch(self) -> int:
@@ -127,7 +127,7 @@ class FileTier(FolderTier[RecordFolder]):
     ) -> WriteOutcome:
         try:
             while (removing := self._removing.get(key)) is not None:
-                await asyncio.wait([removing])  # else it would remove the new record
+                await asyncio.wait([removing])  # otherwise this would remove the new record
             if key in self._entries:
                 return WriteOutcome.OK
             size = self.footprint_bytes(data.nbytes)

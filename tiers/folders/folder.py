@@ -1,7 +1,7 @@
-"""The folder of a disk tier: who may use it, and what happens to files that are not ours.
+"""The folder of a disk tier: who may use it, and what happens to files that a tier did not write.
 
 One tier of one process owns a folder at a time. It must be a real directory (no symbolic link) of
-this user that nobody else can write to, on a local file system. New folders get mode 0700 and new
+this user that no other user can write to, on a local file system. New folders get mode 0700 and new
 files 0600. Files that cannot be trusted are renamed into ``quarantine-<time>/`` beside the live
 ones; they are never opened again. Only the latest quarantine is kept, because its bytes do not
 count towards any capacity.
@@ -23,7 +23,7 @@ from tiers.base import TierIoError
 
 LOCK_NAME = "owner.lock"
 LOCK_WAIT_S = 0.2
-"""A process that only asks for the owner holds the lock for a moment."""
+"""A process that only looks up the owner holds the lock for a moment."""
 QUARANTINE_PREFIX = "quarantine-"
 MODE = 0o700
 NETWORK_FILE_SYSTEMS = frozenset(
@@ -61,8 +61,8 @@ def prepare(folder: Path, *, allow_network: bool = False) -> None:
     kind = file_system_of(folder)
     if not allow_network and kind.split(".")[0] in NETWORK_FILE_SYSTEMS:
         raise FolderError(
-            f"{folder} lies on the network file system {kind}, where LMDB must not be used. "
-            "Use a local disk, or the file tier"
+            f"{folder} is on the network file system {kind}, where LMDB must not be used. Use a "
+            "local disk, or the file tier"
         )
 
 
@@ -108,7 +108,7 @@ def file_system_of(folder: Path, mounts: Path = Path("/proc/self/mountinfo")) ->
 
 
 class OwnerLock:
-    """The lock of a folder's only owner: a ``flock`` on a file that holds the owner's pid.
+    """The lock of a folder's only owner: a ``flock`` on a file that contains the owner's pid.
 
     The kernel releases the lock when the process ends. The file remains and has no meaning.
     """
@@ -129,7 +129,7 @@ class OwnerLock:
             raise FolderError(
                 f"{folder} is in use by process {owner}. Stop it, or use another folder"
             ) from error
-        with contextlib.suppress(OSError):  # a full or read-only disk: the lock holds anyway
+        with contextlib.suppress(OSError):  # a full or read-only disk: the lock is held anyway
             os.ftruncate(self._fd, 0)
             os.pwrite(self._fd, f"{os.getpid()}\n".encode(), 0)
 
@@ -142,7 +142,8 @@ class OwnerLock:
 
 def try_flock(fd: int, kind: int, wait_s: float = 0.0) -> bool:
     """Take the ``flock`` of an open file (``kind`` is ``fcntl.LOCK_SH`` or ``LOCK_EX``). Returns
-    False if others held it for ``wait_s`` seconds. Raises ``OSError`` where locks do not work."""
+    False if others held it for ``wait_s`` seconds. Raises ``OSError`` if the file system has no
+    locks."""
     deadline = time.monotonic() + wait_s
     while True:
         try:

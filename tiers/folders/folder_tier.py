@@ -1,7 +1,8 @@
-"""The base of all tiers over a folder: opening in a thread, use by one process and loop, closing.
+"""The base of all tiers over a folder: opens it in a thread, ties it to one process and loop, and
+closes it.
 
 The open files and locks are the tier's ``files``. The threads that use them belong to the tier;
-they end before the files are closed, even if they hang for long.
+files are closed only after these threads have ended, even if they hang for long.
 
 Ownership: everything belongs to the event loop's thread.
 """
@@ -43,7 +44,7 @@ class FolderTier(Tier, Generic[Open]):
     """A tier over one folder; see the module."""
 
     def __init__(self, folder: Path, close_timeout_s: float | None = None) -> None:
-        """``close_timeout_s`` is how long closing waits for calls, and then again for threads
+        """``close_timeout_s`` limits how long closing waits for calls, and then again for threads
         (``None``: until they end). Threads that hang longer are left behind and close the files
         when they end."""
         self._folder = folder
@@ -52,7 +53,7 @@ class FolderTier(Tier, Generic[Open]):
         self._closing: asyncio.Task[None] | None = None
         self._counts: dict[str, int] = {}
 
-    # -- what a tier says of itself --------------------------------------------------------
+    # -- parts that each tier defines -------------------------------------------------------
 
     @abstractmethod
     def _begin(self, files: Open, undo: ExitStack) -> None:
@@ -160,10 +161,11 @@ class FolderTier(Tier, Generic[Open]):
             return
         if (
             self._close_timeout_s is not None
-        ):  # it ends, so a cancelled caller finds the folder free too
+        ):  # it ends, so that a cancelled caller also finds the folder free
             await settled(self._closing)
         else:
-            await asyncio.shield(self._closing)  # continues although nobody waits for it any more
+            # continues although no caller waits for it any more
+            await asyncio.shield(self._closing)
 
     async def _close(self, files: Open) -> None:
         try:
@@ -173,16 +175,16 @@ class FolderTier(Tier, Generic[Open]):
             await self._end_work()
             with self._naming_errors("closed"):
                 closing = in_thread(_close_files, files, *self._threads_in_use())
-        except BaseException:  # also when the loop ends
+        except BaseException:  # including when the loop ends
             self._closing = None  # still open; it can be closed later
             raise
         try:
             await asyncio.wait([closing], timeout=self._close_timeout_s)
         finally:
             self._files = self._closing = (
-                None  # the thread closes the files, with or without a waiter
+                None  # the thread closes the files, whether or not anything waits for it
             )
-        if closing.done():  # else hung threads close the files when they end
+        if closing.done():  # otherwise hung threads close the files when they end
             closing.result()
 
 

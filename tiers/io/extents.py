@@ -1,11 +1,11 @@
 """Free space of the payload file, in pages of ``ALIGNMENT`` bytes.
 
-Allocation is next fit: each one starts where the last one ended, and wraps around at the end.
-Records written together lie together, and eviction by age frees them together, so the file behaves
-like a circular log without ever moving a byte. The whole map is searched only if no free extent
-near the cursor is long enough, and only then is a record split into several extents.
+Allocation is next fit: each search starts where the last allocation ended, and wraps around at the
+end. Records written together lie together, and eviction by age frees them together, so the file
+behaves like a circular log without ever moving a byte. The whole map is searched only if no free
+extent near the cursor is long enough, and only then is a record split into several extents.
 
-Owned by one thread; knows nothing of files or keys.
+One thread owns this module's objects, which know nothing about files or keys.
 """
 
 from __future__ import annotations
@@ -46,8 +46,8 @@ def clip(extents: Extents, pages: int) -> tuple[Extents, Extents]:
 
 
 def gaps(pages: int, used: Iterable[Extent]) -> list[Extent]:
-    """Return the free extents that the disjoint ``used`` extents, in any order, leave in ``[0,
-    pages)``."""
+    """Return the free extents in ``[0, pages)``, given the disjoint ``used`` extents in any
+    order."""
     found = []
     end = 0
     for start, length in sorted(used):

@@ -1,7 +1,7 @@
 """A fixed number of threads that run blocking I/O jobs from one queue.
 
-Their number is the queue depth that the device sees. They are daemon threads: a disk that hangs
-forever must not keep the process from exiting.
+The number of threads is the queue depth that the device sees. They are daemon threads: a disk that
+hangs forever must not keep the process from exiting.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class Job(Protocol):
 
 class Together:
     """Jobs that report together when the last one has finished. Each message to the event loop
-    wakes its thread, which costs more than a small job."""
+    wakes the loop's thread, which costs more than a small job."""
 
     def __init__(self, post: Callable[[Together], None]) -> None:
         self.jobs: list[Any] = []

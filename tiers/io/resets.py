@@ -1,4 +1,5 @@
-"""Resets of a shared tier: no earlier record is found, and no unfinished write is stored.
+"""Resets of a shared tier: afterwards no earlier record is found, and no unfinished write is
+stored.
 
 Owned by the event loop's thread.
 """
@@ -7,8 +8,8 @@ from __future__ import annotations
 
 
 class Resets:
-    """Counts resets in ``begun``. The tier stores and finds nothing from the start of a reset until
-    that reset, or one begun later, has succeeded. A failed reset keeps it closed."""
+    """Counts resets in ``begun``. Between the start of a reset and its success (or the success of a
+    later one) the tier stores and finds nothing. A failed reset keeps the tier in that state."""
 
     def __init__(self) -> None:
         self.begun = self._done = 0
@@ -19,7 +20,7 @@ class Resets:
         return self.begun
 
     def end(self, number: int) -> None:
-        """The reset with this number has succeeded."""
+        """Note that the reset with this number has succeeded."""
         self._done = max(self._done, number)
 
     @property

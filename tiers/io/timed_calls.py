@@ -15,7 +15,7 @@ from tiers.io.daemon_threads import DaemonThreads
 
 ASK_TIMEOUT_S = 2.0
 ASKING_MAX = 8
-"""Calls in progress. If that many hang, the next one fails at once."""
+"""Limits the calls in progress. If ``count`` calls hang, the next one fails at once."""
 
 T = TypeVar("T")
 
@@ -30,10 +30,10 @@ class TimedCalls:
         self._asking = 0
 
     async def ask(self, function: Callable[..., T], *arguments: Any) -> T:
-        """Return the result of ``function``. Raises what it raises, and ``TierIoError`` if it does
-        not answer in time or too many calls are unanswered."""
+        """Return the result of ``function``. Raises whatever the function raises, and
+        ``TierIoError`` if it does not return in time or too many calls are unanswered."""
         if self._asking >= ASKING_MAX:
-            raise TierIoError(f"earlier questions to {self._store} were not answered yet")
+            raise TierIoError(f"earlier calls to {self._store} have not returned yet")
         asking = self._threads.run(function, *arguments)
         self._asking += 1
         asking.add_done_callback(self._answered)
@@ -49,4 +49,4 @@ class TimedCalls:
     def _answered(self, asking: asyncio.Future[T]) -> None:
         self._asking -= 1
         if not asking.cancelled():
-            asking.exception()  # or asyncio logs an exception that was never retrieved
+            asking.exception()  # otherwise asyncio logs an exception that was never retrieved

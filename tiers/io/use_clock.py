@@ -1,5 +1,5 @@
-"""Times of last use: nanoseconds since 1970 that only grow, so that they order records and date
-them.
+"""Times of last use: nanoseconds since 1970 that only grow, so that they both order and date
+records.
 
 If the system clock is set back, each use is one more than the last, so no order changes. Early
 versions stored small counters instead; these give an order but no age.

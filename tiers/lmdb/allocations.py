@@ -7,7 +7,7 @@ An allocation that a read is using when it is ``freed`` is parked and becomes fr
 ``unpin``. ``forget`` is called when a record leaves the index in memory, ``freed`` when the
 transaction that deletes it is durable: in between the allocation must not be written.
 
-Owned by the event loop's thread; knows nothing of keys.
+The event loop's thread owns this; it knows nothing about keys.
 """
 
 from __future__ import annotations
@@ -18,7 +18,8 @@ _HEADER = Extent(0, 1)
 
 
 class Allocations:
-    """The state of every allocation, which is known by its first page. See the module."""
+    """The state of every allocation; an allocation is identified by its first page. See the
+    module's docstring."""
 
     def __init__(self, file_pages: int, free: list[Extent]) -> None:
         self._map = ExtentMap(file_pages, free)
@@ -59,11 +60,11 @@ class Allocations:
         self._map.release(rest)
 
     def forget(self, extents: Extents) -> None:
-        """Hold the allocation of a record that has left the memory, but not yet the disk."""
+        """Hold the allocation of a record that was removed from memory, but is still on disk."""
         self._held[extents[0].start] = extents
 
     def freed(self, extents: Extents) -> None:
-        """Free this held allocation: no durable transaction names it any more."""
+        """Free this held allocation: no durable transaction refers to it any more."""
         start = extents[0].start
         if start in self._pins:
             self._parked[start] = extents
@@ -72,8 +73,8 @@ class Allocations:
             self._map.release(extents)
 
     def cleared(self) -> None:
-        """Free all allocations except those held for pending writes: no durable transaction names
-        any."""
+        """Free all allocations except those held for pending writes: no durable transaction refers
+        to them."""
         for start, (_count, extents) in self._pins.items():
             if start not in self._held:
                 self._held[start] = self._parked[start] = extents
@@ -81,12 +82,12 @@ class Allocations:
         self._map = ExtentMap(self._map.pages, gaps(self._map.pages, [_HEADER, *used]))
 
     def pin(self, extents: Extents) -> None:
-        """A read of this allocation begins."""
+        """Note that a read of this allocation begins."""
         count, _ = self._pins.get(extents[0].start, (0, extents))
         self._pins[extents[0].start] = (count + 1, extents)
 
     def unpin(self, extents: Extents) -> None:
-        """A read of this allocation has ended."""
+        """Note that a read of this allocation has ended."""
         start = extents[0].start
         count, _ = self._pins[start]
         if count > 1:

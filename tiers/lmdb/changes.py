@@ -1,6 +1,6 @@
-"""Changes to the index of an LMDB tier, which I/O jobs and the event loop hand to a commit thread.
+"""Changes to the index of an LMDB tier, which I/O jobs and the event loop pass to a commit thread.
 
-The commit threads of the exclusive tier and of the shared tier both take them.
+The commit threads of the exclusive tier and of the shared tier both accept them.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ class Put:
     payload_bytes: int
     extents: Extents
     stored_pages: int = 0
-    """The number of its pages that the record needed after encoding."""
+    """The number of pages that the record needed after encoding."""
     outcome: WriteOutcome = WriteOutcome.FAILED
     is_named: bool = False
-    """True if a committed transaction names its allocation."""
+    """True if a committed transaction refers to its allocation."""
     waiters: list[Any] = field(default_factory=list)
     """The calls that wait for this record; only the event loop uses them."""
 

@@ -3,9 +3,9 @@ index.
 
 Changes queue up while a commit runs, and the next commit takes all of them, so the number of
 flushes adapts to the speed of the disk. While more writes are on their way to the disk, the thread
-waits for them (``GATHER_S``): a flush in between would slow them down, and the calls they belong to
-could not return yet. Deletions and recency updates wait for any write (``LAZY_S``) unless ``hurry``
-is called: every flush saved is milliseconds of disk time.
+waits for them (``GATHER_S``): a flush in between would slow them down, and their calls could not
+return any earlier. Deletions and recency updates wait until there is a write to join (at most
+``LAZY_S``) unless ``hurry`` is called: every flush saved is milliseconds of disk time.
 
 Ownership: the event loop (removals, refreshes, clears) and the I/O threads (puts) call ``submit``.
 A change belongs to this thread until it is passed to ``post``, which must be callable from any
@@ -33,8 +33,8 @@ LAZY_S = 0.1
 """Longest time that deletions and recency updates wait to share the commit of a write."""
 CHANGES_MAX = 8192
 HALVED_MIN = 512
-"""A smaller batch that does not fit into the map is rejected as a whole, because deletions need the
-rest of the map."""
+"""If a smaller batch does not fit into the map, it is rejected as a whole, because deletions need
+the rest of the map."""
 
 
 @dataclass(slots=True)
@@ -46,7 +46,8 @@ class Counters:
 
 
 class CommitThread:
-    """See the module. ``failure`` is the reason why the index cannot be written any more, if so."""
+    """See the module's docstring. ``failure`` is the reason why the index cannot be written any
+    more, or empty."""
 
     def __init__(
         self,
@@ -106,13 +107,14 @@ class CommitThread:
                 self._wake.get(timeout=max(0.0, deadline - time.monotonic()))
             except queue.Empty:
                 break
-        # In this order: a caller that saw the thread gathering did not wake it.
+        # In this order, because a caller that saw the thread gathering did not wake it.
         self._is_gathering_puts = self._is_urgent = False
         self._take(batch)
         return batch
 
     def _take(self, batch: list[Change]) -> bool:
-        """Move waiting changes into the batch. Returns True if it holds some and can take more."""
+        """Move waiting changes into the batch. Returns True if the batch is not empty and can take
+        more."""
         while self._waiting and len(batch) < CHANGES_MAX:
             batch += self._waiting.popleft()
         return 0 < len(batch) < CHANGES_MAX
@@ -170,7 +172,7 @@ class CommitThread:
 
 
 def _merge(batch: list[Change], epoch: int) -> tuple[Changes, list[Put]]:
-    """Return the net effect of a batch, and the puts that are part of it.
+    """Return the net effect of a batch, and the puts that contribute to it.
 
     Puts of an older epoch are left out: their bytes come from old weights.
     """

@@ -1,8 +1,8 @@
 """The records of an open LMDB tier: present ones, and those being written or deleted.
 
-A deleted record leaves this memory at once and the disk with the next commit; only then is its
-allocation free (``allocations``). Uses are noted here at once, and on disk with the next commit, at
-most ``TOUCH_FLUSH_S`` later.
+A deleted record leaves memory at once and the disk with the next commit; only then is its
+allocation free (``allocations``). Uses are recorded in memory at once, and on disk with the next
+commit, at most ``TOUCH_FLUSH_S`` later.
 
 Owned by the event loop's thread.
 """
@@ -45,7 +45,7 @@ class LmdbContents:
         self._touch_timer: asyncio.TimerHandle | None = None
         self._change = self._loop.create_future()
 
-    # -- in --------------------------------------------------------------------------------
+    # -- adding ------------------------------------------------------------------------------
 
     def is_known(self, key: Key) -> bool:
         """Return True if the record is present or being written."""
@@ -62,13 +62,14 @@ class LmdbContents:
         if put.outcome is WriteOutcome.OK and put.epoch == self.epoch:
             self.records.add(put.key, put.value)
             self.allocations.adopt(put.extents, put.stored_pages)
-        elif put.is_named:  # a reset came first: the allocation is free once that is durable
+        elif put.is_named:
+            # a reset came first: the allocation becomes free once the reset is durable
             put.end(WriteOutcome.FAILED)
             self._leave(Remove([], [put.extents]))
         else:
             self.allocations.freed(put.extents)
 
-    # -- out -------------------------------------------------------------------------------
+    # -- removing ----------------------------------------------------------------------------
 
     def forget(self, keys: Sequence[Key]) -> None:
         """Remove keys from memory now and from the disk soon."""
@@ -126,7 +127,7 @@ class LmdbContents:
     # -- recency ---------------------------------------------------------------------------
 
     def touch(self, keys: Sequence[Key]) -> None:
-        """Note a use of the present ones among these keys."""
+        """Note a use of those of these keys that are present."""
         for key, use in zip(keys, self.uses.take(len(keys)), strict=True):
             if self.records.touch(key, use):
                 self._touched.add(key)

@@ -1,8 +1,8 @@
 """The open files of an exclusive LMDB tier.
 
 Its folder holds ``owner.lock``, with the pid of the live owner, beside the files of every LMDB tier
-(``lmdb.folder``). Everything here blocks and runs in one thread at a time, before the tier's
-threads start or after they ended.
+(``lmdb.folder``). Every function here blocks. They run in one thread at a time, before the tier's
+threads start or after they have ended.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def payload_capacity_bytes(capacity_bytes: int, record_bytes: int = 64 << 10) ->
 
 
 class LmdbFiles:
-    """The open files of one tier. ``recovered`` is what the index held and ``found_epoch`` its
+    """The open files of one tier. ``recovered`` is the content of the index and ``found_epoch`` its
     epoch. ``was_set_aside`` is True if the index could not be used, so that the tier began
     empty."""
 
@@ -90,7 +90,8 @@ class LmdbFiles:
         options, epoch = self._options, self.index.epoch
         self.found_epoch = epoch
         if options.recovery is Recovery.OFF or options.epoch > epoch:
-            # Not beyond the caller's epoch, or a later increase of that one would have no effect.
+            # Not beyond the caller's epoch, otherwise a later increase of the caller's epoch would
+            # have no effect.
             self.index.apply(Changes(clear_to_epoch=max(options.epoch, epoch)))
         expected = Expected(self._identity, self.index.epoch, limit, self.codec.key_ids)
         is_strict = options.recovery is Recovery.STRICT
@@ -112,7 +113,7 @@ class LmdbFiles:
         return gain
 
     def close(self) -> None:
-        """Release everything when no thread uses the files any more. Blocks."""
+        """Release everything once no thread uses the files any more. Blocks."""
         try:
             self.index.close()
             self.file.close()

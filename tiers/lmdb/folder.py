@@ -4,12 +4,12 @@
     <folder>/payload.data     page 0: magic, format, file id; then the extents of records
     <folder>/quarantine-*     files that could not be trusted, renamed
 
-The index names the payload file by its id, so that both are only used together. A
-capacity covers both files. Everything here blocks and runs in one thread at a time.
+The index names the payload file by its id, so that the two are only used together. A capacity
+covers both files. Every function here blocks, and they run in one thread at a time.
 
 ``is_new``, ``check_partner`` and ``lmdb.index.check_file`` judge the files. A tier that opens the
-folder and a command that only inspects it (``offline.lmdb_reader``) call the same three, so that an
-inspection predicts what an open would do.
+folder and a command that only inspects it (``offline.lmdb_reader``) call the same three functions,
+so that an inspection predicts the result of an open.
 """
 
 from __future__ import annotations
@@ -51,11 +51,11 @@ _NO_ID = "0" * (2 * _ID_BYTES)
 
 def open_or_set_aside(folder: Path, open_files: Callable[[], None], *, strict: bool) -> bool:
     """Call ``open_files``. If it raises ``IndexUnusableError``, move the index aside, and the
-    payload file too unless it is ours, and call it again to begin empty. A payload file of ours
-    keeps its blocks, so nothing can be read through the index that was moved aside. Returns True if
-    files were moved aside.
+    payload file too unless kvtiers wrote it, and call it again to begin empty. A payload file of
+    ours keeps its blocks, so nothing can be read through the index that was moved aside. Returns
+    True if files were moved aside.
 
-    With ``strict`` nothing is touched, and the error becomes a ``TierIoError``.
+    With ``strict``, nothing is changed, and the error becomes a ``TierIoError``.
     """
     try:
         open_files()
@@ -104,7 +104,8 @@ def open_index(folder: Path, index_bytes: int, identity: Identity, io: DiskIo) -
 
 
 def is_lmdb_folder(folder: Path) -> bool:
-    """Return True if an LMDB tier has stored something in this folder, whatever is left of it."""
+    """Return True if an LMDB tier has ever stored something in this folder, whatever is left of
+    it."""
     try:
         return index_exists(folder) or not is_new(folder)
     except IndexUnusableError:
@@ -113,8 +114,8 @@ def is_lmdb_folder(folder: Path) -> bool:
 
 def is_new(folder: Path) -> bool:
     """Return True if nothing was stored in a folder yet. Raises ``IndexUnusableError`` if something
-    was and the index is missing: a payload file is longer than one page only after an index was
-    created, and has no id once its index was moved aside on purpose."""
+    was stored and the index is missing: a payload file is longer than one page only after an index
+    was created, and has no id once its index was moved aside on purpose."""
     path = folder / PAYLOAD_NAME
     if index_exists(folder):
         return False
@@ -141,8 +142,8 @@ def check_partner(folder: Path, manifest: Manifest) -> None:
 
 
 def keep_good(index: LmdbIndex, expected: Expected, *, strict: bool) -> Recovered:
-    """Recover what the index holds, without records that are damaged or not ours. Those are
-    deleted, or with ``strict`` they raise ``IndexUnusableError``."""
+    """Recover the content of the index, without records that are damaged or belong to another
+    server. Those are deleted, or with ``strict`` they raise ``IndexUnusableError``."""
     found = recover(index.tables(), expected)
     if found.bad and strict:
         raise IndexUnusableError(f"{len(found.bad)} records are not whole or not ours")
@@ -252,7 +253,8 @@ def read_id(path: Path) -> str:
 
 
 def write_id(file: PayloadFile, file_id: str) -> None:
-    """Write page 0, durably. The rest of the file keeps its blocks and has no meaning now."""
+    """Write page 0, durably. The rest of the file keeps its blocks, whose content no longer has a
+    meaning."""
     page: Buffer = Scratch(ALIGNMENT).at_least(ALIGNMENT)
     raw = _MAGIC + bytes.fromhex(file_id)
     page[: len(raw)] = memoryview(raw)

@@ -1,11 +1,11 @@
-"""The index of an LMDB tier: which record lies where, in one LMDB environment.
+"""The index of an LMDB tier: the location of each record, in one LMDB environment.
 
-It has two named databases:
+The environment has two named databases:
 
     meta      b"manifest" -> JSON; b"epoch" -> 8 bytes, little-endian; b"limits" -> JSON
     records   key -> last use (8 bytes, big-endian) + record header + extents (start u64, pages u32)
 
-Payloads are not in here. Values are small, and every transaction is short, also that of a reader in
+It contains no payloads. Values are small, and every transaction is short, also that of a reader in
 another process (``offline.lmdb_reader``), so LMDB reuses its pages at once and the file stays
 inside its map. A reader that was killed in a transaction would keep pages forever; ``apply`` looks
 for such readers now and then. The file is preallocated to the size of the map, so that a full disk
@@ -14,10 +14,10 @@ it were shorter.
 
 Opening never trusts a file, however it was closed. Before LMDB opens it, ``recovery.walk`` checks
 all of its pages (LMDB dies by SIGBUS on a truncated file and on garbled pages) and reads the
-records on the way. A file that the walk rejects goes to LMDB's own, slow verifier. Any damage is an
-``IndexUnusableError``; the caller decides what to do about it.
+records in the same pass. A file that the walk rejects goes to LMDB's own, slow verifier. Any damage
+is an ``IndexUnusableError``; the caller decides what to do about it.
 
-Ownership: one thread at a time, except for ``keys_after``. A transaction never leaves the method
+Ownership: one thread at a time, except for ``keys_after``. A transaction never outlives the method
 that began it, and no memory of LMDB is used after its transaction.
 """
 
@@ -62,8 +62,8 @@ def check_room(path: Path, map_bytes: int) -> None:
     if map_bytes - size_bytes > free_bytes:
         raise OSError(
             errno.ENOSPC,
-            f"the index for this capacity takes {map_bytes} bytes, and the disk has {free_bytes} "
-            "free. Give less capacity",
+            f"the index for this capacity takes {map_bytes} bytes, and only {free_bytes} bytes "
+            "of the disk are free. Configure a smaller capacity",
         )
 
 
@@ -84,7 +84,8 @@ class IndexFile:
                 try:
                     os.posix_fallocate(fd, size, map_bytes - size)
                 except OSError:
-                    os.ftruncate(fd, size)  # the blocks it did get would stay allocated
+                    # otherwise the blocks allocated so far would remain allocated
+                    os.ftruncate(fd, size)
                     raise
         finally:
             os.close(fd)
@@ -104,7 +105,7 @@ LOCK_NAME = "lock.mdb"
 FILES = (DATA_NAME, LOCK_NAME)
 RECORDS_NAME = b"records"
 RECORD_INDEX_BYTES = 512
-"""Index space reserved per record; 280 to 320 bytes are used, also under churn."""
+"""Index space reserved per record; a record takes 280 to 320 bytes, also under churn."""
 INDEX_BYTES_MIN = 2 << 20
 READER_CHECK_EVERY = 64
 """Number of transactions between two checks for killed readers; a check takes microseconds."""
@@ -147,7 +148,7 @@ def payload_bytes_of(value: bytes) -> int:
 
 
 def extents_of(value: bytes) -> Extents:
-    """Return the extents that hold the record's stored bytes."""
+    """Return the extents that contain the record's stored bytes."""
     if len(value) == EXTENTS_AT + EXTENT_BYTES:  # the usual case
         return (Extent._make(_EXTENT.unpack_from(value, EXTENTS_AT)),)
     return tuple(
@@ -171,7 +172,7 @@ class Changes:
 
 @dataclass(frozen=True, slots=True)
 class Manifest:
-    """The description that the index keeps of itself."""
+    """The description of the index that the index itself contains."""
 
     identity: Identity
     file_id: str
@@ -204,7 +205,8 @@ class Manifest:
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """The capacity that an index was last opened with, and the smallest usual payload, in bytes."""
+    """The capacity with which an index was last opened, and the smallest usual payload, in
+    bytes."""
 
     capacity_bytes: int
     record_bytes: int
@@ -223,7 +225,7 @@ class Limits:
 
 
 def index_exists(folder: Path) -> bool:
-    """Return True if the folder holds an index to recover from."""
+    """Return True if the folder contains an index to recover from."""
     path = folder / DATA_NAME
     return os.path.lexists(path) and path.lstat().st_size > 0
 
@@ -232,8 +234,8 @@ class LmdbIndex:
     """The open LMDB environment."""
 
     def __init__(self, folder: Path, map_bytes: int, manifest: Manifest) -> None:
-        """Open or create. ``manifest`` is written to a new index; an old one must have the same
-        identity. Raises ``IndexUnusableError`` with the data unchanged, or ``OSError``."""
+        """Open or create. ``manifest`` is written to a new index; an existing index must have the
+        same identity. Raises ``IndexUnusableError`` with the data unchanged, or ``OSError``."""
         self._file = IndexFile(folder / DATA_NAME)
         is_new = not index_exists(folder)
         self._found = None if is_new else check_file(folder)
@@ -252,7 +254,7 @@ class LmdbIndex:
                 self.manifest, self.epoch = self._read_meta()
                 check_owner(self.manifest.identity, manifest.identity)
                 self._file.reserve(self._env.info()["map_size"])
-            except BaseException as error:  # any error: undo closes the environment
+            except BaseException as error:  # on any error, undo closes the environment
                 raise _translated(error) from error
             undo.pop_all()
 
@@ -300,7 +302,8 @@ class LmdbIndex:
 
     def keys_after(self, key: Key | None, count: int) -> list[Key]:
         """Return the next ``count`` keys in order after a key that may be gone, or from the first
-        one on. May run beside everything except ``close``: it has a separate transaction."""
+        one on. May run concurrently with everything except ``close``, because it has a separate
+        transaction."""
         with self._env.begin(db=self._records) as txn, txn.cursor() as cursor:
             found = cursor.first() if key is None else cursor.set_range(key)
             if found and cursor.key() == key:
@@ -342,7 +345,7 @@ class LmdbIndex:
             self.apply_in_parts(Changes(edits=dict(edits[half:])))
 
     def note_limits(self, limits: Limits) -> None:
-        """Store the limits that this index was opened with, for commands that inspect it."""
+        """Store the limits with which this index was opened, for commands that inspect it."""
         with self._env.begin(db=self._meta) as txn:
             known = txn.get(b"limits")
         if known != limits.dump():
@@ -385,7 +388,8 @@ def check_file(folder: Path) -> list[RecordTable] | None:
     """Return the records if LMDB can read the file safely. ``None`` if it can, but only LMDB can
     read the records.
 
-    Raises ``IndexUnusableError`` if it cannot. Only for an index that no process writes.
+    Raises ``IndexUnusableError`` if LMDB cannot read it. Call this only for an index to which no
+    process writes.
     """
     path = folder / DATA_NAME
     found = path.lstat()

@@ -40,7 +40,7 @@ class WriteJob:
         try:
             self._move(scratch)
         except Exception as error:
-            # Any exception must reach the waiting call and must not end the thread.
+            # The waiting call must get any exception, and the thread must not end.
             is_full = isinstance(error, OSError) and error.errno in DISK_FULL
             for put in self.puts:
                 put.end(WriteOutcome.FULL if is_full else WriteOutcome.FAILED)
@@ -65,7 +65,7 @@ class WriteJob:
 
 @dataclass(slots=True, eq=False)
 class ReadItem:
-    """One record to read: its entry in the index, and the buffer for it."""
+    """One record to read: its entry in the index, and its buffer."""
 
     key: Key
     value: bytes
@@ -97,7 +97,7 @@ class ReadJob:
         """Read and verify all records."""
         try:
             self._read_all(scratch)
-        except Exception:  # the call needs an answer and the thread must go on: all are CORRUPT
+        except Exception:  # the call needs an answer and the thread must continue: all are CORRUPT
             self.io_errors += 1
 
     def _read_all(self, scratch: Scratch) -> None:
@@ -108,8 +108,8 @@ class ReadJob:
             self._read_each(scratch)
 
     def _read_each(self, scratch: Scratch) -> None:
-        """Read the records one by one after a failure, so that a bad one does not fail its
-        neighbours."""
+        """Read the records one by one after a failure, so that a bad record does not fail the
+        others of its job."""
         for item in self.items:
             try:
                 self._move([item], scratch)

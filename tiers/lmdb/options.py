@@ -11,9 +11,9 @@ JOB_BYTES_MIN = 256 << 10
 
 
 class Recovery(enum.Enum):
-    """How a tier treats what an earlier start left.
+    """How a tier treats the data that an earlier start left.
 
-    ``OFF``: begin empty. ``QUIET``: keep intact records, move damaged files aside, go on.
+    ``OFF``: begin empty. ``QUIET``: keep intact records, move damaged files aside, continue.
     ``STRICT``: any damage found at open is a ``TierIoError``, and nothing is touched.
     """
 
@@ -31,9 +31,9 @@ class LmdbOptions:
     ``reserve_bytes`` of the file system free (``None``: 5 %, at least 2 GiB). ``io_threads`` is the
     queue depth, for reads and for writes each; a few more threads seal and verify meanwhile.
     ``job_bytes`` is the most that one thread moves at a time, adjacent records with one system
-    call; a call is first divided among all threads. Small jobs cost CPU, because threads hand over
-    to each other all the time. ``queue_records`` limits the waiting records. ``key_file`` turns
-    encryption on, ``compress`` compression (see ``tiers.io.codec``).
+    call; a call is first divided among all threads. Small jobs cost CPU time, because threads
+    constantly hand over to each other. ``queue_records`` limits the waiting records. ``key_file``
+    turns encryption on, ``compress`` compression (see ``tiers.io.codec``).
     """
 
     namespace: bytes = NO_NAMESPACE

@@ -1,6 +1,6 @@
 """Reads of an LMDB tier: lookup in memory, I/O threads, the caller's buffers.
 
-Owned by the event loop's thread.
+The event loop's thread owns this.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ class LmdbReads:
         return call.outcomes
 
     def _find(self, call: Call, keys: Sequence[Key], into: Sequence[Buffer]) -> list[ReadItem]:
-        """Return the present records in the order of their allocations; settle the others."""
+        """Return the present records in the order of their allocations; answer the others."""
         items = []
         records = self._contents.records
         for position, (key, data) in enumerate(zip(keys, into, strict=True)):

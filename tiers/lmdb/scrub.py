@@ -1,12 +1,11 @@
-"""The scrub of an LMDB tier: it reads and verifies records that no request asks for, a few at a
-time.
+"""The scrub of an LMDB tier: reads and verifies records that no request reads, a few at a time.
 
-A pass goes through the index in the order of keys, so that a small file (``scrub``) can store its
-position: even a server that is restarted every day finishes a pass. A pass begins one period after
-the previous one began.
+A pass goes through the index in key order, so that a small file (``scrub``) can store its position:
+even a server that is restarted every day finishes a pass. A pass begins one period after the
+previous one began.
 
-A record is damaged if its tag does not match twice. If reads fail, page 0 is read as well; if that
-fails too, the medium is at fault, and no record is given up.
+A record counts as damaged if its tag does not match in two reads. If reads fail, page 0 is read as
+well; if that fails too, the medium is at fault, and no record is given up.
 
 Owned by the event loop's thread; the tier's threads read the files.
 """
@@ -40,7 +39,8 @@ PAYLOAD_BYTES_MAX = 256 << 20
 """Longer payloads are not scrubbed, including those that only a damaged index claims."""
 KEPT_BYTES_MAX = 8 << 20
 MARK_EVERY_S = 60.0
-"""The position is stored this often. After a crash, records read since then are read again."""
+"""The position is stored this often. After a crash, records read since the last stored position are
+read again."""
 
 
 @dataclass(slots=True)
@@ -166,7 +166,7 @@ class LmdbScrub:
         return Scrubbed(len(items), sum(item.into.nbytes for item in items), tuple(damaged))
 
     async def _read(self, items: Sequence[ReadItem], epoch: int) -> list[ReadItem]:
-        """Read the records and return those that fail."""
+        """Read the records and return those that are damaged."""
         if not items:
             return []
         for item in items:
@@ -189,8 +189,8 @@ class LmdbScrub:
         return is_same and epoch == self._contents.epoch
 
     async def _in_thread(self, function: Callable[[Scratch], Any]) -> Any:
-        """Run ``function`` in a thread of the tier. Waits for its end also when cancelled, because
-        it uses the tier's files. Raises what it raises."""
+        """Run ``function`` in a thread of the tier. Waits for the end of the function even when
+        cancelled, because it uses the tier's files. Raises whatever the function raises."""
         job = _Job(function, from_threads(_Job.end))
         self._threads.submit(job)
         return await settled(job.done)
@@ -210,7 +210,7 @@ class _Job:
         """Call the function."""
         try:
             self._result = self._function(scratch)
-        except Exception as error:  # the thread must go on, and the waiter gets the error
+        except Exception as error:  # the thread must continue, and the waiter gets the error
             self._error = error
 
     def notify(self) -> None:

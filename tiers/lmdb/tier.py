@@ -1,4 +1,5 @@
-"""The exclusive disk tier: LMDB keeps the index, a preallocated file beside it the payloads.
+"""The exclusive disk tier: LMDB keeps the index, and a preallocated file beside it keeps the
+payloads.
 
     write   allocation -> I/O thread (tag, O_DIRECT write) -> commit thread (flush of the payload
             file, then one LMDB transaction for all waiting records) -> present
@@ -11,8 +12,8 @@ lifetime.
 An allocation is free again only when the transaction that deleted its record is durable and no read
 uses it. ``capacity_bytes`` covers the whole folder: payloads, index and page 0.
 
-Epochs only grow: ``reset(e)`` begins epoch ``max(e, current + 1)``, so every reset forgets, even
-one whose number was used before a restart.
+Epochs only grow: ``reset(e)`` begins epoch ``max(e, current + 1)``, so every reset forgets all
+records, even a reset whose number was used before a restart.
 
 Ownership: everything in this class belongs to the event loop's thread. Jobs and changes leave
 through queues and return by ``call_soon_threadsafe``. An open tier belongs to one loop and one
@@ -54,7 +55,8 @@ from tiers.lmdb.writes import LmdbWrites
 from tiers.record import Identity, check_identity, check_records
 
 SPARE_THREADS = 2
-"""Threads beyond the queue depth: while some verify or seal, others keep the device busy."""
+"""Number of threads beyond the queue depth: while some verify or seal, others keep the device
+busy."""
 _COUNTERS = (
     *("written", "write_full", "write_failed", "read_ok", "read_miss", "read_corrupt"),
     *("read_busy", "deleted", "written_bytes", "read_bytes", "io_errors", "grow_failures"),
@@ -129,7 +131,7 @@ class LmdbTier(FolderTier[LmdbFiles]):
     def _threads_in_use(self) -> Sequence[Ending]:
         return (self._read_threads, self._write_threads, self._committer)
 
-    # -- what it says of itself ------------------------------------------------------------
+    # -- information about the tier -----------------------------------------------------------
 
     @property
     def epoch(self) -> int:
@@ -138,7 +140,8 @@ class LmdbTier(FolderTier[LmdbFiles]):
 
     @property
     def used_bytes(self) -> int:
-        """Bytes of all allocations, including those of records being written or deleted."""
+        """Bytes of all allocations, including those of records that are being written or
+        deleted."""
         return self._contents.allocations.used_pages * ALIGNMENT
 
     def footprint_bytes(self, payload_bytes: int) -> int:

@@ -1,6 +1,6 @@
-"""Writes of an LMDB tier: an allocation, I/O threads, the commit.
+"""Writes of an LMDB tier: allocate, write in I/O threads, commit.
 
-Owned by the event loop's thread; the file grows in a separate thread.
+The event loop's thread owns this; the file grows in a separate thread.
 """
 
 from __future__ import annotations
@@ -54,14 +54,15 @@ class LmdbWrites:
                 if not self._begin(batch, call, position, key, data):
                     await self._begin_later(batch, call, position, key, data)
         finally:
-            # Also when cancelled: records with an allocation are written and waited for.
+            # This also applies when cancelled: records with an allocation are written and waited
+            # for.
             batch.submit()
             call.begun()
             await settled(call.done)
         return call.outcomes
 
     def _begin(self, batch: _Batch, call: Call, position: int, key: Key, data: Buffer) -> bool:
-        """Allocate pages for one record and add it to the batch. Returns False if there are none
+        """Allocate pages for one record and add it to the batch. Returns False if no pages are free
         now, or none are needed."""
         contents = self._contents
         if batch.epoch != contents.epoch or contents.is_known(key):
@@ -79,7 +80,7 @@ class LmdbWrites:
     async def _begin_later(
         self, batch: _Batch, call: Call, position: int, key: Key, data: Buffer
     ) -> None:
-        """Allocate pages for one record when some become free, or settle it here."""
+        """Allocate pages for one record when some become free, or answer it here."""
         contents = self._contents
         while batch.epoch == contents.epoch and not contents.is_known(key):
             batch.submit()  # records added so far must not wait for this one

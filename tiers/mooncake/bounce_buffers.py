@@ -1,9 +1,9 @@
-"""Bounce buffers for calls of a Mooncake store: payloads that are read pass through them, and
-headers lie in them.
+"""Bounce buffers for calls of a Mooncake store: payloads pass through them when they are read, and
+headers are always in them.
 
-Mooncake abandons a transfer after half a minute or a minute and does not end it: when the other end
+Mooncake abandons a transfer after half a minute or a minute without ending it: when the peer
 continues, bytes still move, long after everything was verified and perhaps after the memory was
-given to something else. So transfers use bounce buffers, which are registered once and reused. Only
+given to another user. So transfers use bounce buffers, which are registered once and reused. Only
 the buffers of a call that may continue are never used again.
 
 Any thread may call; a buffer belongs to the thread that borrowed it.
@@ -24,14 +24,15 @@ from tiers.base import Buffer, TierIoError
 BUFFER_BYTES = 32 << 20
 """Size of the payloads of one call together, unless a single one is larger."""
 GIVEN_UP_AFTER_S = 10.0
-"""Over TCP a call that failed sooner than this has ended."""
+"""Over TCP, a call that failed sooner than this has ended."""
 GIVEN_UP_MAX = 1 << 30
 """Bytes that may be abandoned because they may still be written to. Beyond that, all reads fail."""
 
 
 @dataclass(slots=True)
 class Lent:
-    """Parts of one buffer. ``is_over`` is True when no more bytes will move to or from them."""
+    """Parts of one buffer. ``is_over`` returns True once no more bytes will move to or from
+    them."""
 
     parts: list[Buffer]
     is_over: bool = False
@@ -64,7 +65,7 @@ class BounceBuffers:
             yield Lent([])
             return
         if sum(buffer.nbytes for buffer in self.given_up) > GIVEN_UP_MAX:
-            raise TierIoError("too many transfers were given up; restart the server to go on")
+            raise TierIoError("too many transfers were abandoned; restart the server to continue")
         buffer = self._buffer(sum(sizes))
         starts = np.cumsum([0, *sizes])
         lent = Lent([buffer[at : at + size] for at, size in zip(starts, sizes, strict=False)])
@@ -103,7 +104,7 @@ class BounceBuffers:
 
 
 def portions(sizes: Sequence[int]) -> Iterator[slice]:
-    """Group neighbours that go into a call together."""
+    """Group neighbours that go into one call."""
     first = held = 0
     for n, size in enumerate(sizes):
         if n > first and held + size > BUFFER_BYTES:

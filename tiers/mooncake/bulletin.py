@@ -2,12 +2,13 @@
 
 A board is a list of ``SLOTS_PER_BOARD`` names that every engine can compute. A document goes to the
 first free slot. The store accepts no second object under a name, so if two engines post at once,
-one gets the slot; the other sees that and takes the next. Nothing is ever changed or removed here.
+one gets the slot; the other detects that and takes the next. Nothing is ever changed or removed
+here.
 
 Documents are pinned, so the store does not evict them, and have several copies where there are
 several segments. They disappear with the last of these, or when the master loses its state, so
-their author checks on them (``Keeper``). Beside each document lies a sign of life for every day on
-which its author did so; the store may evict those.
+their author checks on them (``Keeper``). Beside each document there is a sign of life for every day
+on which its author checked it; the store may evict those.
 """
 
 from __future__ import annotations
@@ -28,24 +29,23 @@ SLOTS_PER_BOARD = 32
 KEEP_S = 60.0
 """Interval at which a document is checked."""
 AGAIN_S = 1.0
-"""Interval after a failure. A store that has just come back has no memory yet."""
+"""Interval after a failure. A store that has just come back may have no memory yet."""
 POST_TIMEOUT_S = 5.0
-"""Time that the start of a server waits for its document to be there."""
+"""Time for which the start of a server waits until its document is posted."""
 
 
 DAY_S = 86_400
 
 
 class Posted(NamedTuple):
-    """A document on a board. ``is_alive`` is True if its author checked on it today or
-    yesterday."""
+    """A document on a board. ``is_alive`` is True if its author checked it today or yesterday."""
 
     content: bytes
     is_alive: bool
 
 
 class Notice(NamedTuple):
-    """A document and its board. ``heard`` is called once, in a thread, with everything on the
+    """A document and its board. ``heard`` is called once, in a thread, with all documents on the
     board."""
 
     board: str
@@ -86,8 +86,8 @@ def read_boards(client: MooncakeClient, boards: Sequence[str]) -> list[list[Post
 
 
 def post(client: MooncakeClient, board: str, content: bytes) -> bool:
-    """Put ``content`` on the board with a sign of life. Returns True if it is there. Raises
-    ``TierIoError``."""
+    """Put ``content`` on the board with a sign of life. Returns True if it is on the board now.
+    Raises ``TierIoError``."""
     names = slots_of(board)
     tried: set[int] = set()
     while True:
@@ -103,8 +103,8 @@ def post(client: MooncakeClient, board: str, content: bytes) -> bool:
 
 
 class Keeper:
-    """Keeps a notice posted. Belongs to the event loop's thread; calls of the store run in a
-    separate thread, because the memory of another engine may hang."""
+    """Keeps a notice posted. It belongs to the event loop's thread; calls of the store run in a
+    separate thread, because another engine's memory may hang."""
 
     def __init__(self, notice: Notice, client: MooncakeClient) -> None:
         self._notice = notice
@@ -117,7 +117,7 @@ class Keeper:
         self._task = asyncio.create_task(self._keep())
 
     def look_now(self) -> None:
-        """Check at once: the store may have lost the document."""
+        """Check at once, because the store may have lost the document."""
         self._wake.set()
 
     def stop(self) -> None:

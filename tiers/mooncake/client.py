@@ -1,9 +1,9 @@
 """Blocking calls to a Mooncake store: memory, keys and error codes. Any thread may call.
 
-A record is one object of the store: our header (``record``), then the payload. The store reads both
-from where they lie and writes them back there (``..._multi_buffers``), so a payload in a slot is
-not copied when it is written. Payloads that are read, and all headers, go through
-``BounceBuffers``: a call that Mooncake has abandoned may continue to move bytes.
+A record is one object of the store: a header (``record``), followed by the payload. The store reads
+and writes both in place (``..._multi_buffers``), so a payload in a slot is not copied when it is
+written. Payloads that are read, and all headers, go through ``BounceBuffers``: a call that Mooncake
+has abandoned may continue to move bytes.
 
 The codes are those of ``ErrorCode`` in mooncake-store/include/types.h.
 """
@@ -26,14 +26,14 @@ from tiers.mooncake.bounce_buffers import BUFFER_BYTES, BounceBuffers, portions
 from tiers.record import HEADER_BYTES, Identity, seal, verify
 
 BATCH = 64
-"""Records in one call of the store."""
+"""Maximum number of records in one call of the store."""
 HEADER_STEP = 128
 HEADERS_BYTES = BATCH * HEADER_STEP
 CONNECT_TIMEOUT_S = 2.0
 CALL_TIMEOUT_MS = 4000
 """The time that Mooncake waits for its master to answer; its default is 30 s."""
 SETUP_BUFFER_BYTES = 16 << 20
-"""Memory of the store for its own copies; we need none."""
+"""Memory of the store for its own copies; kvtiers needs none."""
 
 NO_SPACE = -200
 NO_SUCH_OBJECT = -704
@@ -63,7 +63,7 @@ class MooncakeSettings:
 
 
 def why_not() -> str:
-    """Return why Mooncake cannot be used here; "" if it can. Loads its libraries."""
+    """Return why Mooncake cannot be used here, or "" if it can. Loads its libraries."""
     try:
         importlib.import_module("mooncake.store")
     except ImportError as error:  # the package or a system library is missing
@@ -118,7 +118,7 @@ class MooncakeClient:
         return f"kvtiers/{namespace.hex()}/{epoch:x}/{rank}/{key.hex()}"
 
     def present(self, keys: Sequence[Key], epoch: int, of: Identity | None = None) -> list[bool]:
-        """Return which records are there: this engine's, or those of another identity."""
+        """Return which records are there: those of this engine, or those of another identity."""
         return [code == 1 for code in self._exist([self.name(key, epoch, of) for key in keys])]
 
     def put(self, keys: Sequence[Key], epoch: int, data: Sequence[Buffer]) -> list[WriteOutcome]:
@@ -160,7 +160,7 @@ class MooncakeClient:
         """Read at most ``BATCH`` records, of this engine or another identity. They are never read
         directly to where they will be used: an abandoned transfer may continue there after
         everything was verified."""
-        again = _repeated(keys)  # the store would answer for only one of them
+        again = _repeated(keys)  # the store would return only one of them
         if again:
             return self._get_in_turns(keys, epoch, into, of, again)
         outcomes: list[ReadOutcome] = []
@@ -238,7 +238,7 @@ class MooncakeClient:
     # -- inside ------------------------------------------------------------------------------
 
     def _answers(self) -> bool:
-        """Return True if the master answers now. The client believes in a master that hangs."""
+        """Return True if the master answers now. The client does not notice a master that hangs."""
         try:
             self._exist([self.name(b"", 0)])
         except TierIoError:
@@ -262,11 +262,11 @@ class MooncakeClient:
     def _register(self, address: int, nbytes: int) -> None:
         code = self._store.register_buffer(address, nbytes)
         if code != 0:
-            raise TierIoError(f"the store does not take {nbytes} bytes of memory (code {code})")
+            raise TierIoError(f"the store does not accept {nbytes} bytes of memory (code {code})")
 
     def _is_known(self, buffer: Buffer) -> bool:
-        """Return True if the store may read a record from where it lies, because that memory was
-        registered at the start. Other records are copied into a bounce buffer."""
+        """Return True if the store may read a record in place, because its memory was registered at
+        the start. Other records are copied into a bounce buffer."""
         return buffer.ctypes.data in self._memory
 
 
@@ -275,7 +275,7 @@ def _joined(settings: MooncakeSettings) -> Any:
     Mooncake would try for a minute in which no Python thread of the process runs."""
     for address in (settings.master, urlsplit(settings.metadata).netloc):
         if address and not _is_reachable(address):
-            raise TierIoError(f"nobody answers at {address}, where a Mooncake master should be")
+            raise TierIoError(f"nothing listens at {address}, where a Mooncake master should be")
     os.environ.setdefault("MC_RPC_TIMEOUT_MS", str(CALL_TIMEOUT_MS))
     try:
         store = importlib.import_module("mooncake.store").MooncakeDistributedStore()
@@ -335,7 +335,7 @@ def _parts(
 
 
 def _repeated(keys: Sequence[Key]) -> list[int]:
-    """Return the positions of keys that occurred before."""
+    """Return the positions of keys that occurred earlier in the list."""
     first: dict[Key, int] = {}
     return [n for n, key in enumerate(keys) if first.setdefault(key, n) != n]
 

@@ -1,17 +1,17 @@
 """The tier over a Mooncake store, which engines of many machines share.
 
-The store's master knows where objects are; clients hold them and transfer them among each other.
+The store's master knows where objects are; clients hold objects and transfer them to each other.
 The store evicts by itself, so any record may be gone at any time, which is a miss.
 ``mooncake.client`` describes records and their names.
 
 While the master is away every call is a ``TierIoError``, and the client reconnects by itself. The
-master may have come back empty, so the tier then reports the loss of all records: caches of what
-the tier holds must ask again.
+master may have come back empty, so the tier then reports the loss of all records, and caches of its
+content must be refreshed.
 
 Ownership: everything belongs to the event loop's thread. Calls of the store run in daemon threads
-of the tier, questions in separate ones. A read or write is waited for to its end, because the store
-uses the caller's memory until then. Mooncake itself gives up after some seconds, and after half a
-minute on a peer that hangs.
+of the tier, presence queries in separate ones. The tier waits for a read or write until it ends,
+because the store uses the caller's memory until then. Mooncake itself gives up after some seconds,
+and after half a minute on a peer that hangs.
 """
 
 from __future__ import annotations
@@ -153,7 +153,7 @@ class MooncakeTier(SharedTier):
 
     async def keys(self) -> AsyncIterator[StoredKeys]:
         self._check_open()
-        for batch in stored_keys(()):  # no component has a list
+        for batch in stored_keys(()):  # no component has a list of the records
             yield batch
 
     async def reset(self, epoch: int) -> None:
@@ -234,7 +234,7 @@ class MooncakeTier(SharedTier):
         return result
 
     def _back(self) -> None:
-        """Handle the return of the master. It may be a new, empty one."""
+        """Handle the return of the master. The master may be a new, empty one."""
         if self._is_failing:
             self._is_failing = False
             self._counts["returns"] += 1

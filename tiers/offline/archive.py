@@ -13,11 +13,11 @@
     40             body: JSON (M, S, E), or for a record: length of the key (2 bytes), time of last
                    use in ns (8), key, payload
 
-Payloads are as the model made them, neither compressed nor encrypted. A damaged body costs its
+Payloads are as the model made them, neither compressed nor encrypted. A damaged body costs only its
 frame. After a damaged frame header the next frame cannot be found, so the rest is lost. A file
 without an end frame belongs to an export that was interrupted.
 
-This module knows nothing of tiers.
+This module knows nothing about tiers.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from tiers.base import Buffer, Key
 MAGIC = b"KVTEXP01"
 BODY_BYTES_MAX = (1 << 30) + (1 << 16)
 ABOUT_BYTES_MAX = 1 << 20
-"""Larger than any JSON that kvtiers writes."""
+"""Larger than any JSON document that kvtiers writes."""
 _FRAME = b"KVTF"
 _HEAD = struct.Struct("<4sc3xQ")
 _RECORD = struct.Struct("<HQ")
@@ -133,8 +133,8 @@ def _fill(file: IO[bytes], body: Buffer) -> int:
 
 
 def _with_content(frame: Frame, body: Buffer) -> Frame:
-    """Return the frame with its decoded body. A hand-made file can have correct checksums too, so a
-    body that cannot be decoded counts as damaged."""
+    """Return the frame with its decoded body. A manipulated file can have correct checksums too, so
+    a body that cannot be decoded counts as damaged."""
     if frame.kind == "R":
         if body.nbytes < _RECORD.size:
             return frame

@@ -15,8 +15,8 @@ BATCH_BYTES = 32 << 20
 
 @dataclass(slots=True)
 class Written:
-    """The result: records that were ``present`` stay as they are; the first one that is ``full``
-    ends the writing."""
+    """The result: records that were ``present`` already stay as they are; the first record for
+    which the tier is ``full`` ends the writing."""
 
     written: int = 0
     written_bytes: int = 0
@@ -28,7 +28,7 @@ class Written:
 def write_all(tier: Tier, records: Iterable[Record]) -> Written:
     """Open the tier, write every record in the given order, close it. Blocks.
 
-    Raises ``TierError``, and any exception of ``records``; the tier is closed then.
+    Raises ``TierError``, and any exception of ``records``; the tier is closed in either case.
     """
     return asyncio.run(_write_all(tier, records))
 

@@ -1,7 +1,7 @@
 """Reads the folder of a file tier from another process. See ``offline.inspect`` for the guarantees.
 
 Every record is a file that appears complete and under its final name, so a file found by listing
-the folder is intact, damaged, or gone by the time it is read.
+the folder is either intact, or damaged, or removed before it is read.
 """
 
 from __future__ import annotations
@@ -51,9 +51,8 @@ class FileReader:
             identities = Counter(
                 filter(None, (_identity(one.mark[:HEADER_BYTES]) for one in batch))
             )
-            self.owner = (
-                identities.most_common(1)[0][0] if identities else None
-            )  # one may be damaged
+            # one of them may be damaged
+            self.owner = identities.most_common(1)[0][0] if identities else None
             break
         self.file_bytes = 0
         for path in self._files():
@@ -72,7 +71,8 @@ class FileReader:
             epoch, trouble = judge_epoch(text, folders, self._holds_files)
             if not trouble:
                 return epoch
-            if self._text(EPOCH_NAME) == text:  # else the owner has begun another one meanwhile
+            if self._text(EPOCH_NAME) == text:
+                # otherwise the owner has begun another epoch meanwhile
                 raise FolderUnusableError(trouble)
 
     def _holds_files(self, epoch: int) -> bool:
@@ -88,7 +88,7 @@ class FileReader:
             return None
 
     def _number(self, name: str) -> int:
-        """Return the number in a file; 0 if there is none."""
+        """Return the number in a file, or 0 if there is no such file."""
         try:
             return max(0, int((self.folder / name).read_text(encoding="ascii")))
         except (FileNotFoundError, ValueError):
@@ -124,7 +124,7 @@ class FileReader:
         return _read_head(self.path_of(key))
 
     def path_of(self, key: Key) -> Path:
-        """Return the file of a record, or of one that is known only by its file name."""
+        """Return the file of a record, or of a record that is known only by its file name."""
         name = key.decode("ascii") if _is_name(key) else record_name(key)
         return self.folder / f"epoch-{self.epoch}" / name
 

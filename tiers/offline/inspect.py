@@ -1,12 +1,12 @@
 """Reading a tier's records from outside, also while its owner reads and writes them.
 
 Everything may change at any moment: between finding and reading a record, it may be removed and its
-space written again. So a payload that does not match its record proves nothing yet. ``check`` looks
+space overwritten. So a payload that does not match its record proves nothing yet. ``check`` looks
 the key up again: a record is damaged only if the tier still has the same entry for it after the
 payload was read, and it fails again. This is sound because owners free space only after the
 transaction that deletes its record.
 
-Nothing here writes, claims or locks anything.
+Nothing in this module writes, claims or locks anything.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ PAYLOAD_BYTES_MAX = 1 << 30
 """Larger than any chunk. A record that claims more is damaged, and no memory is allocated for
 it."""
 ATTEMPTS = 4
-"""Lookups of a record that changes while it is read."""
+"""Maximum number of lookups of a record that changes while it is read."""
 
 
 class StoreChangedError(Exception):
@@ -33,7 +33,7 @@ class StoreChangedError(Exception):
 
 class Found(NamedTuple):
     """A record as its tier lists it. ``use_ns`` is the time of its last use in ns since 1970, 0 if
-    unknown. ``mark`` compares equal while it is the same record at the same location."""
+    unknown. ``mark`` compares equal as long as it is the same record at the same location."""
 
     key: Key
     use_ns: int
@@ -45,7 +45,7 @@ class Found(NamedTuple):
 
 class Health(enum.Enum):
     """The state of one record. ``GONE``: removed meanwhile. ``SEALED``: encrypted, and its key is
-    not at hand."""
+    not available."""
 
     GOOD = "good"
     DAMAGED = "damaged"
@@ -66,12 +66,12 @@ class OfflineStore(Protocol):
 
     @property
     def owner(self) -> Identity | None:
-        """The owner of the records, if the store names one."""
+        """The owner of the records, if the store records one."""
         ...
 
     @property
     def file_bytes(self) -> int:
-        """Disk space of the files."""
+        """Disk space used by the files."""
         ...
 
     def count(self) -> int:
@@ -83,12 +83,12 @@ class OfflineStore(Protocol):
         ...
 
     def find(self, key: Key) -> Found | None:
-        """Return one record as it is now. Raises ``StoreChangedError``."""
+        """Return one record in its present state. Raises ``StoreChangedError``."""
         ...
 
     def load(self, found: Sequence[Found], into: Sequence[Buffer]) -> list[bool]:
-        """Fill ``into[i]`` with the payload of ``found[i]``; True for each that is intact and
-        theirs."""
+        """Fill ``into[i]`` with the payload of ``found[i]``; True for each payload that is intact
+        and belongs to its record."""
         ...
 
     def close(self) -> None:
@@ -106,8 +106,8 @@ class Checker:
         self._scratch = Scratch()
 
     def check(self, found: Found) -> tuple[Health, Buffer]:
-        """Return the health of a record, and its payload if that is good, valid until the next
-        call.
+        """Return the health of a record, and its payload if it is intact; the payload is valid
+        until the next call.
 
         Raises ``StoreChangedError``.
         """
@@ -126,4 +126,4 @@ class Checker:
             if now.mark == found.mark == failed:
                 return Health.DAMAGED, nothing
             found, failed = now, found.mark
-        return Health.GONE, nothing  # it differs each time: its owner keeps rewriting it
+        return Health.GONE, nothing  # it differs each time because its owner keeps rewriting it

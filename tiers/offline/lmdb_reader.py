@@ -53,7 +53,7 @@ BATCH = 2048
 
 
 class LmdbReader:
-    """An ``OfflineStore`` over an LMDB tier. See the module."""
+    """An ``OfflineStore`` over an LMDB tier. See the module's docstring."""
 
     kind = "lmdb"
 
@@ -64,7 +64,7 @@ class LmdbReader:
         _check_user(folder)
         if not is_owned:
             if is_new(folder):
-                raise IndexUnusableError("nothing was stored there yet")
+                raise IndexUnusableError("nothing has been stored yet")
             check_file(folder)
         self._inode = _inode(self._path)
         try:
@@ -80,7 +80,7 @@ class LmdbReader:
                 keys = KeyRing.load(Path(key_file), self.owner.namespace) if key_file else None
                 self._codec = Codec(self.owner, keys=keys, compress=False)
                 undo.pop_all()
-        except lmdb.ReadonlyError as error:  # the error that LMDB raises for EACCES
+        except lmdb.ReadonlyError as error:  # LMDB raises this error for EACCES
             raise PermissionError(
                 f"{folder} may be read, but not be entered in LMDB's table of readers: "
                 f"{folder / LOCK_NAME} may not be written by this user. Run this as the user that "
@@ -137,7 +137,8 @@ class LmdbReader:
             if not items:
                 return
             last = items[-1][0]
-            # In the order of their extents: reading all payloads then goes through the file once.
+            # In the order of their extents, so that reading all payloads goes through the file
+            # once.
             count = len(items)
             items = sorted((item for item in items if self._exists(item[1])), key=_place)
             yield [_found(key, value) for key, value in items]
@@ -151,8 +152,8 @@ class LmdbReader:
         return _found(key, value) if value is not None and self._exists(value) else None
 
     def _exists(self, value: bytes) -> bool:
-        """Return True if a record is of this epoch. A shared store may hold records of engines with
-        other weights; they belong to those engines alone and are not listed here."""
+        """Return True if a record is of this epoch. A shared store may contain records of engines
+        with other weights; these belong to those engines alone and are not listed here."""
         return not self.is_shared or epoch_of(value) == self.epoch
 
     def _see_epoch(self, txn: Any) -> None:
@@ -176,7 +177,7 @@ class LmdbReader:
 
 
 def _found(key: bytes, value: bytes) -> Found:
-    """Decode one entry of the index; the fields are zero if it is not one of ours."""
+    """Decode one entry of the index; the fields are zero if kvtiers did not write it."""
     if len(value) < EXTENTS_AT or (len(value) - EXTENTS_AT) % EXTENT_BYTES:
         return Found(key, 0, 0, 0, False, value[USE_BYTES:])
     use, flags, payload_bytes, stored_bytes = _FIELDS.unpack_from(value)
@@ -229,13 +230,13 @@ def _open(folder: Path) -> Any:
         readahead=False,
         mode=0o600,
     )
-    env.reader_check()  # free the slots of killed readers
+    env.reader_check()  # free the slots of readers that were killed
     return env
 
 
 def _check_length(path: Path, env: Any) -> None:
-    """Check the length: a file shorter than its last page would end this process at the first
-    access."""
+    """Check the length: if the file is shorter than its last page, the first access to that page
+    would kill this process."""
     needed = (env.info()["last_pgno"] + 1) * ALIGNMENT
     if os.stat(path).st_size < needed:
         raise IndexUnusableError(f"it has {os.stat(path).st_size} bytes of {needed}")

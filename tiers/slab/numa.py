@@ -1,6 +1,6 @@
-"""Facts about this machine's memory, and placing memory on a NUMA node.
+"""Reads facts about this machine's memory, and places memory on a NUMA node.
 
-Everything here reads /proc and /sys and degrades to "unknown" where they say nothing.
+Every function here reads /proc and /sys and returns "unknown" if they have no information.
 """
 
 from __future__ import annotations
@@ -104,9 +104,9 @@ def parse_id_list(text: str) -> list[int]:
 
 
 def prefer_node(address: int, nbytes: int, node: int) -> bool:
-    """Ask that missing pages of ``[address, address + nbytes)`` come from ``node`` (mbind(2),
-    MPOL_PREFERRED: another node when that one is full). Returns True if that worked. A machine that
-    cannot do it is slower, not broken, so a failure is only a warning."""
+    """Request that missing pages of ``[address, address + nbytes)`` come from ``node`` (mbind(2),
+    MPOL_PREFERRED: from another node when that one is full). Returns True if that worked. A machine
+    that cannot do it is slower, not broken, so a failure is only a warning."""
     number = _SYS_MBIND.get(platform.machine())
     if number is None:
         logger.warning("NUMA placement is not known for %s", platform.machine())

@@ -1,6 +1,6 @@
-"""Pinning: registering host memory with CUDA, so that the GPU's copy engines can reach it.
+"""Pinning: registers host memory with CUDA, so that the GPU's copy engines can reach it.
 
-This is the part that the slab needs to know; ``cuda_registrar`` implements it.
+This module has the interface that the slab uses; ``cuda_registrar`` implements it.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ class Registrar(Protocol):
         """Undo ``register`` of the range that starts at ``address``; raises ``PinningError``."""
 
     def close(self) -> None:
-        """Release the device; raises ``PinningError``. Nothing is registered any more."""
+        """Release the device; raises ``PinningError``. All memory must be unregistered before."""
 
 
 def pinning_advice(error: PinningError, total_bytes: int, pinned_bytes: int) -> str:

@@ -1,15 +1,15 @@
 """The host memory that holds the chunks of the CPU tier: one mapping, cut into equal slots.
 
 It owns the memory: size, alignment, faulting it in, excluding it from core dumps and forked
-children, its NUMA node, and its registration with CUDA. It knows nothing of keys, of copies, or of
-which slot is in use.
+children, its NUMA node, and its registration with CUDA. It knows nothing about keys, about copies,
+or about which slot is in use.
 
-The memory is anonymous and private: nothing is created in /dev/shm or on disk, nothing outlives the
-process, and it takes exactly ``slot_count * slot_stride`` bytes.
+The memory is anonymous and private: it creates no files in /dev/shm or on disk, it does not outlive
+the process, and it takes exactly ``slot_count * slot_stride`` bytes.
 
 Ownership: the preparing thread alone writes ``_ready_slots``, ``_pinned_slots``, ``_failure``,
 ``_registering`` and ``_registered`` until it ends; ``close`` joins it before it reads the last.
-Waiters learn of progress through the condition.
+Waiting threads are notified of progress through the condition.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ PIECE_BYTES = 8 * 2**20
 that every other CUDA call of the machine may need: about 8 ms for this much where it is slowest."""
 
 PAUSE_SHARE = 1.0
-"""In the background the driver is left alone after each piece, for this many times as long as the
+"""In the background, the driver is left alone after each piece for this many times as long as the
 piece took."""
 
 _MADV_POPULATE_WRITE = 23  # Linux 5.14; not in the mmap module. Keeps the content.
@@ -59,14 +59,15 @@ class HostSlab:
     ``slot_stride`` is ``slot_bytes`` rounded up to ``ALIGNMENT``. Slot ``i`` lies at
     ``address + i * slot_stride``.
 
-    The pages are faulted in (and, with ``pin``, registered with CUDA) from slot 0 upwards by a
-    background thread; ``background=False`` does it before the constructor returns. Any slot may
-    be used by the CPU at once; ``pinned_slots`` says which are registered, ``usable_slots`` which
-    to use, and ``wait_ready`` waits. Pieces are whole pages of ``page_bytes``, the machine's.
+    A background thread faults the pages in (and, with ``pin``, registers them with CUDA) from slot
+    0 upwards; with ``background=False`` this happens before the constructor returns. The CPU may
+    use any slot at once; ``pinned_slots`` is the number of registered ones, ``usable_slots`` the
+    number of slots to use, and ``wait_ready`` waits. Pieces are whole pages of ``page_bytes``, the
+    machine's.
 
-    ``pin_fallback``: a failed registration (memlock limit) is logged as a warning and the rest
-    stays unregistered, instead of ``SlabError`` at ``wait_ready``. ``numa_node``: prefer memory
-    of that node. ``registrar`` replaces CUDA's registration, for tests; the slab closes it.
+    ``pin_fallback``: a failed registration (memlock limit) is logged as a warning and the other
+    slots stay unregistered, instead of a ``SlabError`` in ``wait_ready``. ``numa_node``: prefer
+    memory on that node. ``registrar`` replaces CUDA's registration, for tests; the slab closes it.
 
     Raises ``ValueError`` for sizes below 1 and ``SlabError`` when the machine cannot give the
     memory.
@@ -112,11 +113,12 @@ class HostSlab:
         if numa_node is not None:
             prefer_node(self.address, self.size_bytes, numa_node)
         self._registrar = (registrar or _cuda_registrar()) if pin else None
-        # In a thread even if the caller waits: a failed CUDA call leaves an error in its thread.
+        # In a thread even if the caller waits, because a failed CUDA call leaves an error in its
+        # thread.
         self._thread = threading.Thread(target=self._prepare, name="kvtiers-slab", daemon=True)
         try:
             self._thread.start()
-        except BaseException:  # no more threads: nothing is registered yet
+        except BaseException:  # no more threads: nothing has been registered yet
             self._close_registrar()
             raise
         if not background:
@@ -143,7 +145,7 @@ class HostSlab:
         return self._bytes[start : start + nbytes]
 
     def slot_address(self, slot: int) -> int:
-        """Where slot ``slot`` starts in this process."""
+        """The address of slot ``slot`` in this process."""
         return self.address + slot * self.slot_stride
 
     @property
@@ -165,9 +167,9 @@ class HostSlab:
 
     @property
     def usable_slots(self) -> int:
-        """Slots ``[0, usable_slots)`` are for copies. Only grows. With ``pin`` these are the
-        registered ones, because copies of the others are slow and hold up their lane; all of them
-        without it, or when pinning was given up (``pin_fallback``)."""
+        """Slots ``[0, usable_slots)`` may be used for copies. Only grows. With ``pin`` these are
+        the registered slots, because copies of the others are slow and delay their lane; without
+        it, or when pinning was given up (``pin_fallback``), these are all slots."""
         with self._condition:
             if self._registrar is not None and self._failure is not None:
                 return self._ready_slots
@@ -175,7 +177,8 @@ class HostSlab:
 
     @property
     def failure(self) -> SlabError | None:
-        """The reason why slots from ``ready_slots`` on are not available as requested, if so."""
+        """The reason why slots from ``ready_slots`` on are not available as requested, or
+        ``None``."""
         with self._condition:
             return self._failure
 
@@ -197,7 +200,7 @@ class HostSlab:
             raise self._failure or SlabError("the slab was closed while it was being prepared")
 
     def stop_preparing(self) -> None:
-        """Prepare no further piece, without waiting for the current one. Prepared slots stay
+        """Prepare no further piece, and do not wait for the current one. Prepared slots stay
         usable; ``wait_ready`` for the others raises."""
         with self._condition:
             self._stopping = True
@@ -207,7 +210,7 @@ class HostSlab:
         """Unregister and release the memory. Idempotent. No copy may be in progress.
 
         The mapping itself is released with the last view of a slot, so that a forgotten view reads
-        old bytes and does not crash the process.
+        old bytes instead of crashing the process.
         """
         if self._closed:
             return
@@ -261,12 +264,14 @@ class HostSlab:
         except SlabError as failure:
             logger.error("%s", failure)
             self._fail(failure)
-        except Exception as failure:  # the thread must not die silently: the waiters get the cause
+        except Exception as failure:
+            # the thread must not die silently: the waiting threads get the cause
             logger.exception("preparing the slab failed")
             self._fail(SlabError(f"preparing the slab failed: {failure}"))
 
     def _pause(self, seconds: float) -> None:
-        """Leave the driver to others, unless somebody waits for all of the slab or closes it."""
+        """Leave the driver to other users, unless a thread waits for all of the slab or closes
+        it."""
         if self._pauses and seconds > 0.0:
             with self._condition:
                 self._condition.wait_for(lambda: self._stopping, seconds)
@@ -277,8 +282,9 @@ class HostSlab:
             self._condition.notify_all()
 
     def _prepare_piece(self, first: int, end: int) -> float:
-        """Slots ``[first, end)``. A piece holds whole slots, so no copy of a slot ever crosses
-        two registrations, and whole pages. Returns how many seconds the driver was busy."""
+        """Prepare slots ``[first, end)``. A piece consists of whole slots, so that no copy of a
+        slot ever crosses two registrations, and of whole pages. Returns how many seconds the driver
+        was busy."""
         address = self.slot_address(first)
         nbytes = _rounded_up((end - first) * self.slot_stride, self._page_bytes)
         _populate(address, nbytes)
@@ -292,7 +298,9 @@ class HostSlab:
             text = pinning_advice(error, self.size_bytes, sum(self._registered.values()))
             if not self._pin_fallback:
                 raise SlabError(text) from error
-            logger.warning("%s Going on with pageable memory there: its copies are slow.", text)
+            logger.warning(
+                "%s Continuing with pageable memory for these slots: copying them is slow.", text
+            )
         else:
             self._registered[address] = nbytes
         return time.monotonic() - began
@@ -327,11 +335,11 @@ def _piece_slots(stride: int, piece_bytes: int, page_bytes: int) -> int:
 
 
 def _map_memory(nbytes: int, page_bytes: int) -> mmap.mmap:
-    """Map ``nbytes`` of zeroed private memory behind a boundary of ``page_bytes``, with as much
-    before it as the boundary may need. The machine's own pages need nothing.
+    """Map ``nbytes`` of zeroed private memory from a boundary of ``page_bytes`` on, with the
+    address space before it that this may require. The machine's own page size requires none.
 
-    It checks the free memory first because Linux promises more than it has: otherwise the process
-    would be killed later, while the pages are faulted in.
+    It checks the free memory first because Linux promises more memory than it has: otherwise the
+    process would be killed later, while the pages are faulted in.
     """
     free = available_bytes()
     if free is not None and nbytes > free:
@@ -347,8 +355,9 @@ def _map_memory(nbytes: int, page_bytes: int) -> mmap.mmap:
             f"the CPU tier needs {nbytes:,} bytes of memory and the kernel refused: {error}. "
             f"Make the CPU tier smaller or raise the limit ('ulimit -v', the container's memory)."
         ) from error
-    # Huge pages cut TLB misses; a core dump must not hold users' data, nor take hours; and a
-    # forked child must not get copy-on-write pages of memory that a device reads and writes.
+    # Huge pages reduce TLB misses. A core dump must not contain users' data, and must not take
+    # hours. A forked child must not get copy-on-write pages of memory that a device reads and
+    # writes.
     for advice in (mmap.MADV_HUGEPAGE, mmap.MADV_DONTDUMP, mmap.MADV_DONTFORK):
         try:
             memory.madvise(advice)
@@ -360,8 +369,8 @@ def _map_memory(nbytes: int, page_bytes: int) -> mmap.mmap:
 def _populate(address: int, nbytes: int) -> None:
     """Fault in pages for writing and keep their contents (a slot may already be in use).
 
-    Raises ``SlabError`` if there is no memory for them. A kernel before 5.14 cannot do it; the
-    pages are then faulted in one by one at first use.
+    Raises ``SlabError`` if there is no memory for them. A kernel before 5.14 cannot do this; each
+    page is then faulted in at its first use.
     """
     if _libc.madvise(address, nbytes, _MADV_POPULATE_WRITE) == 0:
         return

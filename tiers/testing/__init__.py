@@ -1,4 +1,4 @@
-"""The contract of a tier as a test class. Inherit from it and define how to make your tier:
+"""The contract of a tier as a test class. Inherit from it and define how to create your tier:
 
     class TestMyTier(TierContract):
         def make_tier(self, folder: Path, capacity_bytes: int) -> Tier:
@@ -61,7 +61,7 @@ class TierContract:
     payload_bytes = 16 * KIB
     capacity_bytes = 16 * MIB
     is_listed = True
-    """True if ``keys`` reports all records, and capacity and recency are the tier's business. False
+    """True if ``keys`` reports all records, and the tier itself manages capacity and recency. False
     for a store that evicts by itself."""
 
     def make_tier(self, folder: Path, capacity_bytes: int) -> Tier:
@@ -85,9 +85,9 @@ class TierContract:
         return found if self.is_listed else None
 
     def skip_unless_listed(self) -> None:
-        """Skip tests that need a tier which knows all of its records."""
+        """Skip tests that need a tier which lists all of its records."""
         if not self.is_listed:
-            pytest.skip("the store keeps its capacity itself")
+            pytest.skip("the store manages its capacity itself")
 
     async def assert_listed(self, tier: Tier, *numbers: int) -> None:
         """Assert that the tier lists the keys with these numbers, oldest first."""
@@ -227,7 +227,7 @@ class TierContract:
         keys = [key_of(n) for n in range(30)]
         async with self.opened(tmp_path) as (tier, _):
             if not isinstance(tier, SharedTier):
-                pytest.skip("only shared tiers are asked what they hold")
+                pytest.skip("only shared tiers are queried for their content")
             await put(tier, keys[::3], self.payload_bytes)
             assert await tier.present(keys) == [n % 3 == 0 for n in range(30)]
             await tier.delete(keys[:4])

@@ -1,11 +1,11 @@
 """Wrappers for tiers that count, delay, hold, fail or damage, for tests and rehearsals.
 
-They stack: ``FailingTier(CountingTier(MemoryTier(...)), ...)``. Each one that injects a fault
+They stack: ``FailingTier(CountingTier(MemoryTier(...)), ...)``. Each wrapper that injects a fault
 counts in ``met`` how often it did, so that a test can show that its fault occurred.
 
 A verifying tier turns damage into ``CORRUPT``; so does ``DamagingTier`` by default. With
 ``detected=False`` it returns damaged bytes as ``OK``, which no tier may do: a test of the layers
-above that does not notice is useless.
+above that does not notice this is useless.
 """
 
 from __future__ import annotations
@@ -45,8 +45,8 @@ class CountingTier(TierWrapper):
 
 
 class FaultTier(TierWrapper):
-    """The base of wrappers that inject a fault. ``when`` gets the number of the call (from 1,
-    counted over ``methods``) and returns True if the fault hits it."""
+    """The base of wrappers that inject a fault. ``when`` receives the number of the call (from 1,
+    counted over ``methods``) and returns True if this call is faulty."""
 
     def __init__(
         self, inner: Tier, when: Callable[[int], bool], methods: Collection[str] = DATA_METHODS
@@ -58,7 +58,7 @@ class FaultTier(TierWrapper):
         self._calls = 0
 
     def is_hit(self, method: str) -> bool:
-        """Count this call and return True if the fault hits it."""
+        """Count this call and return True if it is faulty."""
         if method not in self._methods:
             return False
         self._calls += 1
@@ -66,12 +66,12 @@ class FaultTier(TierWrapper):
 
 
 def nth(number: int) -> Callable[[int], bool]:
-    """Only the call of this number, from 1."""
+    """Only the call with this number, counted from 1."""
     return lambda call: call == number
 
 
 def from_nth(number: int) -> Callable[[int], bool]:
-    """The call of this number and every later one."""
+    """The call with this number and every later one."""
     return lambda call: call >= number
 
 
@@ -81,7 +81,7 @@ def always(_call: int) -> bool:
 
 
 class FailingTier(FaultTier):
-    """Raises instead of passing the call on."""
+    """Raises an exception instead of passing the call on."""
 
     def __init__(
         self,
@@ -100,7 +100,7 @@ class FailingTier(FaultTier):
 
 
 class HoldingTier(FaultTier):
-    """Holds calls until ``release``, like a disk that hangs. ``waiting`` returns when one is
+    """Holds calls until ``release``, like a disk that hangs. ``waiting`` returns when a call is
     held."""
 
     def __init__(
@@ -137,7 +137,7 @@ class HoldingSharedTier(SharedTierWrapper, HoldingTier):
 
 
 class SlowTier(FaultTier):
-    """Waits ``delay_s`` plus ``delay_s_per_mib`` for the bytes before reads and writes."""
+    """Waits ``delay_s`` plus ``delay_s_per_mib`` per MiB before reads and writes."""
 
     def __init__(
         self,
@@ -166,7 +166,7 @@ class SlowTier(FaultTier):
 
 
 class FullTier(FaultTier):
-    """A disk without space: every record of a write that is hit is ``FULL``."""
+    """Simulates a full disk: every record of a faulty write is ``FULL``."""
 
     def __init__(self, inner: Tier, when: Callable[[int], bool] = always) -> None:
         super().__init__(inner, when, {"write"})
@@ -187,7 +187,7 @@ class Damage(enum.Enum):
 
 
 class DamagingTier(FaultTier):
-    """Damages every record that a ``read`` hit by the fault has found. ``met`` counts records."""
+    """Damages every record that a faulty ``read`` has found. ``met`` counts records."""
 
     def __init__(
         self,

@@ -65,7 +65,7 @@ class MemoryTier(Tier):
         self._open = False
         self._used_bytes = 0
         self.records: dict[Key, Record] = {}
-        """By key, for tests that damage them behind the tier's back."""
+        """Records by key, for tests that damage them without the tier's knowledge."""
 
     @property
     def epoch(self) -> int:
@@ -138,7 +138,7 @@ class MemoryTier(Tier):
 
 
 class Address(NamedTuple):
-    """The location of a record. It includes the epoch, so no engine meets records of other
+    """The location of a record. It includes the epoch, so no engine finds records of other
     weights."""
 
     identity: Identity

@@ -1,4 +1,4 @@
-"""Records for tests of tiers: keys, payloads that belong to them, and assertions."""
+"""Records for tests of tiers: keys, payloads derived from them, and assertions."""
 
 from __future__ import annotations
 

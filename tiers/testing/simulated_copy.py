@@ -1,12 +1,12 @@
 """A copy engine whose streams run late and out of order under a seed, to find races without a GPU.
 
-It behaves like a GPU at its worst: submitted work runs some time later; the compute, store and load
+It behaves like a GPU at its worst. Submitted work runs some time later; the compute, store and load
 streams advance independently; a copy reads and writes its memory piece by piece in any order; an
 event is over only when everything recorded before it has run. So a missing wait shows as wrong
 bytes, under some seed, in milliseconds. The engine also records ``hazards``: two jobs in flight
-that share a slot or a block, one of them writing.
+that share a slot or a block to which one of them writes.
 
-It is for tests of everything above the copy engine, and moves real bytes of real memory.
+It is for tests of everything above the copy engine, and it moves real bytes of real memory.
 
 Ownership: one lock guards the streams, because kernels are launched by the model-runner thread
 while copies are submitted and advanced by the offload loop. Nothing waits while holding it.
@@ -37,7 +37,7 @@ Part = Callable[[], None]
 
 @dataclass(frozen=True, slots=True)
 class SimulatedEvent:
-    """Over when ``stream`` has finished its first ``position`` operations."""
+    """Is over when ``stream`` has finished its first ``position`` operations."""
 
     stream: SimulatedStream
     position: int
@@ -49,7 +49,7 @@ class SimulatedEvent:
 
 @dataclass(slots=True)
 class Operation:
-    """Parts run one per step, the first not before ``after`` is over."""
+    """Its parts run one per step, the first not before ``after`` is over."""
 
     parts: deque[Part]
     after: SimulatedEvent | None = None
@@ -103,7 +103,7 @@ class _Job:
 
 
 class SimulatedCompute:
-    """The compute stream: kernels run in launch order, late. Launch from any thread."""
+    """The compute stream: kernels run in launch order, late. Any thread may launch."""
 
     def __init__(self, stream: SimulatedStream, lock: threading.RLock) -> None:
         self._stream = stream
@@ -155,7 +155,7 @@ class SimulatedCopyEngine(CopyEngine):
         self._store = SimulatedStream("store")
         self._load = SimulatedStream("load")
         self._jobs: dict[int, _Job] = {}
-        self._ordered: dict[tuple[str, int], int] = {}  # a job's end -> what comes after it
+        self._ordered: dict[tuple[str, int], int] = {}  # what follows each job, by the job's end
         self._job_count = 0
         self._pumping = False
         self._closed = False
@@ -183,13 +183,13 @@ class SimulatedCopyEngine(CopyEngine):
         self.run_all()
 
     def advance(self, steps: int = 1) -> int:
-        """Run up to ``steps`` parts on randomly chosen streams; returns how many ran."""
+        """Run up to ``steps`` parts on randomly chosen streams; return how many ran."""
         for done in range(steps):
             with self._lock:
                 streams = [s for s in (self._compute, self._store, self._load) if s.runnable]
                 if not streams:
                     return done
-                # Cubed weights, so that a stream often starves for long while another races.
+                # Cubed weights, so that one stream often stalls for long while another races ahead.
                 weights = self._rng.random(len(streams)) ** 3 + 1e-6
                 choice = self._rng.choice(len(streams), p=weights / weights.sum())
                 streams[choice].step()
@@ -257,7 +257,7 @@ class SimulatedCopyEngine(CopyEngine):
         batches: Sequence[CopyBatch],
         after: SimulatedEvent | None,
     ) -> int:
-        """Note a job in flight and the memory that it must not share with other jobs. Returns its
+        """Record a job in flight and the memory that it must not share with other jobs. Returns its
         number."""
         self._job_count += 1
         job = _Job(
@@ -279,7 +279,8 @@ class SimulatedCopyEngine(CopyEngine):
         return job.number
 
     def _is_behind(self, after: SimulatedEvent | None, other: _Job) -> bool:
-        """True if what waits for ``after`` also waits for the other job (``hold_compute``)."""
+        """True if an operation that waits for ``after`` also waits for the other job
+        (``hold_compute``)."""
         position = self._ordered.get((other.kind, other.end))
         return after is not None and position is not None and after.position >= position
 
@@ -301,7 +302,7 @@ class SimulatedCopyEngine(CopyEngine):
         loop.call_soon(self._pump, loop)
 
     def _pump(self, loop: asyncio.AbstractEventLoop) -> None:
-        """Advance a little per turn of the loop for as long as copies are waiting."""
+        """Advance a little in each turn of the loop while copies are waiting."""
         self.advance(int(self._rng.integers(0, 4)))
         if self._store.queue or self._load.queue:
             loop.call_soon(self._pump, loop)
@@ -310,8 +311,8 @@ class SimulatedCopyEngine(CopyEngine):
 
 
 def _hazards(first: _Job, second: _Job) -> Iterator[str]:
-    """Return what two jobs in flight share although one of them writes to it: stores write slots
-    and read blocks, loads write blocks and read slots."""
+    """Return what two jobs in flight share if one of them writes to it: stores write slots and read
+    blocks, loads write blocks and read slots."""
     names = f"{first.kind} job {first.number} and {second.kind} job {second.number}"
     if "store" in (first.kind, second.kind) and first.slots & second.slots:
         yield f"{names} share slots {sorted(first.slots & second.slots)}"

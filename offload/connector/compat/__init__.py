@@ -3,7 +3,7 @@
 Must not know requests, blocks or tiers.
 
 All other modules import them from here. There is one module per range of versions, each with the
-same names; the installed vLLM decides which one is used.
+same names; the installed vLLM's version selects one.
 """
 
 from __future__ import annotations

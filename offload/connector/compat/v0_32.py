@@ -24,6 +24,6 @@ def plan_kv_cache(
 
 
 def cache_dtype_handler(dtype: str) -> object | None:
-    """The handler of a KV cache dtype that a platform plugin has registered. This version knows its
-    own dtypes only."""
+    """The handler of a KV cache dtype that a platform plugin has registered. vLLM 0.32 has only its
+    built-in dtypes."""
     return None

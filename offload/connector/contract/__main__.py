@@ -1,4 +1,4 @@
-"""``python -m offload.connector.contract WHEEL``: what a version of vLLM would break."""
+"""``python -m offload.connector.contract WHEEL``: lists what would break with a version of vLLM."""
 
 from __future__ import annotations
 
@@ -39,9 +39,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m offload.connector.contract",
-        description="Compare what kvtiers uses of vLLM with what a version of it has. Reads source "
-        "only; nothing is installed or imported.",
-        epilog="Exit code: 0 all the same, 1 something breaks, 2 it could not be read.",
+        description="Compare what kvtiers uses of vLLM with what a version of vLLM provides. "
+        "Reads source only; nothing is installed or imported.",
+        epilog=(
+            "Exit code: 0 if nothing differs, 1 if something breaks, 2 if the version could not "
+            "be read."
+        ),
     )
     parser.add_argument(
         "wheel", help=f"a wheel, a folder with the package vllm, or the word {INSTALLED}"
@@ -51,7 +54,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--json", action="store_true", help="print JSON")
     parser.add_argument(
-        "--keep", metavar="VERSION", help="keep its contract as that of this version, such as 0.33"
+        "--keep", metavar="VERSION", help="keep its contract under a version number such as 0.33"
     )
     return parser
 

@@ -58,7 +58,7 @@ class Answers:
         return found
 
     def calls(self, table: Declared, modules: Iterable[str], hooks: Iterable[str]) -> Facts:
-        """The calls of our methods in these modules; ``hooks`` are keys of methods."""
+        """The calls of our methods in these modules; ``hooks`` are the methods' keys."""
         found: Facts = {}
         known = list(modules)
         for callers in table.callers:
@@ -80,7 +80,7 @@ class Answers:
 
 
 def hooks_of(callers: Callers, hooks: Iterable[str]) -> dict[str, str]:
-    """The methods of the class that are called, with their keys."""
+    """The keys of the methods of the class that vLLM calls."""
     names = {}
     for key in hooks:
         class_name, _, method = key.partition(".")
@@ -97,7 +97,7 @@ def _is_within(module: str, callers: Callers) -> bool:
 
 
 def calling_modules(source: Source, table: Declared) -> list[str]:
-    """Every module that may call one of our methods, by its path."""
+    """Every module that may call one of our methods, by path."""
     found: dict[str, None] = {}
     for callers in table.callers:
         pattern = re.compile(callers.receiver)
@@ -127,7 +127,7 @@ def add_declared(uses: Uses, table: Declared, ours: Source) -> None:
 
 
 def place_of(ours: Source, path: str, name: str) -> str:
-    """The line of one of our files where a name is defined or first occurs."""
+    """The line in one of our files where a name is defined or first occurs."""
     lines = (ours.read(path) or "").splitlines()
     for pattern in (rf"\bdef {re.escape(name)}\b", rf"\b{re.escape(name)}\b"):
         for number, line in enumerate(lines, 1):

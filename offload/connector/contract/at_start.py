@@ -1,8 +1,8 @@
-"""The check of the installed vLLM before our connector is imported.
+"""Checks the installed vLLM before our connector is imported.
 
-A tested version is not checked. Any other is compared with the nearest contract, in less than a
-tenth of a second. It is refused only for differences with which a server must not run: imported or
-read names are gone, calls do not fit, or hooks come in another order.
+A tested version is not checked. Any other version is compared with the nearest kept contract, in
+less than a tenth of a second. It is refused only for differences with which a server must not run:
+imported or read names are missing, calls do not fit, or hooks come in another order.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from offload.connector.contract.source import INSTALLED, Source, open_source, ou
 from offload.errors import OffloadError
 
 TESTED = ("0.32.0", "0.33.0")
-"""The versions of vLLM that the test suite runs with."""
+"""The versions of vLLM with which the test suite runs."""
 SHOWN_MAX = 8
 
 
@@ -34,7 +34,7 @@ class VersionError(OffloadError):
 
 @cache
 def check_installed() -> str:
-    """Compare the vLLM of this process with our uses, unless it was tested.
+    """Compare the vLLM of this process with our uses, unless its version was tested.
 
     Returns a line for the log, if there is one. Raises ``VersionError``.
     """
@@ -49,22 +49,22 @@ def check_installed() -> str:
             found = stopping(source, against)
     except VersionError:
         raise
-    except Exception as error:  # a check that fails is no reason not to serve
+    except Exception as error:  # a failing check is no reason not to serve
         return f"this vLLM could not be compared with those that were tested: {error!r}"
     if found:
         raise VersionError(_refusal(version, found))
     spent = 1000 * (time.perf_counter() - started)
     return (
-        f"vLLM {version} was not tested with this kvtiers ({' and '.join(TESTED)} were). What a "
-        f"server needs of it is as in {against.version} (compared in {spent:.0f} ms). "
-        f"python -m offload.connector.contract {INSTALLED} lists what differs at all"
+        f"vLLM {version} was not tested with this kvtiers ({' and '.join(TESTED)} were). "
+        f"Everything that a server needs of it is the same as in {against.version} (compared in "
+        f"{spent:.0f} ms). python -m offload.connector.contract {INSTALLED} lists all differences"
     )
 
 
 @contextlib.contextmanager
 def _no_collection() -> Iterator[None]:
-    """Turn off garbage collection: parsing makes so many objects that the collector would walk all
-    of vLLM's meanwhile."""
+    """Turn off garbage collection: parsing creates so many objects that the collector would
+    repeatedly walk all of vLLM."""
     was_on = gc.isenabled()
     gc.disable()
     try:
@@ -89,7 +89,8 @@ def _refusal(version: str, found: list[Break]) -> str:
 
 
 def stopping(source: Source, against: Contract) -> list[Break]:
-    """Finds the differences from a kept contract in this source that must stop a server."""
+    """Finds the differences between a kept contract and this source with which a server must not
+    start."""
     library, table = Library(source), declared()
     answers = Answers(library, against.classes)
     needed = {key: need for key, need in against.needs.items() if need.serves}
@@ -111,10 +112,10 @@ def stopping(source: Source, against: Contract) -> list[Break]:
 
 
 def _must_be_there(key: str, against: Contract, library: Library) -> bool:
-    """True if a missing fact matters.
+    """True if a missing fact is a reason to stop the server.
 
-    A class that we only meet in objects may have moved to another file; its content cannot be seen
-    then.
+    A class that we know only from objects may have moved to another file; its content cannot be
+    read then.
     """
     name = key.partition(".")[0].partition(":")[0].removesuffix("()")
     at = against.classes.get(name)
@@ -125,7 +126,7 @@ def _must_be_there(key: str, against: Contract, library: Library) -> bool:
 
 
 def _as_kept(steps: list[str] | None, kept: dict[str, object] | None) -> dict[str, object] | None:
-    """The order of steps as a fact; conditions are ignored here."""
+    """The order of steps as a fact, without conditions."""
     before = kept["steps"] if kept is not None else []
     assert isinstance(before, list)
     if steps is None or [name for name, _ in before] == steps:

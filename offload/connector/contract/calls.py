@@ -1,4 +1,4 @@
-"""Finds the order and the arguments with which functions of vLLM call our methods."""
+"""Finds in which order and with which arguments functions of vLLM call our methods."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from offload.connector.contract.library import CLASS, Library, Member
 from offload.connector.contract.source import Source
 
 _OTHERS = re.compile(r"\b(?:ec|aux_output)_connector\.")
-"""Connectors of other kinds, whose hooks have the same names."""
+"""Connectors of other kinds whose hooks have the same names."""
 _DEFINITION = re.compile(r"^(    )?(class|def|async def) (\w+)", re.MULTILINE)
 _CALL = re.compile(r"(?<!def )\b([\w.]*\w)\(")
 _BRACKET = re.compile(r"[()\[\]{}]")
@@ -32,7 +32,7 @@ def function_at(library: Library, at: str) -> AnyFunction | None:
 
 
 def order_of(node: AnyFunction, watched: Collection[str]) -> Fact:
-    """The watched calls in the order of the source, each with the innermost condition for it."""
+    """The watched calls in source order, each with the innermost condition around it."""
     steps = [
         (call.lineno, call.col_offset, name, condition)
         for call, condition in _calls(node.body, "")
@@ -42,7 +42,7 @@ def order_of(node: AnyFunction, watched: Collection[str]) -> Fact:
 
 
 def names_in_order(library: Library, at: str, watched: Collection[str]) -> list[str] | None:
-    """The names of the steps of ``order_of``, read off the text in a tenth of the time."""
+    """The names of the steps of ``order_of``, read from the text in a tenth of the time."""
     module_name, _, path = at.partition(":")
     owner, _, name = path.rpartition(".")
     found = library.resolve(module_name, owner or name)
@@ -70,8 +70,8 @@ def _body_of(text: str, name: str, indent: str) -> str | None:
 
 
 def step_name(called: str) -> str:
-    """The name by which a call is watched: its last part, or with the receiver for a connector of
-    another kind."""
+    """The name under which a call is watched: its last part, or with the receiver for a connector
+    of another kind."""
     others = _OTHERS.search(called)
     return called[others.start() :] if others else called.rpartition(".")[2]
 
@@ -92,7 +92,7 @@ def _calls(body: Iterable[ast.AST], condition: str) -> Iterator[tuple[ast.Call, 
 def callers_in(
     source: Source, within: Collection[str], without: Collection[str]
 ) -> Iterator[tuple[str, str]]:
-    """(module, text) of the files that may call us."""
+    """(module, text) of the files that may call our methods."""
     for path in source.paths():
         if path.startswith(tuple(within)) and not path.startswith(tuple(without) or ("-",)):
             module = path.removesuffix(".py").removesuffix("/__init__").replace("/", ".")
@@ -100,16 +100,16 @@ def callers_in(
 
 
 def call_pattern(hooks: Collection[str]) -> re.Pattern[str]:
-    """Finds what may be calls of these methods in text."""
+    """Finds possible calls of these methods in text."""
     return re.compile(rf"\.\s*({'|'.join(sorted(map(re.escape, hooks)))})\b")
 
 
 def calls_in(
     library: Library, module_name: str, receiver: str, pattern: re.Pattern[str]
 ) -> Iterator[tuple[str, str, str]]:
-    """(hook, function, arguments) of each call in a module whose receiver ends like this; arguments
-    as ``2 keyword keyword``, or ``read`` where an attribute is not called. Works on text: these
-    modules are vLLM's largest."""
+    """(hook, function, arguments) of each call in a module whose receiver matches; arguments are
+    ``2 keyword keyword``, or ``read`` for an attribute that is not called. Works on text, because
+    these modules are vLLM's largest."""
     module = library.module(module_name)
     if module is None:
         return
@@ -129,7 +129,7 @@ def calls_in(
 
 
 class _Functions:
-    """The functions of a module and the methods of its classes, by where they begin."""
+    """The functions of a module and the methods of its classes, by start position."""
 
     def __init__(self, text: str) -> None:
         found = list(_DEFINITION.finditer(text))

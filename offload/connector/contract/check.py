@@ -1,4 +1,4 @@
-"""The whole check of one source."""
+"""Runs the complete check of one source."""
 
 from __future__ import annotations
 
@@ -44,8 +44,8 @@ def check(source: Source, against: Version | None = None) -> Checked:
 
 
 def places_of(own: Source, key: str) -> Iterator[str]:
-    """The places of a name in our source, for a use that could not be derived because the used name
-    is gone."""
+    """The places where a name occurs in our source, for a use that could not be derived because
+    vLLM no longer has the name."""
     name = re.split(r"[.:]", key.removesuffix("()").removesuffix(":base"))[-1]
     pattern = re.compile(rf"\b{re.escape(name)}\b")
     for path in own.paths():

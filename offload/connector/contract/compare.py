@@ -11,7 +11,7 @@ from offload.connector.contract.kept import Contract, Need
 from offload.connector.contract.uses import Call
 
 FIELDS = frozenset({"field", "property", "value"})
-"""Our code reads all of these in the same way."""
+"""Parameter kinds that our code reads in the same way."""
 VERSIONS = frozenset({"vllm:__version__", "vllm.version:__version_tuple__"})
 Parameters = list[str]
 OursOf = Callable[[str], Parameters | None]
@@ -34,7 +34,8 @@ class Break:
 def breaks(
     kept: Contract, found: Facts, ours_of: OursOf, places: dict[str, tuple[str, ...]] | None = None
 ) -> list[Break]:
-    """All differences that may matter to us. Uses that were never kept are not compared."""
+    """All differences that may affect us. Uses that are missing in the kept contract are not
+    compared."""
     named = []
     read = {key for key, need in kept.needs.items() if need.serves}
     for key, before in kept.facts.items():
@@ -50,9 +51,9 @@ def breaks(
 def _differences(
     key: str, before: Fact, now: Fact | None, need: Need, ours_of: OursOf, read: Set[str]
 ) -> Iterator[tuple[str, bool]]:
-    """(text, whether it stops us where it is needed)."""
+    """(text, whether the difference stops a server that needs the name)."""
     if now is None:
-        yield "nobody calls it any more" if key.startswith(CALLS) else "is gone", True
+        yield "vLLM no longer calls it" if key.startswith(CALLS) else "is gone", True
         return
     if before == now:
         return
@@ -77,8 +78,8 @@ def _differences(
 def _order(before: list[list[str]], now: list[list[str]]) -> Iterator[tuple[str, bool]]:
     """Compare the order of calls.
 
-    A call that comes at another time stops the server. A new call or another condition is only
-    reported.
+    A call whose position in the order differs stops the server. A new call or another condition is
+    only reported.
     """
     names, old = [name for name, _ in now], [name for name, _ in before]
     if names != old:
@@ -108,7 +109,7 @@ def _base(before: Fact, now: Fact, ours: list[str]) -> Iterator[tuple[str, bool]
 def _enum(
     key: str, before: dict[str, str], now: dict[str, str], read: Set[str]
 ) -> Iterator[tuple[str, bool]]:
-    """Compare an enum. ``read``: the members that we use; others may come and go."""
+    """Compare an enum. ``read``: the members that we use; other members may change."""
     for name, value in before.items():
         is_used = f"{key.rpartition(':')[2]}.{name}" in read
         if name not in now:
@@ -138,7 +139,7 @@ def _parameters(before: Fact, now: Fact, need: Need, ours_of: OursOf) -> Iterato
         yield f"parameter {name} is gone{instead}", not is_bound or bool(takes)
     for name in added:
         if takes and not all(_takes(each, name) for each in takes):
-            yield f"parameter {name} is new, and ours does not take it", True
+            yield f"parameter {name} is new, and our method does not accept it", True
         elif not takes and new[name] is None and not name.startswith("*"):
             yield f"parameter {name} is new and must be given", not is_bound
     for name, default in old.items():
@@ -192,7 +193,7 @@ def _calls(before: Fact, now: Fact, ours: list[Parameters]) -> Iterator[tuple[st
             if shape in before["from"].get(function, ()):
                 continue
             is_fine = all(accepts(each[1:], as_call(shape)) for each in ours)
-            refused = "" if is_fine else ", which ours does not take"
+            refused = "" if is_fine else ", which our method does not accept"
             yield f"{function} calls it with ({shape}){refused}", not is_fine
     for function in before["from"]:
         if function not in now["from"]:

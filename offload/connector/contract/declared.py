@@ -23,8 +23,8 @@ class Order:
 
 @dataclass(frozen=True)
 class Callers:
-    """Where vLLM calls the methods of a class (``also``: and of another) that we subclass.
-    ``receiver`` matches what stands before the dot."""
+    """Where vLLM calls the methods of a class that we subclass (``also``: and the methods of
+    another class). ``receiver`` matches the text before the dot."""
 
     class_name: str
     also: str
@@ -35,7 +35,7 @@ class Callers:
 
 @dataclass(frozen=True)
 class Members:
-    """Members that a file of ours reads from objects without a type."""
+    """Members that one of our files reads from objects without a type annotation."""
 
     class_name: str
     at: str
@@ -55,13 +55,13 @@ class Declared:
     callers: tuple[Callers, ...]
 
     def serves(self, place: str) -> bool:
-        """Says whether one of our places is part of a server."""
+        """True if one of our source files is part of a running server."""
         return not place.startswith(self.apart)
 
 
 @cache
 def declared() -> Declared:
-    """The table."""
+    """Read the table."""
     table = tomllib.loads(TABLE.read_text())
     return Declared(
         tuple(table["apart"]),

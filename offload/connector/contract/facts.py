@@ -14,7 +14,7 @@ _ENUMS = frozenset({"Enum", "IntEnum", "StrEnum", "Flag", "IntFlag"})
 _STRUCTS = frozenset({"Struct", "BaseModel", "NamedTuple"})
 _MAKERS = ("dataclass", "config")
 VALUE_MAX = 200
-"""Longer values are not compared: tables, not constants."""
+"""Values with longer text are not compared: they are tables, not constants."""
 
 
 def of_definition(library: Library, found: Definition) -> Fact:
@@ -100,7 +100,7 @@ def _enum_members(found: Definition) -> Iterator[tuple[str, str]]:
 
 
 def of_member(library: Library, owner: Definition, name: str) -> Fact | None:
-    """The fact about a member of a class; ``None`` if it has none of this name."""
+    """The fact about a member of a class; ``None`` if there is no such member."""
     member = library.member(owner, name)
     if member is None:
         return None

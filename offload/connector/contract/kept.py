@@ -1,5 +1,5 @@
-"""Contracts: the facts about one version of vLLM, with our uses of it. Kept ones are in
-``kept``."""
+"""Contracts: the facts about one version of vLLM, with our uses of it. Kept contracts are in the
+folder ``kept``."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ Version = tuple[int, int]
 
 @dataclass(frozen=True)
 class Need:
-    """Our use of one thing. ``serves``: in a running server; ``calls``: the arguments that we pass;
-    ``ours``: our methods that override it."""
+    """How we use one name of vLLM. ``serves``: a running server uses it; ``calls``: the arguments
+    that we pass; ``ours``: our methods that override it."""
 
     serves: bool = False
     calls: tuple[Call, ...] = ()
@@ -57,7 +57,7 @@ def minor_of(version: str) -> Version:
 def contract_of(
     source: Source, own: Source | None = None, table: Declared | None = None
 ) -> Contract:
-    """The contract of the vLLM in a source with our own, or another's, source. Raises
+    """Make the contract of the vLLM in a source, with our own source or another one. Raises
     ``SourceError``."""
     version = source.version()
     own, table = own or ours(), table or declared()
@@ -92,7 +92,7 @@ def _functions(facts: Facts) -> list[str]:
 
 
 def other_versions(own: Source, version: Version) -> frozenset[str]:
-    """Our files for other versions of vLLM: of those in ``compat`` one is used."""
+    """Our files for other versions of vLLM: only one of those in ``compat`` is used."""
     found = {path: at for path in own.paths() if (at := _COMPAT.fullmatch(path))}
     versions = {path: (int(at[1]), int(at[2])) for path, at in found.items()}
     usable = [each for each in versions.values() if each <= version]
@@ -113,7 +113,7 @@ def _need(uses: list[Use], table: Declared) -> Need:
 
 
 def keep(contract: Contract, version: str) -> Path:
-    """Write a contract as that of a version such as ``0.33``; one fact a line, for reviews."""
+    """Write a contract under a version such as ``0.33``, one fact per line for reviews."""
     path = KEPT / f"{version}.json"
     facts = ",\n".join(f"  {_line(key)}: {_line(each)}" for key, each in contract.facts.items())
     needs = ",\n".join(f"  {_line(key)}: {_line(each)}" for key, each in contract.needs.items())

@@ -15,13 +15,13 @@ MODULE, CLASS, FUNCTION, VALUE = "module", "class", "function", "value"
 _HOPS_MAX = 12
 """Maximum number of imports between a name and its definition."""
 _TABLE_MIN = 4000
-"""Values whose text is longer are tables, which are not looked into."""
+"""Values with longer text are tables, which are not examined."""
 _SELF = r"^\s+self\.{name}\s*(?::[^=\n]+)?=(?!=)|^\s+self\.{name}\s*:"
 
 
 @dataclass(frozen=True)
 class Definition:
-    """The definition behind a name. ``text`` is that of a class."""
+    """The definition behind a name. ``text`` is the text of a class."""
 
     kind: str
     module: str
@@ -44,12 +44,12 @@ class Definition:
 
 @dataclass(frozen=True)
 class Member:
-    """A member of a class: where it was found, and what defines it there."""
+    """A member of a class: where it was found, and its definition there."""
 
     owner: Definition
     node: ast.stmt
     value_of: ast.expr | None = None
-    """Of an attribute without annotation: what is assigned to it in a method ..."""
+    """For an attribute without annotation: the value that a method assigns to it ..."""
     method: ast.FunctionDef | None = None
     """... and that method."""
 
@@ -65,7 +65,7 @@ class Module:
 
     @cached_property
     def loose(self) -> list[ast.stmt]:
-        """Imports and definitions within conditions, nested ones included."""
+        """Imports and definitions inside conditions, including nested ones."""
         found: list[ast.stmt] = []
         waiting = list(self.outline.open_statements)
         while waiting:
@@ -86,7 +86,7 @@ class Module:
 
 
 def _is_near(node: ast.stmt, parent: ast.stmt) -> bool:
-    """Says whether a statement stands directly in a block of its parent."""
+    """True if a statement is directly in a block of its parent."""
     blocks = (getattr(parent, name, []) for name in ("body", "orelse", "finalbody", "handlers"))
     for block in blocks:
         for each in block:
@@ -96,7 +96,7 @@ def _is_near(node: ast.stmt, parent: ast.stmt) -> bool:
 
 
 class Library:
-    """The modules of some packages."""
+    """The modules of several packages."""
 
     def __init__(self, *sources: Source) -> None:
         self._sources = {source.package: source for source in sources}
@@ -126,7 +126,7 @@ class Library:
         """Finds the definition of ``name`` in a module; ``None`` if there is none."""
         key = (module, name)
         if key not in self._found:
-            self._found[key] = None  # imports may go round in circles
+            self._found[key] = None  # imports may be circular
             self._found[key] = self._resolve(module, name, hops)
         return self._found[key]
 
@@ -136,7 +136,7 @@ class Library:
             return None
         own = module.outline.named(name)
         if own:
-            if own[-1].is_class:  # its body is parsed as far as it is asked for
+            if own[-1].is_class:  # its body is parsed only when it is needed
                 return Definition(CLASS, module_name, name, text=own[-1].text)
             if len(own[-1].text) > _TABLE_MIN and not own[-1].is_function:
                 return Definition(VALUE, module_name, name)
@@ -181,7 +181,8 @@ class Library:
         return None
 
     def expression(self, module: str, node: ast.expr) -> Definition | None:
-        """Finds the definition of a dotted name in a module; of ``X[...]`` that of ``X``."""
+        """Finds the definition of a dotted name in a module; for ``X[...]``, the definition of
+        ``X``."""
         if isinstance(node, ast.Name):
             return self.resolve(module, node.id)
         if isinstance(node, ast.Attribute):
@@ -196,12 +197,12 @@ class Library:
     # -- classes -----------------------------------------------------------------------------
 
     def bases(self, definition: Definition) -> list[Definition]:
-        """The direct bases that are in the library."""
+        """The direct bases that the library contains."""
         found = (self.expression(definition.module, base) for base in definition.head.bases)
         return [base for base in found if base is not None and base.is_class]
 
     def lineage(self, definition: Definition) -> Iterator[Definition]:
-        """The class and all its bases, each once, roughly in the order of their lookup."""
+        """The class and all its bases, each once, approximately in lookup order."""
         seen: set[tuple[str, str]] = set()
         waiting = [definition]
         while waiting:
@@ -224,7 +225,7 @@ class Library:
         return next(self.members(definition, name), None)
 
     def members(self, definition: Definition, name: str) -> Iterator[Member]:
-        """A member of a class as each class of its lineage defines it."""
+        """The definitions of a member in each class of the lineage."""
         for each in self.lineage(definition):
             found = self._own_member(each, name)
             if found is not None:
@@ -274,7 +275,7 @@ def names_of(node: ast.stmt) -> set[str]:
 
 
 def _targets(node: ast.Assign | ast.AnnAssign, of: str) -> set[str]:
-    """The names that are assigned, or the attributes of the name ``of``."""
+    """The names that are assigned, or with ``of`` the attributes assigned to that name."""
     targets = node.targets if isinstance(node, ast.Assign) else [node.target]
     found = set()
     for target in targets:

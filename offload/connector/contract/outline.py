@@ -1,8 +1,9 @@
 """Finds the definition of a name in source text and parses that alone.
 
-vLLM's largest modules take half a second to parse; a start has a tenth of one for all of them. So
-a module is cut at the lines that begin a statement, and only what defines a wanted name is parsed.
-Strings in three quotes, which may hold anything at the beginning of a line, are emptied first.
+vLLM's largest modules take half a second to parse; a start may spend a tenth of a second on all of
+them. So a module is cut at the lines that begin a statement, and only what defines a wanted name is
+parsed. Strings in three quotes, which may hold anything at the beginning of a line, are emptied
+first.
 """
 
 from __future__ import annotations
@@ -24,8 +25,9 @@ _HEAD_END = re.compile(r":[ \t]*(?:#[^\n]*)?\n")
 
 @dataclass(frozen=True, slots=True)
 class Block:
-    """One statement's text, at its own indentation; ``name`` is what it defines, if that can be
-    seen. Of a compound statement or an import it cannot, see ``is_open``."""
+    """The text of one statement, with its indentation; ``name`` is the name that it defines, if the
+    text shows it. For a compound statement or an import the text does not show it; see
+    ``is_open``."""
 
     name: str
     text: str
@@ -80,7 +82,7 @@ def _starts(indent: int) -> re.Pattern[str]:
 
 
 def _undecorated(part: str) -> str:
-    """From the first line that begins like a definition."""
+    """The text from the first line that begins like a definition."""
     found = re.search(r"^\s*(?:class|def|async\s+def)\s", part, re.MULTILINE)
     return part[found.start() :] if found else ""
 
@@ -120,7 +122,7 @@ class Outline:
 
     @staticmethod
     def of_class(text: str) -> Outline:
-        """The body of a class whose text this is."""
+        """The body of a class, from the text of the class."""
         undecorated = _undecorated(text)
         end = _HEAD_END.search(undecorated)
         body = undecorated[end.end() :] if end else ""

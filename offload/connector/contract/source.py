@@ -1,4 +1,4 @@
-"""Where the source of a package is read: a wheel, a folder, or what is installed."""
+"""Reads a package's source from a wheel, a folder, or the installed package."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ INSTALLED = "installed"
 
 
 class SourceError(Exception):
-    """There is no source to read, or it is not that of the package."""
+    """There is no source to read, or it belongs to another package."""
 
 
 class Source(ABC):
-    """The Python files of one package, by dotted module name. ``label`` is for people."""
+    """The Python files of one package, by dotted module name. ``label`` is shown to users."""
 
     def __init__(self, package: str, label: str) -> None:
         self.package = package
@@ -45,7 +45,7 @@ class Source(ABC):
 
 
 class Wheel(Source):
-    """A wheel, which is not unpacked."""
+    """A wheel, which is read without unpacking it."""
 
     def __init__(self, package: str, path: Path) -> None:
         super().__init__(package, path.name)
@@ -69,7 +69,7 @@ class Wheel(Source):
 
 
 class Folder(Source):
-    """A folder that holds the package's folder."""
+    """A folder that contains the package's folder."""
 
     def __init__(self, package: str, folder: Path, label: str = "") -> None:
         super().__init__(package, label or str(folder))
@@ -89,7 +89,7 @@ class Folder(Source):
 
 
 def open_source(where: str, package: str = "vllm") -> Source:
-    """The source at a path, or of the package that is installed. Raises ``SourceError``."""
+    """The source at a path, or of the installed package. Raises ``SourceError``."""
     if where == INSTALLED:
         spec = importlib.util.find_spec(package)
         if spec is None or spec.origin is None:
@@ -107,5 +107,5 @@ def open_source(where: str, package: str = "vllm") -> Source:
 
 
 def ours() -> Source:
-    """Our own source."""
+    """The source of kvtiers itself."""
     return Folder("offload", Path(__file__).resolve().parents[3], "our own source")

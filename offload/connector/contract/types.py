@@ -1,4 +1,4 @@
-"""Types of expressions, as far as annotations tell them."""
+"""Infers types of expressions from annotations."""
 
 from __future__ import annotations
 
@@ -26,8 +26,9 @@ _SAME = frozenset({"list", "tuple", "sorted", "iter", "set", "reversed", "filter
 
 @dataclass(frozen=True)
 class Type:
-    """``OBJECT``: an instance of the class ``what``; ``NAME``: the thing that is defined there
-    itself; ``BOUND``: a method, with its definition in ``member``; else a container of ``parts``.
+    """``OBJECT``: an instance of the class ``what``; ``NAME``: the class, function or module
+    itself; ``BOUND``: a method, with its definition in ``member``; otherwise a container of
+    ``parts``.
     """
 
     form: str
@@ -42,13 +43,13 @@ class Type:
 
 
 class Types:
-    """Reads types off annotations of a library."""
+    """Reads types from the annotations of a library."""
 
     def __init__(self, library: Library) -> None:
         self.library = library
 
     def of_annotation(self, module: str, node: ast.expr | None) -> Type | None:
-        """The type of what is annotated like this in a module."""
+        """The type that an annotation in a module denotes."""
         if node is None:
             return None
         if isinstance(node, ast.Constant) and isinstance(node.value, str):
@@ -158,7 +159,7 @@ class Scope:
         return self.types.of_member(member)
 
     def find_member(self, node: ast.Attribute) -> tuple[Definition, Member] | None:
-        """The class as which the object is known, and its member that is read."""
+        """The class of the object, and the member that is read from it."""
         base = self.of(node.value)
         known = [base] if base is not None else []
         for each in (*known, *self.narrowed.get(ast.unparse(node.value), ())):
@@ -233,7 +234,7 @@ class Scope:
     # -- what binds names --------------------------------------------------------------------
 
     def learn(self, node: ast.AST) -> None:
-        """Take in what a statement or comprehension says about names."""
+        """Record what a statement or comprehension reveals about the types of names."""
         if isinstance(node, ast.Assign):
             for target in node.targets:
                 self.bind(target, self.of(node.value))
@@ -249,7 +250,7 @@ class Scope:
             self._narrow(node)
 
     def bind(self, target: ast.AST, found: Type | None) -> None:
-        """The target has this type from now on; unless it has a better one."""
+        """Give the target this type from now on, unless it already has a better one."""
         if isinstance(target, ast.Name) and (found is not None or target.id not in self.names):
             self.names[target.id] = found
         elif isinstance(target, ast.Tuple):
@@ -258,7 +259,7 @@ class Scope:
                 self.bind(each, parts[index] if index < len(parts) else None)
 
     def _narrow(self, node: ast.Call) -> None:
-        """``isinstance``: it may be one of these, too."""
+        """Handle ``isinstance``: the object may also be one of these types."""
         if len(node.args) != 2:
             return
         text = ast.unparse(node.args[0])

@@ -1,7 +1,7 @@
 """Derives from our own source the names of vLLM that this package uses.
 
 Types are followed along annotations (ours and vLLM's), so that ``vllm_config.cache_config`` leads
-to fields of ``CacheConfig``. What they do not tell is in ``declared.toml``.
+to fields of ``CacheConfig``. Names that annotations do not reveal are listed in ``declared.toml``.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ IMPORTED, TYPING, READ, CALLED, OVERRIDDEN, SUBCLASSED = (
 
 @dataclass(frozen=True, order=True)
 class Call:
-    """With how many positional arguments and which keywords something is called. ``is_open``: with
-    ``*`` or ``**``, which may be anything."""
+    """The number of positional arguments and the keywords of a call. ``is_open``: the call has
+    ``*`` or ``**``, so it may pass anything."""
 
     positional: int
     keywords: tuple[str, ...] = ()
@@ -34,13 +34,13 @@ class Call:
 
 @dataclass(frozen=True)
 class Use:
-    """One place of ours that uses something of vLLM."""
+    """One place in our source that uses something of vLLM."""
 
     how: str
     place: str
     call: Call | None = None
     ours: str = ""
-    """Of an override: our method, as ``module:Class.method``."""
+    """For an override: our method, as ``module:Class.method``."""
 
 
 @dataclass
@@ -58,8 +58,8 @@ class Uses:
 
 
 def derive(ours: Source, library: Library, skipped: frozenset[str] = frozenset()) -> Uses:
-    """Our uses of the vLLM in ``library``, which has our own source, too. Files whose paths are in
-    ``skipped`` are of other versions."""
+    """Our uses of the vLLM in ``library``, which also contains our own source. Files in ``skipped``
+    are for other versions of vLLM."""
     uses = Uses()
     readers = [
         _Reader(path, ours.read(path) or "", library, uses)
@@ -121,7 +121,7 @@ class _Reader:
     # -- classes and functions ---------------------------------------------------------------
 
     def read(self) -> None:
-        """Note everything else."""
+        """Note every other use."""
         self._block(self._tree.body, {}, None)
 
     def _block(
@@ -134,7 +134,7 @@ class _Reader:
             for node in nodes:
                 if isinstance(node, ast.ImportFrom):
                     self._learn_import(scope, node)
-        for _ in range(2):  # names may be bound below their use, in a loop
+        for _ in range(2):  # in a loop, names may be bound below their use
             for node in nodes:
                 scope.learn(node)
         for node in nodes:
@@ -159,7 +159,7 @@ class _Reader:
             is_class = any(ast.unparse(each) == "classmethod" for each in node.decorator_list)
             names[arguments[0].arg] = Type(NAME if is_class else OBJECT, owner)
         if not names:
-            names["self"] = None  # anything, so that this counts as a function
+            names["self"] = None  # any value, so that this counts as a function
         self._block(node.body, names, None)
 
     def _class(self, node: ast.ClassDef) -> None:
@@ -207,10 +207,11 @@ class _Reader:
         if found is not None:
             self._member(found[0], found[1].owner, node)
         elif base.form == OBJECT and _is_vllm(base.what):
-            self._member(base.what, base.what, node)  # it is not there
+            self._member(base.what, base.what, node)  # vLLM has no such name
 
     def _member(self, known_as: Definition, owner: Definition, node: ast.Attribute) -> None:
-        """A member of a class of vLLM. A class of ours stands for its base class in vLLM."""
+        """Note a use of a member of a class of vLLM. A class of ours is treated as its base class
+        in vLLM."""
         if not _is_vllm(owner):
             return
         name = known_as if _is_vllm(known_as) else self._base_with(known_as, node.attr) or owner
@@ -271,8 +272,8 @@ def _is_vllm(found: Definition) -> bool:
 
 
 def _outside_functions(node: ast.AST, inner: list[ast.stmt]) -> Iterator[ast.AST]:
-    """The node and what is in it, but for functions and classes, which are put aside. Their
-    decorators, defaults and annotations are not looked at."""
+    """Yield the node and its descendants, except functions and classes, which are handled later.
+    Their decorators, defaults and annotations are ignored."""
     if isinstance(node, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
         inner.append(node)
         return

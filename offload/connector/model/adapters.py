@@ -39,13 +39,13 @@ Loaded = Mapping[AdapterName, tuple[bytes, ...]]
 unknown."""
 
 ASKS_MAX = 4
-"""Number of times that a request is asked again while its adapter's content is unknown. Two steps
-may be under way whose workers had not loaded it."""
+"""Number of times that vLLM must look up a request again while its adapter's content is unknown.
+Two steps may be under way whose workers had not loaded the adapter."""
 ADAPTERS_MAX = 65_536
 
 
 class AdapterWatch:
-    """Digests the adapters that vLLM's LoRA manager loads in this process. Belongs to the model
+    """Digests the adapters that vLLM's LoRA manager loads in this process. It belongs to the model
     runner's thread."""
 
     def __init__(self, lora_config: LoRAConfig) -> None:
@@ -59,8 +59,8 @@ class AdapterWatch:
         _WATCHES.add(self)
         if not _observe_manager():
             logger.warning(
-                "kvtiers: requests with LoRA adapters are neither looked up nor stored: how this "
-                "version of vLLM loads adapters is not known here"
+                "kvtiers: requests with LoRA adapters are neither looked up nor stored: this "
+                "version of kvtiers does not know how this vLLM loads adapters"
             )
 
     def load(self, request: LoRARequest, load: Callable[[], Any]) -> Any:
@@ -69,7 +69,8 @@ class AdapterWatch:
         found = load()
         try:
             digest = _digest(request, before)
-        except Exception as error:  # vLLM has loaded it, and a failed digest must not undo that
+        except Exception as error:
+            # vLLM has already loaded it, and a failed digest must not undo that
             logger.warning("kvtiers: adapter %s cannot be digested: %r", request.lora_name, error)
             digest = b""
         name = (request.lora_name, request.lora_path)
@@ -78,12 +79,12 @@ class AdapterWatch:
         return found
 
     def take(self) -> Loaded:
-        """Returns the adapters loaded since the last call."""
+        """Return the adapters loaded since the previous call."""
         news, self._news = self._news, {}
         return news
 
     def agrees(self, assumed: Mapping[AdapterName, bytes]) -> bool:
-        """True if these adapters have the content that the scheduler assumes."""
+        """True if the loaded adapters have the content that the scheduler assumes."""
         return all(self._loaded.get(name) == digest for name, digest in assumed.items())
 
 
@@ -105,7 +106,7 @@ class AdapterBook:
     def identity_of(self, request: Request) -> bytes | None:
         """The part of a request's identity that vLLM's block hashes lack: its adapter's content.
 
-        ``None`` if that is not known.
+        ``None`` if the content is not known.
         """
         name = _name_of(request)
         if name is None:
@@ -116,8 +117,8 @@ class AdapterBook:
         return last[0] or None
 
     def may_come(self, request: Request) -> bool:
-        """True if a worker may soon report this request's adapter, so that the request is asked
-        again.
+        """True if a worker may soon report this request's adapter, so that it is worth looking the
+        request up again.
 
         vLLM loads some adapters only when a request for them runs.
         """
@@ -135,7 +136,7 @@ class AdapterBook:
             self._users[request.request_id] = name, identity
 
     def end(self, request_id: str) -> None:
-        """Forget a request that is over."""
+        """Forget a request that has ended."""
         self._asked.pop(request_id, None)
         self._users.pop(request_id, None)
 
@@ -145,7 +146,7 @@ class AdapterBook:
         return dict(self._users.values())
 
     def take(self, loaded: Loaded) -> list[str]:
-        """Take in adapters that workers have loaded.
+        """Process the adapters that workers have loaded.
 
         Returns the live requests whose adapter no longer matches their keys.
         """
@@ -164,19 +165,20 @@ class AdapterBook:
         return [user for user, (name, _) in self._users.items() if name in self._changed]
 
     def forget(self) -> None:
-        """Forget all but the last content of each adapter, because vLLM's prefix cache and the
+        """Forget all but the latest content of each adapter, because vLLM's prefix cache and the
         tiers are empty."""
         self._changed.clear()
 
 
 _CHANGED = (
-    "kvtiers: the files of LoRA adapter %s (%s) have changed since it was first loaded. vLLM's own "
-    "prefix cache mixes both, so its requests are neither looked up nor stored until all caches "
-    "are reset (reset_prefix_cache with reset_external), or it is loaded under another name"
+    "kvtiers: the files of LoRA adapter %s (%s) have changed since it was first loaded. vLLM's "
+    "own prefix cache mixes both, so requests for this adapter are neither looked up nor stored "
+    "until all caches are reset (reset_prefix_cache with reset_external) or the adapter is "
+    "loaded under another name"
 )
 _UNKNOWN = (
-    "kvtiers: what is in LoRA adapter %s (%s) is not known: its files changed while they were "
-    "loaded, or were not found. Its requests are neither looked up nor stored"
+    "kvtiers: the content of LoRA adapter %s (%s) is unknown: its files changed while they were "
+    "loaded, or were not found. Requests for this adapter are neither looked up nor stored"
 )
 
 
@@ -191,10 +193,10 @@ def _name_of(request: Request) -> AdapterName | None:
 
 
 def _digest(request: LoRARequest, before: object) -> bytes:
-    """32 bytes for the files that were just loaded.
+    """A digest (32 bytes) of the files that vLLM has just loaded.
 
-    Empty if the files differ from those of ``before``, or if their place is unknown. The Hub's
-    cache names files by their content.
+    Empty if the files have changed since ``before``, or if their location is unknown. The Hub's
+    cache names files by their content, so their names suffice there.
     """
     place = find_model(os.path.expanduser(request.lora_path), None, None)
     files = adapter_files(place) if place is not None else []
@@ -209,7 +211,7 @@ def _digest(request: LoRARequest, before: object) -> bytes:
 
 
 def _state_at(path: str) -> object:
-    """A state that differs when these files change; ``None`` if there are none at this path."""
+    """A value that changes when these files change; ``None`` if there are no files at this path."""
     try:
         place = Path(path).expanduser()
         return _states(adapter_files(place)) if place.exists() else None
@@ -232,8 +234,7 @@ _OBSERVERS: list[object] = []
 def _observe_manager() -> bool:
     """Make every LoRA manager of this process report its loads to the watches.
 
-    vLLM does not report adapters to connectors; this is the one place through which all their files
-    pass.
+    vLLM does not report adapters to connectors; all their files are loaded through this one method.
     """
     original = vars(WorkerLoRAManager).get("_load_adapter")
     if original is None:

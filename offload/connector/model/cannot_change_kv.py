@@ -22,7 +22,7 @@ _NAMED = "has its own field in the namespace"
 _MEMORY = "how much memory is used, and how many blocks there are"
 _STEPS = "which tokens are computed together in a step"
 _KEPT = "which blocks are kept and found"
-_AFTER = "after the last layer: sampling, log-probabilities and what is answered"
+_AFTER = "after the last layer: sampling, log-probabilities and what is returned"
 _TOKENS = "before the first layer: keys are hashes of token ids"
 _FETCH = "where and how fast bytes are fetched, not which"
 _WATCH = "logs, metrics and profiles"
@@ -57,7 +57,7 @@ FIELDS: Mapping[str, Mapping[str, str]] = {
         _DERIVED: "spec_target_max_model_len is_submodel_config "
         "word_embeddings_untied_by_checkpoint",
         _CHECKS: "allow_deprecated_quantization",
-        "has no effect any more": "disable_cascade_attn",
+        "no longer has any effect": "disable_cascade_attn",
     },
     "CacheConfig": {
         _NAMED: "cache_dtype kv_cache_dtype_skip_layers mamba_cache_dtype mamba_ssm_cache_dtype "
@@ -277,17 +277,18 @@ FILES_UNLESS_READ: Mapping[str, str] = {
     "processor_config.json",
     "generation_config": "generation_config.json",
 }
-"""Further harmless files, unless the model's code has a name with one of these words in it. Keys
-are hashes of token ids, media files matter only for models that take media, and generation settings
+"""Further harmless files, unless the model's code contains a name with one of these words. Keys are
+hashes of token ids, media files matter only for models that take media, and generation settings
 affect only the sampler."""
 
 TRAINING_WEIGHTS = "training_args.bin optimizer.bin optimizer.pt scheduler.pt scaler.pt rng_state*"
-"""Files that end like weights but that vLLM does not load."""
+"""Files with names like weights that vLLM does not load."""
 
 
 @cache
 def fields_of(class_name: str) -> frozenset[str] | None:
-    """Harmless fields of one of vLLM's configuration classes; ``None``: all of them."""
+    """The harmless fields of one of vLLM's configuration classes; ``None`` stands for all
+    fields."""
     names = " ".join(FIELDS.get(class_name, {}).values()).split()
     return None if ALL in names else frozenset(names)
 
@@ -301,8 +302,8 @@ def variables() -> frozenset[str]:
 def is_harmless_file(name: str, may_read: Callable[..., bool]) -> bool:
     """True if a file of a model's folder cannot change KV.
 
-    ``name`` is without its folder; ``may_read`` says whether a name with one of these words occurs
-    in the model's code.
+    ``name`` has no folder part; ``may_read`` says whether a name with one of these words occurs in
+    the model's code.
     """
     patterns = " ".join(FILES.values()).split()
     for words, more in FILES_UNLESS_READ.items():
@@ -311,5 +312,5 @@ def is_harmless_file(name: str, may_read: Callable[..., bool]) -> bool:
 
 
 def matches(name: str, patterns: Iterable[str]) -> bool:
-    """True if a file's name matches one of these patterns, with the same result in every locale."""
+    """True if a file's name matches one of these patterns, independently of the locale."""
     return any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns)

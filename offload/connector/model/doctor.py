@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
 NOT_FOUND = {"EntryNotFoundError", "HFValidationError", "RepositoryNotFoundError"}
-"""Errors of the hub's library, by name: it moves them between its modules."""
+"""Errors of the hub's library, by name: the library has moved them between its modules."""
 
 
 def examine_model(
@@ -31,14 +31,14 @@ def examine_model(
 ) -> Report:
     """Make the report for one model; ``transfer`` replaces the flags' --kv-transfer-config.
 
-    An error of vLLM is reported in vLLM's words.
+    An error raised by vLLM is reported in vLLM's words.
     """
     if model.startswith("-"):
         reason = "the model comes first: kvtiers doctor MODEL [vllm flags]"
         return refusal(model, Verdict.WRONG_FLAGS, reason)
     try:
         found, given = _ask(model, flags, transfer)
-    except ConfigError as error:  # vLLM has asked the connector for the layout
+    except ConfigError as error:  # vLLM has called the connector to get the layout
         report = examine_model(model, flags, PLAIN)
         problems = [str(problem) for problem in error.problems]
         verdict = Verdict.WRONG_FLAGS if report.ok else report.verdict
@@ -46,7 +46,7 @@ def examine_model(
     except FlagsError as error:
         reason = f"vLLM does not understand these flags: {_first_words(error)}"
         return refusal(model, Verdict.WRONG_FLAGS, reason)
-    except SystemExit as error:  # a flag that makes vLLM print something and exit
+    except SystemExit as error:  # a flag such as --help, which prints something and exits
         reason = f"vLLM exits with these flags (exit code {error.code})"
         return refusal(model, Verdict.WRONG_FLAGS, reason)
     except Exception as error:  # vLLM may refuse a model or flags with any exception
@@ -57,7 +57,7 @@ def examine_model(
     def ask_again(more: Sequence[str]) -> LayoutInput | None:
         try:
             return _ask(model, [*flags, *more], transfer)[1]
-        except (SystemExit, Exception):  # as above; the reason does not matter for a hint
+        except (SystemExit, Exception):  # as above; a hint does not need the reason
             return None
 
     return examine(_facts(model, found, given, notes), config, problems, ask_again)
@@ -73,7 +73,8 @@ def _ask(
 def _is_unknown(error: Exception) -> bool:
     """True if vLLM found no such model, neither as a folder nor on the hub."""
     names = {kind.__name__ for kind in type(error).__mro__}
-    is_lost = isinstance(error, OSError) or bool(names & NOT_FOUND)  # also where no hub answers
+    # also raised when no hub responds
+    is_lost = isinstance(error, OSError) or bool(names & NOT_FOUND)
     return is_lost or "Invalid repository ID or local directory" in str(error)
 
 
@@ -103,7 +104,7 @@ def _facts(model: str, found: Probe, given: LayoutInput, notes: Sequence[str]) -
 
 
 def _pages(group: KVCacheGroupSpec) -> tuple[tuple[int, int], ...]:
-    """Bytes of each layer's page without and with padding."""
+    """The bytes of each layer's page, without and with padding."""
     spec = group.kv_cache_spec
     whole = spec.kv_cache_specs if isinstance(spec, UniformTypeKVCacheSpecs) else {}
     return tuple(
@@ -115,8 +116,8 @@ def _pages(group: KVCacheGroupSpec) -> tuple[tuple[int, int], ...]:
 def _configuration(vllm_config: VllmConfig) -> tuple[OffloadConfig, list[str], list[str]]:
     """The offloading configuration with notes and problems.
 
-    The notes contain the warnings of a starting server. The settings of another connector are not
-    read.
+    The notes contain the warnings that a starting server would log. The settings of another
+    connector are not read.
     """
     transfer = vllm_config.kv_transfer_config
     extra = transfer.kv_connector_extra_config

@@ -2,8 +2,8 @@
 
 vLLM 0.32 shows every attention layer as ``[B, H, N, C]``: kernel blocks, heads, tokens, and the
 bytes of K and V (RFC #42082). Strides are taken from the real tensors. Only the kernel decides what
-the dimensions really contain. So a layer whose kernel is not known to follow them is described as a
-whole: only ranks of the same shape can read it.
+the dimensions contain. So a layer whose kernel is not known to follow them is described as a whole:
+only ranks with the same shape can read it.
 """
 
 from __future__ import annotations
@@ -42,8 +42,9 @@ if TYPE_CHECKING:
 BY_TOKEN = frozenset({"FLASH_ATTN", "TRITON_ATTN"})
 """Kernels that index all four dimensions: ``kv_cache.transpose(1, 2).split(head_size, -1)``."""
 BY_HEAD = frozenset({"CPU_ATTN"})
-"""Kernels that index blocks and heads, and order K and V of a head's tokens in their own way:
-``kv_cache.view(blocks, heads, 2 * tokens, -1).chunk(2, 2)``, with K packed for the processor."""
+"""Kernels that index blocks and heads, and order K and V of a head's tokens in a kernel-specific
+order: ``kv_cache.view(blocks, heads, 2 * tokens, -1).chunk(2, 2)``, with K packed for the
+processor."""
 
 
 def describe(
@@ -54,13 +55,13 @@ def describe(
     registration: Registration,
     records: bytes,
 ) -> Geometry:
-    """The geometry of this worker, whose records carry the namespace ``records``."""
+    """The geometry of this worker, whose records have the namespace ``records``."""
     parallel = vllm_config.parallel_config
     layers = vllm_config.compilation_config.static_forward_context
     groups = []
     for group, regions in zip(layout.groups, registration.groups, strict=True):
         pages: dict[str, int] = {}
-        for region in regions.regions:  # in their order within a slot
+        for region in regions.regions:  # in the order of their places within a slot
             pages[region.layer] = pages.get(region.layer, 0) + region.page_bytes
         spec = kv_cache_config.kv_cache_groups[group.group]
         described = tuple(
@@ -117,7 +118,7 @@ def _layer(
     found = None
     if len(tensors) == 1 and isinstance(spec, AttentionSpec) and tensors[0].dim() == 4:
         found = _attention(name, spec, kernel, tensors[0], num_blocks, block_tokens)
-    if found is not None and found.page_bytes == page_bytes:  # not if padding is cut off
+    if found is not None and found.page_bytes == page_bytes:  # only if no padding is cut off
         return found
     shapes = [
         f"{t.shape[0] / num_blocks:g}x{list(t.shape[1:])}:{list(t.stride())} {t.dtype}"
@@ -136,7 +137,7 @@ def _attention(
     num_blocks: int,
     block_tokens: int,
 ) -> LayerGeometry | None:
-    """Describe an attention layer, if it is known how it may be split."""
+    """Describe an attention layer, if its kernel's way of splitting is known."""
     kernel_blocks, rest = divmod(tensor.shape[0], num_blocks)
     heads, tokens = tensor.shape[1], tensor.shape[2]
     if rest or kernel_blocks * tokens != block_tokens or heads != spec.num_kv_heads:
@@ -168,17 +169,17 @@ def _attention(
 
 
 def _is_quantized(spec: AttentionSpec) -> bool:
-    """True if scales may lie beside the numbers, at places that the kernel chooses."""
+    """True if the kernel may keep scales beside the numbers, at places that it chooses."""
     mode = getattr(spec, "kv_quant_mode", None)
     return bool(mode) and getattr(mode, "name", "NONE") != "NONE"
 
 
 def _order(sizes: Mapping[str, int], step: Mapping[str, int], unit: int) -> str | None:
-    """The axes from the widest stride to the narrowest; ``None`` if they overlap.
+    """The axes from the largest stride to the smallest; ``None`` if they overlap.
 
     Registration (``offload.layout.registration``) keeps this order and closes the gaps, so the
-    order tells where a unit lies in a slot. Axes of one element may have any stride: they come
-    first.
+    order determines the position of a unit in a slot. Axes of length one may have any stride; they
+    come first.
     """
     single = [axis for axis in sizes if sizes[axis] == 1]
     several = sorted((axis for axis in sizes if sizes[axis] > 1), key=lambda axis: -step[axis])

@@ -1,9 +1,9 @@
-"""Collects everything in vLLM's configuration that decides the meaning of a stored block.
+"""Collects every part of vLLM's configuration that decides the meaning of a stored block.
 
-Each worker computes this independently, and all must agree. The scheduler takes it from them
-(`offload.planner.build`), because they hold the weights and run the kernels. The live Hugging Face
-configuration is not read, because models change it while they load. The number of blocks is left
-out on purpose: it may change between starts.
+Each worker computes the identity independently, and all workers must agree. The scheduler adopts it
+from them (`offload.planner.build`), because the workers hold the weights and run the kernels. The
+live Hugging Face configuration is not read, because models change it while they load. The number of
+blocks is left out on purpose: it may change between starts.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ _LOADER_HARMLESS = (
     "enable_multithread_load num_threads concurrency memory_limit distributed num_readers "
     "verify_hash enable_weights_track"
 )
-"""Keys of ``model_loader_extra_config`` that say how to read, not what to read."""
+"""Keys of ``model_loader_extra_config`` that configure how weights are read, not which."""
 
 
 def namespace_fields(
@@ -71,7 +71,7 @@ def namespace_fields(
 
 
 def content_of(vllm_config: VllmConfig) -> dict[str, Any]:
-    """The fields that say what is computed, independent of its shape and its keys."""
+    """The fields that identify what is computed, apart from its shape and its keys."""
     cache, model = vllm_config.cache_config, vllm_config.model_config
     draft = _draft_model(vllm_config)
     codes = [names_in(each) for each in (model, draft) if each is not None]
@@ -105,8 +105,8 @@ def weights_of(
 ) -> dict[str, Any]:
     """Identifies the weights.
 
-    If they do not come from files, or if their origin is unknown, the engine's id is part of it:
-    the blocks then belong to this engine alone.
+    If the weights do not come from files, or if their origin is unknown, the identity includes the
+    engine's id: the blocks then belong to this engine alone.
     """
     kind = _not_from_files(vllm_config, load)
     subfolders = names_in(model).may_read("secondary_weights", "subfolder")
@@ -134,7 +134,7 @@ def _config_place(vllm_config: VllmConfig, model: ModelConfig) -> Path | None:
 
 
 def seed_is_random(vllm_config: VllmConfig) -> bool:
-    """True if block hashes change with every start."""
+    """True if block hashes differ at every start."""
     algorithm = str(vllm_config.cache_config.prefix_caching_hash_algo)
     return algorithm.startswith("xxhash") and "PYTHONHASHSEED" not in os.environ
 
@@ -181,7 +181,7 @@ def _if_read(
 ) -> dict[str, Any]:
     """Settings that affect the forward pass of some models only.
 
-    These are the models whose code names the settings. Long RoPE is one more case: it chooses
+    Those are the models whose code names the settings. Long RoPE is another case: it chooses
     between two sets of frequencies by the configured length.
     """
     found: dict[str, Any] = {}
@@ -228,7 +228,8 @@ def _model_name(model: ModelConfig) -> str:
 def _instructions() -> list[str]:
     """The processor features by which vLLM chooses kernels, and with them the bytes of a page: the
     CPU's vector and matrix extensions, or the GPU's compute capability."""
-    # vLLM asks the management library: the engine process must not create a context on a GPU.
+    # vLLM queries the management library, because the engine process must not create a context on a
+    # GPU.
     capability = current_platform.get_device_capability()
     if capability is not None:
         return [f"sm{capability.major}{capability.minor}"]
@@ -240,15 +241,15 @@ def _matrix_extensions() -> list[str]:
 
 
 def plain_overrides(model: ModelConfig) -> Any:
-    """``hf_overrides`` as JSON values; a function counts by its name, because nothing else is known
-    of it."""
+    """``hf_overrides`` as JSON values; a function is identified by its name, because nothing else
+    about it is known."""
     if callable(model.hf_overrides):
         return f"function {plain(model.hf_overrides)}"
     return json.loads(json.dumps(model.hf_overrides, sort_keys=True, default=str))
 
 
 def _may_have_long_rope(places: Iterable[Path | None], overrides: Any) -> bool:
-    """True if the model has long RoPE, or if that is unknown."""
+    """True if the model has long RoPE, or if that cannot be determined."""
     folders = [place if place.is_dir() else place.parent for place in places if place]
     files = [
         file
@@ -284,7 +285,7 @@ def _draft(
 
 
 def _dtype_handler(dtype: Any) -> dict[str, Any]:
-    """The handler of a dtype that a plugin has registered: the dtype's name says little, and the
+    """The handler of a dtype that a plugin has registered: the dtype's name is ambiguous, and the
     quantization modes of different handlers may be equal. Empty for the dtypes of vLLM itself."""
     handler = cache_dtype_handler(str(dtype))
     if handler is None:
@@ -297,8 +298,8 @@ def _dtype_handler(dtype: Any) -> dict[str, Any]:
 def hash_fields(vllm_config: VllmConfig) -> dict[str, Any]:
     """Algorithm and seed of the block hashes, by the rule of ``resolve_none_hash_seed``.
 
-    A random seed is known to one process only. The engine's id replaces it, because both change
-    with every start.
+    Only one process knows a random seed. The engine's id replaces it here, because both change at
+    every start.
     """
     algorithm = vllm_config.cache_config.prefix_caching_hash_algo
     seed = os.environ.get("PYTHONHASHSEED")
@@ -327,7 +328,7 @@ def _parallel(vllm_config: VllmConfig) -> dict[str, int]:
 def geometry_fields(
     vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, chunk_blocks: int
 ) -> dict[str, Any]:
-    """The way in which blocks are cut and laid out. The scheduler computes it, too."""
+    """How blocks are divided into chunks and laid out. The scheduler also computes this."""
     cache = vllm_config.cache_config
     return {
         "chunk_blocks": chunk_blocks,
@@ -360,7 +361,7 @@ def _spec(spec: KVCacheSpec) -> dict[str, Any]:
 
 
 def _tensors(tensors: list[KVCacheTensor]) -> Any:
-    """All tensors if they fit into a manifest, else a digest."""
+    """All tensors if they fit into a manifest, otherwise a digest of them."""
     found = [_tensor(tensor) for tensor in tensors]
     return found if len(found) <= TENSORS_SHOWN else {"count": len(found), "digest": _digest(found)}
 

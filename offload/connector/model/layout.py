@@ -1,8 +1,9 @@
 """Translates vLLM's KV cache configuration into types of this project.
 
 No other module knows vLLM's specs. The scheduler's configuration names the same groups as the
-workers'. But there, a group whose layers have different pages is reduced to one layer's spec:
-tokens can be read from either, bytes only from a worker's (``page_regions``).
+workers'. In the scheduler's configuration, however, a group whose layers have different pages is
+reduced to one layer's spec: the number of tokens can be read from either, the number of bytes only
+from a worker's (``page_regions``).
 """
 
 from __future__ import annotations
@@ -50,7 +51,7 @@ logger = logging.getLogger(__name__)
 def model_layout(
     kv_cache_config: KVCacheConfig, vllm_config: VllmConfig, chunk_blocks: int
 ) -> ModelLayout:
-    """The checked layout of a model. Raises ``LayoutError`` listing every offender.
+    """Return the checked layout of a model. Raises ``LayoutError`` listing every problem.
 
     On the scheduler's side ``block_bytes`` may be wrong for layers with different pages.
     """
@@ -60,7 +61,7 @@ def model_layout(
 def layout_input(
     kv_cache_config: KVCacheConfig, vllm_config: VllmConfig, chunk_blocks: int
 ) -> LayoutInput:
-    """vLLM's layout, unchecked."""
+    """vLLM's layout, before it is checked."""
     parallel = vllm_config.parallel_config
     dcp = parallel.decode_context_parallel_size
     specs = kv_cache_config.kv_cache_groups
@@ -86,8 +87,8 @@ def _draft_groups(groups: list[KVCacheGroupSpec], vllm_config: VllmConfig) -> se
     """Groups whose last block is dropped from hits, by vLLM's own rule
     (``KVCacheCoordinator.eagle_group_ids``).
 
-    These are the marked groups and all that share their spec, or all groups if a draft head is in
-    use and none is marked.
+    These are the marked groups and all groups that share their spec, or all groups if a draft head
+    is in use and none is marked.
     """
     marked = {i for i, group in enumerate(groups) if group.is_eagle_group}
     speculative = vllm_config.speculative_config
@@ -142,8 +143,8 @@ def _layer_rule(spec: KVCacheSpec) -> str:
 def _window_tokens(spec: KVCacheSpec) -> int:
     """The number of tokens before a boundary that are still read.
 
-    vLLM keeps ``extra_retained_tokens`` more, and caches every block that it keeps, so these must
-    be correct as well.
+    vLLM keeps ``extra_retained_tokens`` more than that and caches every block that it keeps, so
+    those tokens must be correct as well.
     """
     if not isinstance(spec, SlidingWindowSpec):
         return 0

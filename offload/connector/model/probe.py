@@ -44,8 +44,8 @@ PLAIN = {
     "kv_connector_module_path": "offload.connector",
     "kv_role": "kv_both",
 }
-"""This connector with an empty configuration, as it should be used. Hash and block sizes depend on
-whether a connector is used, and on which kinds it supports."""
+"""Options that select this connector with an empty configuration. vLLM's hash and block sizes
+depend on whether a connector is used, and on which kinds of layers it supports."""
 
 BYTES_TO_PLAN_WITH = 1 << 44
 """Memory for the blocks if the user gives none: large enough for any context."""
@@ -69,7 +69,7 @@ class Probe:
 
 
 class FlagsError(Exception):
-    """vLLM's parser does not understand the flags; the text says which, and why."""
+    """vLLM's parser does not understand the flags; the text names them and gives the reason."""
 
 
 class _ServeFlags(FlexibleArgumentParser):  # type: ignore[misc]  # vLLM is untyped to mypy
@@ -130,7 +130,7 @@ def probe(model: str, flags: Sequence[str], transfer: Mapping[str, Any] | None =
 
 
 class _StandInGroup:
-    """A process group as seen from its rank 0, by code that only asks for sizes."""
+    """A process group as rank 0 sees it, for code that only reads sizes."""
 
     device_communicator = None
     local_rank = rank = rank_in_group = 0
@@ -145,7 +145,7 @@ class _StandInGroup:
 
 @contextlib.contextmanager
 def _stand_in_groups(config: VllmConfig) -> Iterator[None]:
-    """Put stand-ins in the place of vLLM's process groups while the model is built."""
+    """Replace vLLM's process groups by stand-ins while the model is built."""
     parallel = config.parallel_config
     sizes = {
         "_WORLD": parallel.world_size,

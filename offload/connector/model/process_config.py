@@ -1,4 +1,4 @@
-"""Finds vLLM's complete configuration in places where vLLM passes only a part or a copy of it."""
+"""Finds vLLM's complete configuration when vLLM passes only a part or a copy of it."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from vllm.config import VllmConfig
 def configs_of(engine_id: str | None) -> list[VllmConfig]:
     """The configurations in this process of the engine with this id.
 
-    They are vLLM's own, and copies that it has made for connectors within a connector. Looks at
-    every object, so it is only used at start.
+    The result includes vLLM's own configuration and the copies that it made for connectors inside a
+    connector. This looks at every object of the process, so it is used only at start.
     """
     return [
         each for each in gc.get_objects() if type(each) is VllmConfig and _is_of(each, engine_id)

@@ -1,5 +1,5 @@
-"""Settings, environment and libraries of vLLM that influence a KV block, apart from the model's
-files.
+"""The settings, environment variables and library versions that influence a KV block, apart from
+the model's files.
 
 Everything counts except the names in `offload.connector.model.cannot_change_kv`. Values that are
 vLLM's defaults are left out, because its version is in the namespace.
@@ -95,8 +95,8 @@ def counting(config: Any) -> Iterator[tuple[str, Any]]:
 
 
 def environment_of(environ: Mapping[str, str], more: Iterable[str] = ()) -> dict[str, str]:
-    """The variables that are set and may change KV; ``more`` are names that the model's code
-    reads."""
+    """The environment variables that are set and may change KV; ``more`` contains names that the
+    model's code reads."""
     known = {*envs.environment_variables, *OTHER_VARIABLES.split(), *more} - variables()
     return {name: _short(environ[name]) for name in sorted(known & environ.keys())}
 
@@ -107,7 +107,7 @@ def environment() -> Mapping[str, str]:
 
 
 def libraries(*, media: bool) -> dict[str, str]:
-    """Versions of the libraries that compute besides vLLM.
+    """Versions of the libraries, besides vLLM, that take part in the computation.
 
     These are packages with kernels and models, plugins of vLLM, and with ``media`` the packages
     that decode and prepare images, video and sound.
@@ -126,7 +126,7 @@ def libraries(*, media: bool) -> dict[str, str]:
 
 
 def plain(value: Any) -> Any:
-    """A setting as JSON that is the same in every process and at every start.
+    """A setting as JSON that is equal in every process and at every start.
 
     Enums become names, long values digests, and values that look like credentials are removed.
     """
@@ -138,7 +138,7 @@ def plain(value: Any) -> Any:
 def _json(value: Any) -> Any:
     if isinstance(value, enum.Enum):
         return value.name
-    if isinstance(value, str):  # an address may hold a credential
+    if isinstance(value, str):  # an address may contain a credential
         return f"sha256 {_digest(value)}" if "://" in value else value
     if value is None or isinstance(value, bool | int):
         return value
@@ -155,7 +155,7 @@ def _json(value: Any) -> Any:
 
 
 def _object(value: Any) -> Any:
-    """A plain object; never its ``repr``, which may hold its address."""
+    """A plain object as JSON; never its ``repr``, which may contain its memory address."""
     kind = value if callable(value) and hasattr(value, "__qualname__") else type(value)
     name = f"{kind.__module__}.{kind.__qualname__}"
     if kind is value:

@@ -1,9 +1,9 @@
 """Finds the names that a model's code can read, in its source file and in the files it imports.
 
 Some settings affect the forward pass of a few models only: Llama 4 scales its queries from position
-8,191 on if ``max_model_len`` is above 32,768. The model's source decides whether that applies, not
-a list: if a name occurs there, its setting counts. Code that cannot be found, or that instantiates
-other models which only its configuration names, counts as reading everything.
+8,191 on if ``max_model_len`` is above 32,768. The model's source, not a list, decides whether that
+applies: if a name occurs in the source, its setting counts. Code that cannot be found, or that
+instantiates other models named only in its configuration, is assumed to read everything.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ COMMON = frozenset(
     for name in ("adapters", "config", "interfaces", "interfaces_base", "registry", "utils")
 )
 """Modules from which nearly every model imports some function.
-`tests/offload/connector/model/test_identity_sweep.py` checks which settings they read
+`tests/offload/connector/model/test_identity_sweep.py` checks which settings these modules read
 themselves."""
 _STARTS_OTHERS = frozenset({"init_vllm_registered_model", "with_hf_config", "initialize_model"})
 _ENVIRONMENT = ("os.getenv", "os.environ", "os.environ.get", "environ.get", "getenv")
@@ -42,9 +42,9 @@ _ENVIRONMENT = ("os.getenv", "os.environ", "os.environ.get", "environ.get", "get
 
 @dataclass(frozen=True)
 class CodeNames:
-    """Every identifier and short text in some source, and the environment variables that it reads.
+    """Every identifier and short text in a source, and the environment variables that it reads.
 
-    ``whole`` is false if there may be more.
+    ``whole`` is false if the code may contain more names.
     """
 
     names: frozenset[str] = frozenset()
@@ -52,7 +52,7 @@ class CodeNames:
     whole: bool = True
 
     def may_read(self, *words: str) -> bool:
-        """True if a name that contains one of these words occurs there, or may occur."""
+        """True if a name that contains one of these words occurs in the code, or may occur."""
         return not self.whole or any(word in name for name in self.names for word in words)
 
 
@@ -62,7 +62,7 @@ UNKNOWN = CodeNames(whole=False)
 def names_in(model: ModelConfig) -> CodeNames:
     """The names in this model's code. Reads source files; never raises."""
     if model.multimodal_config is not None:
-        return UNKNOWN  # an inner text model, which only its configuration may name
+        return UNKNOWN  # an inner text model, which may be named only in the configuration
     try:
         architecture = str(model.architecture)
         entry = ModelRegistry.models.get(architecture)
@@ -114,7 +114,7 @@ def _names(tree: ast.Module, package: str) -> _Parsed:
         elif isinstance(node, ast.keyword) and node.arg:
             names.add(node.arg)
         elif isinstance(node, ast.Constant) and isinstance(node.value, str):
-            if node.value.isidentifier():  # without the text of messages and docstrings
+            if node.value.isidentifier():  # except the text of messages and docstrings
                 names.add(node.value)
         elif isinstance(node, ast.Import | ast.ImportFrom):
             imports |= set(_imported(node, package))
@@ -136,7 +136,7 @@ def _imported(node: ast.Import | ast.ImportFrom, package: str) -> Iterator[str]:
 
 
 def _variables(node: ast.AST) -> Iterator[str]:
-    """Names of environment variables that are read by their literal name."""
+    """Names of environment variables that the code reads by a literal name."""
     if isinstance(node, ast.Call) and ast.unparse(node.func) in _ENVIRONMENT:
         keys: Iterable[ast.expr] = node.args[:1]
     elif isinstance(node, ast.Subscript) and ast.unparse(node.value) in _ENVIRONMENT:

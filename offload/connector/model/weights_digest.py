@@ -1,11 +1,11 @@
-"""Tells two models apart by their files, without reading all of their weights.
+"""Distinguishes models by their files without reading all of their weights.
 
-A file of the Hugging Face cache is a link to a blob named by its content: the name is enough. Any
-other file of weights counts by name, size, modification time and a digest over samples of its
-bytes: about 1 MiB from the start (where safetensors keep names, types and places of all tensors),
-from the end, and from evenly spaced places in between. Training changes nearly every tensor, so
-samples detect it; the modification time detects other changes. All other files count by their
-content.
+A file of the Hugging Face cache is a link to a blob named by its content: the name identifies it.
+Any other file of weights is identified by name, size, modification time and a digest over samples
+of its bytes: about 1 MiB from the start (where safetensors files keep names, dtypes and offsets of
+all tensors), from the end, and from evenly spaced places in between. Training changes nearly every
+tensor, so samples detect it; the modification time detects other changes. All other files are
+identified by their content.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ HEAD_BYTES = 256 * 1024
 SAMPLE_BYTES = 64 * 1024
 SAMPLES = 12
 WHOLE_MAX = 32 * 1024 * 1024
-"""Larger files that are not weights are sampled, too."""
+"""Larger files that are not weights are sampled as well."""
 FILES_SHOWN = 48
 _BLOB = re.compile(r"[0-9a-f]{40}|[0-9a-f]{64}", re.ASCII)
 _FILE_FORMATS = (
@@ -36,11 +36,11 @@ _FILE_FORMATS = (
 
 
 def find_model(model: str, revision: str | None, cache: str | None) -> Path | None:
-    """The folder or file that holds a model: a local path, or its snapshot in the Hub's cache.
+    """The folder or file that contains a model: a local path, or its snapshot in the Hub's cache.
 
     ``cache`` is vLLM's configured download folder (``None``: the Hub's default). Returns ``None``
-    if the model is neither, for example an object store's address, or not downloaded yet, or if
-    vLLM loads from another hub.
+    if the model is neither (for example an object store's address), if it is not downloaded yet, or
+    if vLLM loads from another hub.
     """
     if os.path.exists(model):
         return Path(model)
@@ -59,7 +59,7 @@ def find_model(model: str, revision: str | None, cache: str | None) -> Path | No
 def weights_identity(place: Path | None, *, subfolders: bool = False) -> dict[str, Any]:
     """Identifies these weights; ``kind`` is ``unknown`` if they cannot be identified.
 
-    ``subfolders``: the model's code may load from those, too.
+    ``subfolders``: folders from which the model's code may load as well.
     """
     files = [] if place is None else _weight_files(place, subfolders=subfolders)
     if not files:
@@ -76,7 +76,7 @@ def weights_identity(place: Path | None, *, subfolders: bool = False) -> dict[st
 def loaded_weights(
     load_format: str, extra: object, place: Path | None, *, subfolders: bool = False
 ) -> dict[str, Any]:
-    """The same for the weights that a load format reads, which need not be the model's files.
+    """Identifies the weights that a load format reads, which need not be the model's files.
 
     ``extra`` is vLLM's ``model_loader_extra_config``.
     """
@@ -112,7 +112,8 @@ def adapter_files(place: Path) -> list[Path]:
 
 
 def file_identity(file: Path) -> list[Any]:
-    """Name and content of one file: a blob's name, or size, time and sampled digest."""
+    """Name and content of one file: a blob's name, or size, modification time and sampled
+    digest."""
     if file.is_symlink():
         target = Path(os.readlink(file))
         if target.parent.name == "blobs" and _BLOB.fullmatch(target.name):
@@ -127,7 +128,8 @@ def digest_of(files: Iterable[Path]) -> bytes:
 
 
 def _weight_files(place: Path, *, subfolders: bool) -> list[Path]:
-    """The files of a folder that end like weights, by name. A path to a file gives that file."""
+    """The files of a folder whose names end like those of weights, by name. For the path of a file,
+    this is that file."""
     if place.is_file():
         return [place]
     entries = place.rglob("*") if subfolders else place.iterdir()

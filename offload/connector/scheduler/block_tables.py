@@ -1,11 +1,11 @@
 """Maps a request's chunks to the GPU blocks of its block table, many at a time.
 
-Part of the scheduler side, on its thread. A long prompt has thousands of chunks, so work per chunk
-is avoided where possible.
+Part of the scheduler side, on its thread. A long prompt has thousands of chunks, so this module
+avoids work per chunk where possible.
 
-Also finds the GPU blocks that a scheduler step fills with new content: stores that read them must
-be fenced. Blocks taken from vLLM's prefix cache keep their content and need no fence; everything
-beyond a request's computed tokens is, or may be, new.
+It also finds the GPU blocks that a scheduler step fills with new content: stores that read those
+blocks must be fenced. Blocks taken from vLLM's prefix cache keep their content and need no fence;
+all blocks beyond a request's computed tokens have new content, or may have.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class BlockTables:
         }
 
     def beyond(self, tables: Sequence[Sequence[int]], computed_tokens: int) -> Iterable[int]:
-        """Blocks that hold tokens from ``computed_tokens`` on.
+        """Return the blocks that hold tokens from ``computed_tokens`` on.
 
         In groups whose tables are not ordered by position (states, and groups that are not
         offloaded) every block counts.
@@ -44,7 +44,7 @@ class BlockTables:
         )
 
     def rewritten(self, output: SchedulerOutput) -> Iterator[int]:
-        """Blocks that this step's forward pass, or the work before it, may overwrite."""
+        """Blocks that this step may overwrite, in its forward pass or in the work before it."""
         for new in output.scheduled_new_reqs:
             yield from self.beyond(new.block_ids, new.num_computed_tokens)
         cached = output.scheduled_cached_reqs
@@ -76,7 +76,7 @@ class WantedChunks:
         chunk_ranges: Sequence[range],
         tokens: range,
     ) -> list[ChunkBatch]:
-        """The chunks of each group to load for ``tokens``, without blocks outside of them."""
+        """The chunks of each group to load for ``tokens``, without chunks outside of the table."""
         wanted: list[ChunkBatch] = []
         block_ranges = self._matcher.block_ranges(tokens.start, tokens.stop)
         for index, group in enumerate(self._layout.groups):

@@ -2,7 +2,7 @@
 (`offload.worker.verify`).
 
 Every chunk that a request completes is digested, whether or not it is stored. So the verification
-does not depend on the part of the planner that decides about stores.
+does not depend on the code in the planner that decides about stores.
 """
 
 from __future__ import annotations
@@ -47,8 +47,9 @@ class ChunkDigests:
     ) -> None:
         """Add the chunks that this step completes by computing the request up to ``limit`` tokens.
 
-        If the request has ``ended``, an earlier step has computed them. Chunks from before its
-        first step came from vLLM's cache or from a tier, and were digested when they were computed.
+        ``ended``: the request has ended, and an earlier step has computed these chunks. Chunks from
+        before its first step came from vLLM's cache or from a tier, and were digested when they
+        were computed.
         """
         if state.stores.stale:
             self.restarted(state.identity.request)
@@ -64,7 +65,7 @@ class ChunkDigests:
             self._next[state.identity.request] = first
         for index, group in enumerate(self._layout.groups):
             if group.kind == STATE:
-                continue  # states are handed over at their boundary
+                continue  # recurrent states are handed over at their boundary
             settled = limit if ended or not group.draft else limit - group.block_tokens
             end = min(max(0, settled) // group.chunk_tokens, len(state.identity.keys[index]))
             if end > first[index]:
@@ -76,7 +77,7 @@ class ChunkDigests:
     def boundary_state(self, state: RequestState, index: int, chunk: int, run: ChunkBatch) -> None:
         """Add the recurrent state that this step handed over at the end of this chunk.
 
-        It may be the state that the request got at its start, which was not computed.
+        The state may be the one with which the request started, which this engine has not computed.
         """
         first = self._next.get(state.identity.request)
         if first is not None and chunk >= first[index]:
@@ -89,14 +90,13 @@ class ChunkDigests:
             jobs.append(DigestJob(run.group, tuple(run.keys), tuple(run.blocks), early))
 
     def restarted(self, request: str) -> None:
-        """Forget a request that was preempted or has gone, because its chunks may differ now."""
+        """Forget a request that was preempted or has ended, because its chunks may change."""
         self._next.pop(request, None)
 
     def rewritten(self, blocks: Iterable[int]) -> None:
-        """Drop these blocks, because the coming step gives them to new content.
+        """Drop these blocks, because the coming step overwrites them.
 
-        That may happen before workers get the plan, so their old content cannot be digested any
-        more.
+        It may do so before the workers get the plan, so the old content can no longer be digested.
         """
         gone = set(blocks)
         self._early = [job for job in self._early if gone.isdisjoint(job.blocks)]

@@ -1,7 +1,7 @@
 """Completes a request after its last chunks were planned.
 
-Policies are notified of its use of chunks, the chunks are pinned if the client asked for that, and
-a report goes to the client.
+It notifies the policies of the use of the request's chunks, pins the chunks if the client requested
+that, and reports to the client.
 """
 
 from __future__ import annotations
@@ -24,19 +24,20 @@ if TYPE_CHECKING:
 
 
 UNREPORTED_MAX = 256
-"""Number of uses that may wait for their keys; beyond that, the oldest are dropped unreported."""
+"""Number of uses that may wait for their keys; beyond that, the oldest are dropped without
+notifying the policies."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Use:
-    """A request that has ended used the first ``count`` of these keys."""
+    """A request that has ended and has used the first ``count`` of these keys."""
 
     keys: RequestKeys
     count: int
     hints: Mapping[str, Any]
 
 
-NOT_STORED = "what was ignored may have been meant to keep this request from being stored"
+NOT_STORED = "an ignored parameter may have been meant to keep this request from being stored"
 
 
 class FinishedRequests:
@@ -54,11 +55,11 @@ class FinishedRequests:
 
     @property
     def all_reported(self) -> bool:
-        """True if policies have been notified of all uses, which requires all of their keys."""
+        """True if policies have been notified of all uses, for which all keys must be known."""
         return not self._unreported
 
     def clear(self) -> None:
-        """Forget all chunks."""
+        """Forget all uses."""
         self.pins.clear()
         self._unreported.clear()
 
@@ -74,9 +75,10 @@ class FinishedRequests:
             self._planner.uses.ended(use.keys.first(use.count), use.hints)
 
     def ended(self, state: RequestState, request: Request, tokens: int, now: float) -> int:
-        """A request has ended after ``tokens`` were computed and their chunks planned.
+        """Complete a request that has ended, after ``tokens`` were computed and their chunks
+        planned.
 
-        Returns how many of its tokens were pinned.
+        Returns the number of its tokens that were pinned.
         """
         identity = state.identity
         self._note_use(identity, tokens)
@@ -107,7 +109,7 @@ class FinishedRequests:
         return min(kept_tokens, default=0)
 
     def report(self, state: RequestState, pinned_tokens: int) -> dict[str, Any]:
-        """The report to the client, as ``kv_transfer_params`` of its answer."""
+        """The report to the client, sent as ``kv_transfer_params`` of its answer."""
         report: dict[str, Any] = {"loaded_tokens": self.loaded(state)}
         if state.identity.origin.controls.pin_s:
             report["pinned_tokens"] = pinned_tokens
@@ -118,9 +120,9 @@ class FinishedRequests:
         return {REPORT: report}
 
     def loaded(self, state: RequestState) -> dict[str, int]:
-        """Tokens that were loaded for the request, by the name of the tier.
+        """The number of tokens that were loaded for the request, by tier name.
 
-        None if its load has failed, or was under way when it was given up.
+        Empty if the load has failed, or was under way when the request was abandoned.
         """
         if state.outcome.failures or state.outcome.loading:
             return {}

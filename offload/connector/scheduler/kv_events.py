@@ -5,8 +5,8 @@ fields of a GPU cache event (tokens, parent block) are not kept, so that nothing
 remembered per chunk; a listener knows them from the GPU cache's events.
 
 Changes are published in order, a bounded number per step. Chunks found on a disk at start follow,
-if they are still there then. So a listener that replays all events knows what the tiers hold. If
-too many changes wait, they are dropped: one event clears everything, and the present content is
+if they still exist by then. So a listener that replays all events knows what the tiers hold. If too
+many changes wait, they are dropped: one event clears everything, and the present content is
 published again.
 """
 
@@ -31,18 +31,19 @@ from offload.layout.keys import CPU, GROUP_BYTES, group_of
 from offload.planner.planner import Planner
 
 WAITING_MAX = 1 << 20
-"""Number of changes that may wait. This many come at once only if a large tier loses everything;
+"""Number of changes that may wait. Only a tier that loses all its chunks at once causes that many;
 their keys take less memory than its index has just freed."""
 CHANGES_MAX = 4096
 FOUND_MAX = 1024
-"""Chunks that the events of one step cover: changes, and chunks found at start. A thousand cost a
-millisecond or more on the scheduler's thread."""
+"""Number of chunks that the events of one step cover, both changes and chunks found at start. A
+thousand cost a millisecond or more on the scheduler's thread."""
 _INTEGER_BYTES = 8
 
 
 @dataclass(slots=True)
 class _Batch:
-    """Chunks that a tier gained, lost, or held at start; the first ``published`` are published."""
+    """Chunks that a tier gained, lost, or held at start; the first ``published`` of them have been
+    published."""
 
     tier: int
     keys: Sequence[bytes]
@@ -74,11 +75,11 @@ class KvEvents:
         self._waiting = 0
         self._is_clear_due = False
         self._hash_of = _hash_function()
-        self._unpublished = self._resident_batches()  # chunks found after a restart
+        self._unpublished = self._resident_batches()  # chunks found on disk after a restart
         planner.stats.listen(self)
 
     def _resident_batches(self) -> deque[_Batch]:
-        """Everything that the tiers hold now."""
+        """Return everything that the tiers hold at present."""
         return deque(_Batch(tier, tuple(index.resident)) for tier, index in self._indexes.items())
 
     def take(self) -> list[KVCacheEvent]:
@@ -109,11 +110,11 @@ class KvEvents:
         return [key for key in keys if key in index]
 
     def stored(self, tier: int, keys: Sequence[bytes]) -> None:
-        """A tier can provide these chunks now."""
+        """Note that a tier can now provide these chunks."""
         self._changed(_Batch(tier, keys, is_stored=True))
 
     def removed(self, tier: int, keys: Sequence[bytes]) -> None:
-        """A tier cannot provide them any more."""
+        """Note that a tier can no longer provide them."""
         self._changed(_Batch(tier, keys, is_stored=False))
 
     def _changed(self, batch: _Batch) -> None:
@@ -127,7 +128,7 @@ class KvEvents:
             self._unpublished = self._resident_batches()
 
     def cleared(self) -> None:
-        """No tier can provide anything any more."""
+        """Note that no tier can provide any chunk."""
         self._changes.clear()
         self._unpublished.clear()
         self._waiting = 0
@@ -180,7 +181,7 @@ def _medium(tier: int) -> str:
 def _hash_function() -> Callable[[bytes], bytes | int]:
     """Return how vLLM publishes the hash in a key: as bytes, or as an integer made from its end.
 
-    Asked once, because vLLM looks into the environment for each hash.
+    Checked only once, because vLLM reads its environment for each hash.
     """
     if isinstance(maybe_convert_block_hash(BlockHash(bytes(32))), bytes):
         return lambda key: key[:-GROUP_BYTES]

@@ -19,11 +19,11 @@ _BY_TIER = (
     *("scrubbed_records", "scrubbed_bytes", "scrub_damaged"),
     *("read_bytes", "read_seconds", "write_bytes", "write_seconds"),
 )
-"""Worker counters by tier number that become metrics with the tier's name."""
+"""Worker counters, by tier number, that become metrics labelled with the tier's name."""
 
 
 class StatsCollector:
-    """Differences of counters since the last call.
+    """Computes differences of counters since the previous call.
 
     Gauges, and counters that change at every step, are added about once a second.
     """
@@ -74,13 +74,13 @@ class StatsCollector:
         totals["wrong_values"] = scheduler.intake.wrong_values
         if scheduler.planner is not None:
             totals |= scheduler.planner.totals()
-        if scheduler.log.changes != self._log_changes:  # not at every step
+        if scheduler.log.changes != self._log_changes:  # which do not change at every step
             self._log_changes = scheduler.log.changes
             totals |= scheduler.log.totals()
         return totals
 
     def _steady(self) -> dict[str, float]:
-        """Counters that grow at every step: published about once a second."""
+        """Counters that grow at every step; they are published about once a second."""
         found = self._faults.times()
         lookups = self._scheduler.lookups
         if lookups is not None:

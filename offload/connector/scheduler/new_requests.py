@@ -50,8 +50,8 @@ class NewRequests:
     def admit(self, request: Request) -> RequestState | None:
         """Return the state of a new request.
 
-        ``None`` means: ask again in the next step, because the content of its adapter may be known
-        by then. If it stays unknown, the request is excluded.
+        ``None`` means: call this again in the next step, because the content of the request's
+        adapter may be known by then. If it stays unknown, the request is excluded.
         """
         adapter = self._adapters.identity_of(request)
         if adapter is None and self._adapters.may_come(request):

@@ -1,4 +1,4 @@
-"""Tracks loads whose end vLLM has not seen yet. Their requests hold GPU blocks."""
+"""Tracks loads that vLLM does not yet know to have ended. Their requests hold GPU blocks."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ WAIT_S = 30.0
 class UnfinishedLoads:
     """The open loads, for vLLM's scheduler thread.
 
-    Loads are numbered as they begin, because a request may load again, and its name may be reused.
+    Loads are numbered in the order in which they begin, because a request may load again, and its
+    name may be reused.
     """
 
     def __init__(self) -> None:
@@ -18,26 +19,26 @@ class UnfinishedLoads:
         self._count = 0
 
     def begin(self, request: str) -> None:
-        """vLLM has allocated blocks for a load of this request."""
+        """Note that vLLM has allocated blocks for a load of this request."""
         self._open.pop(request, None)
         self._count += 1
         self._open[request] = self._count
 
     def seen(self, request: str) -> None:
-        """vLLM has seen the end of this request's load."""
+        """Note that vLLM has been notified that this request's load has ended."""
         self._open.pop(request, None)
 
     def forget(self, request: str) -> None:
-        """Forget a request that now computes, or has ended."""
+        """Forget a request that is being computed now, or has ended."""
         self._open.pop(request, None)
         self._behind.pop(request, None)
 
     def must_wait(self, request: str, now: float) -> bool:
         """True if this request, whose load has failed, must wait for others.
 
-        It waits for requests whose loads were open when vLLM first asked for it again. Later loads
-        do not count, or it would wait as long as new requests arrive. ``now`` (monotonic seconds)
-        bounds the wait for loads that do not end.
+        It waits for requests whose loads were open when vLLM first looked it up again. Later loads
+        do not count, otherwise the request would wait as long as new requests arrive. ``now``
+        (monotonic seconds) limits the wait for loads that never end.
         """
         last, until = self._behind.setdefault(request, (self._count, now + WAIT_S))
         oldest = next(iter(self._open.values()), self._count + 1)

@@ -1,10 +1,11 @@
-"""Begins new epochs of the lower tiers when the weights change, also for a tier whose disk is away.
+"""Begins new epochs of the lower tiers when the weights change, even while a tier's disk is
+unavailable.
 
-A tier whose new epoch is not durable is neither written nor read. The others go on.
+A tier whose new epoch is not durable is neither written nor read. The other tiers continue.
 
 Ownership: ``reset``, ``take``, ``close`` and ``_owed`` belong to the scheduler's thread. Each tier
 has a separate thread, which a hanging disk may block without end; no other code here touches a
-disk. The threads report through the condition.
+disk. The threads report their results through the condition.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ logger = logging.getLogger(__name__)
 
 RETRY_S = 5.0
 WAIT_S = 0.5
-"""The longest that a reset waits for the disks. See docs/decisions/0063."""
+"""The longest time that a reset waits for the disks. See docs/decisions/0063."""
 
 BeginOne = Callable[[int, Callable[[], None]], int]
 
@@ -28,9 +29,9 @@ BeginOne = Callable[[int, Callable[[], None]], int]
 class _Attempt:
     """One attempt to begin an epoch of one tier.
 
-    ``is_noted``: a server that starts now would see the new epoch, even if this process is killed;
-    ``epoch`` is known when it is durable; ``error`` is the last failure. Guarded by the condition,
-    except for ``was_waited_for``.
+    ``is_noted``: true once a server that starts would see the new epoch, even if this process is
+    killed; ``epoch`` is known when it is durable; ``error`` is the last failure. The condition
+    guards all fields except ``was_waited_for``.
     """
 
     __slots__ = ("epoch", "error", "is_noted", "is_withdrawn", "was_waited_for")
@@ -45,7 +46,7 @@ class _Attempt:
 
     @property
     def is_over(self) -> bool:
-        """True if there is nothing to wait for at present."""
+        """True if waiting longer cannot help at present."""
         return self.epoch is not None or bool(self.error)
 
 
@@ -76,11 +77,11 @@ class PendingEpochs:
             threading.Thread(target=work, name=f"kvtiers-epoch-{tier}", daemon=True).start()
 
     def reset(self, wait_s: float = WAIT_S) -> bool:
-        """Request new epochs in all tiers; returns whether all of them have noted that.
+        """Request new epochs in all tiers; return whether all tiers have recorded the request.
 
-        Waits at most ``wait_s`` seconds in all, and once for each attempt. An attempt whose epoch
-        ``take`` has not returned yet also serves this reset, because nothing was written under that
-        epoch.
+        Waits at most ``wait_s`` seconds in total, and waits for each attempt only once. An attempt
+        whose epoch ``take`` has not returned yet also serves this reset, because nothing was
+        written under that epoch.
         """
         for tier, asked in enumerate(self._asked):
             if tier not in self._owed:
@@ -94,14 +95,14 @@ class PendingEpochs:
             attempt.was_waited_for = True
         if missing:
             logger.error(
-                "kvtiers: tiers %s have not noted that the weights have changed. They are not used "
-                "until they have; if the server ends before, clear their folders",
+                "kvtiers: tiers %s have not recorded that the weights have changed. They are not "
+                "used until they have; if the server ends before that, clear their folders",
                 missing,
             )
         return not missing
 
     def take(self) -> dict[int, int]:
-        """Return the epochs that have become durable since the last call, by tier."""
+        """Return the epochs that have become durable since the previous call, by tier."""
         if not self._owed:
             return {}
         with self._changed:
@@ -129,7 +130,7 @@ class PendingEpochs:
         for asked in self._asked:
             asked.put(None)
 
-    # -- a tier's own thread -----------------------------------------------------------------
+    # -- the thread of one tier -----------------------------------------------------------------
 
     def _run(self, tier: int) -> None:
         while (attempt := self._asked[tier].get()) is not None:
@@ -151,15 +152,15 @@ class PendingEpochs:
         while not (self._closed.is_set() or attempt.is_withdrawn):
             try:
                 epoch = self._begin_one(tier, partial(self._log, attempt, is_noted=True))
-            except Exception as error:  # whatever the error, the disk is not back yet
+            except Exception as error:  # after any error: the disk is not back yet
                 if not attempt.error:
-                    logger.error("kvtiers: an epoch of tier %d cannot be begun: %s", tier, error)
+                    logger.error("kvtiers: cannot begin an epoch of tier %d: %s", tier, error)
                 self._log(attempt, error=str(error) or repr(error))
                 self._closed.wait(self._retry_s)
             else:
                 self._log(attempt, is_noted=True, epoch=epoch)
                 if attempt.error:
-                    text = "kvtiers: tier %d has noted that the weights have changed"
+                    text = "kvtiers: tier %d has recorded that the weights have changed"
                     logger.warning(text, tier)
                 return
 

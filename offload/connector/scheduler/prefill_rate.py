@@ -1,4 +1,4 @@
-"""Measures how fast prompts are computed, as seen by their requests."""
+"""Measures how fast vLLM computes prompts, from the requests' point of view."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class PrefillRate:
     def scheduled(self, request: Request, now: float) -> bool:
         """Note that the request is part of the step that begins at ``now`` (monotonic seconds).
 
-        Returns whether it has its first token, after which no further call is needed.
+        Returns whether the request has its first token, after which no further call is needed.
         """
         if request.num_output_tokens:
             self.ended(request, now)

@@ -28,7 +28,7 @@ logger = logging.getLogger(__name__)
 
 
 class OffloadStats(KVConnectorStats):  # type: ignore[misc]  # vllm is untyped here
-    """Flat numbers; see the module."""
+    """Numbers by flat name; see the module's docstring."""
 
     def reset(self) -> None:
         self.data = dict[str, float]()
@@ -73,7 +73,8 @@ class OffloadPromMetrics(KVConnectorPromMetrics):  # type: ignore[misc]  # vllm 
                 self._metrics[name] = metric_types[Counter](**about)
             else:
                 # With several API servers, any of them receives a step's numbers. By default each
-                # would show the value it received last, and a sum over them would be wrong.
+                # API server would show the value that it received last, and a sum over them would
+                # be wrong.
                 self._metrics[name] = metric_types[Gauge](**about, multiprocess_mode="mostrecent")
             for values in per_engine_labelvalues.values():
                 for labels in started(name, metric, known):
@@ -82,13 +83,13 @@ class OffloadPromMetrics(KVConnectorPromMetrics):  # type: ignore[misc]  # vllm 
     def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
         """Add one batch of numbers.
 
-        Never raises: vLLM treats an exception here as the end of the engine, so every request would
-        fail because of a number.
+        Never raises: if this raised, vLLM would end the engine, and every request would fail
+        because of a number.
         """
         for name, value in transfer_stats_data.items():
             try:
                 self._observe(name, value, self.per_engine_labelvalues[engine_idx])
-            except Exception as error:  # see the docstring
+            except Exception as error:  # see the docstring above
                 if not self._has_failed:
                     self._has_failed = True
                     logger.error("kvtiers: metric %s cannot be published: %r", name, error)
@@ -105,10 +106,10 @@ class OffloadPromMetrics(KVConnectorPromMetrics):  # type: ignore[misc]  # vllm 
 def started(
     name: str, metric: Metric, known: Mapping[str, Sequence[str]]
 ) -> Iterator[tuple[str, ...]]:
-    """The labels under which a counter appears from the start, as 0.
+    """The labels under which a counter is published from the start, with the value 0.
 
-    A series that begins with 1 has not grown in Prometheus's eyes: ``increase`` would be 0 after
-    the first fault. Gauges are left out, and so are hooks that are never called and queries that no
+    To Prometheus, a series that begins with 1 has not grown: ``increase`` would be 0 after the
+    first fault. Gauges are left out, and so are hooks that are never called and queries that no
     tier receives.
     """
     if not metric.counter or metric.tiers is Tiers.SHARED or name in ("hook_calls", "hook_seconds"):
@@ -123,7 +124,7 @@ def started(
 def _label_values(extra: Any) -> dict[str, Sequence[str]]:
     """The possible values of each label with this configuration.
 
-    A faulty configuration is refused elsewhere; here it is read as far as possible.
+    A faulty configuration is refused elsewhere; this function reads as much of it as it can.
     """
     reasons = [reason.value for reason in Reason if reason is not Reason.COMPLETE]
     tiers = ["cpu", *tier_names(draft_config(extra)[0])]

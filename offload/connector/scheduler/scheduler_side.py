@@ -41,12 +41,12 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 STALL_S = 5.0
-"""Work that has made no progress for this long neither keeps an idle engine stepping nor delays a
+"""If work makes no progress for this long, it neither keeps an idle engine stepping nor delays a
 shutdown."""
 
 
 class SchedulerSide:
-    """Looks up, plans and tracks for one engine."""
+    """Does lookups, plans and progress tracking for one engine."""
 
     def __init__(
         self,
@@ -89,7 +89,7 @@ class SchedulerSide:
     def attach(
         self, planner: Planner, ranks: Sequence[RankState], foreign: Sequence[str] = ()
     ) -> None:
-        """Start to plan, because the workers are ready. ``ranks`` is what each of them has opened.
+        """Start planning: the workers are ready. ``ranks`` is what each of them has opened.
 
         ``foreign``: see ``offload.requests.miss_reasons.Explainer``.
         """
@@ -111,7 +111,7 @@ class SchedulerSide:
         """Add a request (also called again for a resumed session)."""
         if request.request_id not in self._states:
             state = self.intake.admit(request)
-            if state is None:  # its lookup asks again
+            if state is None:  # its lookup continues in a later step
                 return
             self._states[request.request_id] = state
             self._requests[request.request_id] = request
@@ -127,12 +127,12 @@ class SchedulerSide:
         """Return how many tokens beyond ``computed_tokens`` can be loaded now; ``None``: ask again
         later.
 
-        Has no side effect on the tiers.
+        Does not change the tiers.
 
         A request whose load failed is computed. Until then vLLM reserves the blocks of its whole
-        prompt for it, even against the request itself, so a second load could wait forever. vLLM
-        would also not look at the requests behind it, which hold the blocks of ended loads. So
-        those requests go first.
+        prompt, even against the request itself, so a second load could wait forever. vLLM would
+        also not schedule the requests behind it, which hold the blocks of their finished loads. So
+        those requests run first.
         """
         self.on_new_request(request)
         state = self._states.get(request.request_id)
@@ -148,7 +148,7 @@ class SchedulerSide:
     def allocated(
         self, request: Request, block_ids: tuple[list[int], ...], external_tokens: int
     ) -> None:
-        """Plan a load, because vLLM has allocated blocks, if ``external_tokens`` > 0."""
+        """Plan a load if ``external_tokens`` > 0; vLLM has allocated its blocks."""
         self._unseen.forget(request.request_id)
         if self.planner is None:
             return
@@ -159,8 +159,7 @@ class SchedulerSide:
         try:
             self._plan_load(self._state(request), block_ids, external_tokens)
         except Exception:
-            # The request waits for a load now, so it must get an answer. Its fence may
-            # be missing.
+            # The request now waits for a load, so it must get a result. Its fence may be missing.
             self.planner.stores.distrust()
             self.planner.loads.plan_failed(request.request_id)
             raise
@@ -169,7 +168,7 @@ class SchedulerSide:
         try:
             if self.lookups is not None:
                 self.lookups.accepted(self._state(request), request, external_tokens)
-        except Exception as error:  # a failed record must not cost the load
+        except Exception as error:  # a failure to write the log must not fail the load
             self._faults.note("explain", error)
 
     def _plan_load(
@@ -188,9 +187,9 @@ class SchedulerSide:
         self._moved_at = time.monotonic()
 
     def finished(self, request: Request, block_ids: tuple[list[int], ...]) -> dict[str, Any] | None:
-        """The request ends and its blocks are about to be freed: store what is still missing.
+        """The request ends and vLLM is about to free its blocks: store the missing chunks.
 
-        Returns the report to the client, if the client sent options.
+        Returns the report to the client, if the client sent controls or hints.
         """
         state = self._states.pop(request.request_id, None)
         self._requests.pop(request.request_id, None)
@@ -205,7 +204,7 @@ class SchedulerSide:
         pinned_tokens = 0
         if not state.outcome.loading and block_ids and not self._is_held:
             limit = min(request.num_computed_tokens, request.num_tokens)
-            if state.lookup.is_promised:  # vLLM counts the hit, and its load has not begun
+            if state.lookup.is_promised:  # vLLM has counted the hit, but the load has not begun
                 limit = min(limit, state.lookup.start)
             if self._digests is not None:
                 self._digests.completed(state, request, limit, block_ids, ended=True)
@@ -235,7 +234,7 @@ class SchedulerSide:
             try:
                 self._endings.advance()
                 self.lookups.advance()
-            except Exception as error:  # the step's plan must go out
+            except Exception as error:  # even after an error, the step's plan must be sent
                 self._faults.note("lookup", error)
         try:
             self._prepare(output)
@@ -243,7 +242,7 @@ class SchedulerSide:
             if self._digests is not None:
                 return replace(plan, digests=self._digests.take())
             return plan
-        except Exception as error:  # loads and fences of this step must still go out
+        except Exception as error:  # the loads and fences of this step must be sent in any case
             self._faults.note("build_connector_meta", error)
             self.planner.stores.distrust()
             return self.planner.step(idle=idle, write_through=False)
@@ -260,7 +259,7 @@ class SchedulerSide:
                 self._states[request_id].restart()
             if self._digests is not None:
                 self._digests.restarted(request_id)
-        # Fences come first: a store planned below reads blocks that belong to this step.
+        # Find the fences first: a store planned below reads blocks that belong to this step.
         self.planner.stores.fence(self._tables.rewritten(output))
         if self._digests is not None:
             self._digest_completed(self._digests, output)
@@ -305,10 +304,10 @@ class SchedulerSide:
             self.planner.health.computed(tokens, seconds)
 
     def adapters_loaded(self, loaded: Loaded) -> None:
-        """The workers have loaded adapters.
+        """Note that the workers have loaded adapters.
 
         If the content of an adapter has changed, its requests are excluded, and chunks that are
-        being stored now may belong to either content.
+        being stored now may belong to the old or the new content.
         """
         users = self.adapters.take(loaded)
         if users and self.planner is not None:
@@ -319,7 +318,7 @@ class SchedulerSide:
     def update(
         self, report: StepReport | None, finished: Iterable[str], failed: Iterable[str]
     ) -> None:
-        """Take in the results of the workers."""
+        """Process the results of the workers."""
         if not (self.planner and self.lookups and self._stores):
             return
         ended = [self._states[name] for name in finished if name in self._states]
@@ -329,7 +328,9 @@ class SchedulerSide:
             self.planner.loads.request_ended(request_id)
         failures = []
         for request_id in failed:
-            logger.warning("kvtiers: the load of request %s failed; it is recomputed", request_id)
+            logger.warning(
+                ("kvtiers: the load of request %s failed; vLLM recomputes its prompt"), request_id
+            )
             if request_id in self._states:
                 state = self._states[request_id]
                 state.outcome.fail_load()
@@ -346,7 +347,7 @@ class SchedulerSide:
         self.on_new_request(request)
         return self._states[request.request_id]
 
-    # -- the engine's life -------------------------------------------------------------------
+    # -- state and life cycle of the engine ------------------------------------------------------
 
     @property
     def pending(self) -> bool:
@@ -359,7 +360,7 @@ class SchedulerSide:
         return time.monotonic() - moved_at < STALL_S
 
     def begin_epochs(self, epochs: Mapping[int, int]) -> None:
-        """Allow workers to write under these new epochs of lower tiers, which are durable."""
+        """Allow workers to write to lower tiers under these new, durable epochs."""
         if self.planner is not None:
             self.planner.begin_epochs(epochs)
 
@@ -378,8 +379,8 @@ class SchedulerSide:
         self._is_held = False
 
     def forget(self) -> None:
-        """The weights changed: nothing stored so far may be hit again, and nothing is written to
-        lower tiers before ``begin_epochs``."""
+        """The weights have changed: no chunk stored so far may be hit again, and nothing is written
+        to lower tiers before ``begin_epochs``."""
         self._is_held = False
         self.adapters.forget()
         if self.planner is not None:

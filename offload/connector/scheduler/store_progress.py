@@ -1,6 +1,7 @@
 """Plans the stores of live requests as their chunks are computed.
 
-Part of the scheduler side, on its thread. Owned by it; the only writer of `StoreState`.
+Part of the scheduler side, on its thread. The scheduler side owns it, and no other code writes
+`StoreState`.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ if TYPE_CHECKING:
 
 
 class StoreProgress:
-    """Follows how far each request is computed and plans stores of its complete chunks.
+    """Tracks how far each request is computed and plans stores of its complete chunks.
 
     ``planned_at`` is when the last store was planned (monotonic seconds). ``digests`` receives the
     recurrent states that are handed over, if verification is on.
@@ -58,11 +59,11 @@ class StoreProgress:
         state.stores.load(chunks)
 
     def load_failed(self, state: RequestState) -> None:
-        """Note that the load has failed, so that vLLM computes its chunks."""
+        """Note that the load has failed: vLLM will compute its chunks."""
         state.stores.load(())
 
     def weights_changed(self, state: RequestState, computed_tokens: int) -> None:
-        """Mark the tokens computed so far as belonging to the old weights, until the request
+        """Treat the tokens computed so far as computed with the old weights, until the request
         restarts."""
         state.stores.distrust(is_stale=computed_tokens > 0)
 
@@ -71,7 +72,8 @@ class StoreProgress:
     ) -> None:
         """Plan stores of the chunks that this step may complete by computing ``scheduled``
         tokens."""
-        # Known tokens only: tokens that are sampled or drafted in this step may still be rejected.
+        # Count known tokens only: tokens that are sampled or drafted in this step may still be
+        # rejected.
         limit = min(request.num_computed_tokens + scheduled, request.num_tokens)
         if limit >= state.stores.ready_at:
             blocks = output.kv_connector_block_state
@@ -94,7 +96,8 @@ class StoreProgress:
     def boundary_state(
         self, state: RequestState, request: Request, offers: Sequence[tuple[int, int, int]]
     ) -> None:
-        """Store recurrent states that vLLM hands over exactly: (group, block, tokens)."""
+        """Store recurrent states that vLLM hands over at an exact boundary: (group, block,
+        tokens)."""
         if state.identity.no_store or state.stores.stale:
             return
         state.identity.extend(request.block_hashes)
@@ -113,17 +116,17 @@ class StoreProgress:
                 self._planner.stores.plan(batch)
 
     def _ready_at(self, state: RequestState) -> int:
-        """The end of the first chunk that is not stored, in tokens. Recurrent states do not count:
-        vLLM hands them over at their boundary."""
+        """The end of the first chunk that is not stored, in tokens. Recurrent states do not count,
+        because vLLM hands them over at their boundary."""
         next_chunk = state.stores.next_chunk
         ends = [(next_chunk[at] + 1) * tokens for at, tokens in self._chunk_tokens]
         return min(ends) if ends else sys.maxsize
 
     def _look_again(self, state: RequestState) -> None:
-        """Look again at stored chunks, some of which may have been evicted while their request ran.
+        """Check stored chunks again: some of them may have been evicted while their request ran.
 
-        The request's use of them is counted only at its end. They are stored again from the GPU,
-        because chunks behind a gap can never be hit.
+        The request's use of its chunks is counted only at its end. Evicted chunks are stored again
+        from the GPU, because chunks behind a gap can never be hit.
         """
         stores = state.stores
         if self._planner.removals.count == stores.removal_mark:
@@ -163,7 +166,7 @@ class StoreProgress:
     def _store_up_to(
         self, state: RequestState, index: int, end: int, table: Sequence[int], *, ended: bool
     ) -> None:
-        """Plan as many chunks of one group as one step allows, without those that were loaded."""
+        """Plan as many chunks of one group as one step allows, except those that were loaded."""
         stores = state.stores
         most = LOOK_AT_END_MAX if ended else STEP_CHUNKS * self._planner.budget.times
         size = self._layout.groups[index].chunk_tokens

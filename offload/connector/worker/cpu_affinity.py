@@ -2,8 +2,8 @@
 
 vLLM's CPU platform binds the OpenMP threads of a worker to cores and leaves other cores free, one
 of them for connectors. GNU's and Intel's OpenMP bind the main thread to the first of these cores,
-and threads that it starts inherit that. So all of this project's threads would share the core of
-the model's first thread, for which all others wait at the end of every loop. See
+and threads that it starts inherit that. Without this module, all of this project's threads would
+share the core of the model's first thread, for which all others wait at the end of every loop. See
 docs/decisions/0072.
 """
 
@@ -23,10 +23,10 @@ BINDING = ("GOMP_CPU_AFFINITY", "KMP_AFFINITY", "OMP_PROC_BIND", "OMP_PLACES")
 
 @contextlib.contextmanager
 def threads_unbound() -> Iterator[None]:
-    """Let threads that are started inside run wherever this worker's parent process may run.
+    """Inside the context, let new threads run wherever this worker's parent process may run.
 
-    Does nothing unless OpenMP binds threads in a process that ``multiprocessing`` started: any
-    other mask was set on purpose by the user.
+    Does nothing unless OpenMP binds threads in a process that ``multiprocessing`` started: the user
+    has set any other mask on purpose.
     """
     own = wide = frozenset[int]()
     parent = multiprocessing.parent_process()
@@ -34,12 +34,14 @@ def threads_unbound() -> Iterator[None]:
         try:
             own, wide = (frozenset(os.sched_getaffinity(pid or 0)) for pid in (0, parent.pid))
             os.sched_setaffinity(0, wide)
-        except (OSError, AttributeError) as error:  # not Linux, or not allowed: only slower
+        except (OSError, AttributeError) as error:
+            # not Linux, or not permitted: this only costs speed
             logger.debug("threads stay on the processors %s: %s", sorted(own), error)
             own = wide
     if own != wide:
         logger.info(
-            "kvtiers: OpenMP has bound this thread to processor %s; ours may use %s",
+            "kvtiers: OpenMP has bound this thread to processor %s; the threads of kvtiers may "
+            "use %s",
             ",".join(map(str, sorted(own))),
             ",".join(map(str, sorted(wide))),
         )

@@ -1,7 +1,8 @@
 """The connector in a worker process: registers the KV caches, opens the tiers, carries out plans.
 
 Ownership: every method runs on vLLM's model-runner thread. The executor's loop runs on a separate
-thread (`offload.loop`); ``post`` is the only way to it, and ``drain`` the only way back.
+thread (`offload.loop`); ``post`` is the only way to send it work, and ``drain`` the only way to get
+results.
 """
 
 from __future__ import annotations
@@ -80,7 +81,7 @@ class WorkerSide:
 
         Raises ``ConfigError`` for capacities below one chunk, ``CapacityError`` when the memory is
         not available, and ``TierUnavailableError`` for a tier that does not open. On an error it
-        releases everything that was set up by then.
+        releases everything that it has set up.
         """
         with ExitStack() as undo, threads_unbound():
             self._register(registration, specs, undo)
@@ -143,7 +144,7 @@ class WorkerSide:
             loop.stop(0.5)
 
     def state(self) -> RankState | None:
-        """The facts that the scheduler side needs; ``None`` before ``register``."""
+        """The facts that the scheduler side needs, or ``None`` before ``register``."""
         return self._state
 
     def shutdown(self) -> None:
@@ -159,10 +160,10 @@ class WorkerSide:
             try:
                 loop.call(executor.aclose(CLOSE_TIMEOUT_S / 2), CLOSE_TIMEOUT_S)
                 closed = True
-            except Exception as error:  # a hung tier must not delay the server's end
+            except Exception as error:  # a tier that hangs must not delay the shutdown
                 logger.warning("kvtiers: the tiers did not close in time: %r", error)
         if loop.stop(0.5) and closed and slab is not None:
-            slab.close()  # only when nothing can copy from it any more
+            slab.close()  # only when nothing can copy from the slab any more
 
     # -- a step ------------------------------------------------------------------------------
 
@@ -177,8 +178,8 @@ class WorkerSide:
     def _fence(self, plan: StepPlan) -> None:
         """Let the fenced stores finish reading before anything is overwritten.
 
-        If the fence comes late, they may have read the new content. They then fail, unless
-        ``drain`` has seen them end, which was before this step began.
+        If the fence comes too late, these stores may have read the new content. They then fail,
+        unless ``drain`` has already reported them as finished, which was before this step began.
         """
         if plan.fence and self._executor is not None:
             try:
@@ -192,7 +193,7 @@ class WorkerSide:
     def post(self, plan: StepPlan, *, refused: str = "") -> None:
         """Start the step's jobs, after its forward pass was submitted.
 
-        ``refused``: the reason why its stores and loads must fail, if there is one.
+        ``refused``: the reason why the plan's stores and loads must fail, or ``None``.
         """
         if self._executor is not None:
             self._executor.post(plan, refused=refused)
@@ -211,15 +212,15 @@ class WorkerSide:
             self._executor.sleep.end()
 
     def drain(self, idle: bool) -> Drained:
-        """Everything that ended since the last step."""
+        """Return the results of everything that has finished since the previous step."""
         if self._executor is None:
             return Drained()
         return self._executor.drain(IDLE_WAIT_S if idle else 0.0)
 
     def counters(self, hooks: Mapping[str, float]) -> dict[str, float]:
-        """The growth of this rank's counters since the last call.
+        """Return how much this rank's counters have grown since the previous call.
 
-        About once a second it includes ``hooks``, which grow at every step.
+        About once a second this includes ``hooks``, whose counters grow at every step.
         """
         if self._executor is None:
             return {}

@@ -1,4 +1,4 @@
-"""``bench copy`` on the GPU, and which of its targets were missed."""
+"""Runs ``bench copy`` on the GPU and reports the targets that were missed."""
 
 from __future__ import annotations
 

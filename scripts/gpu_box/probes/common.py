@@ -1,4 +1,4 @@
-"""Parts of all probes: the file for results, and a driver with its context current."""
+"""Shared parts of all probes: the results file, and a driver with its context current."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tiers.cuda_driver import Driver, load_driver
 
 
 def result(numbers: Mapping[str, Any]) -> None:
-    """Print the numbers and leave them for the report. May be called again with more."""
+    """Print the numbers and store them for the report. May be called again with more."""
     text = json.dumps(numbers, indent=1)
     print(text, flush=True)
     if path := os.environ.get("PROBE_RESULT"):

@@ -1,4 +1,4 @@
-"""Batches of so many copies per call: seconds to submit and to copy 131,072 pages of 4 KiB."""
+"""Measures batches of several sizes: seconds to submit and to copy 131,072 pages of 4 KiB."""
 
 from __future__ import annotations
 

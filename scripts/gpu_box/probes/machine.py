@@ -1,4 +1,4 @@
-"""Facts about the machine that matter to copies."""
+"""Collects facts about the machine that matter for copies."""
 
 from __future__ import annotations
 

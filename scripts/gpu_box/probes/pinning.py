@@ -1,5 +1,5 @@
-"""Registration of host memory in pieces of several sizes, beside a heartbeat of small copies: how
-long a call of the model's thread has to wait meanwhile."""
+"""Registers host memory in pieces of several sizes while small copies run, to measure how long a
+call of the model's thread has to wait meanwhile."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ BEATS_ALONE = 200
 
 
 def beats(stop: threading.Event, waits: list[float]) -> None:
-    """Submit a tiny copy again and again, and note how long each took."""
+    """Submit a tiny copy again and again, and record how long each takes."""
     with device() as driver:
         memory = driver.allocate(4096)
         registrar = CudaRegistrar(0, driver)

@@ -1,8 +1,8 @@
 """Serves a model with random weights: first with vLLM's own prefix cache, then with the
 connector and a small cache, so that most of each prompt comes from the CPU tier.
 
-``"verify": "device"`` compares every loaded chunk with what was computed, on the device. Tokens
-are compared too, but counted, not required: with random weights the first two logits lie close
+``"verify": "device"`` compares every loaded chunk with what was computed, on the device. Tokens are
+compared too, but differences are only counted: with random weights the two highest logits are close
 together, and another batch may swap them.
 """
 
@@ -60,7 +60,7 @@ def engine(options: argparse.Namespace, **others: Any) -> Any:
 
 
 def generate(llm: Any, asked: list[dict[str, list[int]]]) -> tuple[list[list[int]], float]:
-    """The tokens of each answer, and the seconds that all took."""
+    """The tokens of each answer, and the total time in seconds."""
     from vllm import SamplingParams
 
     sampling = SamplingParams(temperature=0.0, max_tokens=16, ignore_eos=True, detokenize=False)
@@ -71,7 +71,7 @@ def generate(llm: Any, asked: list[dict[str, list[int]]]) -> tuple[list[list[int
 
 
 def counters(llm: Any) -> dict[str, float]:
-    """Our metrics and vLLM's preemptions, added over labels."""
+    """kvtiers' metrics and vLLM's preemptions, summed over labels."""
     found: dict[str, float] = {}
     for metric in llm.get_metrics():
         if metric.name.startswith("vllm:kvtiers_") or "preempt" in metric.name:
@@ -131,12 +131,12 @@ def main() -> int:
         )
         if is_wrong
     ]
-    print("\n".join(wrong) or "everything as it should be")
+    print("\n".join(wrong) or "everything as expected")
     return int(bool(wrong))
 
 
 def close(llm: Any) -> None:
-    """End the engine and give its memory back."""
+    """End the engine and release its memory."""
     import gc
 
     llm.llm_engine.engine_core.shutdown()

@@ -1,9 +1,9 @@
-"""The carried vLLM is put together and its GPU runner imported, here rather than in a serving
-probe.
+"""Unpacks the carried vLLM and imports its GPU runner, in a separate probe so that the serving
+probes do not have to.
 
 ``pack.py`` leaves ``carry-N.tar.xz`` files; they may arrive one after the other. Everything is
 unpacked into the folder that $GPU_BOX_SITE names (default: ``.gpu_box/site``), which the serving
-probes put on their path. Where vLLM is installed there is nothing to unpack.
+probes put on their path. If vLLM is installed, there is nothing to unpack.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def main() -> None:
         try:
             importlib.import_module(name)
             times[f"import {name}"] = round(time.monotonic() - began, 1)
-        except Exception as error:  # a probe reports whatever an import raises
+        except Exception as error:  # the probe reports whatever an import raises
             times[f"import {name}"] = f"{type(error).__name__}: {error}"
         result(times)
     failed = [name for name, value in times.items() if isinstance(value, str)]

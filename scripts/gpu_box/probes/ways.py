@@ -1,4 +1,5 @@
-"""The engine's own measurement at its start, for pages of several sizes, and its choices."""
+"""Runs the engine's own measurement at start for pages of several sizes, and reports its
+choices."""
 
 from __future__ import annotations
 

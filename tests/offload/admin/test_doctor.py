@@ -1,4 +1,4 @@
-"""The doctor's report from given numbers: what it says, and that its sums are right."""
+"""The doctor's report for given numbers: its text, and its arithmetic."""
 
 import json
 
@@ -57,7 +57,7 @@ def test_tokens_of_each_tier():
     assert report.token_bytes == (3 * 16384 + 10000) / 64
 
 
-def test_ranks_share_the_capacity():
+def test_ranks_divide_the_capacity():
     tiers = [{"type": "lmdb", "path": "/cache", "capacity": "1GiB"}]
     config = config_of(tiers=tiers, staging="1MiB")
     one, two = (examine(hybrid(ranks=ranks), config).tiers[1].tokens for ranks in (1, 2))
@@ -94,14 +94,14 @@ def test_tier_too_small_for_one_chunk_is_refused():
     assert report.verdict == Verdict.WRONG_FLAGS, "the model can be offloaded, with more memory"
 
 
-def test_chunk_blocks_of_the_configuration_count():
+def test_chunk_blocks_of_the_configuration_are_used():
     report = examine(facts_of(make_group(0, FULL, 32, 64)), config_of(chunk_blocks=4))
     assert (report.groups[0].chunk_tokens, report.alignment_tokens) == (128, 128)
 
 
 def test_a_block_size_that_only_some_groups_use():
     report = examine(hybrid(asked_block=32), config_of())
-    assert report.notes == ("--block-size 32 was asked for; vLLM uses blocks of 32 and 64 tokens",)
+    assert report.notes == ("--block-size 32 was requested; vLLM uses blocks of 32 and 64 tokens",)
     facts = facts_of(make_group(0, FULL, 32, 16384), asked_block=32)
     assert examine(facts, config_of()).notes == ()
 
@@ -121,7 +121,7 @@ def test_skipped_group_restores_nothing():
 
 
 @pytest.mark.parametrize("problems", [(), ("$.tiers: bad",)])
-def test_json_says_what_the_text_says(problems):
+def test_json_and_text_agree(problems):
     report = examine(hybrid(), config_of(), problems)
     read = json.loads(json.dumps(to_json(report)))
     assert read["ok"] is report.ok is not bool(problems)
@@ -133,7 +133,7 @@ def test_json_says_what_the_text_says(problems):
     assert read["tiers"][0]["tokens"] == report.tiers[0].tokens
 
 
-def test_refusal_alone():
+def test_a_report_with_only_a_refusal():
     reason = "vLLM itself refuses: no such model"
     text = to_text(refusal("m", Verdict.UNKNOWN_MODEL, reason))
     assert text.splitlines() == [

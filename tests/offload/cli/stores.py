@@ -1,4 +1,4 @@
-"""Stores for the tests of the command line: made by real tiers, at rest or with a live writer."""
+"""Stores for the tests of the command line, made by real tiers: idle, or with a live writer."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ class Result:
 
 
 def kvtiers(*words: object) -> Result:
-    """One command in this process. Only where no tier is open in it."""
+    """Run one command in this process. Use it only while no tier is open in this process."""
     found = CliRunner().invoke(app, [str(word) for word in words], catch_exceptions=False)
     return Result(found.exit_code, found.stdout, found.stderr)
 
@@ -91,13 +91,13 @@ async def _fill(
 
 
 def open_index(folder: Path, rank: int = 0) -> LmdbIndex:
-    """The index of a store at rest."""
+    """The index of an idle store."""
     manifest = Manifest(Identity(RECORD_NAMESPACE, rank), "")
     return LmdbIndex(folder, os.path.getsize(folder / "data.mdb"), manifest)
 
 
 def records_of(folder: Path) -> dict[bytes, bytes]:
-    """Keys and values in the index of a store at rest."""
+    """Keys and values in the index of an idle store."""
     index = open_index(folder)
     found = {key: value for table in index.tables() for key, value in table.items()}
     index.close()
@@ -105,7 +105,7 @@ def records_of(folder: Path) -> dict[bytes, bytes]:
 
 
 def place_in_file(folder: Path, number: int) -> int:
-    """The offset of a record's payload; it never moves. For a store at rest."""
+    """The offset of a record's payload; it never moves. For an idle store."""
     return extents_of(records_of(folder)[key_of(number)])[0].start * ALIGNMENT
 
 

@@ -1,4 +1,5 @@
-"""A program on a terminal that a test plays: what it shows, and the keys that are pressed."""
+"""Runs a program on a terminal that a test controls: what it shows, and the keys that are
+pressed."""
 
 from __future__ import annotations
 
@@ -29,7 +30,7 @@ class Terminal:
         self.shown = ""
 
     def wait_for(self, text: str) -> None:
-        """Read what is shown until ``text`` stands there."""
+        """Read the output until it contains ``text``."""
         end = time.monotonic() + PATIENCE_S
         while text not in self.shown:
             assert self._read(end), f"it ended, or {PATIENCE_S} s passed: {self.shown[-2000:]}"
@@ -38,14 +39,14 @@ class Terminal:
         os.write(self._keys, keys)
 
     def end(self) -> int:
-        """Read everything up to the end of the program; its exit code."""
+        """Read everything up to the end of the program; return its exit code."""
         end = time.monotonic() + PATIENCE_S
         while self._read(end):
             pass
         return self._process.wait(PATIENCE_S)
 
     def _read(self, end: float) -> bool:
-        """Take what comes next; ``False`` at the end."""
+        """Read the next output; return ``False`` at the end."""
         ready, _, _ = select.select([self._keys], [], [], max(0.0, end - time.monotonic()))
         try:
             found = os.read(self._keys, 1 << 16) if ready else b""
@@ -57,7 +58,8 @@ class Terminal:
 
 @contextmanager
 def on_a_terminal(*words: object) -> Iterator[Terminal]:
-    """``kvtiers`` with these words, as in a shell: Ctrl-C reaches it and its children."""
+    """Start ``kvtiers`` with these arguments, as a shell does: Ctrl-C reaches it and its
+    children."""
     keys, screen = pty.openpty()
     process = subprocess.Popen(
         [sys.executable, "-m", "offload.cli", *map(str, words)],

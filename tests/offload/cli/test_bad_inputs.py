@@ -1,5 +1,5 @@
-"""Forty bad inputs: each is answered with one clear text, before vLLM or torch is imported, which
-takes many seconds."""
+"""Forty bad inputs: each gets one clear message, before vLLM or torch is imported, which takes many
+seconds."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``kvtiers check``: the same problems as a server's start, in a moment and without vLLM."""
+"""``kvtiers check``: reports the same problems as a server's start, quickly and without vLLM."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def disk(tmp_path: Path, **more: object) -> dict:
     return GOOD | {"tiers": [tier | more]}
 
 
-def test_the_json_itself_a_file_and_vllms_object_around_it(tmp_path: Path) -> None:
+def test_json_text_a_file_and_vllms_enclosing_object(tmp_path: Path) -> None:
     config = disk(tmp_path)
     file = tmp_path / "config.json"
     for inside in (config, transfer_config(config), {"kv_transfer_config": transfer_config(config)},
@@ -74,14 +74,14 @@ def test_all_problems_at_once_and_as_json(tmp_path: Path) -> None:
         ('{"kv_connector": "LMCacheConnectorV1"}', f'Use "kv_connector": "{NAME}".'),
     ],
 )
-def test_bad_input(where: str, words: str) -> None:
+def test_bad_input_is_reported(where: str, words: str) -> None:
     found = kvtiers("check", where)
     assert (found.code, found.out) == (2, "")
     assert words in found.err
 
 
-def test_it_imports_neither_torch_nor_vllm() -> None:
-    """They take seconds to import, and the answer takes less than two."""
+def test_check_imports_neither_torch_nor_vllm() -> None:
+    """Importing them takes seconds, and the whole check takes less than two."""
     program = (
         "import sys; sys.argv = ['kvtiers', 'check', '{}', '--json']\n"
         "from offload.cli import main\n"

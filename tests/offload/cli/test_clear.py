@@ -1,4 +1,4 @@
-"""``kvtiers clear`` removes exactly what it says, beside a live writer as well."""
+"""``kvtiers clear`` removes exactly what it reports, also beside a live writer."""
 
 from __future__ import annotations
 
@@ -47,13 +47,13 @@ def root(tmp_path: Path) -> Path:
 
 
 def left(root: Path) -> set[str]:
-    """Short names of the namespaces there are; nothing else may lie there."""
+    """Short names of the existing namespaces; nothing else may be in the folder."""
     names = {path.name for path in root.iterdir()} - {".kvtiers.lock"}
     return {short for short, name in NAMES.items() if name in names} | (names - set(NAMES.values()))
 
 
 def age(folder: Path) -> None:
-    """As if a namespace was last used in 1970."""
+    """Make a namespace look as if it was last used in 1970."""
     for path in (folder, *folder.rglob("*")):
         os.utime(path, (1, 1))
 
@@ -62,25 +62,25 @@ def clear(root: Path, *options: object) -> Result:
     return kvtiers("clear", root, *options, "--yes")
 
 
-def test_by_name(root: Path) -> None:
+def test_clear_by_name(root: Path) -> None:
     assert clear(root, "--namespace", NAMES["qwen"][:9]).code == 0
     assert left(root) == {"llama", "llama2"}
     assert len(records_of(root / NAMES["llama"] / "replica-0" / "rank-0")) == 4
 
 
-def test_by_model(root: Path) -> None:
+def test_clear_by_model(root: Path) -> None:
     assert clear(root, "--model", "tiny/llama").code == 0
     assert left(root) == {"qwen"}
 
 
-def test_several_kinds_must_all_fit(root: Path) -> None:
+def test_data_must_match_all_kinds_of_options(root: Path) -> None:
     age(root / NAMES["llama"])
     age(root / NAMES["qwen"])
     assert clear(root, "--model", "tiny/llama", "--unused-for", "30d").code == 0
     assert left(root) == {"qwen", "llama2"}
 
 
-def test_everything(root: Path) -> None:
+def test_clear_everything(root: Path) -> None:
     assert clear(root, "--all").code == 0
     assert left(root) == set()
 
@@ -88,11 +88,11 @@ def test_everything(root: Path) -> None:
 def test_a_dry_run_and_a_no_remove_nothing(root: Path) -> None:
     listed = kvtiers("clear", root, "--all", "--dry-run", "--json")
     assert [one["removed"] for one in listed.json["namespaces"]] == [False] * 3
-    assert kvtiers("clear", root, "--all").code == 2  # nobody there to say yes
+    assert kvtiers("clear", root, "--all").code == 2  # no terminal to answer yes on
     assert left(root) == {"llama", "qwen", "llama2"}
 
 
-def test_what_was_moved_aside(root: Path) -> None:
+def test_clear_damaged_files_that_were_moved_aside(root: Path) -> None:
     aside = root / f"quarantine-{NAMES['qwen']}-0123abcd"
     shutil.copytree(root / NAMES["qwen"], aside)
     assert clear(root, "--set-aside").code == 0
@@ -100,7 +100,7 @@ def test_what_was_moved_aside(root: Path) -> None:
 
 
 def grow_old(folder: Path, numbers: range) -> None:
-    """As if these records were last used two days ago."""
+    """Make these records look as if they were last used two days ago."""
     if (folder / "data.mdb").exists():
         index = open_index(folder)
         values = {key: value for table in index.tables() for key, value in table.items()}
@@ -116,7 +116,7 @@ def grow_old(folder: Path, numbers: range) -> None:
 
 
 @pytest.mark.parametrize("kind", ["lmdb", "file"])
-def test_records_by_age(tmp_path: Path, kind: str) -> None:
+def test_clear_records_by_age(tmp_path: Path, kind: str) -> None:
     folder = make_store(tmp_path, range(10), kind=kind)
     grow_old(folder, range(3, 7))
     listed = kvtiers("clear", tmp_path, "--unused-for", "1d", "--dry-run", "--json").json
@@ -143,8 +143,9 @@ def test_records_of_unknown_age_stay(tmp_path: Path) -> None:
     assert "nothing fits" in clear(tmp_path, "--unused-for", "1d").out
 
 
-def test_beside_a_writer(root: Path) -> None:
-    """Other namespaces go while a server works in one; that one stays, whatever is asked."""
+def test_clear_beside_a_writer(root: Path) -> None:
+    """While a server uses one namespace, others are removed; that one stays, whatever is
+    requested."""
     with writer(root) as live:
         result = clear(root, "--all", "--json")
         assert result.code == 1
@@ -157,7 +158,7 @@ def test_beside_a_writer(root: Path) -> None:
         ]
         assert left(root) == {"llama"}
         grown = clear(root, "--unused-for", "1s")
-        assert grown.code in (0, 1)  # by then some of the untouched records are old enough, or not
+        assert grown.code in (0, 1)  # by then some of the untouched records may be old enough
         text = clear(root, "--namespace", NAMES["llama"])
         assert text.code == 1
         assert f"in use by pid {live.pid}: not removed" in text.err
@@ -180,7 +181,7 @@ def test_beside_a_writer(root: Path) -> None:
         (["--all"], "--yes: is required where there is no terminal to ask on. Add --yes, or"),
     ],
 )
-def test_bad_input(root: Path, options: list[str], words: str) -> None:
+def test_bad_input_is_reported(root: Path, options: list[str], words: str) -> None:
     result = kvtiers("clear", root, *options)
     assert result.code == 2
     assert words in result.err
@@ -203,7 +204,7 @@ def test_the_folder_of_a_single_tier(tmp_path: Path) -> None:
     assert set(records_of(bare)) == {key_of(2), key_of(3)}
 
 
-def test_those_who_share_are_not_told_to_reset(tmp_path: Path) -> None:
+def test_engines_that_share_get_no_advice_to_reset(tmp_path: Path) -> None:
     make_store(tmp_path, range(2))
     with share_rank_folder(tmp_path, Namespace.of(FIELDS), rank=0, engine="e"):
         result = kvtiers("clear", tmp_path, "--all", "--yes")
@@ -215,7 +216,7 @@ def test_those_who_share_are_not_told_to_reset(tmp_path: Path) -> None:
 
 @pytest.fixture
 def place() -> Iterator[Path]:
-    """A folder that every user may enter; pytest's own are root's alone."""
+    """A folder that every user may enter; pytest's own folders are open only to root."""
     with tempfile.TemporaryDirectory() as name:
         Path(name).chmod(0o755)
         yield Path(name)
@@ -223,7 +224,7 @@ def place() -> Iterator[Path]:
 
 @contextlib.contextmanager
 def as_nobody(root: Path) -> Iterator[None]:
-    """A plain user whose folder this is: root may delete everything."""
+    """An unprivileged user who owns this folder, because root may delete everything."""
     is_root = os.geteuid() == 0
     if is_root:
         for path in (root, *root.rglob("*")):
@@ -236,12 +237,12 @@ def as_nobody(root: Path) -> Iterator[None]:
             os.seteuid(0)
 
 
-def test_what_cannot_be_deleted_is_said_and_tried_again(place: Path) -> None:
-    """A folder that refuses, as one on a read-only or failing part of the disk does."""
+def test_data_that_cannot_be_deleted_is_reported_and_tried_again(place: Path) -> None:
+    """A folder refuses deletion, as on a read-only or failing part of the disk."""
     root = place / "kv"
     folder = make_store(root, range(4))
     make_store(root, range(4), fields=OTHER)
-    kvtiers("inspect", root)  # imports what the commands need
+    kvtiers("inspect", root)  # imports everything that the commands need
     with as_nobody(root):
         folder.chmod(0o500)
         result = clear(root, "--namespace", NAMES["llama"])
@@ -262,13 +263,13 @@ def test_what_cannot_be_deleted_is_said_and_tried_again(place: Path) -> None:
         assert (again.code, told[trash.name]["left_bytes"]) == (1, size)
         assert (told[NAMES["qwen"]]["removed"], told[trash.name]["removed"]) == (True, False)
         listed = kvtiers("clear", root, "--all", "--dry-run")
-        assert "what is left of a removed one" in listed.out.replace("\n", " ")
+        assert "remains of a removal" in listed.out.replace("\n", " ")
         (trash / "replica-0" / "rank-0").chmod(0o700)
         assert clear(root, "--all").code == 0
         assert left(root) == set()
 
 
-def test_what_cannot_be_deleted_counts_at_a_start(
+def test_data_that_cannot_be_deleted_counts_at_start(
     place: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     root = place / "kv"
@@ -277,7 +278,7 @@ def test_what_cannot_be_deleted_counts_at_a_start(
     capacity = 1 << 30
     with as_nobody(root):
         folder.chmod(0o500)
-        for _ in range(2):  # every rank gets the same answer
+        for _ in range(2):  # every rank gets the same result
             left_bytes = capacity - make_room(root, own, capacity, others_share=0.0)
             [trash] = root.glob(".trash-*")
             assert left_bytes >= 4 * SIZE
@@ -288,8 +289,8 @@ def test_what_cannot_be_deleted_counts_at_a_start(
         assert left(root) == set()
 
 
-def test_links_and_files_in_the_place_of_a_namespace(root: Path) -> None:
-    """Removed as what they are; where a link leads to nothing is touched."""
+def test_links_and_files_in_place_of_a_namespace(root: Path) -> None:
+    """They are removed as links and files; the targets of links are not touched."""
     elsewhere = root.parent / "elsewhere"
     (root / NAMES["llama"]).rename(elsewhere)
     (root / NAMES["llama"]).symlink_to(elsewhere)
@@ -301,8 +302,8 @@ def test_links_and_files_in_the_place_of_a_namespace(root: Path) -> None:
     assert sorted(elsewhere.rglob("*")) == before
 
 
-def test_what_a_tier_moved_aside_is_shown_and_removed(root: Path) -> None:
-    """Inside a namespace that is used, also beside its server."""
+def test_files_that_a_tier_moved_aside_are_shown_and_removed(root: Path) -> None:
+    """This also works inside a namespace that a server uses."""
     folder = root / NAMES["llama"] / "replica-0" / "rank-0"
     (folder / "data.mdb").write_bytes(b"x" * 8192)
     make_store(root, range(2))

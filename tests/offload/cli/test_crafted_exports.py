@@ -1,5 +1,5 @@
-"""Handmade exports with valid checksums: the importer reports what is wrong with them, imports the
-good records, and never ends with a traceback."""
+"""Crafted exports with valid checksums: the importer reports what is wrong, imports the good
+records, and never ends with a traceback."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ DEEP = b'{"a":' + b"[" * 100_000 + b"]" * 100_000 + b"}"
 
 
 def frame(kind: str, body: bytes | dict[str, Any]) -> bytes:
-    """One frame whose checksums fit, whatever is in it."""
+    """One frame with valid checksums, whatever its content is."""
     raw = io.BytesIO()
     portable._write(raw, kind, body if isinstance(body, bytes) else json.dumps(body).encode(), None)
     return raw.getvalue()
@@ -55,12 +55,12 @@ def of(*frames: bytes) -> bytes:
 
 
 def around(bad: bytes) -> bytes:
-    """An export of one good record, with something else before and after it."""
+    """An export of one good record, with another frame before and after it."""
     return of(frame("M", MANIFEST), frame("S", STORE), bad, record(), bad, END)
 
 
 def imported(folder: Path, content: bytes) -> tuple[int, str]:
-    """Exit code and what was said, of an import in this process: an exception would leave it."""
+    """Exit code and messages of an import in this process: an exception would propagate."""
     file = folder / "crafted.kvt"
     file.write_bytes(content)
     shutil.rmtree(folder / "kv", ignore_errors=True)
@@ -81,7 +81,7 @@ BODIES: dict[str, bytes] = {
 
 
 @pytest.mark.parametrize("name", BODIES)
-def test_a_record_that_is_none_costs_itself_alone(tmp_path: Path, name: str) -> None:
+def test_an_invalid_record_costs_only_itself(tmp_path: Path, name: str) -> None:
     code, said = imported(tmp_path, around(frame("R", BODIES[name])))
     assert code == 1
     assert "1 records" in said
@@ -91,7 +91,9 @@ def test_a_record_that_is_none_costs_itself_alone(tmp_path: Path, name: str) -> 
 
 @pytest.mark.parametrize("kind", ["M", "S", "E", "X"])
 @pytest.mark.parametrize("body", [DEEP, b"", b"[]", b"\xff", b"1" * 5000, b"nul"])
-def test_what_is_no_json_object_costs_itself_alone(tmp_path: Path, kind: str, body: bytes) -> None:
+def test_a_frame_without_a_json_object_costs_only_itself(
+    tmp_path: Path, kind: str, body: bytes
+) -> None:
     code, said = imported(tmp_path, of(frame(kind, body), frame("M", MANIFEST), END))
     assert code == 1
     assert "so its namespace is unknown" in said
@@ -119,10 +121,10 @@ def deeply(levels: int) -> Any:
         (None, "namespace is not readable"),
     ],
 )
-def test_whose_they_are_cannot_be_read(tmp_path: Path, fields: Any, words: str) -> None:
+def test_an_unreadable_namespace_is_refused(tmp_path: Path, fields: Any, words: str) -> None:
     try:
         name = Namespace.of(fields).name
-    except Exception:  # the importer must find out the same
+    except Exception:  # the importer must detect this as well
         name = "0" * 32
     about = {"format": 1, "namespace": name, "fields": fields}
     content = of(frame("M", about), frame("S", STORE), record(), END)
@@ -150,7 +152,7 @@ def test_whose_they_are_cannot_be_read(tmp_path: Path, fields: Any, words: str) 
         {"kind": {}},
     ],
 )
-def test_a_store_that_cannot_be_is_skipped(tmp_path: Path, change: dict[str, Any]) -> None:
+def test_an_impossible_store_is_skipped(tmp_path: Path, change: dict[str, Any]) -> None:
     bad = frame("S", STORE | change)
     content = of(frame("M", MANIFEST), bad, record(7), frame("S", STORE), record(), END)
     code, said = imported(tmp_path, content)
@@ -159,8 +161,8 @@ def test_a_store_that_cannot_be_is_skipped(tmp_path: Path, change: dict[str, Any
     assert {key for _, key in contents(tmp_path / "kv")} == {key_of(0)}
 
 
-def test_a_crafted_size_of_records_is_refused(tmp_path: Path) -> None:
-    """One byte each: the index for that would be larger than the disk."""
+def test_a_crafted_record_size_is_refused(tmp_path: Path) -> None:
+    """With one byte per record, the index would be larger than the disk."""
     code, said = imported(
         tmp_path, of(frame("M", MANIFEST), frame("S", STORE | {"record_bytes": 1}), record(), END)
     )
@@ -191,7 +193,7 @@ FRAMES = (
 
 @settings(max_examples=40, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.booleans(), st.lists(FRAMES, max_size=6))
-def test_nothing_that_is_crafted_ends_the_importer(
+def test_no_crafted_export_crashes_the_importer(
     folder: Path, has_beginning: bool, frames: list[bytes]
 ) -> None:
     beginning = [frame("M", MANIFEST), frame("S", STORE)] if has_beginning else []

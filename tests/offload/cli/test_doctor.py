@@ -1,7 +1,7 @@
 """``kvtiers doctor`` on real models' configurations, without weights.
 
-The groups it finds must be those that a real engine made of the same model (``Family.groups`` are
-checked against engines elsewhere). Folders hold only config and tokenizer: nothing is loaded.
+The groups that it finds must be those that a real engine makes of the same model (other tests
+compare ``Family.groups`` with engines). Folders hold only config and tokenizer: nothing is loaded.
 """
 
 import json
@@ -50,7 +50,8 @@ CHUNKS_OF_9 = ["--kv-transfer-config", json.dumps(transfer({"chunk_blocks": 9}))
 
 
 def flags_of(family, folder) -> list[str]:
-    """The family's engine arguments as flags of ``vllm serve``, over those of test engines."""
+    """The family's engine arguments as flags of ``vllm serve``, added to those of the test
+    engines."""
     kwargs = {"block_size": 32, "max_model_len": 2048} | family.kwargs(folder)
     flags = []
     for name, value in kwargs.items():
@@ -94,8 +95,8 @@ HYBRID_WITHOUT_CACHE = ["--no-enable-prefix-caching", "--max-model-len", "4096"]
 
 
 def test_hybrid_without_prefix_caching_is_refused_and_the_fix_works(tmp_path):
-    """The flags of the hint, added to the command line, make the doctor say yes; what only follows
-    from the unaligned states is not listed."""
+    """With the flags of the hint, the doctor accepts the model; problems that only follow from the
+    unaligned states are not listed."""
     family = FAMILIES["qwen3_next"]
     folder = family.make(tmp_path / "model")
     code, report = ask(folder, *HYBRID_WITHOUT_CACHE)
@@ -110,13 +111,13 @@ def test_hybrid_without_prefix_caching_is_refused_and_the_fix_works(tmp_path):
 @pytest.mark.parametrize(
     ("name", "flags", "with_hint"),
     [
-        # Aligned states make blocks that are longer than this context: nothing could be hit.
+        # With aligned states, blocks are longer than this context: there could be no hit.
         ("qwen3_next", ["--max-model-len", "128"], 1),
-        # Our checks alone would take the hint to help; vLLM refuses its flags beside this unit.
+        # Our checks alone would accept the hint; vLLM refuses its flags together with this unit.
         ("lfm2", ["--block-size", "32", "--max-model-len", "4096", "--prefix-match-unit", "24"], 4),
     ],
 )
-def test_a_hint_that_vllm_does_not_make_true_is_not_given(name, flags, with_hint, tmp_path):
+def test_a_hint_that_vllm_does_not_fulfil_is_not_given(name, flags, with_hint, tmp_path):
     folder = FAMILIES[name].make(tmp_path / "model")
     flags = ["--no-enable-prefix-caching", *flags]
     code, report = ask(folder, *flags)
@@ -134,7 +135,7 @@ def test_a_hint_that_vllm_does_not_make_true_is_not_given(name, flags, with_hint
     ],
 )
 def test_every_hint_that_is_printed_helps(flags, tmp_path, monkeypatch):
-    """Each alternative, applied, makes the doctor say yes."""
+    """Each alternative, when applied, makes the doctor accept the model."""
     monkeypatch.setenv("VLLM_CPU_SIM_MULTI_NUMA", "1")
     folder = FAMILIES["llama"].make(tmp_path / "llama")
     code, report = ask(folder, *flags)
@@ -165,8 +166,8 @@ def test_flags_are_read_as_vllm_serve_reads_them(flags, tmp_path, monkeypatch):
     assert (code, report["groups"][0]["block_tokens"]) == (0, 64)
 
 
-def test_a_configuration_in_dotted_flags(tmp_path):
-    """Also a wrong one, which is set aside to find out the geometry."""
+def test_a_configuration_in_dotted_flags_is_read(tmp_path):
+    """A wrong configuration is also read, and ignored when the geometry is determined."""
     folder = FAMILIES["llama"].make(tmp_path / "llama")
     plain = transfer({})
     dotted = [
@@ -183,8 +184,8 @@ def test_a_configuration_in_dotted_flags(tmp_path):
     assert report["refused"] == ['$.tires: unknown option. Did you mean "tiers"?']
 
 
-def test_what_a_server_would_warn_of_at_its_start_is_noted(tmp_path):
-    """For this configuration."""
+def test_warnings_of_a_server_start_are_noted(tmp_path):
+    """Warnings for this configuration."""
     folder = FAMILIES["llama"].make(tmp_path / "llama")
     assert "sha256_cbor" not in "\n".join(ask(folder)[1]["notes"])
     disk = {"type": "lmdb", "path": str(tmp_path / "kv"), "capacity": "1GiB"}
@@ -209,7 +210,7 @@ def test_what_a_server_would_warn_of_at_its_start_is_noted(tmp_path):
         (["512"], "unrecognized arguments: 512"),
     ],
 )
-def test_flags_that_are_not_understood_are_named(flags, words, tmp_path):
+def test_unknown_flags_are_named(flags, words, tmp_path):
     code, report = ask(tmp_path, *flags)
     assert (code, report["verdict"]) == (2, Verdict.WRONG_FLAGS)
     assert "vLLM does not understand these flags: " in report["refused"][0]
@@ -224,7 +225,7 @@ def test_flags_before_the_model():
     )
 
 
-def test_the_report_says_on_which_platform_vllm_was_asked(tmp_path):
+def test_the_report_names_the_platform_of_vllm(tmp_path):
     report = ask(FAMILIES["llama"].make(tmp_path / "llama"))[1]
     assert f"vLLM {vllm.__version__} on its {current_platform.device_name} platform" in str(
         report["notes"]
@@ -282,7 +283,7 @@ def test_every_problem_of_the_configuration_is_listed(tmp_path):
     assert report["groups"], "the geometry is shown all the same"
 
 
-def test_a_model_that_is_not_there(tmp_path):
+def test_a_missing_model_is_reported(tmp_path):
     code, report = ask(tmp_path / "nothing")
     assert code == 3
     assert report["refused"] == [f"{tmp_path / 'nothing'} does not exist"]
@@ -311,14 +312,14 @@ from tests.offload.connector.model.tiny_configs import config_of, namespace_of
 print("namespace", namespace_of(config_of(sys.argv[2])).name, file=sys.stderr)
 sys.exit(code)
 """
-"""``python -m offload.cli``, and what else is to be seen in a separate process: importing vLLM
+"""Runs ``python -m offload.cli`` for everything that only a separate process shows: importing vLLM
 there takes 15 s."""
 
 
 @pytest.mark.thorough
-def test_as_a_program(tmp_path, monkeypatch):
-    """Exit code 0, and stdout is the report alone. A process comes to the same namespace as this
-    one: the scheduler and each worker compute it for themselves, with separate hash seeds."""
+def test_the_command_as_a_program(tmp_path, monkeypatch):
+    """Exit code 0, and stdout contains only the report. The process computes the same namespace as
+    this one, as the scheduler and each worker must with their separate hash seeds."""
     monkeypatch.delenv("PYTHONHASHSEED", raising=False)
     folder = make_model(tmp_path / "model")
     command = [sys.executable, "-c", PROGRAM, "doctor", str(folder), "--json"]

@@ -1,4 +1,5 @@
-"""The file of ``kvtiers export``: whole or not there, by one at a time, nobody else's."""
+"""The file of ``kvtiers export`` is complete or absent, is written by one export at a time, and is
+private."""
 
 from __future__ import annotations
 
@@ -38,17 +39,17 @@ def test_one_export_at_a_time_writes_a_file(tmp_path: Path) -> None:
     finally:
         process.kill()
         process.wait()
-    assert part.exists()  # and holds up nobody
+    assert part.exists()  # and delays no other
     assert export(tmp_path / "a", tmp_path / "f")["stores"][0]["records"] == 120
     assert [frame.kind for frame in frames(tmp_path / "f")] == ["M", "S", *"R" * 120, "E"]
     assert sorted(path.name for path in tmp_path.iterdir()) == ["a", "f"]
 
 
 @pytest.mark.parametrize("ended", ["published", "given up", "before it was opened"])
-def test_an_export_that_ends_beside_another(
+def test_an_export_that_ends_while_another_starts(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ended: str
 ) -> None:
-    """Between the second one's look at the name, its opening of the part, and its lock."""
+    """It ends between the other's check of the name, its opening of the part file, and its lock."""
     path, part = tmp_path / "f", tmp_path / "f.part"
 
     def lock(fd: int, how: int) -> None:
@@ -75,7 +76,7 @@ def test_an_export_that_ends_beside_another(
     [(signal.SIGINT, ()), (signal.SIGTERM, ()), (signal.SIGTERM, (signal.SIGINT,))],
     ids=["SIGINT", "SIGTERM", "SIGTERM in the background of a script"],
 )
-def test_an_export_that_is_ended_leaves_nothing_behind(
+def test_an_interrupted_export_leaves_no_file(
     number: signal.Signals, without: tuple[signal.Signals, ...], tmp_path: Path
 ) -> None:
     make_store(tmp_path / "a", range(40))
@@ -103,11 +104,12 @@ def test_a_link_is_not_followed(tmp_path: Path) -> None:
     assert (tmp_path / "precious").read_text() == "precious"
 
 
-def test_what_is_no_file_is_not_replaced(tmp_path: Path) -> None:
+def test_a_path_that_is_not_a_regular_file_is_not_replaced(tmp_path: Path) -> None:
     make_store(tmp_path / "a", range(1))
     os.mkfifo(tmp_path / "pipe")
     os.mkfifo(tmp_path / "f.part")
-    assert kvtiers("export", tmp_path / "a", tmp_path / "f").code == 1  # and does not wait for it
+    assert kvtiers("export", tmp_path / "a", tmp_path / "f").code == 1
+    # and the command does not block on it
     result = kvtiers("export", tmp_path / "a", tmp_path / "pipe", "--overwrite")
     assert result.code == 2
     assert "is not a regular file" in result.err

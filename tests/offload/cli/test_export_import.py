@@ -1,5 +1,5 @@
-"""``kvtiers export`` and ``import``: bytes come back equal, and what is damaged or foreign is
-refused, record by record."""
+"""``kvtiers export`` and ``import``: bytes are restored exactly, and damaged or foreign records are
+refused one by one."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ NAME = Namespace.of(FIELDS).name
 
 
 def contents(root: Path, key_file: str = "") -> dict[tuple[int, bytes], bytes]:
-    """Payloads by rank and key, in the order of use; every record verified."""
+    """Payloads by rank and key, in the order of use; verifies every record."""
     found: list[tuple[int, int, bytes, bytes]] = []
     [home] = find_namespaces(root)
     for store in home.stores:
@@ -86,13 +86,14 @@ def test_round_trip(tmp_path: Path, kind: str, into: str) -> None:
     assert {key for _, key in after} >= {key_of(8)}
     assert after[0, key_of(8)] == payload_of(key_of(8), SIZE).tobytes()
     assert kvtiers("verify", tmp_path / "b").code == 0
-    again = kvtiers("import", file, tmp_path / "b", "--json")  # it knows its capacity
+    again = kvtiers("import", file, tmp_path / "b", "--json")  # the store has its capacity recorded
     assert [one["present"] for one in again.json["stores"]] == [4, 6]
     assert contents(tmp_path / "b") == after
 
 
 def test_a_server_finds_what_was_imported(tmp_path: Path) -> None:
-    """The child opens the store as a server does, and reads back all that it holds itself."""
+    """The child opens the store as a server does, and reads back everything that the store
+    holds."""
     make_store(tmp_path / "a", range(20))
     export(tmp_path / "a", tmp_path / "f")
     assert kvtiers("import", tmp_path / "f", tmp_path / "b", "--capacity", CAPACITY).code == 0
@@ -104,7 +105,7 @@ def test_a_server_finds_what_was_imported(tmp_path: Path) -> None:
     assert all((0, key_of(number)) in kept for number in range(20))
 
 
-def test_beside_a_writer(tmp_path: Path) -> None:
+def test_export_beside_a_writer(tmp_path: Path) -> None:
     make_store(tmp_path / "a", range(10))
     with writer(tmp_path / "a") as live:
         for number in range(3):
@@ -124,7 +125,7 @@ def test_beside_a_writer(tmp_path: Path) -> None:
     assert len(contents(tmp_path / "b")) == store["records"]
 
 
-def test_an_export_that_meets_a_reset_leaves_nothing(
+def test_an_export_interrupted_by_a_reset_leaves_no_file(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder = make_store(tmp_path / "a", range(40))
@@ -140,7 +141,7 @@ def test_an_export_that_meets_a_reset_leaves_nothing(
     assert [path.name for path in tmp_path.iterdir()] == ["a"]
 
 
-def test_an_import_waits_for_no_server(tmp_path: Path) -> None:
+def test_an_import_does_not_wait_for_a_server(tmp_path: Path) -> None:
     make_store(tmp_path / "a", range(3))
     export(tmp_path / "a", tmp_path / "f")
     with writer(tmp_path / "b") as live:
@@ -151,7 +152,7 @@ def test_an_import_waits_for_no_server(tmp_path: Path) -> None:
     assert (wrong, failures) == (0, 0)
 
 
-def test_damaged_records_stay_out_of_the_export(tmp_path: Path) -> None:
+def test_damaged_records_are_left_out_of_the_export(tmp_path: Path) -> None:
     damage(make_store(tmp_path / "a", range(5)), 2)
     result = kvtiers("export", tmp_path / "a", tmp_path / "f", "--json")
     assert result.code == 1
@@ -161,7 +162,7 @@ def test_damaged_records_stay_out_of_the_export(tmp_path: Path) -> None:
     assert keys == {key_of(number) for number in (0, 1, 3, 4)}
 
 
-def test_a_damaged_record_of_an_export_is_refused_alone(tmp_path: Path) -> None:
+def test_one_damaged_record_of_an_export_is_refused(tmp_path: Path) -> None:
     make_store(tmp_path / "a", range(6))
     export(tmp_path / "a", tmp_path / "f")
     records = [frame for frame in frames(tmp_path / "f") if frame.kind == "R"]
@@ -177,7 +178,7 @@ def test_a_damaged_record_of_an_export_is_refused_alone(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("where", ["head", "middle", "end"])
-def test_what_follows_a_damaged_head_is_lost(tmp_path: Path, where: str) -> None:
+def test_everything_after_a_damaged_header_is_lost(tmp_path: Path, where: str) -> None:
     make_store(tmp_path / "a", range(6))
     export(tmp_path / "a", tmp_path / "f")
     records = [frame for frame in frames(tmp_path / "f") if frame.kind == "R"]
@@ -194,7 +195,7 @@ def test_what_follows_a_damaged_head_is_lost(tmp_path: Path, where: str) -> None
     assert len(contents(tmp_path / "b")) == 3
 
 
-def test_any_flipped_bit_of_an_export_is_seen(tmp_path: Path) -> None:
+def test_any_flipped_bit_of_an_export_is_detected(tmp_path: Path) -> None:
     make_store(tmp_path / "a", range(2))
     export(tmp_path / "a", tmp_path / "f")
     whole = (tmp_path / "f").read_bytes()
@@ -209,7 +210,7 @@ def test_any_flipped_bit_of_an_export_is_seen(tmp_path: Path) -> None:
         assert any(frame.about is None and frame.record is None for frame in frames), at
 
 
-def test_an_epoch_that_was_reset_stays_reset(tmp_path: Path) -> None:
+def test_records_from_before_a_reset_are_refused(tmp_path: Path) -> None:
     make_store(tmp_path / "a", range(3))
     export(tmp_path / "a", tmp_path / "old")
     bump_epoch(replica_folder(tmp_path / "a", Namespace.of(FIELDS)))
@@ -220,7 +221,7 @@ def test_an_epoch_that_was_reset_stays_reset(tmp_path: Path) -> None:
         assert result.code == 1
         assert "a reset in between" in result.json["stores"][0]["refused"]
     assert len(contents(tmp_path / "a")) == 2
-    # A store that is made for an import begins at the epoch of its records.
+    # A store that is created for an import begins at the epoch of the records.
     result = kvtiers("import", tmp_path / "new", tmp_path / "b", "--capacity", "24MiB")
     assert result.code == 0, result.out
     assert read_epoch(replica_folder(tmp_path / "b", Namespace.of(FIELDS))) == 1
@@ -254,7 +255,9 @@ def test_encrypted_stores(tmp_path: Path) -> None:
         (["--type", "file"], "is of type lmdb"),
     ],
 )
-def test_what_would_harm_a_store_is_refused(tmp_path: Path, options: list[str], words: str) -> None:
+def test_an_import_that_would_harm_a_store_is_refused(
+    tmp_path: Path, options: list[str], words: str
+) -> None:
     make_store(tmp_path / "a", range(3))
     make_store(tmp_path / "b", range(50, 54))
     export(tmp_path / "a", tmp_path / "f")
@@ -268,7 +271,7 @@ def test_what_would_harm_a_store_is_refused(tmp_path: Path, options: list[str], 
 
 
 def everything(root: Path) -> dict[Path, bytes]:
-    """Every file, but those that only say who looks or came last."""
+    """Every file except those that only record readers or the last user."""
     files = [path for path in root.rglob("*") if path.is_file() and path.name != "lock.mdb"]
     return {path: path.read_bytes() for path in files if path.suffix not in (".claim", ".lock")}
 
@@ -277,10 +280,11 @@ def everything(root: Path) -> dict[Path, bytes]:
     ("there", "capacity"),
     [("nothing", ""), ("nothing", "1EiB"), ("a store", "1EiB"), ("a store", "1GiB")],
 )
-def test_a_capacity_that_cannot_be_leaves_everything_as_it_was(
+def test_an_impossible_capacity_changes_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capacity: str, there: str
 ) -> None:
-    """An index for 1 EiB has place nowhere, one for 1 GiB none on a disk that is nearly full."""
+    """An index for 1 EiB fits nowhere, and one for 1 GiB does not fit on a disk that is nearly
+    full."""
     make_store(tmp_path / "a", range(3))
     make_store(tmp_path / "a", range(3), rank=1)
     export(tmp_path / "a", tmp_path / "f")
@@ -317,7 +321,7 @@ def test_records_of_another_form_are_refused(
     assert "another form" in result.json["stores"][0]["refused"]
 
 
-def test_a_store_without_room_says_how_many_were_left(tmp_path: Path) -> None:
+def test_a_full_store_reports_how_many_records_were_left_out(tmp_path: Path) -> None:
     make_store(tmp_path / "a", range(150))
     export(tmp_path / "a", tmp_path / "f")
     result = kvtiers("import", tmp_path / "f", tmp_path / "b", "--capacity", "4MiB", "--json")
@@ -333,7 +337,7 @@ def test_choosing_a_namespace(tmp_path: Path) -> None:
     make_store(tmp_path / "a", range(3), fields=OTHER)
     result = kvtiers("export", tmp_path / "a", tmp_path / "f")
     assert result.code == 2
-    assert "2 of them fit" in result.err
+    assert "2 of them match" in result.err
     assert f"{NAME} (tiny/llama)" in result.err
     assert export(tmp_path / "a", tmp_path / "f", "--model", "tiny/qwen")["model"] == "tiny/qwen"
     again = kvtiers("export", tmp_path / "a", tmp_path / "f", "--namespace", NAME[:6])
@@ -343,7 +347,7 @@ def test_choosing_a_namespace(tmp_path: Path) -> None:
     assert sorted(path.name for path in tmp_path.iterdir()) == ["a", "f"]
 
 
-def test_bad_input(tmp_path: Path) -> None:
+def test_bad_input_is_reported(tmp_path: Path) -> None:
     file = tmp_path / "f"
     file.write_bytes(b"something else altogether")
     result = kvtiers("import", file, tmp_path / "b", "--capacity", "1GiB")
@@ -354,7 +358,7 @@ def test_bad_input(tmp_path: Path) -> None:
     for words in (
         "3 problems",
         "no: does not exist",
-        "is a namespace, or lies in one",
+        "is a namespace, or is inside one",
         '--type: is unknown (got "x")',
     ):
         assert words in result.err
@@ -366,7 +370,7 @@ def test_bad_input(tmp_path: Path) -> None:
     assert not (tmp_path / "b").exists()
 
 
-def test_places_are_where_they_were_thought_to_be(tmp_path: Path) -> None:
+def test_offsets_in_the_test_files_are_right(tmp_path: Path) -> None:
     folder = make_store(tmp_path, range(2))
     assert folder == place_of(tmp_path)
     at = place_in_file(folder, 1)

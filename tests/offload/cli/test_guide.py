@@ -1,9 +1,9 @@
-"""Every command of the README and the guides runs, as it stands there, on a store like theirs.
+"""Runs every command of the README and the guides, as printed, on a store like the one described.
 
-A command is what stands behind ``$`` in a ``console`` block. ``kvtiers`` runs as it is;
-``vllm serve`` goes through ``kvtiers doctor``, which reads its flags and its configuration as vLLM
-does; programs of this repository run as processes. Code of the guides runs in
-``tests/policies/test_guide.py`` and ``tests/tiers/test_guide.py``.
+A command is the text after ``$`` in a ``console`` block. ``kvtiers`` runs as it is; ``vllm serve``
+goes through ``kvtiers doctor``, which reads its flags and its configuration as vLLM does; programs
+of this repository run as processes. Code of the guides runs in ``tests/policies/test_guide.py`` and
+``tests/tiers/test_guide.py``.
 """
 
 from __future__ import annotations
@@ -44,14 +44,14 @@ NOT_HERE = {
 
 
 def commands_in(page: str) -> list[str]:
-    """The commands of a page, each with the lines that it goes on over."""
+    """The commands of a page, each with its continuation lines."""
     blocks = [text for kind, text in BLOCK.findall(page) if kind == "console"]
     found = [command for text in blocks for command in re.split(r"^\$ ", text, flags=re.MULTILINE)]
     return [command.strip() for command in found if command.strip()]
 
 
 def stray_commands(page: str) -> list[str]:
-    """Commands outside console blocks, which nothing would run."""
+    """Commands outside console blocks, which no test would run."""
     outside = [text for kind, text in BLOCK.findall(page) if kind != "console"]
     outside += re.findall(r"^    .*$", BLOCK.sub("", page), re.MULTILINE)
     lines = [line.strip() for text in outside for line in text.splitlines()]
@@ -79,25 +79,26 @@ def test_the_commands_are_found() -> None:
 
 
 @pytest.mark.parametrize("name", PAGES)
-def test_no_command_stands_outside_a_console_block(name: str) -> None:
+def test_no_command_is_outside_a_console_block(name: str) -> None:
     assert stray_commands(PAGES[name]) == []
 
 
-def test_a_stray_command_is_seen() -> None:
+def test_a_stray_command_is_detected() -> None:
     assert stray_commands("text\n```\nkvtiers inspect /x\n```\n") == ["kvtiers inspect /x"]
     assert stray_commands("text\n\n    vllm serve MODEL\n") == ["vllm serve MODEL"]
     assert stray_commands("```console\n$ kvtiers inspect /x\n```\n```json\n{}\n```\n") == []
 
 
 @pytest.mark.parametrize("name", PAGES)
-def test_commands_in_the_text_have_a_name_and_options_that_exist(name: str) -> None:
+def test_commands_in_the_text_have_existing_names_and_options(name: str) -> None:
     known = {command.name or command.callback.__name__ for command in app.registered_commands}
     known |= {group.name for group in app.registered_groups if group.name}
     reference = (ROOT / "docs/reference/command-line.md").read_text()
     for text in re.findall(r"`kvtiers ([a-z][^`]*)`", BLOCK.sub("", PAGES[name])):
         command, *rest = text.split()
         assert f"\n## {command}\n" in reference or command in known, text
-        if command not in ("doctor", "plan", "bench", "serve"):  # they take flags of others as well
+        # these accept flags of other programs as well
+        if command not in ("doctor", "plan", "bench", "serve"):
             options = [word.split("=")[0] for word in rest if word.startswith("--")]
             assert [option for option in options if f"`{option}`" not in reference] == [], text
 
@@ -111,7 +112,7 @@ def test_links_lead_somewhere() -> None:
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("line", LINES)
-def test_a_command_of_a_guide(
+def test_a_command_of_a_guide_runs(
     line: str, tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -184,7 +185,7 @@ def run_kvtiers(line: str, tmp_path: Path, model: Path) -> None:
         for shown, real in places.items():
             line = line.replace(shown, real)
         if line.startswith("kvtiers top") and "--" not in line:
-            line += " --once --interval 0.1"  # it would go on forever
+            line += " --once --interval 0.1"  # it would never end
         if line.startswith("kvtiers serve"):  # it would become a server
             line = line.replace("GiB", "MiB") + " --dry-run"
         if line.startswith("kvtiers simulate"):

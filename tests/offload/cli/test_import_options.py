@@ -18,7 +18,7 @@ def export(tmp_path: Path) -> Path:
 
 @pytest.mark.parametrize("option", ["--compress", "--key-file"])
 @pytest.mark.parametrize("there", [False, True])
-def test_a_file_tier_does_not_take_plain_what_was_to_be_sealed(
+def test_a_file_tier_does_not_store_encrypted_records_unencrypted(
     export: Path, tmp_path: Path, option: str, there: bool
 ) -> None:
     key = tmp_path / "key"
@@ -36,7 +36,7 @@ def test_a_file_tier_does_not_take_plain_what_was_to_be_sealed(
 
 
 @pytest.mark.parametrize("command", ["import", "export", "verify"])
-def test_a_key_file_that_is_not_there(export: Path, tmp_path: Path, command: str) -> None:
+def test_a_missing_key_file_is_reported(export: Path, tmp_path: Path, command: str) -> None:
     words = {"import": [export, tmp_path / "b", "--capacity", "24MiB"],
              "export": [tmp_path / "a", tmp_path / "g"], "verify": [tmp_path / "a"]}  # fmt: skip
     result = kvtiers(command, *words[command], "--key-file", tmp_path / "no")
@@ -45,12 +45,12 @@ def test_a_key_file_that_is_not_there(export: Path, tmp_path: Path, command: str
     assert sorted(path.name for path in tmp_path.iterdir()) == ["a", "f"]
 
 
-def test_a_folder_that_is_no_tiers_path(export: Path, tmp_path: Path) -> None:
+def test_a_folder_that_is_not_a_tiers_path_is_refused(export: Path, tmp_path: Path) -> None:
     rank = place_of(tmp_path / "a")
     before = sorted(path.name for path in tmp_path.rglob("*"))
     for folder, words in (
-        (rank, "is a namespace, or lies in one"),
-        (rank.parent.parent, "is a namespace, or lies in one"),
+        (rank, "is a namespace, or is inside one"),
+        (rank.parent.parent, "is a namespace, or is inside one"),
         (export, "is not a folder"),
     ):
         result = kvtiers("import", export, folder, "--capacity", "24MiB")

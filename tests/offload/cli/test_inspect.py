@@ -1,4 +1,4 @@
-"""``kvtiers inspect`` on stores at rest and on one that another process writes to."""
+"""``kvtiers inspect`` on idle stores and on one to which another process writes."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def only_store(root: Path) -> dict:
 
 
 @pytest.mark.parametrize("kind", ["lmdb", "file"])
-def test_counts_and_sizes_of_a_store_at_rest(tmp_path: Path, kind: str) -> None:
+def test_counts_and_sizes_of_an_idle_store(tmp_path: Path, kind: str) -> None:
     began_ns = time.time_ns()
     make_store(tmp_path, range(7), kind=kind)
     found = only_store(tmp_path)
@@ -53,8 +53,9 @@ def test_counts_and_sizes_of_a_store_at_rest(tmp_path: Path, kind: str) -> None:
 
 
 @pytest.mark.parametrize("content", [None, b"", b"much", b"-5", b"\xff", b"9" * 5000])
-def test_a_file_tier_that_does_not_say_its_capacity(tmp_path: Path, content: bytes | None) -> None:
-    """One of before it was noted, or damage: it is not known then, and nothing else is touched."""
+def test_a_file_tier_without_a_recorded_capacity(tmp_path: Path, content: bytes | None) -> None:
+    """A tier of an earlier version, or with a damaged file: the capacity is unknown, and nothing
+    else is affected."""
     file = make_store(tmp_path, range(3), kind="file") / "capacity"
     if content is None:
         file.unlink()
@@ -63,11 +64,11 @@ def test_a_file_tier_that_does_not_say_its_capacity(tmp_path: Path, content: byt
     found = only_store(tmp_path)
     assert (found["capacity_bytes"], found["records"], found["problem"]) == (None, 3, "")
     assert " ? " in kvtiers("inspect", tmp_path).out
-    make_store(tmp_path, range(4), kind="file")  # the process that opens it notes the time
+    make_store(tmp_path, range(4), kind="file")  # the process that opens it records the time
     assert only_store(tmp_path)["capacity_bytes"] == CAPACITY
 
 
-def test_hits_come_from_the_server(tmp_path: Path) -> None:
+def test_hits_are_read_from_the_server(tmp_path: Path) -> None:
     make_store(tmp_path, range(2))
     server = Server()
     server.fill()
@@ -91,7 +92,8 @@ def test_namespaces_say_how_they_differ_from_the_one_used_last(tmp_path: Path) -
     for path in (older.parents[1], *older.parents[1].rglob("*")):
         os.utime(path, (1, 1))
     result = kvtiers("inspect", tmp_path, "--json")
-    result = kvtiers("inspect", tmp_path, "--json")  # looking is no use: the order stays
+    # inspecting does not count as a use: the order stays
+    result = kvtiers("inspect", tmp_path, "--json")
     by_model = {home["model"]: home for home in result.json["namespaces"]}
     assert by_model["tiny/llama"]["differs"] == [["model.name", "'tiny/llama'", "'tiny/qwen'"]]
     assert by_model["tiny/qwen"]["differs"] == []
@@ -101,7 +103,7 @@ def test_namespaces_say_how_they_differ_from_the_one_used_last(tmp_path: Path) -
     assert "model.name is 'tiny/llama', not 'tiny/qwen'" in text
 
 
-def test_every_folder_inside_a_path_will_do(tmp_path: Path) -> None:
+def test_every_folder_inside_a_path_works(tmp_path: Path) -> None:
     folder = make_store(tmp_path, range(4))
     make_store(tmp_path, range(9), rank=1)
     for place in (folder, folder.parent, folder.parents[1], tmp_path):
@@ -114,7 +116,7 @@ def test_every_folder_inside_a_path_will_do(tmp_path: Path) -> None:
     assert home["stores"][0]["records"] == 4
 
 
-def test_uses_of_early_stores_are_counters_and_no_times(tmp_path: Path) -> None:
+def test_uses_in_early_stores_are_counters_and_not_times(tmp_path: Path) -> None:
     folder = make_store(tmp_path, range(3))
     index = open_index(folder)
     values = {key: value for table in index.tables() for key, value in table.items()}
@@ -125,7 +127,7 @@ def test_uses_of_early_stores_are_counters_and_no_times(tmp_path: Path) -> None:
     assert found["ages"]["1h"] == 2
 
 
-def test_a_damaged_index_is_said_and_does_no_harm(tmp_path: Path) -> None:
+def test_a_damaged_index_is_reported_and_does_no_harm(tmp_path: Path) -> None:
     folder = make_store(tmp_path, range(50))
     content = (folder / "data.mdb").read_bytes()
     for damaged in (content[:9000], content[:8192], b"x" * 20_000, content[:4096] + bytes(40_960)):
@@ -138,7 +140,7 @@ def test_a_damaged_index_is_said_and_does_no_harm(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("path", "words"),
-    [("missing", "does not exist"), ("file", "is not a folder"), ("empty", "holds no records")],
+    [("missing", "does not exist"), ("file", "is not a folder"), ("empty", "contains no records")],
 )
 def test_a_wrong_folder_is_named(tmp_path: Path, path: str, words: str) -> None:
     (tmp_path / "file").write_text("x")
@@ -151,14 +153,15 @@ def test_a_wrong_folder_is_named(tmp_path: Path, path: str, words: str) -> None:
 
 
 @pytest.mark.parametrize("kind", ["lmdb", "file"])
-def test_while_another_process_writes(tmp_path: Path, kind: str) -> None:
+def test_inspect_while_another_process_writes(tmp_path: Path, kind: str) -> None:
     with writer(tmp_path, kind) as live:
         for _ in range(8):
             result = kvtiers("inspect", tmp_path, "--json")
             [home] = result.json["namespaces"]
             [store] = home["stores"]
             assert result.code == 0
-            assert 150 <= store["records"] <= 300  # the latest deletions may not be written yet
+            # the latest deletions may not have been written yet
+            assert 150 <= store["records"] <= 300
             assert store["owner_pid"] == live.pid
             assert home["owners"][0]["engine"] == "child"
         rounds, reads, wrong, failures = live.stop()
@@ -168,14 +171,14 @@ def test_while_another_process_writes(tmp_path: Path, kind: str) -> None:
     assert only_store(tmp_path)["records"] == pytest.approx(200, abs=8)
 
 
-def test_looking_leaves_a_clean_store_clean(tmp_path: Path) -> None:
+def test_inspecting_changes_nothing(tmp_path: Path) -> None:
     folder = make_store(tmp_path, range(5))
     before = {p.name: p.read_bytes() for p in folder.iterdir() if p.name != "lock.mdb"}
     assert kvtiers("inspect", tmp_path).code == 0
     assert {p.name: p.read_bytes() for p in folder.iterdir() if p.name != "lock.mdb"} == before
 
 
-def test_help_comes_without_the_heavy_parts() -> None:
+def test_help_does_not_import_the_heavy_parts() -> None:
     code = (
         "import sys; from typer.testing import CliRunner; from offload.cli import app;"
         "assert 'inspect' in CliRunner().invoke(app, ['--help']).stdout;"
@@ -215,7 +218,7 @@ def test_the_shell_completes_commands_and_their_options(words: str, found: str) 
     assert done.stdout.strip() == found, done.err
 
 
-def test_the_namespace_folder_is_what_the_manifest_says(tmp_path: Path) -> None:
+def test_the_namespace_folder_matches_the_manifest(tmp_path: Path) -> None:
     folder = make_store(tmp_path, range(1))
     assert place_of(tmp_path, FIELDS) == folder
     folder.parents[1].rename(tmp_path / ("0" * 32))
@@ -235,7 +238,7 @@ COMMANDS = {
 
 @pytest.mark.parametrize("command", COMMANDS)
 @pytest.mark.parametrize("given", [ADDRESS, f"mooncake://{ADDRESS}", "config.json"])
-def test_a_mooncake_store_cannot_be_looked_into_and_what_to_do_is_said(
+def test_a_mooncake_store_cannot_be_inspected_and_the_message_says_what_to_do(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command: str, given: str
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -263,7 +266,7 @@ def test_an_import_into_an_address_makes_no_folder_of_that_name(
     assert os.listdir() == ["export.kvt"]
 
 
-def test_other_files_are_no_configuration(tmp_path: Path) -> None:
+def test_other_files_are_not_taken_for_configurations(tmp_path: Path) -> None:
     for text in ("", "[1]", '{"tiers": 3}', '{"tiers": [3]}', "\x00", "[" * 10**5):
         (tmp_path / "file").write_text(text)
         done = kvtiers("inspect", tmp_path / "file")

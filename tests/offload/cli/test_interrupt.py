@@ -1,4 +1,5 @@
-"""Ctrl-C on a terminal ends every command with 130, says nothing, and leaves nothing behind."""
+"""Ctrl-C on a terminal ends every command with exit code 130, without output, and leaves nothing
+behind."""
 
 from __future__ import annotations
 
@@ -15,7 +16,7 @@ from tests.offload.cli.test_top import Server, serving
 TRACEBACK = "Traceback"
 
 
-def test_top() -> None:
+def test_interrupting_top() -> None:
     server = Server()
     server.fill()
     with serving([server.page]) as address, on_a_terminal("top", address) as terminal:
@@ -25,7 +26,7 @@ def test_top() -> None:
     assert TRACEBACK not in terminal.shown
 
 
-def test_clear_asks_and_removes_nothing(tmp_path: Path) -> None:
+def test_interrupting_the_question_of_clear_removes_nothing(tmp_path: Path) -> None:
     folder = make_store(tmp_path, range(3))
     with on_a_terminal("clear", tmp_path, "--all") as terminal:
         terminal.wait_for("Remove this? [y/N]: ")
@@ -36,7 +37,7 @@ def test_clear_asks_and_removes_nothing(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("answer", "code"), [(b"y\n", 0), (b"n\n", 1), (b"\n", 1), (b"\x04", 1)])
-def test_clear_takes_an_answer(tmp_path: Path, answer: bytes, code: int) -> None:
+def test_clear_accepts_an_answer(tmp_path: Path, answer: bytes, code: int) -> None:
     folder = make_store(tmp_path, range(3))
     with on_a_terminal("clear", tmp_path, "--all") as terminal:
         terminal.wait_for("Remove this? [y/N]: ")
@@ -45,7 +46,7 @@ def test_clear_takes_an_answer(tmp_path: Path, answer: bytes, code: int) -> None
     assert folder.exists() == bool(code)
 
 
-def test_verify_at_one_byte_per_second(tmp_path: Path) -> None:
+def test_interrupting_verify_at_one_byte_per_second(tmp_path: Path) -> None:
     make_store(tmp_path, range(3))
     with on_a_terminal("verify", tmp_path, "--rate", "1") as terminal:
         terminal.wait_for("rank-0")
@@ -55,8 +56,8 @@ def test_verify_at_one_byte_per_second(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("jobs", [1, 2])
-def test_simulate_in_one_process_and_in_several(tmp_path: Path, jobs: int) -> None:
-    """At the first sign of progress, because a busy machine may show no other."""
+def test_interrupting_simulate_in_one_process_and_in_several(tmp_path: Path, jobs: int) -> None:
+    """It is interrupted at the first sign of progress, because a busy machine may show no other."""
     path = tmp_path / "trace.jsonl"
     with TraceWriter(path, "synthetic", 16) as writer:
         for request in synthetic_trace(7, requests=30_000).requests:
@@ -77,9 +78,9 @@ def test_bench_waits_for_the_benchmark_to_clean_up(tmp_path: Path) -> None:
     assert TRACEBACK not in terminal.shown
 
 
-def test_doctor_while_it_asks_vllm(tmp_path: Path) -> None:
+def test_interrupting_doctor_while_it_queries_vllm(tmp_path: Path) -> None:
     with on_a_terminal("doctor", tmp_path) as terminal:
-        terminal.wait_for("asking vLLM")
+        terminal.wait_for("querying vLLM")
         terminal.press(CTRL_C)
         assert terminal.end() == 130
     assert TRACEBACK not in terminal.shown

@@ -43,8 +43,8 @@ def test_shares_and_counts() -> None:
     assert numbers.share_text(None) == numbers.count_text(None) == numbers.speed_text(None) == "-"
 
 
-def test_no_command_formats_shares_or_sizes_otherwise() -> None:
-    """Percent and sizes come from ``offload.cli.numbers`` alone."""
+def test_no_command_formats_shares_or_sizes_in_another_way() -> None:
+    """Percentages and sizes must come from ``offload.cli.numbers``."""
     own = re.compile(r":[,.\d]*%}|format_size")
     files = [path for path in (ROOT / "offload/cli").glob("*.py") if path.name != "numbers.py"]
     assert len(files) > 10

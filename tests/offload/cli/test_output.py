@@ -1,5 +1,4 @@
-"""The output of ``kvtiers`` to a full disk or a closed pipe, as a shell gives them, or a narrow
-terminal."""
+"""The output of ``kvtiers`` to a full disk, a closed pipe (as in a shell), or a narrow terminal."""
 
 from __future__ import annotations
 
@@ -19,7 +18,7 @@ FULL = "kvtiers: cannot write the output: No space left on device\n"
 
 
 def run(output: int | IO[str], *words: object, unbuffered: str = "") -> tuple[int, str]:
-    """The exit code, and what is on stderr."""
+    """The exit code, and the text on stderr."""
     command = [sys.executable, "-m", "offload.cli", *map(str, words)]
     env = os.environ | {"PYTHONUNBUFFERED": unbuffered}
     done = subprocess.run(
@@ -32,7 +31,7 @@ def run(output: int | IO[str], *words: object, unbuffered: str = "") -> tuple[in
     ("words", "unbuffered"),
     [(["inspect", "--json"], ""), (["inspect", "--json"], "1"), (["clear", "--all", "--yes"], "")],
 )
-def test_a_full_disk_below_the_output(tmp_path: Path, words: list[str], unbuffered: str) -> None:
+def test_output_to_a_full_disk(tmp_path: Path, words: list[str], unbuffered: str) -> None:
     folder = make_store(tmp_path, range(3))
     command, *options = words
     with open("/dev/full", "w") as full:
@@ -42,7 +41,7 @@ def test_a_full_disk_below_the_output(tmp_path: Path, words: list[str], unbuffer
 
 
 @pytest.mark.parametrize("unbuffered", ["", "1"], ids=["buffered", "unbuffered"])
-def test_a_pipe_that_nobody_reads(tmp_path: Path, unbuffered: str) -> None:
+def test_output_to_a_closed_pipe(tmp_path: Path, unbuffered: str) -> None:
     make_store(tmp_path, range(3))
     reader, pipe = os.pipe()
     os.close(reader)
@@ -58,7 +57,7 @@ def test_a_pipe_that_nobody_reads(tmp_path: Path, unbuffered: str) -> None:
 def test_a_narrow_terminal_cuts_nothing_off(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, words: list[str]
 ) -> None:
-    """A size without its unit, or half a number, would be taken for another."""
+    """A size without its unit, or a number that is cut off, would be misread."""
     make_store(tmp_path / "kv", range(3))
     trace = alternating(40)
     with TraceWriter(tmp_path / "t.jsonl", trace.name, trace.block_tokens) as file:
@@ -70,7 +69,7 @@ def test_a_narrow_terminal_cuts_nothing_off(
         "simulate": [tmp_path / "t.jsonl", "--jobs", "1"],
         "plan": ["--token-bytes", "128KiB", "--cpu", "1GiB", *requests],
     }
-    monkeypatch.setenv("TTY_COMPATIBLE", "1")  # to rich it is a terminal then
+    monkeypatch.setenv("TTY_COMPATIBLE", "1")  # this makes rich treat it as a terminal
     monkeypatch.setenv("COLUMNS", "60")
     result = kvtiers(command, *place.get(command, [tmp_path / "kv"]), *options)
     assert result.code == 0, result.err

@@ -1,5 +1,5 @@
-"""Commands of a user who may not read the server's files: they say so, instead of that there is
-nothing."""
+"""Commands of a user who may not read the server's files report that, instead of reporting an empty
+store."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ NOBODY = 65_534
 
 @pytest.fixture
 def place() -> Iterator[Path]:
-    """A folder that every user may enter; pytest's own are root's alone."""
+    """A folder that every user may enter; pytest's own folders are open only to root."""
     with tempfile.TemporaryDirectory() as name:
         Path(name).chmod(0o755)
         yield Path(name)
@@ -26,7 +26,7 @@ def place() -> Iterator[Path]:
 
 @contextlib.contextmanager
 def without_rights(folder: Path) -> Iterator[None]:
-    """A user without any access to this folder, until the end of the block."""
+    """Act as a user without any access to this folder, until the end of the block."""
     is_root = os.geteuid() == 0
     folder.chmod(0o700 if is_root else 0)
     if is_root:
@@ -50,10 +50,10 @@ def without_rights(folder: Path) -> Iterator[None]:
     ],
     ids=lambda words: words[0],
 )
-def test_what_may_not_be_read_is_not_called_empty(
+def test_an_unreadable_store_is_not_called_empty(
     words: tuple[str, ...], inside: bool, place: Path
 ) -> None:
-    """The path itself is closed, or a folder above it."""
+    """The path itself is unreadable, or a folder above it."""
     root = place / "above" / "kv"
     root.parent.mkdir(0o755)
     make_store(root, range(2))
@@ -69,8 +69,8 @@ def test_what_may_not_be_read_is_not_called_empty(
 
 
 @pytest.mark.parametrize("command", ["inspect", "verify", "export"])
-def test_a_store_that_may_only_be_read_is_not_called_damaged(command: str, place: Path) -> None:
-    """LMDB enters each reader in a table, so reading needs the right to write one file."""
+def test_a_read_only_store_is_not_called_damaged(command: str, place: Path) -> None:
+    """LMDB enters each reader into a table, so a reader needs the right to write one file."""
     folder = make_store(place / "kv", range(2))
     words = [command, place / "kv", *([place / "f"] if command == "export" else [])]
     assert kvtiers(*words).code == 0  # which also imports what the command needs
@@ -94,7 +94,7 @@ def test_a_store_that_may_only_be_read_is_not_called_damaged(command: str, place
     assert "is damaged" not in said
 
 
-def test_an_export_that_may_not_be_read(place: Path) -> None:
+def test_an_unreadable_export_is_reported(place: Path) -> None:
     make_store(place / "kv", range(2))
     closed = place / "closed"
     closed.mkdir()

@@ -1,4 +1,4 @@
-"""``kvtiers plan`` and ``bench``: numbers that can be worked out by hand, and refusals."""
+"""``kvtiers plan`` and ``bench``: numbers that can be computed by hand, and refusals."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ def plan(*words: object) -> dict:
     return result.json
 
 
-def test_what_tiers_hold_and_how_fast_they_load() -> None:
+def test_how_much_tiers_hold_and_how_fast_they_load() -> None:
     found = plan("--token-bytes", "64KiB", "--cpu", "4GiB", "--disk", "64GiB", "--link", "20GB",
                  "--disk-read", "2GB", "--prefill-tokens-per-s", "100000")  # fmt: skip
     cpu, disk = found["tiers"]
-    assert cpu["tokens"] == (4 * GIB - (256 << 20)) // (64 << 10)  # staging is part of it
-    assert 0.99 < disk["tokens"] / (64 * GIB // (64 << 10)) < 1.0  # the index is part of it
+    assert cpu["tokens"] == (4 * GIB - (256 << 20)) // (64 << 10)  # including staging
+    assert 0.99 < disk["tokens"] / (64 * GIB // (64 << 10)) < 1.0  # including the index
     assert cpu["chunks"] == cpu["tokens"] // 16
     assert cpu["loads_tokens_per_s"] == pytest.approx(20e9 / 65536)
     assert disk["loads_tokens_per_s"] == pytest.approx(2e9 / 65536)
@@ -41,15 +41,16 @@ def test_what_tiers_hold_and_how_fast_they_load() -> None:
     assert not any("assumed" in note for note in found["notes"])
 
 
-def test_a_cpu_tier_that_does_not_pay_is_not_left_out_by_anybody() -> None:
-    """Only lower tiers have a gate. And what is no number is none in JSON either."""
+def test_a_cpu_tier_that_does_not_pay_is_never_left_out() -> None:
+    """Only lower tiers have a break-even check. Values that are not numbers must not be numbers in
+    JSON either."""
     found = plan("--token-bytes", "64KiB", "--cpu", "4GiB", "--prefill-tokens-per-s", "inf")
     [note] = [note for note in found["notes"] if "computing is faster" in note]
     assert "loads would slow requests down" in note
     assert found["prefill_tokens_per_s"] is None
 
 
-def test_nothing_is_assumed_in_silence() -> None:
+def test_nothing_is_assumed_without_a_note() -> None:
     found = plan("--token-bytes", "64KiB", "--cpu", "4GiB", "--disk", "64GiB")
     assert [tier["pays"] for tier in found["tiers"]] == [None, None]
     notes = "\n".join(found["notes"])
@@ -62,7 +63,7 @@ def test_nothing_is_assumed_in_silence() -> None:
 
 
 def alternating(count: int, block_tokens: int = 16) -> Trace:
-    """Two prompts of 10 blocks in turn, one request a second."""
+    """Two prompts of 10 blocks in turn, one request per second."""
     requests = [Request(float(n), 10 * block_tokens, ((100 * (n % 2), 10),)) for n in range(count)]
     return Trace("alternating", block_tokens, requests)
 
@@ -75,10 +76,11 @@ def write(trace: Trace, path: Path) -> Path:
 
 
 def test_hits_and_writes_of_a_trace(tmp_path: Path) -> None:
-    """With room for one prompt in memory and both on disk every hit after the first round is the
-    disk's; each block is written once."""
+    """With space for one prompt in memory and for both on disk, every hit after the first round
+    comes from the disk; each block is written once."""
     trace = write(alternating(101), tmp_path / "trace.jsonl")
-    sizes = ["--token-bytes", "4KiB", "--cpu", "832KiB", "--disk", "16MiB"]  # a 16th is staging
+    # a sixteenth of the CPU tier is staging
+    sizes = ["--token-bytes", "4KiB", "--cpu", "832KiB", "--disk", "16MiB"]
     options = ["--policy", "lru", "--trace", trace, "--write-budget", "1GiB"]
     found = plan(*sizes, *options, "--link", "1GB", "--disk-read", "20MB")
     cpu, disk = found["tiers"]
@@ -90,7 +92,7 @@ def test_hits_and_writes_of_a_trace(tmp_path: Path) -> None:
     assert found["write_budget"] == 1 << 30
     notes = "\n".join(found["notes"])
     assert "more than its budget" in notes
-    assert "cover 100 s only" in notes
+    assert "cover only 100 s" in notes
     reads = disk["reads_bytes_per_s"]
     assert reads == pytest.approx(disk["hit_ratio"] * 161.6 * 4096)
     assert "will be computed" not in notes
@@ -98,7 +100,7 @@ def test_hits_and_writes_of_a_trace(tmp_path: Path) -> None:
     assert any("disk: these hits need" in note for note in slow["notes"])
 
 
-def test_a_cpu_tier_alone(tmp_path: Path) -> None:
+def test_a_plan_for_a_cpu_tier_alone(tmp_path: Path) -> None:
     trace = write(alternating(50), tmp_path / "trace.jsonl")
     found = plan("--token-bytes", "4KiB", "--cpu", "2MiB", "--trace", trace)
     [cpu] = found["tiers"]
@@ -122,7 +124,7 @@ def test_a_mix_that_fits_no_memory_is_refused(mix: str) -> None:
     assert "Give fewer turns or tokens" in result.err
 
 
-def test_a_mix_is_what_it_says() -> None:
+def test_a_mix_has_the_described_shape() -> None:
     mix = Mix.parse("users=50,turns=4,system=320,prompt=100,answer=60,gap=20,hours=2")
     trace = mix_trace(mix, 16)
     assert trace == mix_trace(mix, 16)
@@ -135,7 +137,8 @@ def test_a_mix_is_what_it_says() -> None:
     for request in trace.requests:
         assert request.block_count == request.prompt_tokens // 16
         assert request.runs[0] == (0, 20)
-    # Prompts of a conversation extend each other; those of others share the system prompt only.
+    # Prompts of one conversation extend each other; prompts of different conversations share only
+    # the system prompt.
     by_session: dict[int, list[Request]] = {}
     for request in trace.requests:
         by_session.setdefault(request.session, []).append(request)
@@ -147,7 +150,7 @@ def test_a_mix_is_what_it_says() -> None:
                 assert later.blocks()[: earlier.block_count] == earlier.blocks()
 
 
-def test_pure_parts_agree() -> None:
+def test_the_parts_of_the_arithmetic_agree() -> None:
     model = ModelSize("m", 8192.0, 32, ranks=2)
     machine = Machine(1 << 30, 8 << 30, link_bytes_per_s=1e9, disk_bytes_per_s=5e9)
     trace = alternating(20)
@@ -156,7 +159,7 @@ def test_pure_parts_agree() -> None:
     simulated.result.extra = {"upper_ratio": 0.5, "lower_ratio": 0.4, "lower_writes": 20.0}
     found = make_plan(model, machine, 16, simulated)
     assert [tier.blocks for tier in found.tiers] == [cpu, disk]
-    # Two ranks have two links; what the disk gives crosses them too.
+    # Two ranks have two links; data from the disk crosses them too.
     assert [tier.bytes_per_s for tier in found.tiers] == [2e9, 2e9]
 
 
@@ -165,7 +168,7 @@ def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_llama(tmp_path_factory.mktemp("models") / "llama")
 
 
-def test_a_model_of_vllm(llama: Path) -> None:
+def test_a_plan_for_a_model_of_vllm(llama: Path) -> None:
     options = ["--cpu", "1GiB", "--gpu-tflops", "10", "--mix", "users=3,turns=2,hours=1"]
     found = plan(llama, *options, "--block-size", "32", "--max-model-len", "2048")
     assert found["model"]["chunk_tokens"] == 32
@@ -216,14 +219,14 @@ def test_a_model_of_vllm(llama: Path) -> None:
         ),
     ],
 )
-def test_bad_input(words: list[str], texts: list[str]) -> None:
+def test_bad_input_is_reported(words: list[str], texts: list[str]) -> None:
     result = kvtiers("plan", *words)
     assert result.code == 2
     for text in texts:
         assert text in result.err
 
 
-def test_too_small() -> None:
+def test_a_tier_that_is_too_small_is_reported() -> None:
     sizes = ["--token-bytes", "1MiB", "--mix", "users=1"]
     result = kvtiers("plan", *sizes, "--cpu", "3MiB")
     assert result.code == 1

@@ -1,4 +1,4 @@
-"""``docs/reference/command-line.md`` is made from the help of the commands.
+"""``docs/reference/command-line.md`` is generated from the help of the commands.
 
 ``KVTIERS_REWRITE=1 python -m pytest tests/offload/cli/test_reference.py`` rewrites it.
 """
@@ -86,7 +86,7 @@ def test_every_command_is_in_the_guide() -> None:
     assert missing == []
 
 
-def test_every_looking_command_has_json_and_it_takes_no_value() -> None:
+def test_every_read_only_command_has_a_json_flag_without_a_value() -> None:
     for name, (module, _) in COMMANDS.items():
         command = typer.main.get_command(importlib.import_module(module).app)
         flags = {option for parameter in command.params for option in parameter.opts

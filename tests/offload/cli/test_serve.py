@@ -1,5 +1,5 @@
-"""``kvtiers serve``: what it adds to ``vllm serve``, and what it refuses. A real server that is
-started so is in ``tests/vllm/test_server.py``."""
+"""``kvtiers serve``: what it adds to ``vllm serve``, and what it refuses.
+``tests/vllm/test_server.py`` starts a real server in this way."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def no_variables(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.delenv(name, raising=False)
 
 
-def test_two_flags_become_a_configuration(tmp_path: Path) -> None:
+def test_two_flags_give_a_configuration(tmp_path: Path) -> None:
     disks = ["--kv-disk", f"{tmp_path}/a:16MiB", "--kv-disk", f"{tmp_path}/b:32MiB"]
     transfer, flags = added(serve("m", "--port", "8000", "--kv-cpu", "64MiB", *disks, "-tp", "2"))
     assert transfer == {
@@ -54,7 +54,9 @@ def test_two_flags_become_a_configuration(tmp_path: Path) -> None:
     assert flags == [*HASHING, "--port", "8000", "-tp", "2"]
 
 
-def test_variables_of_a_container(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_environment_variables_of_a_container(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("KVTIERS_CPU", "64MiB")
     monkeypatch.setenv("KVTIERS_DISK", f"{tmp_path}/a:16MiB,{tmp_path}/b:32MiB")
     extra = added(serve("m"))[0]["kv_connector_extra_config"]
@@ -66,7 +68,7 @@ def test_variables_of_a_container(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     assert [tier["path"] for tier in extra["tiers"]] == [f"{tmp_path}/c"]
 
 
-def test_without_anything_the_cpu_tier_is_sized_by_the_machine() -> None:
+def test_without_flags_the_machine_decides_the_size_of_the_cpu_tier() -> None:
     transfer, flags = added(serve("m"))
     assert (transfer["kv_connector_extra_config"], flags) == ({}, HASHING)
 
@@ -74,25 +76,25 @@ def test_without_anything_the_cpu_tier_is_sized_by_the_machine() -> None:
 @pytest.mark.parametrize(
     "flag", ["--kv-transfer-config={}", "--kv_transfer_config={}", "--kv-transfer-config.kv_role=x"]
 )
-def test_a_configuration_of_the_users_own_is_left_alone(
+def test_the_users_own_configuration_is_left_alone(
     flag: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert serve("m", flag).out == f"vllm serve m {shlex.quote(flag)}\n"
     assert serve("m", "--config", "f.yaml").out == "vllm serve m --config f.yaml\n"
     monkeypatch.setenv("KVTIERS_CPU", "64MiB")
-    assert "KVTIERS_CPU is not used beside --kv-transfer-config" in serve("m", flag).err
+    assert "KVTIERS_CPU is not used together with --kv-transfer-config" in serve("m", flag).err
     found = serve("m", flag, "--kv-cpu", "64MiB")
     assert found.code == 2
-    assert "--kv-transfer-config: stands beside --kv-cpu or --kv-disk" in found.err
+    assert "--kv-transfer-config: is given together with --kv-cpu or --kv-disk" in found.err
 
 
-def test_a_hash_function_of_the_users_own_wins() -> None:
+def test_the_users_own_hash_function_takes_precedence() -> None:
     flags = ["--prefix-caching-hash-algo", "xxhash_cbor"]
     assert shlex.split(serve("m", *flags).out)[-2:] == flags
     assert serve("m", *flags).out.count("hash-algo") == 1
 
 
-def test_spellings_of_vllm() -> None:
+def test_all_spellings_of_vllm_flags_are_recognised() -> None:
     for flags in (["--a-b", "1"], ["--a_b=1"], ["--a-b.c", "1"], ["--a_b.c=1"]):
         assert has_flag(flags, "--a-b")
     assert not has_flag(["--a-bc"], "--a-b")
@@ -109,7 +111,7 @@ def test_spellings_of_vllm() -> None:
         (["--kv-disk", "/tmp/k:9EiB", "--kv-cpu", "x"], ["2 problems", "--kv-cpu: is not a size"]),
     ],
 )
-def test_bad_input(words: list[str], texts: list[str]) -> None:
+def test_bad_input_is_reported(words: list[str], texts: list[str]) -> None:
     found = serve("m", *words)
     assert (found.code, found.out) == (2, "")
     for text in texts:

@@ -1,5 +1,5 @@
-"""``clear`` and ``verify`` beside engines that share a folder of files: they hold no lock that one
-could ask for, but each has a file that says that it lives."""
+"""``clear`` and ``verify`` beside engines that share a folder of files. These hold no lock that
+could be checked, but each has a file that shows that it is alive."""
 
 from __future__ import annotations
 
@@ -42,7 +42,8 @@ asyncio.run(live(*sys.argv[1:]))
 
 @contextlib.contextmanager
 def engine(folder: Path) -> Iterator[int]:
-    """A process that shares a folder, and has stored six records; its pid. Killed at the end."""
+    """A process that shares a folder and has stored six records; returns its pid. It is killed at
+    the end."""
     arguments = [folder, CAPACITY, RECORD_NAMESPACE.hex(), SIZE]
     command = [sys.executable, "-c", ENGINE, *map(str, arguments)]
     process = subprocess.Popen(
@@ -58,7 +59,7 @@ def engine(folder: Path) -> Iterator[int]:
 
 
 def grow_old(folder: Path) -> None:
-    """As if every record was last used two days ago."""
+    """Make every record look as if it was last used two days ago."""
     for path in folder.glob("epoch-0/*"):
         os.utime(path, (time.time() - 2 * 86_400,) * 2)
 
@@ -67,7 +68,7 @@ def records(folder: Path) -> int:
     return len(list(folder.glob("epoch-0/*")))
 
 
-def test_old_records_stay_while_an_engine_lives(tmp_path: Path) -> None:
+def test_old_records_stay_while_an_engine_is_alive(tmp_path: Path) -> None:
     folder = tmp_path / "kv"
     with engine(folder) as pid:
         grow_old(folder)
@@ -79,10 +80,10 @@ def test_old_records_stay_while_an_engine_lives(tmp_path: Path) -> None:
     assert (result.code, records(folder)) == (0, 0), "it was killed"
 
 
-def test_a_namespace_stays_while_an_engine_lives(tmp_path: Path) -> None:
-    """On a file system that keeps no locks nobody holds the namespace's claim."""
+def test_a_namespace_stays_while_an_engine_is_alive(tmp_path: Path) -> None:
+    """On a file system without locks, no process holds the namespace's claim."""
     place = make_store(tmp_path, range(0), kind="file")
-    for path in place.iterdir():  # what an exclusive tier leaves
+    for path in place.iterdir():  # left by an exclusive tier
         path.unlink() if path.is_file() else path.rmdir()
     with engine(place) as pid:
         result = kvtiers("clear", tmp_path, "--all", "--yes", "--json")
@@ -95,7 +96,7 @@ def test_a_namespace_stays_while_an_engine_lives(tmp_path: Path) -> None:
     assert not place.exists()
 
 
-def test_damaged_records_stay_while_an_engine_lives(tmp_path: Path) -> None:
+def test_damaged_records_stay_while_an_engine_is_alive(tmp_path: Path) -> None:
     folder = tmp_path / "kv"
     with engine(folder) as pid:
         damage(folder, 3)
@@ -108,7 +109,7 @@ def test_damaged_records_stay_while_an_engine_lives(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("silent_s", [0, 3600])
-def test_engines_of_other_machines_are_judged_by_when_they_said_something(
+def test_engines_of_other_machines_are_judged_by_their_last_sign_of_life(
     tmp_path: Path, silent_s: int
 ) -> None:
     assert silent_s == 0 or silent_s * 10**9 > SILENT_NS + CLOCKS_NS

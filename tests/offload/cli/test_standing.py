@@ -25,7 +25,7 @@ KEYS = [key_of(number) for number in range(8)]
 SIZE = 8192
 
 Damage = Callable[[Path], object]
-"""Gets the folder of a namespace."""
+"""A function that gets the folder of a namespace."""
 
 
 def rank_of(home: Path) -> Path:
@@ -33,8 +33,8 @@ def rank_of(home: Path) -> Path:
 
 
 async def start(root: Path, **options: Any) -> tuple[TierInfo, int]:
-    """The keys that a server's start finds, and how many folders were set aside. It stores ``KEYS``
-    and ends."""
+    """The keys that a server finds at its start, and the number of folders that were set aside. The
+    server stores ``KEYS`` and ends."""
     [spec] = places(root, **options).specs()
     try:
         tier = make_tier(spec, 4096)
@@ -50,7 +50,7 @@ async def start(root: Path, **options: Any) -> tuple[TierInfo, int]:
 
 
 def release(spec: TierSpec) -> None:
-    """Give the claim back, as the end of a process does."""
+    """Release the claim, as the end of a process does."""
     renew: Any = spec.renew
     renew.args[1].close()
 
@@ -72,7 +72,7 @@ def flipped(content: bytes) -> bytes:
 
 
 def of_another_rank(home: Path) -> None:
-    """``cp -r rank-1 rank-0``, as a user does who restores a copy."""
+    """Run ``cp -r rank-1 rank-0``, as a user who restores a copy does."""
     rank_of(home).rename(home / "replica-0" / "rank-1")
     shutil.copytree(home / "replica-0" / "rank-1", rank_of(home))
 
@@ -142,7 +142,7 @@ BY_NAME = FOLDERS | LMDB | FILE
 
 
 def contents(root: Path) -> dict[str, bytes]:
-    """Every file, but for locks and claims."""
+    """Every file except locks and claims."""
     files = [path for path in root.rglob("*") if path.is_file() and not path.is_symlink()]
     return {
         str(path.relative_to(root)): path.read_bytes()
@@ -152,7 +152,7 @@ def contents(root: Path) -> dict[str, bytes]:
 
 
 def judged(root: Path, command: str, *options: str) -> tuple[int, list[str]]:
-    """Exit code of a command and the problems it names, of namespaces and of stores."""
+    """Exit code of a command, and the problems that it names for namespaces and stores."""
     result = kvtiers(command, root, *options, "--json")
     found = result.json
     if command == "verify":
@@ -164,10 +164,10 @@ def judged(root: Path, command: str, *options: str) -> tuple[int, list[str]]:
 
 
 @pytest.mark.parametrize("kind", ["lmdb", "file"])
-async def test_a_whole_store_is_whole_for_everybody(
+async def test_an_intact_store_is_intact_for_every_command(
     tmp_path: Path, kind: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """A control for all that follows."""
+    """The control for the tests below."""
     assert (await start(tmp_path, type=kind))[1] == 0
     for command in ("verify", "inspect"):
         code, problems = judged(tmp_path, command)
@@ -179,7 +179,7 @@ async def test_a_whole_store_is_whole_for_everybody(
 
 
 @pytest.mark.parametrize(("kind", "name"), CASES)
-async def test_verify_and_inspect_say_what_a_start_would_throw_away(
+async def test_verify_and_inspect_report_what_a_start_would_discard(
     tmp_path: Path, kind: str, name: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     damage, words = BY_NAME[name]
@@ -205,7 +205,7 @@ async def test_verify_and_inspect_say_what_a_start_would_throw_away(
 
 
 @pytest.mark.parametrize("name", ["an empty index", "no index", "no payloads"])
-async def test_the_same_of_a_store_that_was_shared(tmp_path: Path, name: str) -> None:
+async def test_verify_and_inspect_on_a_store_that_was_shared(tmp_path: Path, name: str) -> None:
     damage, words = LMDB[name]
     await start(tmp_path, shared=True)
     assert judged(tmp_path, "verify")[0] == judged(tmp_path, "inspect")[0] == 0
@@ -221,8 +221,8 @@ async def test_the_same_of_a_store_that_was_shared(tmp_path: Path, name: str) ->
 
 
 @pytest.mark.parametrize("kind", ["lmdb", "file"])
-async def test_records_of_a_later_epoch_than_is_noted_are_damage(tmp_path: Path, kind: str) -> None:
-    """A copy that was not made at one moment (``test_tier_places`` has the start)."""
+async def test_records_of_a_later_epoch_than_recorded_are_damage(tmp_path: Path, kind: str) -> None:
+    """A copy that was not made at a single moment (``test_tier_folders`` has the start)."""
     await start(tmp_path, type=kind)
     file = tmp_path / NAMESPACE.name / REPLICA / EPOCH_NAME
     early = file.read_bytes()
@@ -242,8 +242,9 @@ async def test_records_of_a_later_epoch_than_is_noted_are_damage(tmp_path: Path,
 
 
 @pytest.mark.parametrize("kind", ["lmdb", "file"])
-async def test_records_of_replaced_weights_are_no_damage(tmp_path: Path, kind: str) -> None:
-    """Killed after a reset: it is said that none of them will be used, and nothing is wrong."""
+async def test_records_of_replaced_weights_are_not_damage(tmp_path: Path, kind: str) -> None:
+    """After a kill following a reset: the commands report that none of the records will be used,
+    and nothing is wrong."""
     await start(tmp_path, type=kind)
     bump_epoch(tmp_path / NAMESPACE.name / REPLICA)
     for command in ("inspect", "verify"):

@@ -1,4 +1,4 @@
-"""``kvtiers top`` on pages of a server that this test plays; a real one is asked in tests/vllm."""
+"""``kvtiers top`` on pages of a simulated server; tests/vllm uses a real one."""
 
 from __future__ import annotations
 
@@ -71,8 +71,8 @@ class Server:
 
 @contextmanager
 def serving(pages: list[str], user: str = "") -> Iterator[str]:
-    """An HTTP server that gives one page after the other, the last one forever; to ``user`` only,
-    given as ``name:password``, if there is one."""
+    """An HTTP server that returns one page after the other, the last one repeatedly; only to
+    ``user``, given as ``name:password``, if there is one."""
     wanted = f"Basic {base64.b64encode(user.encode()).decode()}" if user else None
 
     class Handler(http.server.BaseHTTPRequestHandler):
@@ -85,7 +85,7 @@ def serving(pages: list[str], user: str = "") -> Iterator[str]:
             self.wfile.write(body)
 
         def log_message(self, format: str, *args: object) -> None:
-            """Silent."""
+            """Log nothing."""
 
     server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
     thread = threading.Thread(target=server.serve_forever)
@@ -152,8 +152,8 @@ def test_one_view_as_json_and_as_a_table() -> None:
         assert words in text, words
 
 
-def test_a_busy_server_is_readable_at_80_columns(monkeypatch: pytest.MonkeyPatch) -> None:
-    """One block for each tier: every line has its label, and no number is folded."""
+def test_a_busy_server_is_readable_in_80_columns(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One block for each tier: every line has its label, and no number is wrapped."""
     server = Server()
     server.fill()
     first = server.page
@@ -165,7 +165,7 @@ def test_a_busy_server_is_readable_at_80_columns(monkeypatch: pytest.MonkeyPatch
             server.add(Counter, f"vllm:kvtiers_{name}", 10**7, tier)
         for name in ("evicted_chunks", "read_bytes", "write_bytes"):
             server.add(Counter, f"vllm:kvtiers_{name}", 10**9, tier)
-    monkeypatch.setenv("TTY_COMPATIBLE", "1")  # to rich it is a terminal then
+    monkeypatch.setenv("TTY_COMPATIBLE", "1")  # this makes rich treat it as a terminal
     monkeypatch.setenv("COLUMNS", "80")
     with serving([first, server.page]) as address:
         text = kvtiers("top", address, "--once", "--interval", "0.2").out
@@ -185,8 +185,8 @@ def test_an_interval_that_never_ends(interval: str) -> None:
     assert "Invalid value for '--interval'" in result.err
 
 
-def test_into_a_pipe_it_writes_one_view_after_the_other() -> None:
-    """It runs until it is ended, or its output is closed."""
+def test_top_writes_one_view_after_the_other_into_a_pipe() -> None:
+    """It runs until it is stopped, or until its output is closed."""
     server = Server()
     server.fill()
     with serving([server.page]) as address:
@@ -210,7 +210,7 @@ def test_a_server_without_this_connector() -> None:
     for page, words in (
         (server.page, "vLLM's, but none of kvtiers. Start the server with"),
         ("", "no metrics of vLLM"),
-        ("vllm:x{ 3", "no page of metrics"),
+        ("vllm:x{ 3", "not a page of metrics"),
     ):
         with serving([page]) as address:
             result = kvtiers("top", address, "--once")
@@ -219,7 +219,7 @@ def test_a_server_without_this_connector() -> None:
         assert address in result.err
 
 
-def test_no_server() -> None:
+def test_a_server_that_does_not_run() -> None:
     with serving([""]) as address:
         pass
     result = kvtiers("top", address, "--once")
@@ -235,7 +235,7 @@ def test_no_server() -> None:
         b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n100\r\nshort",
     ],
 )
-def test_what_is_no_web_server(answer: bytes) -> None:
+def test_a_port_without_a_web_server(answer: bytes) -> None:
     with socket.create_server(("127.0.0.1", 0)) as listener:
 
         def once() -> None:
@@ -253,7 +253,7 @@ def test_what_is_no_web_server(answer: bytes) -> None:
     assert f"http://{address}/metrics answers, but not as a web server does" in result.err
 
 
-def test_numbers_that_are_none_are_as_missing() -> None:
+def test_invalid_numbers_are_treated_as_missing() -> None:
     page = (
         'vllm:kvtiers_resident_chunks{tier="cpu"} 3\nvllm:kvtiers_breaker_state{tier="cpu"} NaN\n'
     )
@@ -264,13 +264,13 @@ def test_numbers_that_are_none_are_as_missing() -> None:
 
 
 @pytest.mark.parametrize("url", ["local host:1", "ftp://x", "http://", "host:port", ""])
-def test_what_is_no_address(url: str) -> None:
+def test_an_invalid_address_is_refused(url: str) -> None:
     result = kvtiers("top", url, "--once")
     assert result.code == 2
     assert "Write localhost:8000" in result.err
 
 
-def test_addresses() -> None:
+def test_all_forms_of_addresses() -> None:
     assert metrics_url("h:1") == "http://h:1/metrics"
     assert metrics_url("https://h/") == "https://h/metrics"
     assert metrics_url("http://h:1/prometheus/metrics") == "http://h:1/prometheus/metrics"
@@ -306,6 +306,6 @@ def test_a_password_is_sent_and_never_shown(tmp_path: Path) -> None:
         assert "ecre" not in (result.out + result.err).replace('(got "http://me:s/ecre")', "")
 
 
-def test_pages_that_are_none() -> None:
+def test_invalid_pages_are_reported() -> None:
     with pytest.raises(PageError):
         parse("<html>", 0.0)

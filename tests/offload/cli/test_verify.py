@@ -1,4 +1,5 @@
-"""``kvtiers verify`` finds what is damaged and only that, at rest and beside a live writer."""
+"""``kvtiers verify`` finds damaged records and nothing else, in idle stores and beside a live
+writer."""
 
 from __future__ import annotations
 
@@ -36,7 +37,7 @@ Edit = Callable[[dict[bytes, bytes]], dict[bytes, bytes | None]]
 
 
 def verify(root: Path, *options: object) -> dict:
-    """The answer for the only store below a path."""
+    """The result for the only store below a path."""
     result = kvtiers("verify", root, "--json", *options)
     answer = result.json
     [store] = answer["stores"]
@@ -68,7 +69,7 @@ def test_damaged_records_are_found_and_removed(tmp_path: Path, kind: str) -> Non
     assert set(found["damaged"]) == names(3, 17, 39)
     again = verify(tmp_path)
     assert (again["records"], again["good"], again["damaged"]) == (37, 37, [])
-    if kind == "lmdb":  # the folder is whole and clean: nothing is dropped or moved aside
+    if kind == "lmdb":  # the folder is intact and clean: nothing is dropped or moved aside
         assert set(records_of(folder)) == {
             key_of(number) for number in set(range(40)) - {3, 17, 39}
         }
@@ -107,7 +108,7 @@ EDITS = {
 
 
 @pytest.mark.parametrize("name", EDITS)
-def test_what_the_index_says_is_checked_too(tmp_path: Path, name: str) -> None:
+def test_the_content_of_the_index_is_checked_too(tmp_path: Path, name: str) -> None:
     edit, bad = EDITS[name]
     folder = make_store(tmp_path, range(5))
     edits = edit(records_of(folder))
@@ -131,7 +132,7 @@ def test_a_file_record_with_a_damaged_header(tmp_path: Path) -> None:
     assert verify(tmp_path)["good"] == 1
 
 
-def test_without_its_check_verify_sees_nothing(
+def test_without_its_check_verify_finds_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     damage(make_store(tmp_path, range(5)), 2)
@@ -159,8 +160,8 @@ asyncio.run(main(sys.argv[1]))
 """
 
 
-def test_a_place_that_was_written_anew_is_no_damage(tmp_path: Path) -> None:
-    """The record was found, then removed, and its place overwritten, before it was read."""
+def test_an_overwritten_extent_is_not_damage(tmp_path: Path) -> None:
+    """The record was found, then removed, and its extent overwritten, before it was read."""
     folder = make_store(tmp_path, range(40))
     outside = LmdbReader(folder, is_owned=False)
     before = [record for batch in outside.batches() for record in batch]
@@ -168,7 +169,7 @@ def test_a_place_that_was_written_anew_is_no_damage(tmp_path: Path) -> None:
     subprocess.run(command, cwd=ROOT, check=True)
     checker = Checker(outside, has_key=False)
     healths = [checker.check(record)[0] for record in before]
-    # That is what a check without the second look would have to go by:
+    # A check without the second lookup would have only this:
     scratch = memory(SIZE)
     assert sum(outside.load([record], [scratch])[0] for record in before) < 40
     assert set(healths) <= {Health.GONE, Health.GOOD}
@@ -181,14 +182,15 @@ def test_a_place_that_was_written_anew_is_no_damage(tmp_path: Path) -> None:
 RESET = REPLACE.replace("delete([key_of(n) for n in range(40)])", "reset(1)")
 
 
-def test_a_reset_beneath_is_no_damage(tmp_path: Path) -> None:
+def test_a_concurrent_reset_is_not_damage(tmp_path: Path) -> None:
     folder = make_store(tmp_path, range(40))
     outside = LmdbReader(folder, is_owned=False)
     before = [record for batch in outside.batches() for record in batch]
     assert RESET != REPLACE
     subprocess.run([sys.executable, "-c", RESET, str(folder)], cwd=ROOT, check=True)
     checker = Checker(outside, has_key=False)
-    # The epoch is that of the last look, so the first record may still be read as it was.
+    # The epoch is that of the last lookup, so the first record may still be read in its earlier
+    # state.
     assert {checker.check(record)[0] for record in before[1:]} == {Health.GONE}
     now = [record for batch in outside.batches() for record in batch]
     assert [checker.check(record)[0] for record in now] == [Health.GOOD] * 40
@@ -203,9 +205,7 @@ def memory(size: int):
 
 
 @pytest.mark.parametrize("kind", ["lmdb", "file"])
-def test_beside_a_writer_nothing_is_reported_and_nothing_disturbed(
-    tmp_path: Path, kind: str
-) -> None:
+def test_verify_beside_a_writer_reports_and_disturbs_nothing(tmp_path: Path, kind: str) -> None:
     with writer(tmp_path, kind) as live:
         seen = gone = 0
         for _ in range(6):
@@ -222,7 +222,7 @@ def test_beside_a_writer_nothing_is_reported_and_nothing_disturbed(
 
 
 def test_damage_beside_a_writer_is_reported_and_left_to_it(tmp_path: Path) -> None:
-    folder = make_store(tmp_path, range(6))  # the writer has others and never reads these
+    folder = make_store(tmp_path, range(6))  # the writer has other records and never reads these
     places = {number: place_in_file(folder, number) for number in range(6)}
     with writer(tmp_path) as live:
         for number in (1, 4):
@@ -239,7 +239,7 @@ def test_damage_beside_a_writer_is_reported_and_left_to_it(tmp_path: Path) -> No
     assert verify(tmp_path)["damaged"] == []
 
 
-def test_a_server_that_starts_during_the_scrub_keeps_its_index(tmp_path: Path) -> None:
+def test_a_server_that_starts_during_verify_keeps_its_index(tmp_path: Path) -> None:
     damage(make_store(tmp_path, range(6)), 2)
     store = only_store(tmp_path)
     outside = store.open()
@@ -277,7 +277,7 @@ def test_every_store_below_a_path(tmp_path: Path) -> None:
     assert sorted(store["good"] for store in result.json["stores"]) == [3, 4, 4]
 
 
-def test_many_damaged_stores_do_not_fill_the_screen(tmp_path: Path) -> None:
+def test_many_damaged_stores_do_not_flood_the_screen(tmp_path: Path) -> None:
     """Problems of a whole store come first; all stores together have a limit of lines."""
     for name in ("a", "b", "c"):
         folder = make_store(tmp_path, range(15), fields={"model": {"name": name}})
@@ -285,7 +285,7 @@ def test_many_damaged_stores_do_not_fill_the_screen(tmp_path: Path) -> None:
             damage(folder, number)
     (folder / PAYLOAD_NAME).unlink()
     result = kvtiers("verify", tmp_path, "--check-only")
-    below = result.out.splitlines()[7:]  # the table has a head and three rows
+    below = result.out.splitlines()[7:]  # the table has a header and three rows
     assert len(below) == LINES_MAX + 1
     assert sum("is missing" in line for line in below[:3]) == 1
     assert sum("damaged: key" in line for line in below) == LINES_MAX - 1
@@ -311,14 +311,14 @@ def test_a_store_that_cannot_be_read_does_not_hide_the_others(tmp_path: Path) ->
         assert words in kvtiers("verify", tmp_path, "--check-only").out.replace("\n", " ")
 
 
-def test_bad_input_is_said_at_once(tmp_path: Path) -> None:
+def test_bad_input_is_reported_at_once(tmp_path: Path) -> None:
     result = kvtiers("verify", tmp_path / "x", "--rate", "8G")
     assert result.code == 2
     for words in ("2 problems", '--rate: has an ambiguous unit. (got "8G")', "does not exist"):
         assert words.replace(". (", " (") in result.err, words
 
 
-def test_pace_keeps_the_rate() -> None:
+def test_pace_limits_the_rate() -> None:
     now, slept = [0.0], []
 
     def sleep(seconds: float) -> None:
@@ -329,14 +329,14 @@ def test_pace_keeps_the_rate() -> None:
     for _ in range(50):
         pace.spend(100)
     assert sum(slept) == pytest.approx(5.0)
-    now[0] += 60  # what was not used is not saved up
+    now[0] += 60  # unused time is not saved up
     slept.clear()
     for _ in range(50):
         pace.spend(100)
     assert sum(slept) == pytest.approx(5.0)
 
 
-def test_records_of_the_test_are_what_they_seem(tmp_path: Path) -> None:
+def test_the_records_of_these_tests_are_as_described(tmp_path: Path) -> None:
     folder = make_store(tmp_path, range(2))
     outside = LmdbReader(folder, is_owned=False)
     found: list[Found] = [record for batch in outside.batches() for record in batch]

@@ -1,4 +1,5 @@
-"""``kvtiers why`` shows the records of a server's requests, and refuses files that hold others."""
+"""``kvtiers why`` shows the records of a server's requests, and refuses files with other
+content."""
 
 from __future__ import annotations
 
@@ -14,11 +15,11 @@ from tests.offload.cli.stores import FIELDS, kvtiers
 from tiers.testing import key_of
 
 WHOLE = RequestRecord("r", 1.0, 64, 0, 60).as_json()
-"""A line that is a record."""
+"""A line that is a valid record."""
 
 
 def recorded(folder: Path, *numbers: int) -> Path:
-    """A server's file: requests that missed these chunks."""
+    """A server's file, with requests that missed these chunks."""
     file = folder / "requests.jsonl"
     written = RequestFile(str(file), 100, Namespace.of(FIELDS).name)
     for number in numbers:
@@ -58,7 +59,7 @@ def test_a_reason_of_a_newer_version_is_shown(tmp_path: Path) -> None:
         None,
     ],
 )
-def test_other_lines_of_json_are_no_records(tmp_path: Path, line: object) -> None:
+def test_other_lines_of_json_are_not_records(tmp_path: Path, line: object) -> None:
     file = tmp_path / "other.jsonl"
     file.write_text(json.dumps(line) + "\n")
     result = kvtiers("why", file)

@@ -1,8 +1,8 @@
-"""A server as far as the disk sees one: claims its rank's folder, writes, evicts, touches and reads
-back through the tier until its input ends, and then checks everything that it holds.
+"""Behaves towards the disk like a server: claims its rank's folder, writes, evicts, touches and
+reads back through the tier until its input ends, and then checks everything that the tier holds.
 
-Not a test itself: ``writer_child.py <root> <kind> <records>``. Says ``ready`` once it is full and
-churning; on end of input it stops and says ``<commits> <reads> <wrong>``.
+Not a test itself: ``writer_child.py <root> <kind> <records>``. It prints ``ready`` once it is full
+and churning; at the end of its input it stops and prints ``<commits> <reads> <wrong>``.
 """
 
 from __future__ import annotations

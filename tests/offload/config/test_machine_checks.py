@@ -1,4 +1,4 @@
-"""Configurations against this machine: real folders, mounts, processes and other users."""
+"""Checks configurations against this machine: real folders, mounts, processes and other users."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def problems_of(*tiers: dict[str, Any], capacity: Any = "64MiB") -> dict[str, st
 
 
 def stable(text: str, **names: object) -> str:
-    """The text with what differs between machines replaced by names."""
+    """The text with machine-dependent parts replaced by names."""
     for name, value in names.items():
         text = text.replace(str(value), f"<{name}>")
     return text
@@ -51,7 +51,7 @@ def stable(text: str, **names: object) -> str:
 
 @pytest.mark.parametrize("shared", [False, True])
 def test_a_tier_that_is_too_small_for_its_index_is_refused(tmp_path: Path, shared: bool) -> None:
-    """Before a model is loaded; what a chunk needs beside it is seen later."""
+    """This happens before a model is loaded; the space for a chunk is checked later."""
     text = problems_of(tier(tmp_path / "kv", capacity="1MiB", shared=shared))
     assert list(text) == ["$.tiers[0].capacity"]
     assert "1MiB is too small for any chunk: the index alone takes 2MiB" in str(text)
@@ -69,7 +69,7 @@ def test_a_good_configuration_passes_and_leaves_nothing_behind(tmp_path: Path) -
 
 
 @pytest.mark.parametrize("name", ["record_trace", "record_requests"])
-def test_files_that_cannot_be_written_are_found_at_start(name: str, tmp_path: Path) -> None:
+def test_unwritable_files_are_reported_at_start(name: str, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     for path, words in (
         (tmp_path, "is not a regular file"),
@@ -93,7 +93,7 @@ def test_both_recordings_cannot_be_one_file(tmp_path: Path) -> None:
         load_config({"cpu": {"capacity": "64MiB"}, **both})
 
 
-def test_notes_say_what_was_chosen() -> None:
+def test_notes_describe_the_chosen_defaults() -> None:
     notes = load_config({}).notes
     assert len(notes) == 2
     assert notes[0].startswith("cpu.capacity not given: using ")
@@ -101,7 +101,7 @@ def test_notes_say_what_was_chosen() -> None:
     assert load_config({"cpu": {"capacity": "64MiB"}}).notes == notes[1:]
 
 
-def test_reading_and_machine_problems_come_together(tmp_path: Path) -> None:
+def test_reading_and_machine_problems_are_reported_together(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     found = problems_of(tier(tmp_path / "file", io_threads=0), tier("relative"), capacity="900TiB")
     assert list(found) == [
@@ -112,7 +112,7 @@ def test_reading_and_machine_problems_come_together(tmp_path: Path) -> None:
     ]
 
 
-def test_a_faulty_value_is_not_complained_about_twice(tmp_path: Path) -> None:
+def test_a_faulty_value_is_not_reported_twice(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(ConfigError) as caught:
         load_config(extra(tier(tmp_path / "file"), tier(tmp_path / "file"), capacity="900TB9"))
@@ -139,14 +139,15 @@ def test_a_path_that_is_a_link(tmp_path: Path) -> None:
     compare("config-machine-path-is-link", stable(text, folder=tmp_path))
 
 
-def test_a_path_where_nothing_can_be_made() -> None:
+def test_a_path_where_nothing_can_be_created() -> None:
     text = problems_of(tier("/proc/kvtiers/kv"))["$.tiers[0].path"]
     assert text.startswith("$.tiers[0].path: cannot create /proc/kvtiers/kv: ")
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="needs root to become another user")
-def test_a_path_of_somebody_else(tmp_path: Path) -> None:
-    """As user 65534: a folder of root's that nobody else may write, and one that all may."""
+def test_a_path_of_another_user(tmp_path: Path) -> None:
+    """As user 65534: a folder of root that only root may write, and one that all users may
+    write."""
     closed, shared = SHM / f"kvtiers-{os.getpid()}-a", SHM / f"kvtiers-{os.getpid()}-b"
     code = f"""
 import os, sys
@@ -178,15 +179,15 @@ def test_a_folder_that_others_can_write(tmp_path: Path) -> None:
     compare("config-machine-writable-by-others", stable(text, path=tmp_path))
 
 
-def test_more_than_the_disk_holds(tmp_path: Path) -> None:
+def test_a_capacity_larger_than_the_disk(tmp_path: Path) -> None:
     found = problems_of(tier(tmp_path, capacity="900TiB"))
     assert "900TiB does not fit: " in found["$.tiers[0].capacity"]
 
 
-def test_the_hint_for_the_disk_helps(tmp_path: Path) -> None:
+def test_following_the_hint_about_the_disk_works(tmp_path: Path) -> None:
     text = problems_of(tier(tmp_path, capacity="900TiB"))["$.tiers[0].capacity"]
     most = text.partition("Use at most ")[2].removesuffix(".")
-    # Others write to this disk, too: with a little less the hint must hold.
+    # Other processes write to this disk too, so the hint must hold with slightly less.
     config = parse_config(extra(tier(tmp_path, capacity=most, reserve=0)))
     assert config.tiers[0].capacity > 0
     lower = tier(tmp_path, capacity=config.tiers[0].capacity * 9 // 10)
@@ -210,7 +211,7 @@ def test_three_tiers_on_one_disk_are_added_up(tmp_path: Path) -> None:
     assert list(problems_of(*tiers)) == ["$.tiers[2].capacity"]
 
 
-def test_what_a_tier_holds_already_is_not_counted_against_it(tmp_path: Path) -> None:
+def test_space_that_a_tier_already_uses_is_not_counted_against_it(tmp_path: Path) -> None:
     """A server that filled its disk up to the reserve can start again."""
     home = tmp_path / ("0" * 32)
     home.mkdir()
@@ -218,7 +219,7 @@ def test_what_a_tier_holds_already_is_not_counted_against_it(tmp_path: Path) -> 
         os.posix_fallocate(file.fileno(), 0, 512 * MIB)
     disk = os.statvfs(tmp_path)
     free = disk.f_bavail * disk.f_frsize
-    # Half of it as slack for what others write to this disk meanwhile.
+    # Half of the free space is slack for what other processes write to this disk meanwhile.
     full = tier(tmp_path, capacity="512MiB", reserve=max(0, free - 256 * MIB))
     assert problems_of(full) == {}
     full["capacity"] = "4GiB"
@@ -273,7 +274,7 @@ def test_a_path_that_another_server_uses(tmp_path: Path) -> None:
     assert problems_of(tier(tmp_path)) == {}
 
 
-def test_workers_of_this_server_are_no_strangers() -> None:
+def test_workers_of_this_server_do_not_count_as_others() -> None:
     child = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
     try:
         assert is_relative(child.pid)
@@ -295,7 +296,7 @@ def test_policies_are_found_or_refused(tmp_path: Path) -> None:
     assert "No module named 'no_such_module'" in texts["$.cpu.policy"]
 
 
-def test_values_of_policy_options_have_their_place(tmp_path: Path) -> None:
+def test_problems_with_policy_options_name_their_place(tmp_path: Path) -> None:
     raw = extra(
         tier(tmp_path / "kv", policy={"name": "slru", "protected_share": "x"},
              admission={"name": "second-use", "window": 0}),
@@ -350,8 +351,8 @@ def test_key_files_must_be_there_and_private(tmp_path: Path) -> None:
 
 
 @pytest.mark.skipif(shutil.which("openssl") is None, reason="the command needs openssl")
-def test_the_key_file_that_is_advised_is_one(tmp_path: Path) -> None:
-    """The command in the message makes a file that the tier takes."""
+def test_the_recommended_command_makes_a_valid_key_file(tmp_path: Path) -> None:
+    """The command in the message must create a file that the tier accepts."""
     key = tmp_path / "key"
     encrypted = tier(tmp_path / "kv", encryption={"key_file": str(key)})
     [text] = problems_of(encrypted).values()
@@ -364,7 +365,7 @@ def test_the_key_file_that_is_advised_is_one(tmp_path: Path) -> None:
 
 
 def machine(root: Path, memory: int, lines: str, **files: str) -> MemoryLimit:
-    """``memory_limit`` of a machine written down as the files that Linux would show."""
+    """Run ``memory_limit`` for a machine described by the files that Linux would show."""
     proc, cgroup = root / "proc", root / "cgroup"
     (proc / "self").mkdir(parents=True)
     free = memory // 2048
@@ -394,12 +395,12 @@ def test_the_tightest_control_group_above_this_process_counts(tmp_path: Path) ->
     assert found == MemoryLimit(8 * GIB, 4 * GIB, "cgroup")
 
 
-def test_a_control_group_wider_than_the_machine_is_no_limit(tmp_path: Path) -> None:
+def test_a_control_group_limit_above_the_memory_is_ignored(tmp_path: Path) -> None:
     found = machine(tmp_path, 4 * GIB, "0::/\n", memory_DOT_max=f"{8 * GIB}\n")
     assert found == MemoryLimit(4 * GIB, 2 * GIB, "RAM")
 
 
-def test_control_groups_of_version_1_count_too(tmp_path: Path) -> None:
+def test_control_groups_version_1_count_too(tmp_path: Path) -> None:
     found = machine(
         tmp_path,
         64 * GIB,
@@ -411,7 +412,7 @@ def test_control_groups_of_version_1_count_too(tmp_path: Path) -> None:
     assert found == MemoryLimit(2 * GIB, GIB, "cgroup")
 
 
-def test_more_than_the_memory_holds() -> None:
+def test_a_capacity_larger_than_the_memory() -> None:
     limit = memory_limit()
     text = problems_of(capacity=limit.limit_bytes)["$.cpu.capacity"]
     assert "does not fit into the memory limit of" in text
@@ -439,7 +440,7 @@ def test_the_ranks_of_one_server_are_relatives() -> None:
         sleeper.communicate(b"\n", timeout=PATIENCE_S)
 
 
-def test_a_store_that_cannot_be_used_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_unusable_store_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(config_checks, "why_not", lambda: "libibverbs.so.1: cannot open")
     table = {"type": "mooncake", "master": "10.0.0.1:50051"}
     with pytest.raises(ConfigError, match=r"libibverbs.*pip install mooncake-transfer"):

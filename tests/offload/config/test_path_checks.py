@@ -1,4 +1,4 @@
-"""Where a tier must not be."""
+"""Paths that a tier must not use."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tests.offload.worker.reopening_child import places
 
 
 def said(path: Path | str) -> str:
-    """The message of the configuration's check about a tier's path; empty if there is none."""
+    """The message of the configuration's check about a tier's path; empty if the check passes."""
     return problems_of(tier(path)).get("$.tiers[0].path", "")
 
 
@@ -24,16 +24,16 @@ def said(path: Path | str) -> str:
     ("path", "words"),
     [
         ("/", "is a folder of the system"),
-        ("/etc", "lies among the system's files"),
-        ("/etc/kvtiers", "lies among the system's files"),
-        ("/usr/lib/kv", "lies among the system's files"),
-        ("/dev", "lies among the system's files"),
+        ("/etc", "is among the system's files"),
+        ("/etc/kvtiers", "is among the system's files"),
+        ("/usr/lib/kv", "is among the system's files"),
+        ("/dev", "is among the system's files"),
         ("/tmp", "is a folder of the system"),
         ("/var/cache", "is a folder of the system"),
         ("/home/somebody", "is a home folder"),
     ],
 )
-def test_places_of_the_system(path: str, words: str) -> None:
+def test_system_folders_are_refused(path: str, words: str) -> None:
     assert words in said(path)
     assert "Give the tier its own empty folder, for example /" in said(path)
     with pytest.raises(ConfigError):
@@ -41,18 +41,18 @@ def test_places_of_the_system(path: str, words: str) -> None:
 
 
 @pytest.mark.parametrize("path", ["/var/cache/kv", "/dev/shm/kv", "/mnt/nvme0", "/srv/kv/a"])
-def test_ordinary_places(path: str) -> None:
+def test_ordinary_paths_are_accepted(path: str) -> None:
     assert location_problem(path) is None
 
 
-def test_the_home_of_this_user(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_home_folder_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOME", str(tmp_path))
     assert "is a home folder" in said(tmp_path)
     assert said(tmp_path / "kv") == ""
 
 
 @pytest.mark.parametrize("weights", ["model-00001.safetensors", "model.gguf", "pytorch_model.bin"])
-def test_a_models_folder(tmp_path: Path, weights: str) -> None:
+def test_a_models_folder_is_refused(tmp_path: Path, weights: str) -> None:
     model = tmp_path / "llama"
     model.mkdir()
     (model / "config.json").write_text("{}")
@@ -65,7 +65,7 @@ def test_a_models_folder(tmp_path: Path, weights: str) -> None:
     assert f"lies in the folder of a model ({model})" in said(link / "kv")
 
 
-def test_a_folder_of_something_else(tmp_path: Path) -> None:
+def test_a_folder_with_other_files_is_refused(tmp_path: Path) -> None:
     folder = tmp_path / "data"
     folder.mkdir()
     assert said(folder) == ""
@@ -82,8 +82,8 @@ def test_a_folder_of_something_else(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", ["lmdb", "file"])
-def test_a_folder_that_was_a_tiers_stays_one(tmp_path: Path, kind: str) -> None:
-    """Whatever else is there, and also when everything in it was cleared."""
+def test_a_former_tiers_folder_is_accepted(tmp_path: Path, kind: str) -> None:
+    """Whatever else is there, and even if everything in it was cleared."""
     folder = tmp_path / "kv"
     [spec] = places(folder, type=kind).specs()
     renew = spec.renew
@@ -95,11 +95,11 @@ def test_a_folder_that_was_a_tiers_stays_one(tmp_path: Path, kind: str) -> None:
     assert path_problem(folder) is None
 
 
-def test_an_import_goes_nowhere_else_either(tmp_path: Path) -> None:
+def test_an_import_refuses_the_same_paths(tmp_path: Path) -> None:
     make_store(tmp_path / "kv", range(2))
     assert kvtiers("export", tmp_path / "kv", tmp_path / "blocks.kvt").code == 0
     result = kvtiers("import", tmp_path / "blocks.kvt", "/etc", "--capacity", "64MiB")
-    assert (result.code, "lies among the system's files" in result.err) == (2, True)
+    assert (result.code, "is among the system's files" in result.err) == (2, True)
     (tmp_path / "other").mkdir()
     (tmp_path / "other" / "notes").touch()
     result = kvtiers("import", tmp_path / "blocks.kvt", tmp_path / "other", "--capacity", "64MiB")

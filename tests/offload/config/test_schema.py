@@ -1,7 +1,8 @@
-"""Reading configurations: the contract, the defaults, the arithmetic, and every refusal's text.
+"""Parsing configurations: the documented form, the defaults, the arithmetic, and the text of every
+refusal.
 
-The texts lie in ``tests/data/messages``. To accept changed ones, look at what
-``KVTIERS_REWRITE=1 python -m pytest tests/offload/config/test_schema.py`` makes of them.
+The texts are in ``tests/data/messages``. To accept changed ones, run ``KVTIERS_REWRITE=1 python -m
+pytest tests/offload/config/test_schema.py`` and review the result.
 """
 
 from __future__ import annotations
@@ -146,7 +147,7 @@ def test_a_bad_configuration_is_refused_with_this_text(name: str) -> None:
     compare(f"config-{name}", str(caught.value))
 
 
-def test_no_text_is_left_over() -> None:
+def test_no_text_file_is_unused() -> None:
     names = {path.stem.removeprefix("config-") for path in MESSAGES.glob("config-*.txt")}
     assert {name for name in names if not name.startswith(("check-", "machine-"))} == set(REFUSED)
 
@@ -166,7 +167,7 @@ def test_all_problems_are_reported_at_once() -> None:
     ]
 
 
-def test_the_contract_is_read() -> None:
+def test_the_documented_form_is_parsed() -> None:
     config = parse_config(CONTRACT)
     assert config.cpu.capacity == 8 * GIB
     assert config.cpu.policy == PolicyConfig("lru")
@@ -203,17 +204,17 @@ def test_a_configuration_can_be_sent_to_workers() -> None:
     assert pickle.loads(pickle.dumps(config)) == config
 
 
-def test_paths_are_tidied() -> None:
+def test_paths_are_normalised() -> None:
     config = parse_config({**cpu(), "tiers": [tier(path="//var//cache/./kv/")]})
     assert config.tiers[0].path == "/var/cache/kv"
 
 
-def test_neighbouring_folders_are_no_duplicates() -> None:
+def test_neighbouring_folders_are_not_duplicates() -> None:
     parse_config({**cpu(), "tiers": [tier(path="/kv"), tier(path="/kv2")]})
 
 
 def test_every_option_is_accepted_with_its_default() -> None:
-    """The reference can be copied: no default is refused by its own reader."""
+    """So the reference can be copied: the parser accepts every default."""
     for fields in (CPU_FIELDS, TIER_FIELDS, TOP_FIELDS, *(t.fields for t in TIER_TYPES.values())):
         for field in fields:
             plain = isinstance(field.default, bool | int | float | str)
@@ -223,7 +224,7 @@ def test_every_option_is_accepted_with_its_default() -> None:
                 assert problems == []
 
 
-def test_without_configuration_there_is_a_cpu_tier_that_suits_the_machine() -> None:
+def test_without_configuration_the_machine_decides_the_cpu_tier() -> None:
     config, lines = default_config(MemoryLimit(24 * GIB, 20 * GIB, "cgroup"))
     assert config.cpu.capacity == 6 * GIB
     assert config.tiers == ()
@@ -269,10 +270,10 @@ def test_slots_and_staging_stay_inside_the_capacity(
 
 @settings(deadline=None)
 @given(st.integers(2, GIB), st.integers(0, 1), st.none() | SIZES, SIZES, st.integers(1, 8))
-def test_a_capacity_hint_helps(
+def test_following_a_capacity_hint_works(
     capacity: int, tiers: int, staging: int | None, slot: int, ranks: int
 ) -> None:
-    """A user who follows the hints has no problem left."""
+    """After following the hints, a user has no problem left."""
     config = sized(capacity, tiers, staging)
     problems = check_capacity(config, slot, ranks)
     raw = cpu(capacity)
@@ -304,7 +305,7 @@ JSON_VALUES = st.recursive(
 @settings(max_examples=150, deadline=None)
 @given(st.data())
 def test_any_json_is_a_configuration_or_a_config_error(data: st.DataObject) -> None:
-    """Nothing that can be written in JSON makes the reader fail in another way."""
+    """No JSON value makes the parser fail in another way."""
 
     def section(fields: tuple[Field, ...], extra: tuple[str, ...] = ()) -> Any:
         names = st.sampled_from([field.name for field in fields] + [*extra, "other"])
@@ -385,7 +386,7 @@ def test_every_problem_of_a_store_is_found() -> None:
     ids=["lmdb", "file", "mooncake"],
 )
 def test_a_shared_tier_takes_no_policy(table: dict[str, Any]) -> None:
-    """It was ignored in silence."""
+    """It was ignored silently."""
     parse_config({"cpu": {"capacity": "1GiB"}, "tiers": [table]})
     given = table | {"policy": {"name": "slru"}, "high_watermark": 0.99}
     with pytest.raises(ConfigError) as caught:

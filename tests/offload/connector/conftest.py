@@ -1,4 +1,4 @@
-"""Fixtures for tests that ask vLLM about models."""
+"""Fixtures for tests that query vLLM about models."""
 
 from __future__ import annotations
 

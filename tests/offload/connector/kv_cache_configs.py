@@ -1,6 +1,6 @@
 """KV cache configurations made from vLLM's own spec classes, without a model.
 
-Only the fields of ``VllmConfig`` that ``vllm_layout`` reads are there.
+Only the fields of ``VllmConfig`` that ``vllm_layout`` reads are set.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ def config_of(
 
 
 def vllm_config(**more) -> SimpleNamespace:
-    """``dcp``, ``pcp``, ``max_model_len``, ``prefix_caching``, ``draft_head`` may be given."""
+    """Accepts ``dcp``, ``pcp``, ``max_model_len``, ``prefix_caching`` and ``draft_head``."""
     speculative = None
     if more.get("draft_head"):
         speculative = SimpleNamespace(use_eagle_block_drop=lambda: True)

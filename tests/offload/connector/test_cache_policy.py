@@ -20,8 +20,8 @@ def manager_of(policy: str, module: str | None = MODULE) -> CPUOffloadingManager
 
 
 def request(manager: Any, name: str, keys: list[bytes], fail: bool = False) -> list[bytes] | None:
-    """One request: what is there is loaded, the rest stored. Returns what was evicted for it, or
-    ``None`` if there was no room."""
+    """Run one request: present chunks are loaded, the others stored. Returns the chunks evicted for
+    it, or ``None`` if there was no space."""
     context = ReqContext(name)
     for position, key in enumerate(keys):
         context.set_offload_key_position(key, position)
@@ -45,7 +45,7 @@ def prompts(seed: int, count: int = 300) -> list[list[bytes]]:
 
 
 @pytest.mark.parametrize("policy", ["adaptive", "kvtiers_arc", "s3fifo", "wtinylfu", "lirs"])
-def test_vllms_manager_keeps_its_books_with_our_policies(policy: str) -> None:
+def test_vllms_manager_stays_consistent_with_our_policies(policy: str) -> None:
     manager = manager_of(policy)
     assert isinstance(manager._policy, TierCachePolicy)
     evicted = 0
@@ -62,7 +62,7 @@ def test_vllms_manager_keeps_its_books_with_our_policies(policy: str) -> None:
     assert manager.lookup(prompts(1)[0][0], ReqContext("r")) is LookupResult.MISS
 
 
-def test_our_lru_evicts_what_vllms_evicts() -> None:
+def test_our_lru_evicts_the_same_chunks_as_vllms() -> None:
     ours, theirs = manager_of("kvtiers_lru"), manager_of("lru", None)
     for number, keys in enumerate(prompts(2)):
         gone = [request(manager, str(number), keys) for manager in (ours, theirs)]
@@ -86,7 +86,7 @@ def test_an_unknown_policy_is_named() -> None:
         manager_of("nonsense")
 
 
-def test_what_was_offered_again_is_not_evicted_for_the_rest() -> None:
+def test_chunks_that_were_offered_again_are_not_evicted_for_the_rest() -> None:
     manager = manager_of("kvtiers_lru")
     keys = [make_offload_key(bytes([n]) * 32, 0) for n in range(CHUNKS + 1)]
     for key in keys[:-1]:

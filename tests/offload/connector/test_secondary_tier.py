@@ -1,4 +1,5 @@
-"""Our LMDB tier below vLLM's own tiering: its real manager and factory, a real LMDB, real bytes."""
+"""Our LMDB tier below vLLM's own tiering: vLLM's real manager and factory, a real LMDB, real
+bytes."""
 
 from __future__ import annotations
 
@@ -60,7 +61,7 @@ def spec_of(model: str = "some/model", engine: str = "engine") -> Any:
 
 
 class Region:
-    """The memory of vLLM's CPU tier, here without a GPU to pin it for."""
+    """The memory of vLLM's CPU tier, without a GPU to pin it for."""
 
     def __init__(self) -> None:
         self.rows = np.zeros((CHUNKS, ROW), np.int8)
@@ -109,14 +110,15 @@ class VllmTiering:
             self.step()
 
     def reset(self) -> None:
-        """As vLLM resets, and as its workers have then reported what was under way: 0.33 promotes
+        """Reset as vLLM does, after its workers have reported what was under way: 0.33 promotes
         nothing in between."""
         self.manager.reset_cache()
         if hasattr(self.manager, "on_reset_flushed"):
             self.manager.on_reset_flushed()
 
     def store(self, key: bytes, content: int) -> None:
-        """Store the bytes that a GPU would have stored in the primary tier's chunk, then below."""
+        """Put the bytes that a GPU would have stored into the primary tier's chunk, and then store
+        them in the lower tier."""
         context = self.request()
         stored = self.manager.prepare_store([key], context)
         assert stored is not None
@@ -127,7 +129,7 @@ class VllmTiering:
         self.settle()
 
     def load(self, key: bytes) -> np.ndarray[Any, Any] | None:
-        """The bytes of a chunk, promoted if need be; ``None`` if it is a miss."""
+        """The bytes of a chunk, promoted if necessary; ``None`` for a miss."""
         context = self.request()
         end = time.monotonic() + PATIENCE_S
         while (found := self.manager.lookup(key, context)) is not LookupResult.HIT:
@@ -160,7 +162,9 @@ def holds(world: VllmTiering, numbers: range) -> None:
         assert (data == number + 1).all(), f"chunk {number} has other bytes"
 
 
-def test_what_left_the_primary_tier_comes_back_also_after_a_restart(tmp_path: Path) -> None:
+def test_chunks_that_left_the_primary_tier_are_restored_also_after_a_restart(
+    tmp_path: Path,
+) -> None:
     with world_at(tmp_path / "kv") as world:
         for number in range(12):
             world.store(KEYS[number], number + 1)
@@ -186,15 +190,16 @@ def test_damage_is_a_miss(tmp_path: Path) -> None:
 
 
 def placed(root: Path, config: VllmConfig) -> tuple[Path, bytes]:
-    """Where the tier of an engine with this configuration, which vLLM does not tell it, lies."""
+    """The folder of the tier of an engine with this configuration, which vLLM does not pass to the
+    tier."""
     transfer = config.kv_transfer_config
     assert transfer is not None
     assert transfer.engine_id is not None
     return _place(root, spec_of(config.model_config.model, transfer.engine_id), ROW)
 
 
-def test_what_is_computed_decides_the_folder(tmp_path: Path) -> None:
-    """Other weights under the same name, and flags that vLLM does not tell a tier of."""
+def test_everything_that_decides_what_is_computed_decides_the_folder(tmp_path: Path) -> None:
+    """Other weights under the same name, and flags that vLLM does not pass to a tier."""
     model = make_model(tmp_path / "model")
     before = placed(tmp_path / "kv", config_of(model, engine="first"))
     assert placed(tmp_path / "kv", config_of(model, engine="second")) == before
@@ -206,10 +211,10 @@ def test_what_is_computed_decides_the_folder(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("why", ["no configuration", "adapters", "no weights"])
-def test_what_cannot_be_told_is_for_one_engine(
+def test_without_a_known_identity_the_blocks_are_for_one_engine(
     why: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Adapters are known to vLLM's hashes by name and path alone."""
+    """vLLM's hashes identify adapters only by name and path."""
     model = make_model(tmp_path / "model")
     if why == "no weights":
         (model / "model.safetensors").unlink()
@@ -226,7 +231,7 @@ def test_what_cannot_be_told_is_for_one_engine(
     assert "stored blocks are not used after a restart" in caplog.text
 
 
-def test_a_reset_forgets_for_good(tmp_path: Path) -> None:
+def test_a_reset_forgets_permanently(tmp_path: Path) -> None:
     with world_at(tmp_path / "kv") as world:
         for number in range(6):
             world.store(KEYS[number], number + 1)
@@ -238,7 +243,7 @@ def test_a_reset_forgets_for_good(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("how", ["fails", "hangs"])
-def test_a_reset_that_does_not_succeed_shuts_the_tier(
+def test_a_failed_reset_disables_the_tier(
     how: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """vLLM's thread gets no exception and waits within a bound; nothing old is found."""
@@ -266,10 +271,10 @@ def test_a_reset_that_does_not_succeed_shuts_the_tier(
         holds(world, range(12))
 
 
-def test_a_reset_waits_for_transfers_and_says_so(
+def test_a_reset_waits_for_transfers_and_logs_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """vLLM gives their memory away when the reset has returned."""
+    """vLLM reuses their memory when the reset has returned."""
     gate, real = threading.Event(), LmdbTier.write
     monkeypatch.setattr(secondary_tier, "DRAIN_WARNING_S", 0.01)
 
@@ -312,9 +317,9 @@ def test_a_tier_that_cannot_be_reset_at_its_start_is_closed(
         assert world.load(KEYS[0]) is None
 
 
-def test_the_cap_holds_and_what_is_used_stays(tmp_path: Path) -> None:
+def test_the_cap_is_kept_and_used_chunks_stay(tmp_path: Path) -> None:
     keys = [make_offload_key(os.urandom(32), 0) for _ in range(800)]
-    with world_at(tmp_path / "kv", capacity="4MiB") as world:  # that holds 240
+    with world_at(tmp_path / "kv", capacity="4MiB") as world:  # which has space for 240
         for start in range(0, len(keys), CHUNKS):
             context = world.request()
             part = keys[start : start + CHUNKS]
@@ -331,7 +336,7 @@ def test_the_cap_holds_and_what_is_used_stays(tmp_path: Path) -> None:
         assert world.load(keys[-1]) is not None
 
 
-def test_a_second_server_is_told_why_it_cannot_start(tmp_path: Path) -> None:
+def test_a_second_server_gets_the_reason_for_its_refusal(tmp_path: Path) -> None:
     refused = pytest.raises(TierUnavailableError, match="kvtiers: LmdbSecondaryTier at ")
     with world_at(tmp_path / "kv"), refused as error:
         VllmTiering(tmp_path / "kv")

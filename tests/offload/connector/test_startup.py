@@ -24,10 +24,12 @@ def form(*shape: int, dtype: torch.dtype = torch.bfloat16, kernel: str = "CPU_AT
 @pytest.mark.parametrize(
     "other",
     [
-        form(2 * BLOCKS, 4, 16, 64),  # two kernel blocks in a block: other order, same bytes
+        # two kernel blocks in a block: another order of the same bytes
+        form(2 * BLOCKS, 4, 16, 64),
         form(BLOCKS, 32, 4, 64),
         form(BLOCKS, 4, 32, 64, dtype=torch.float16),
-        form(BLOCKS, 4, 32, 64, kernel="ROCM_ATTN"),  # equal shapes, K packed in its own way
+        # equal shapes, but K packed in a kernel-specific way
+        form(BLOCKS, 4, 32, 64, kernel="ROCM_ATTN"),
     ],
 )
 def test_another_order_of_bytes_in_a_page_is_another_identity(other: bytes) -> None:
@@ -40,7 +42,7 @@ def test_the_number_of_blocks_is_not_part_of_it() -> None:
     assert form(BLOCKS, 4, 32, 64) == more
 
 
-def test_state_lists_count_tensor_by_tensor() -> None:
+def test_each_tensor_of_a_list_of_states_counts() -> None:
     states = [torch.empty((BLOCKS, 8)), torch.empty((BLOCKS, 3))]
     one, other = ({"mamba.0": tensors} for tensors in (states, states[::-1]))
     assert _form_of(BLOCKS, one, {"mamba.0": ""}) != _form_of(BLOCKS, other, {"mamba.0": ""})
@@ -53,10 +55,11 @@ def test_state_lists_count_tensor_by_tensor() -> None:
         (False, []),
     ],
 )
-def test_the_block_size_in_use_is_said(
+def test_the_block_size_in_use_is_logged(
     given: bool, lines: list[str], caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Also where vLLM has put its own size over the one that was given, as for hybrid models."""
+    """This includes the case that vLLM has replaced the given size by its own, as for hybrid
+    models."""
     caplog.set_level("INFO")
     geometry: Any = config_of(groups_of(full(32), mamba(64)))
     config: Any = vllm_config()

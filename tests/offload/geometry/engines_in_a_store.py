@@ -19,8 +19,8 @@ from tiers.base import Tier, WriteOutcome
 def store_specs(
     master: Master, ranks: int, rank: int = 0, how: str = "own", **about: Any
 ) -> list[TierSpec]:
-    """The lower tiers of one rank, as a server makes them. ``model`` tells tests on one store
-    apart."""
+    """The lower tiers of one rank, as a server makes them. ``model`` separates the tests that use
+    one store."""
     segment = about.pop("segment", "32MiB")
     config = parse_config(
         {"cpu": {"capacity": 1 << 20}, "tiers": [master.tier(segment) | {"geometry": how}]}
@@ -48,7 +48,7 @@ async def opened(specs: list[TierSpec], number: int) -> AsyncIterator[Tier]:
 async def engine(
     master: Master, ranks: int, keys: list[bytes] = KEYS, **about: Any
 ) -> AsyncIterator[list[Tier]]:
-    """One that has stored ``keys`` and goes on running: its ranks' tiers."""
+    """An engine that has stored ``keys`` and keeps running: its ranks' tiers."""
     async with AsyncExitStack() as stack:
         tiers = []
         for rank in range(ranks):

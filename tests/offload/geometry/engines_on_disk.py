@@ -1,4 +1,4 @@
-"""Small engines that keep records of one model in different geometries, on real disks."""
+"""Small engines that keep records of one model in different geometries on real disks."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ KEYS = [bytes([number]) * 32 + group_suffix(0) for number in range(6)]
 
 
 def namespace_of(ranks: int, **changes: Any) -> Namespace:
-    """As ``offload.connector.model.identity`` makes them, in little."""
+    """Fields as ``offload.connector.model.identity`` makes them, reduced."""
     groups = [{"kind": "FullAttentionSpec", "num_kv_heads": HEADS_ALL // ranks, "head_size": 32}]
     return Namespace.of(
         {
@@ -103,7 +103,7 @@ async def write(path: Path, ranks: int, keys: list[bytes] = KEYS, **options: Any
 
 
 async def read(tier: Tier, key: bytes, ranks: int, rank: int = 0) -> ReadOutcome:
-    """Read a key; what was read must be what this rank would have written itself."""
+    """Read a key; the result must be what this rank would have written itself."""
     right = payload(geometry_of(ranks, rank), key)
     into = aligned(right.nbytes)
     into[:] = 0xEE
@@ -113,7 +113,7 @@ async def read(tier: Tier, key: bytes, ranks: int, rank: int = 0) -> ReadOutcome
 
 
 def state_of(folder: Path) -> dict[str, tuple[int, int]]:
-    """Every file but LMDB's table of readers: length and time of change."""
+    """Every file except LMDB's reader table: length and modification time."""
     return {
         str(path): (path.stat().st_size, path.stat().st_mtime_ns)
         for path in folder.rglob("*")

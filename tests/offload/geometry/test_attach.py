@@ -1,4 +1,4 @@
-"""Attaching beside other geometries: found, refused with a text, or left alone."""
+"""Starting beside other geometries: they are used, refused with a message, or left alone."""
 
 from __future__ import annotations
 
@@ -37,14 +37,14 @@ def look(path: Path, how: str = "translate", **changes: Any) -> list[Any]:
     return find_foreign("$.tiers[0]", path, namespace, geometry, how)
 
 
-async def test_other_models_are_nobodys_business(tmp_path: Path) -> None:
+async def test_other_models_are_ignored(tmp_path: Path) -> None:
     await write(tmp_path / "kv", 2, namespace=namespace_of(2, model={"name": "other"}))
     await write(tmp_path / "kv", 2, namespace=namespace_of(2, hash={"seed": "7"}))
     for how in ("own", "translate", "refuse"):
         assert look(tmp_path / "kv", how) == []
 
 
-async def test_the_choice(tmp_path: Path) -> None:
+async def test_the_choices_of_the_option(tmp_path: Path) -> None:
     await write(tmp_path / "kv", 2)
     assert look(tmp_path / "kv", "own") == []
     [store] = look(tmp_path / "kv", "translate")
@@ -83,7 +83,7 @@ STATES = geometry_of(1, 0, OWN)
         ),
     ],
 )
-async def test_fields_that_nothing_can_bridge(
+async def test_fields_whose_differences_cannot_be_bridged(
     tmp_path: Path, changes: dict[str, Any], lines: str
 ) -> None:
     await write(tmp_path / "kv", 2)
@@ -93,7 +93,7 @@ async def test_fields_that_nothing_can_bridge(
     assert not (tmp_path / "kv" / namespace_of(1, **changes).name).exists()
 
 
-async def test_states_are_refused_and_nothing_is_made(tmp_path: Path) -> None:
+async def test_states_are_refused_and_nothing_is_created(tmp_path: Path) -> None:
     for rank in range(2):
         specs = places(tmp_path / "kv", 2, rank, geometry=geometry_of(2, rank, OWN)).specs()
         async with opened(specs, 0):
@@ -109,7 +109,7 @@ async def test_states_are_refused_and_nothing_is_made(tmp_path: Path) -> None:
     assert sorted(path.name for path in (tmp_path / "kv").iterdir()) == before
 
 
-async def test_stores_that_do_not_describe_themselves_are_refused(tmp_path: Path) -> None:
+async def test_stores_without_a_description_are_refused(tmp_path: Path) -> None:
     await write(tmp_path / "kv", 2)
     home = tmp_path / "kv" / namespace_of(2).name / "replica-0"
     for rank in range(2):
@@ -118,8 +118,9 @@ async def test_stores_that_do_not_describe_themselves_are_refused(tmp_path: Path
         look(tmp_path / "kv")
 
 
-async def test_what_is_read_is_not_removed_for_room(tmp_path: Path) -> None:
-    """It counts all the same: too small a capacity is refused, and without the wish it goes."""
+async def test_stores_to_translate_are_not_removed_for_space(tmp_path: Path) -> None:
+    """They count all the same: too small a capacity is refused, and without ``translate`` they are
+    removed."""
     await write(tmp_path / "kv", 2)
     theirs = tmp_path / "kv" / namespace_of(2).name
     with pytest.raises(ConfigError, match=r"\$.tiers\[0\].capacity.*leaves too little. Give at"):
@@ -130,7 +131,7 @@ async def test_what_is_read_is_not_removed_for_room(tmp_path: Path) -> None:
     assert not theirs.exists()
 
 
-async def test_a_reset_begins_no_epoch_of_others(tmp_path: Path) -> None:
+async def test_a_reset_begins_no_epoch_of_other_engines(tmp_path: Path) -> None:
     await write(tmp_path / "kv", 2)
     release(places(tmp_path / "kv", 1, how="translate", capacity="640MiB").specs())
     before = state_of(tmp_path / "kv" / namespace_of(2).name)
@@ -142,7 +143,7 @@ async def test_a_reset_begins_no_epoch_of_others(tmp_path: Path) -> None:
     assert state_of(tmp_path / "kv" / namespace_of(2).name) == before
 
 
-def test_nothing_is_written_through_to_what_is_only_read() -> None:
+def test_nothing_is_written_through_to_a_read_only_tier() -> None:
     """The same chunk is queued for a tier that may be written."""
     groups = {0: GroupInfo("full", 32, (4096,))}
     queued = []

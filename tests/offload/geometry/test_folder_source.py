@@ -1,4 +1,5 @@
-"""Records of another geometry are read exactly, live or not, and never written to."""
+"""Records of another geometry are read exactly, whether their owner is running or not, and never
+written."""
 
 from __future__ import annotations
 
@@ -32,7 +33,7 @@ from tiers.testing import all_keys
 
 @pytest.mark.parametrize("kind", ["lmdb", "file", "shared", "shared_file"])
 @pytest.mark.parametrize(("stored", "now"), [(2, 1), (1, 2), (4, 2), (2, 4)])
-async def test_what_other_ranks_stored_is_read(
+async def test_records_of_other_ranks_are_read(
     tmp_path: Path, stored: int, now: int, kind: str
 ) -> None:
     names = {"shared": "lmdb", "shared_file": "file"}
@@ -76,7 +77,9 @@ async def test_encrypted_records_need_their_key(tmp_path: Path) -> None:
     release(specs)
 
 
-async def test_nothing_is_ever_written_deleted_or_found_after_a_reset(tmp_path: Path) -> None:
+async def test_nothing_is_ever_written_or_deleted_and_nothing_is_found_after_a_reset(
+    tmp_path: Path,
+) -> None:
     await write(tmp_path / "kv", 2)
     theirs = tmp_path / "kv" / namespace_of(2).name
     before = state_of(theirs)
@@ -96,7 +99,7 @@ async def test_nothing_is_ever_written_deleted_or_found_after_a_reset(tmp_path: 
     assert state_of(theirs) == before
 
 
-async def test_what_only_some_ranks_have_is_not_there(tmp_path: Path) -> None:
+async def test_chunks_that_only_some_ranks_have_are_absent(tmp_path: Path) -> None:
     await write(tmp_path / "kv", 2)
     specs = places(tmp_path / "kv", 2, 1).specs()
     async with opened(specs, 0) as tier:
@@ -109,7 +112,7 @@ async def test_what_only_some_ranks_have_is_not_there(tmp_path: Path) -> None:
     release(specs)
 
 
-async def test_damage_is_seen(tmp_path: Path) -> None:
+async def test_damage_is_detected(tmp_path: Path) -> None:
     await write(tmp_path / "kv", 2)
     data = tmp_path / "kv" / namespace_of(2).name / "replica-0" / "rank-1" / "payload.data"
     content = bytearray(data.read_bytes())
@@ -160,8 +163,8 @@ def live_owner(path: Path, shared: bool) -> Iterator[subprocess.Popen[str]]:
 
 
 @pytest.mark.parametrize("shared", [False, True])
-async def test_a_live_owner_evicts_resets_and_is_killed(tmp_path: Path, shared: bool) -> None:
-    """Removed records are misses; nothing that is read is ever wrong (see ``read``)."""
+async def test_a_live_owner_that_evicts_resets_and_is_killed(tmp_path: Path, shared: bool) -> None:
+    """Removed records are misses; no bytes that are read are ever wrong (see ``read``)."""
     await write(tmp_path / "kv", 2, shared=shared)
     new = bytes([6]) * 32 + KEYS[0][-4:]
     with live_owner(tmp_path / "kv", shared) as owner:
@@ -201,8 +204,9 @@ async def test_weights_that_were_replaced_are_not_read(tmp_path: Path) -> None:
     release(specs)
 
 
-async def test_records_that_are_not_those_described_are_not_read(tmp_path: Path) -> None:
-    """The owner's next start with other kernels: its geometry is written before its records go."""
+async def test_records_that_do_not_match_their_description_are_not_read(tmp_path: Path) -> None:
+    """The owner's next start uses other kernels: its geometry is written before its records
+    disappear."""
     await write(tmp_path / "kv", 2)
     for rank in range(2):
         other = replace(geometry_of(2, rank), records=b"other kernels...")

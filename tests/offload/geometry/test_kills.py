@@ -1,5 +1,5 @@
-"""Chunks are read with another geometry while the engines that wrote them are killed at random, one
-after the other, in the middle of everything: what is read is right, byte for byte, or missing.
+"""Chunks are read with another geometry while the engines that wrote them are killed at random
+moments, one after the other: what is read is right, byte for byte, or missing.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ from tiers.offline.inspect import Checker, Found, Health
 
 KILLS = 12
 SMALL = {False: "4700KiB", True: "2850KiB"}
-"""So little room, by whether engines share it, that places are soon written again."""
+"""Capacities small enough that extents are soon reused, by whether engines share the folder."""
 
 
 def live(turn: int, begun: Callable[[], object], folder: str, shared: str) -> None:
-    """An engine of two ranks that stores and evicts forever, rank by rank."""
+    """An engine of two ranks that stores and evicts without end, rank by rank."""
     asyncio.run(_live(random.Random(turn), begun, Path(folder), shared == "True"))
 
 
@@ -54,13 +54,13 @@ async def _live(
 
 
 @pytest.mark.parametrize("shared", [False, pytest.param(True, marks=pytest.mark.thorough)])
-async def test_what_is_translated_is_right_while_its_owners_are_killed(
+async def test_translated_chunks_are_right_while_their_owners_are_killed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, shared: bool
 ) -> None:
     real = Checker.check
 
     def late(checker: Checker, found: Found) -> tuple[Health, Buffer]:
-        """Its owner is faster than a reader that has looked a record up."""
+        """The owner is faster than a reader that has looked a record up."""
         time.sleep(0.02)
         return real(checker, found)
 

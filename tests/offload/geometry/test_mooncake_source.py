@@ -60,7 +60,7 @@ def model(request: pytest.FixtureRequest) -> str:
 
 @quick
 @pytest.mark.parametrize(("stored", "now"), [(2, 1), (1, 2), (4, 2), (2, 4)])
-async def test_what_other_ranks_stored_is_read(
+async def test_records_of_other_ranks_are_read(
     master: Master, model: str, stored: int, now: int
 ) -> None:
     async with engine(master, stored, model=model):
@@ -77,8 +77,8 @@ async def test_what_other_ranks_stored_is_read(
 
 @quick
 async def test_a_batch_is_read_at_once(master: Master, model: str) -> None:
-    """Repeated keys, missing ones and other groups in one call, more than one call of the store
-    takes."""
+    """Repeated keys, missing keys and other groups in one call, with more keys than one call of the
+    store accepts."""
     async with engine(master, 2, model=model):
         specs = store_specs(master, 1, how="translate", model=model)
         async with opened(specs, 1) as tier:
@@ -93,7 +93,7 @@ async def test_a_batch_is_read_at_once(master: Master, model: str) -> None:
 
 
 @quick
-async def test_what_only_some_ranks_have_is_not_there(master: Master, model: str) -> None:
+async def test_chunks_that_only_some_ranks_have_are_absent(master: Master, model: str) -> None:
     async with engine(master, 2, model=model) as (first, second):
         await first.delete(KEYS[:1])
         await second.delete(KEYS[2:3])
@@ -105,7 +105,7 @@ async def test_what_only_some_ranks_have_is_not_there(master: Master, model: str
 
 
 @quick
-async def test_damage_is_seen(master: Master, model: str) -> None:
+async def test_damage_is_detected(master: Master, model: str) -> None:
     async with engine(master, 2, model=model) as (_, second):
         client: Any = second._client  # type: ignore[attr-defined]  # to plant a fault
         name = client.name(KEYS[3], 0)
@@ -121,7 +121,7 @@ async def test_damage_is_seen(master: Master, model: str) -> None:
 
 
 @quick
-async def test_nothing_is_written_and_nothing_found_after_a_reset(
+async def test_nothing_is_written_and_nothing_is_found_after_a_reset(
     master: Master, model: str
 ) -> None:
     async with engine(master, 2, model=model) as (first, _):
@@ -149,7 +149,7 @@ async def test_weights_that_were_replaced_are_not_read(master: Master, model: st
 
 
 @quick
-async def test_other_models_are_nobodys_business(master: Master, model: str) -> None:
+async def test_other_models_are_ignored(master: Master, model: str) -> None:
     async with engine(master, 2, model=f"{model} other"):
         for how in ("translate", "refuse"):
             specs = store_specs(master, 1, how=how, model=model)
@@ -177,7 +177,7 @@ async def test_a_hybrid_of_other_ranks_is_refused(master: Master, model: str) ->
 
 
 @quick
-async def test_who_is_gone_for_days_refuses_nobody(
+async def test_an_engine_that_has_not_run_for_days_causes_no_refusal(
     master: Master, model: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its records are still read if that is exact."""
@@ -198,7 +198,9 @@ async def test_who_is_gone_for_days_refuses_nobody(
 
 
 @quick
-async def test_the_choice(master: Master, model: str, caplog: pytest.LogCaptureFixture) -> None:
+async def test_the_choices_of_the_option(
+    master: Master, model: str, caplog: pytest.LogCaptureFixture
+) -> None:
     async with engine(master, 2, model=model):
         with pytest.raises(
             NamespaceError, match=r'parallel\.tensor is 2 stored, 1 now: "geometry"'
@@ -212,20 +214,20 @@ async def test_the_choice(master: Master, model: str, caplog: pytest.LogCaptureF
     assert "parallel.tensor (2 there, 1 here)" in told
 
 
-def test_no_master_is_said_at_once(tmp_path: Any) -> None:
-    with pytest.raises(TierUnavailableError, match=r"\$.tiers\[0\]: nobody answers at"):
+def test_a_missing_master_is_reported_at_once(tmp_path: Any) -> None:
+    with pytest.raises(TierUnavailableError, match=r"\$.tiers\[0\]: nothing listens at"):
         store_specs(Master(tmp_path / "log"), 1, how="translate")
 
 
 def look_now(tier: Any) -> None:
-    """The tier's check of every minute."""
+    """The tier's check, which runs every minute."""
     assert isinstance(tier, RemoteReadOnlyTier)
     assert tier._source is not None
     tier._source.look()
 
 
 @quick
-async def test_who_comes_later_is_read_or_told_of(
+async def test_engines_that_appear_later_are_read_or_logged(
     master: Master, model: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(remote_foreign_tier, "LOOK_S", 0.05)
@@ -246,7 +248,7 @@ async def test_who_comes_later_is_read_or_told_of(
 
 
 @quick
-async def test_a_rank_that_does_not_say_how_is_waited_for(master: Master, model: str) -> None:
+async def test_a_missing_description_of_a_rank_is_waited_for(master: Master, model: str) -> None:
     async with opened(store_specs(master, 2, 0, model=model), 0) as first:
         await first.write(KEYS[:1], [payload(geometry_of(2, 0), KEYS[0])])
         async with opened(store_specs(master, 1, how="translate", model=model), 1) as tier:
@@ -259,7 +261,7 @@ async def test_a_rank_that_does_not_say_how_is_waited_for(master: Master, model:
 
 
 @quick
-async def test_two_descriptions_of_the_same_records_are_both_not_believed(
+async def test_two_descriptions_of_the_same_records_are_both_ignored(
     master: Master, model: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     """One of them would give wrong bytes."""
@@ -277,7 +279,7 @@ async def test_two_descriptions_of_the_same_records_are_both_not_believed(
 
 
 @quick
-async def test_rubbish_on_the_board_harms_nobody(
+async def test_invalid_documents_on_the_board_do_no_harm(
     master: Master, model: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     fields = namespace_of(2, model={"name": model}).fields
@@ -295,7 +297,7 @@ async def test_rubbish_on_the_board_harms_nobody(
 
 
 async def test_a_master_that_comes_back_empty(tmp_path: Any, model: str) -> None:
-    """The engines say again how their records are ordered, and what is stored again is read."""
+    """The engines post their descriptions again, and records stored again are read."""
     with Master(tmp_path / "log") as own:
         specs = store_specs(own, 2, 1, "translate", model=model)
         async with (

@@ -1,4 +1,5 @@
-"""Chunks of one geometry read with another: against slices of the cache that both hold parts of."""
+"""Chunks of one geometry are read with another, and compared with slices of a cache of which both
+hold parts."""
 
 from __future__ import annotations
 
@@ -27,8 +28,8 @@ ROWS, TILES, LATENT, STATE = "rows", "tiles", "latent", "state"
 
 @dataclass(frozen=True)
 class Logical:
-    """One layer's part of a chunk, of which ranks hold parts: ``content[head, unit in order of the
-    tokens, byte]``. ``unit_tokens`` is 1 for rows, else the tokens of a kernel block."""
+    """One layer's part of a chunk, of which each rank holds a part: ``content[head, unit in token
+    order, byte]``. ``unit_tokens`` is 1 for rows, else the tokens of a kernel block."""
 
     name: str
     kind: str
@@ -38,7 +39,7 @@ class Logical:
 
 @dataclass(frozen=True)
 class Cut:
-    """How one side cuts a chunk: blocks, kernel blocks of a block, tokens of a kernel block."""
+    """How one side divides a chunk: blocks, kernel blocks of a block, tokens of a kernel block."""
 
     chunk_blocks: int
     kernel_blocks: int
@@ -73,7 +74,7 @@ def geometry_of(
 
 
 def record_of(layers: list[Logical], cut: Cut, ranks: int, rank: int, orders: list[str]) -> bytes:
-    """The expected record of this rank, cut from the logical cache without any stride."""
+    """The expected record of this rank, cut from the logical cache without any strides."""
     found = b""
     for block in range(cut.chunk_blocks):
         for logical, order in zip(layers, orders, strict=True):
@@ -100,7 +101,7 @@ def page_of(logical: Logical, cut: Cut, ranks: int, rank: int, order: str, block
 
 @dataclass(frozen=True)
 class Case:
-    """A logical cache and two ways to hold it."""
+    """A logical cache and two ways of storing it."""
 
     layers: list[Logical]
     cuts: tuple[Cut, Cut]
@@ -116,7 +117,7 @@ class Case:
         return np.frombuffer(record_of(*args), np.uint8)
 
     def is_exact(self, fault: Callable[[GroupPlan], GroupPlan] = lambda plan: plan) -> bool:
-        """Write with the first geometry, read with the second, and look."""
+        """Write with the first geometry, read with the second, and compare."""
         stored, now = self.geometry(0, 0), self.geometry(1, self.rank)
         plan = fault(plan_group(stored, now, 0))
         into = np.full(plan.chunk_bytes, 0xEE, np.uint8)
@@ -136,7 +137,7 @@ def cases(draw: st.DrawFn) -> Case:
     heads = pick([1, 2, 3, 4, 6, 8])
     counts = [r for r in (1, 2, 3, 4, 6, 8, 16) if r % heads == 0 or heads % r == 0]
     stored = pick(counts)
-    # Ranks of either side hold each head equally often; 2 and 3 ranks for one head are refused.
+    # The ranks of both sides hold each head equally often; 2 and 3 ranks for one head are refused.
     places = max(stored, heads)
     fits = [r for r in counts if not max(r, places) % min(max(r, heads), places)]
     ranks = (stored, pick(fits))
@@ -173,7 +174,7 @@ def test_any_geometry_is_read_exactly_with_any_other(case: Case) -> None:
 
 @settings(max_examples=100, deadline=None, derandomize=True)
 @given(cases())
-def test_a_geometry_survives_its_document(case: Case) -> None:
+def test_a_geometry_is_read_back_from_its_document(case: Case) -> None:
     geometry = case.geometry(1, case.rank)
     document = geometry.dump()
     assert Geometry.load(document, "here") == geometry
@@ -198,12 +199,12 @@ def example(
 
 
 def swapped_heads(plan: GroupPlan) -> GroupPlan:
-    """Every other record in the place of its neighbour."""
+    """Every second record is replaced by its neighbour."""
     return replace(plan, ranks=plan.ranks[::-1])
 
 
 def swapped_halves(plan: GroupPlan) -> GroupPlan:
-    """K where V should be."""
+    """K in the place of V."""
     halves = []
     for copy in plan.copies:
         half = copy.unit_bytes // 2
@@ -220,13 +221,13 @@ def swapped_halves(plan: GroupPlan) -> GroupPlan:
 
 
 @pytest.mark.parametrize("fault", [swapped_heads, swapped_halves])
-def test_the_comparison_sees_planted_faults(fault: Callable[[GroupPlan], GroupPlan]) -> None:
+def test_the_comparison_detects_planted_faults(fault: Callable[[GroupPlan], GroupPlan]) -> None:
     assert example().is_exact()
     assert not example().is_exact(fault)
 
 
-def test_the_comparison_sees_a_wrong_ratio() -> None:
-    """The reader's own ratio in the place of the writer's, as before pull request 42097."""
+def test_the_comparison_detects_a_wrong_ratio() -> None:
+    """The reader's own ratio is used in place of the writer's, as before pull request 42097."""
     case = example(ranks=(1, 1), cuts=(Cut(1, 4, 2), Cut(1, 2, 4)))
     assert case.is_exact()
     stored, now = case.geometry(0, 0), case.geometry(1, 0)
@@ -248,7 +249,7 @@ def test_the_comparison_sees_a_wrong_ratio() -> None:
 
 @pytest.mark.parametrize("kernel_tokens", [(4, 6), (6, 4), (2, 3), (8, 12), (12, 8)])
 @pytest.mark.parametrize("chunk_blocks", [(1, 1), (1, 2), (2, 1)])
-def test_kernel_blocks_that_overlap_in_part(
+def test_kernel_blocks_that_overlap_partly(
     chunk_blocks: tuple[int, int], kernel_tokens: tuple[int, int]
 ) -> None:
     """Neither size divides the other: a copy ends where a kernel block of either side ends."""
@@ -309,7 +310,7 @@ def test_states_are_never_split() -> None:
     ]
 
 
-def test_any_ranks_latent_is_the_whole() -> None:
+def test_any_ranks_latent_is_complete() -> None:
     for ranks, rank in (((2, 1), 0), ((1, 2), 1), ((4, 2), 1)):
         case = example(LATENT, heads=1, ranks=ranks, rank=rank)
         assert case.is_exact()
@@ -317,7 +318,7 @@ def test_any_ranks_latent_is_the_whole() -> None:
 
 
 def test_heads_on_several_ranks() -> None:
-    """Two heads on eight ranks lie on four each; every way to and from them is exact."""
+    """Two heads on eight ranks are on four each; every way to and from them is exact."""
     for stored in (1, 2, 4, 8):
         for now in (1, 2, 4, 8):
             for rank in range(now):
@@ -393,7 +394,7 @@ REFUSED: dict[str, tuple[Case, Change, str]] = {
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_what_cannot_be_proven_is_refused(name: str) -> None:
+def test_unprovable_translations_are_refused(name: str) -> None:
     case, change, text = REFUSED[name]
     stored, now = case.geometry(0, 0), case.geometry(1, 0)
     assert obstacles(stored, now) == []

@@ -1,4 +1,4 @@
-"""Slots of the CPU tier are given away as the ranks can use them."""
+"""Slots of the CPU tier are given out as soon as the ranks can use them."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from policies.eviction.lru import LruPolicy
 
 
 def taken(space: SlotCapacity) -> list[int]:
-    """The slots that can be had, in the order in which they are given away."""
+    """The available slots, in the order in which they are given out."""
     found = []
     while (slot := space.take(1)) is not None:
         found.append(slot)
     return found
 
 
-def test_slots_that_are_not_usable_yet_are_not_given_away() -> None:
+def test_slots_that_are_not_usable_yet_are_not_given_out() -> None:
     space = SlotCapacity(6, first=10, usable=2)
     assert space.take_all([1] * 3) is None
     assert space.missing_all([1] * 3) == 1
@@ -32,7 +32,7 @@ def test_slots_that_are_not_usable_yet_are_not_given_away() -> None:
     assert (space.used, space.capacity) == (6, 6)
 
 
-def test_a_slot_that_was_freed_comes_before_new_ones() -> None:
+def test_a_freed_slot_comes_before_new_ones() -> None:
     space = SlotCapacity(4, usable=1)
     assert space.take(1) == 0
     space.give(0)

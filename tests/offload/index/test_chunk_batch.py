@@ -1,4 +1,4 @@
-"""The columns for policies have the facts of each chunk."""
+"""The columns for policies contain the facts of each chunk."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ PINNED = RequestOrigin(b"salt", RequestHints({}, {}, 100.0))
 
 
 def told(info: GroupInfo, origin: RequestOrigin, depth: int, size: int) -> EntryInfo:
-    """Of one chunk, the simplest way."""
+    """The facts of one chunk, computed in the simplest way."""
     slope = info.chunk_tokens / PAIR_TOKENS if info.kind == "full" else 0.0
     cost = info.chunk_tokens + slope * max(depth - info.chunk_tokens / 2, 0.0)
     hints = origin.hints.of_chunk(depth) if origin.hints.pinned_tokens else origin.hints.stored
@@ -36,7 +36,7 @@ def told(info: GroupInfo, origin: RequestOrigin, depth: int, size: int) -> Entry
 @pytest.mark.parametrize("count", [0, 1, 7, 40])
 @pytest.mark.parametrize("kind", ["full", "window"])
 @pytest.mark.parametrize("origin", [UNKNOWN, HINTED, PINNED])
-def test_by_columns_as_one_by_one(count: int, kind: str, origin: RequestOrigin) -> None:
+def test_columns_equal_single_facts(count: int, kind: str, origin: RequestOrigin) -> None:
     info = GroupInfo(kind, 16, (300,))
     depths = range(16, 16 * (count + 1), 16)
     run = ChunkBatch([b"%d" % n for n in depths], 2, list(depths), depths, origin)

@@ -1,4 +1,4 @@
-"""The chunks that a restart enters into the index, and those that it gives back."""
+"""The chunks that a restart enters into the index, and those that it returns."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def index_for(capacity: int) -> TierIndex:
     return TierIndex("disk", ByteCapacity(capacity), LruPolicy())
 
 
-def test_every_key_gets_the_size_of_its_group_and_keeps_its_turn() -> None:
+def test_every_key_gets_the_size_of_its_group_and_keeps_its_position() -> None:
     index = index_for(1000)
     keys = [key_of(number, (0, 3)[number % 2]) for number in range(8)]
     assert recover(index, [column_of(keys[:4]), column_of(keys[4:])], INFOS) == []
@@ -40,7 +40,7 @@ def test_every_key_gets_the_size_of_its_group_and_keeps_its_turn() -> None:
     index.check()
 
 
-def test_what_belongs_to_no_group_or_finds_no_room_is_given_back() -> None:
+def test_chunks_without_a_group_or_space_are_returned() -> None:
     index = index_for(35)
     known = [key_of(number, 0) for number in range(5)]
     strange = [key_of(9, 7), key_of(10, 7)]
@@ -51,13 +51,13 @@ def test_what_belongs_to_no_group_or_finds_no_room_is_given_back() -> None:
     assert list(index.resident) == known[:3]
 
 
-def test_an_empty_tier_is_nothing() -> None:
+def test_an_empty_tier_has_no_chunks() -> None:
     assert recover(index_for(10), [], INFOS) == []
     assert recover(index_for(10), [column_of([key_of(1, 0)])[:0]], INFOS) == []
 
 
 @pytest.mark.parametrize("seed", range(5))
-def test_only_what_all_ranks_hold_counts(seed: int) -> None:
+def test_only_chunks_that_all_ranks_hold_count(seed: int) -> None:
     draw = random.Random(seed)
     keys = [key_of(number, 0) for number in range(30)]
     held = [draw.sample(keys, 25) for _ in range(3)]
@@ -70,7 +70,7 @@ def test_only_what_all_ranks_hold_counts(seed: int) -> None:
     assert lost == set.union(*map(set, held)) - everywhere
 
 
-def test_ranks_that_hold_the_same_keep_everything() -> None:
+def test_ranks_with_the_same_chunks_keep_all_of_them() -> None:
     keys = [column_of([key_of(number, 0) for number in range(5)])]
     assert held_by_all([keys, keys]) == (keys, set())
     assert held_by_all([keys]) == (keys, set())

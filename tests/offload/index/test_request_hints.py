@@ -1,4 +1,4 @@
-"""Clients' hints in ``kv_transfer_params`` reach the policies; nonsense is left out."""
+"""Clients' hints in ``kv_transfer_params`` reach the policies; invalid ones are ignored."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def test_a_whole_prompt_can_be_pinned() -> None:
     assert hints.of_chunk(10**9) == hints.ended == {names.PINNED: True}
 
 
-def test_more_tokens_than_a_float_can_say_are_all_tokens() -> None:
+def test_more_tokens_than_a_float_can_express_mean_all_tokens() -> None:
     hints, wrong = read(pinned=10**400)
     assert not wrong
     assert hints.of_chunk(10**9) == {names.PINNED: True}
@@ -71,7 +71,7 @@ def test_no_hints(params: object) -> None:
         ({3: True}, "no hint 3"),
     ],
 )
-def test_a_wrong_hint_is_left_out_and_the_others_stay(told: dict[Any, Any], part: str) -> None:
+def test_a_wrong_hint_is_ignored_and_the_others_stay(told: dict[Any, Any], part: str) -> None:
     hints, wrong = parse_hints({"kvtiers": {**told, "one_shot": True}})
     assert hints == RequestHints({names.ONE_SHOT: True})
     assert len(wrong) == 1
@@ -126,13 +126,13 @@ def _wanted(count: int, origin: RequestOrigin) -> ChunkBatch:
 
 
 def _answer(planner: Planner) -> None:
-    """Every job of the next step ends well."""
+    """Let every job of the next step succeed."""
     step = planner.step()
     jobs = [*step.stores, *step.write_throughs]
     planner.complete(StepReport({job.job: JobResult() for job in jobs}))
 
 
-def test_policies_are_told_all_that_is_known_of_a_chunk_in_every_tier() -> None:
+def test_policies_get_all_facts_about_a_chunk_in_every_tier() -> None:
     planner, above, below = _planner()
     origin = RequestOrigin(b"salt", read(session="s", pinned=16)[0])
     planner.stores.plan(_wanted(2, origin))
@@ -161,7 +161,7 @@ def test_the_use_of_a_request_comes_after_its_last_chunk_and_with_its_hints() ->
     assert below.told == [("advise", (KEYS[:2], end))], "it holds none of them yet"
 
 
-def test_a_use_is_noted_also_where_the_store_is_cancelled() -> None:
+def test_a_use_is_reported_even_if_the_store_is_cancelled() -> None:
     planner, above, _ = _planner()
     planner.stores.plan(_wanted(2, RequestOrigin()))
     planner.uses.ended(KEYS[:2])

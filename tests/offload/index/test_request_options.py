@@ -1,4 +1,4 @@
-"""The planner obeys clients' controls in ``kv_transfer_params``; nonsense is described."""
+"""The planner obeys clients' controls in ``kv_transfer_params``; invalid values are described."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def test_all_controls_are_read() -> None:
     assert controls == Controls(True, True, 64, both, both, 3.0)
 
 
-def test_reading_and_writing_are_apart() -> None:
+def test_reading_and_writing_are_separate() -> None:
     controls, wrong = read(tiers={"read": ["lmdb"], "write": ["cpu"]})
     assert not wrong
     assert (controls.read, controls.write) == (frozenset({0}), frozenset({CPU}))
@@ -57,7 +57,7 @@ def test_reading_and_writing_are_apart() -> None:
     assert not controls.no_load
 
 
-def test_no_tier_means_neither_stored_nor_loaded() -> None:
+def test_an_empty_list_of_tiers_means_neither_stored_nor_loaded() -> None:
     controls, _ = read(tiers=[])
     assert controls.no_store
     assert controls.no_load
@@ -82,7 +82,8 @@ OF_OTHERS = {
     "store": True,
     "cache": {"no_store": True},
 }
-"""Parameters of other connectors and routers beside our object, and our own answer sent on."""
+"""Parameters of other connectors and routers beside our object, and our own report sent with the
+next request."""
 
 
 @pytest.mark.parametrize(
@@ -110,7 +111,7 @@ def test_no_controls(params: object) -> None:
         ({"kvtiers": {"session": "s"}, "no_store": True}, "'no_store' is not read there"),
     ],
 )
-def test_what_looks_like_ours_keeps_the_prompt_off_the_tiers(
+def test_possible_privacy_controls_keep_the_prompt_off_the_tiers(
     params: dict[str, Any], said: str
 ) -> None:
     controls, [wrong] = parse_controls({**OF_OTHERS, **params}, TIERS)
@@ -130,7 +131,7 @@ def test_what_looks_like_ours_keeps_the_prompt_off_the_tiers(
         {"max_load_token": 4},
     ],
 )
-def test_what_looks_like_ours_and_keeps_nothing_off_is_only_told(params: dict[str, Any]) -> None:
+def test_similar_names_without_a_privacy_meaning_are_only_reported(params: dict[str, Any]) -> None:
     controls, wrong = parse_controls(params, TIERS)
     assert (controls, len(wrong)) == (NO_CONTROLS, 1)
 
@@ -139,8 +140,8 @@ def test_what_looks_like_ours_and_keeps_nothing_off_is_only_told(params: dict[st
     "told",
     [{"no_stor": True}, {"foo": False}, {"pin_s": 3, "x": 1}, {3: 1}, 3, "no_store", [], True],
 )
-def test_a_name_that_is_not_known_in_our_object_stores_nothing(told: Any) -> None:
-    """It may have been meant to."""
+def test_an_unknown_name_in_our_object_stores_nothing(told: Any) -> None:
+    """It may have been intended to prevent storing."""
     controls, wrong = parse_controls({"kvtiers": told}, TIERS)
     assert controls.no_store
     assert controls.is_doubtful
@@ -149,7 +150,7 @@ def test_a_name_that_is_not_known_in_our_object_stores_nothing(told: Any) -> Non
     assert len(parse_hints({"kvtiers": told})[1]) == 1
 
 
-def test_the_nearest_name_is_told() -> None:
+def test_the_nearest_name_is_reported() -> None:
     for name, meant in (("no_stor", "no_store"), ("tier", "tiers"), ("sesion", "session")):
         assert f'did you mean "{meant}"?' in parse_hints({"kvtiers": {name: True}})[1][0]
     [text] = parse_hints({"kvtiers": {"colour": 1}})[1]
@@ -157,8 +158,11 @@ def test_the_nearest_name_is_told() -> None:
     assert "no_store" in text
 
 
-def test_many_names_of_a_client_are_looked_at_briefly(monkeypatch: pytest.MonkeyPatch) -> None:
-    """On vLLM's scheduler thread: so many comparisons, whatever is sent."""
+def test_many_names_of_a_client_are_compared_within_a_limit(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """This runs on vLLM's scheduler thread: the number of comparisons is limited, whatever is
+    sent."""
     asked: list[str] = []
     monkeypatch.setattr(controls_module, "nearest", lambda name, *_: asked.append(name))
     monkeypatch.setattr(hints_module, "nearest", lambda name, *_: asked.append(name))
@@ -203,7 +207,7 @@ def test_a_wrong_list_of_tiers_allows_none() -> None:
     assert controls.read == {CPU}
 
 
-def test_a_no_store_that_cannot_be_read_stores_nothing() -> None:
+def test_an_unreadable_no_store_stores_nothing() -> None:
     for value in ("yes", 1, "false", [], {}):
         assert read(no_store=value)[0].no_store, value
         assert not read(no_load=value)[0].no_load, value
@@ -243,7 +247,7 @@ def run(numbers: range, origin: RequestOrigin = UNKNOWN) -> ChunkBatch:
 
 
 class Bed:
-    """A planner with a disk, of which every job ends well."""
+    """A planner with a disk on which every job succeeds."""
 
     def __init__(
         self,
@@ -309,12 +313,12 @@ def test_only_allowed_tiers_are_read() -> None:
     assert not any(
         KEYS[0] in holder for holder in bed.planner.sources.holders(cpu_only.controls.read)
     )
-    # Whatever a caller asks for: nothing is read from a tier that is not allowed.
+    # Whatever a caller requests, nothing is read from a tier that is not allowed.
     bed.planner.loads.plan("r", [run(range(1), cpu_only)])
     assert bed.planner.step().loads[0].items[0].tier == IN_SLAB
 
 
-def test_low_priority_takes_free_places_only() -> None:
+def test_low_priority_uses_only_free_space() -> None:
     bed = Bed(slots=2, disk_chunks=2)
     bed.store(range(2), priority="low")
     assert KEYS[1] in bed.planner.cpu, "what is free is taken"

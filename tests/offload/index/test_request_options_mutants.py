@@ -1,4 +1,4 @@
-"""Planted faults: with one of them in the product, the check of what it breaks fails."""
+"""Planted faults: with each of them in the product, the check of what it breaks fails."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def without(field: str, value: Any) -> Patch:
 
 
 def instead(owner: type, name: str, found: Any) -> Patch:
-    """The method answers this, whatever it is asked."""
+    """The method returns this, whatever its arguments are."""
     return lambda patch: patch.setattr(owner, name, lambda *_, **__: found)
 
 
@@ -92,22 +92,22 @@ MUTANTS: dict[str, tuple[Patch, Callable[[], None]]] = {
     ),
     "pins never end": (
         instead(TimedPins, "tick", None),
-        pins.test_kept_chunks_are_no_victims_until_their_time_is_over,
+        pins.test_kept_chunks_are_not_evicted_until_their_time_is_over,
     ),
-    "pins have no bound": (pins_without_bound, pins.test_no_client_gets_more_than_the_share),
+    "pins have no bound": (pins_without_bound, pins.test_no_client_gets_more_than_its_share),
     "pins keep nothing": (
         instead(_Kept, "keep", 2),
-        pins.test_kept_chunks_are_no_victims_until_their_time_is_over,
+        pins.test_kept_chunks_are_not_evicted_until_their_time_is_over,
     ),
     "pins survive a reset": (
         instead(TimedPins, "clear", None),
-        pins.test_memory_is_bounded_by_what_is_kept,
+        pins.test_memory_is_bounded_by_the_kept_chunks,
     ),
 }
 
 
 @pytest.mark.parametrize("fault", MUTANTS)
-def test_a_planted_fault_is_seen(fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_planted_fault_is_detected(fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
     plant, check = MUTANTS[fault]
     check()
     plant(monkeypatch)

@@ -1,4 +1,4 @@
-"""Eviction passes by retained chunks: once, and without turning a prefix upside down."""
+"""Eviction skips retained chunks: only once, and without reversing the order of a prefix."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def full_index(policy: str) -> TierIndex:
 
 @pytest.mark.parametrize("policy", ["lru", "adaptive", "leaf-lru", "lfu"])
 @pytest.mark.parametrize("why", ["kept", "held", "pinned"])
-def test_the_head_of_a_prefix_that_had_to_stay_still_goes_last(policy: str, why: str) -> None:
+def test_the_head_of_a_retained_prefix_is_still_evicted_last(policy: str, why: str) -> None:
     index = full_index(policy)
     if why == "pinned":
         index.pin(PREFIX)
@@ -48,7 +48,7 @@ def test_the_head_of_a_prefix_that_had_to_stay_still_goes_last(policy: str, why:
 
 
 @pytest.mark.parametrize("why", ["kept", "held", "pinned"])
-def test_lru_passes_by_what_must_stay_once(why: str) -> None:
+def test_lru_skips_retained_chunks_once(why: str) -> None:
     index = full_index("lru")
     if why == "pinned":
         index.pin(PREFIX)

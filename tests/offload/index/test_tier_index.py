@@ -1,4 +1,4 @@
-"""The tier index against a naive model, and its table of states."""
+"""The tier index compared with a naive model, and its table of states."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ keys_st = st.lists(st.sampled_from(KEYS[:6]), min_size=1, max_size=4, unique=Tru
 
 
 class NaiveIndex:
-    """The specification of the index in the simplest form: lists and per-key records."""
+    """The specification of the index in its simplest form: lists and per-key records."""
 
     def __init__(self) -> None:
         self.state = dict.fromkeys(KEYS, ChunkState.ABSENT)
@@ -84,13 +84,13 @@ class NaiveIndex:
 
 
 class IndexMachine(RuleBasedStateMachine):
-    """Random life of three slots; the index and the model must agree on every key."""
+    """Random operations on three slots; the index and the model must agree on every key."""
 
     def __init__(self) -> None:
         super().__init__()
         self.index = TierIndex("cpu", SlotCapacity(SLOTS), LruPolicy())
         self.model = NaiveIndex()
-        self.jobs: list[bytes] = []  # keys that some job is filling
+        self.jobs: list[bytes] = []  # keys that a job is filling
         self.pinned: list[bytes] = []
 
     @rule(keys=keys_st)
@@ -166,7 +166,7 @@ TestIndexMachine = IndexMachine.TestCase
 
 
 class TestManyAtOnce(IndexMachine.TestCase):  # type: ignore[misc, valid-type]  # made by Hypothesis
-    """The same model, with every key looked at before all are changed at once."""
+    """The same model, with every key checked before all are changed at once."""
 
     settings = IndexMachine.TestCase.settings
 
@@ -196,7 +196,7 @@ ALLOWED: dict[tuple[ChunkState, ChunkEvent], set[ChunkState]] = {
     (_S.DOOMED, _E.ABORT): {_S.DOOMED, _S.ABSENT},
     (_S.DOOMED, _E.DROP): {_S.DOOMED},
 }
-"""The allowed transitions: a table of the tests, apart from the one that the index runs."""
+"""The allowed transitions: a table of the tests, independent of the one that the index executes."""
 
 
 def test_the_table_allows_these_events_and_no_others() -> None:
@@ -205,7 +205,8 @@ def test_the_table_allows_these_events_and_no_others() -> None:
 
 
 def test_an_event_that_is_not_in_the_table_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The index runs the table: without a row nothing happens, with another row something else."""
+    """The index executes the table: without a row nothing happens, and with another row something
+    else does."""
     row = TRANSITIONS[ChunkEvent.DROP]
     monkeypatch.delitem(row, ChunkState.PINNED)
     index = in_state(ChunkState.PINNED)
@@ -242,7 +243,7 @@ def test_an_index_runs_the_rows_that_the_table_had_when_it_was_made(
 
 @pytest.mark.parametrize("many", [1, 64])
 def test_every_transition_agrees_with_the_model(many: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A long life that comes through the whole table; Hypothesis reaches only some of it."""
+    """A long run that covers the whole table; Hypothesis reaches only a part of it."""
     monkeypatch.setattr(index_module, "MANY", many)
     rng = random.Random(many)
     seen: set[tuple[ChunkState, ChunkEvent, ChunkState]] = set()
@@ -259,7 +260,8 @@ def test_every_transition_agrees_with_the_model(many: int, monkeypatch: pytest.M
             keys = machine.jobs[: len(keys)]
             machine.end(count=len(keys), good=event is ChunkEvent.COMMIT)
         elif event is ChunkEvent.PIN:
-            keys = keys[:1] if len(machine.pinned) < 3 else []  # all pinned: nothing can happen
+            # all pinned: no operation is possible
+            keys = keys[:1] if len(machine.pinned) < 3 else []
             for key in keys:
                 machine.pin(key=key)
         elif event is ChunkEvent.UNPIN:
@@ -298,7 +300,7 @@ def in_state(state: ChunkState) -> TierIndex:
 
 
 @pytest.mark.parametrize("state", ChunkState)
-def test_many_are_absent_if_each_is(state: ChunkState) -> None:
+def test_many_are_absent_only_if_each_is(state: ChunkState) -> None:
     index = in_state(state)
     assert index.is_absent(KEYS[0]) == (state is ChunkState.ABSENT)
     assert index.are_absent([KEYS[1], KEYS[0]]) == (state is ChunkState.ABSENT)
@@ -319,9 +321,7 @@ ACTIONS = {
 
 @pytest.mark.parametrize("state", ChunkState)
 @pytest.mark.parametrize("event", ACTIONS)
-def test_every_event_in_every_state_is_as_the_table_says(
-    state: ChunkState, event: ChunkEvent
-) -> None:
+def test_every_event_in_every_state_follows_the_table(state: ChunkState, event: ChunkEvent) -> None:
     index = in_state(state)
     allowed = ALLOWED.get((state, event))
     if (state, event) == (ChunkState.FILLING, ChunkEvent.UNPIN):
@@ -393,8 +393,8 @@ def test_recovery_keeps_order_and_refuses_what_does_not_fit() -> None:
 
 @pytest.mark.parametrize("policy", ["lru", "fifo"])
 @pytest.mark.parametrize("parts", [[[0, 1, 2]], [[0], [1, 2]], [[0, 1, 1, 2]]])
-def test_recovery_at_once_is_recovery_one_by_one(policy: str, parts: list[list[int]]) -> None:
-    """An empty index takes everything at once, unless a key comes twice."""
+def test_bulk_recovery_equals_recovery_one_by_one(policy: str, parts: list[list[int]]) -> None:
+    """An empty index enters everything at once, unless a key occurs twice."""
     index = TierIndex("lmdb", ByteCapacity(350), make_policy(policy))
     resident = index.resident
     info = EntryInfo(size_bytes=100)

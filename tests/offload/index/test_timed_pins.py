@@ -1,4 +1,5 @@
-"""Chunks that clients had kept stay as long as was asked, and never take more than their share."""
+"""Chunks that clients have asked to keep stay for the requested time, and never take more than
+their share."""
 
 from __future__ import annotations
 
@@ -35,7 +36,7 @@ def _info(size: int) -> EntryInfo:
     return EntryInfo(size_bytes=size)
 
 
-def test_kept_chunks_are_no_victims_until_their_time_is_over() -> None:
+def test_kept_chunks_are_not_evicted_until_their_time_is_over() -> None:
     bed = Bed()
     bed.put(bed.cpu, *range(8))
     assert bed.pins.keep([key(0), key(1)], 60.0, now=100.0) == 2
@@ -51,7 +52,7 @@ def test_kept_chunks_are_no_victims_until_their_time_is_over() -> None:
     assert bed.pins.used() == {"cpu": 0, "disk": 0}
 
 
-def test_kept_chunks_are_dropped_like_others() -> None:
+def test_kept_chunks_are_dropped_like_other_chunks() -> None:
     bed = Bed()
     bed.put(bed.cpu, 0)
     bed.pins.keep([key(0)], 60.0, now=0.0)
@@ -60,7 +61,7 @@ def test_kept_chunks_are_dropped_like_others() -> None:
     bed.cpu.check()
 
 
-def test_no_client_gets_more_than_the_share() -> None:
+def test_no_client_gets_more_than_its_share() -> None:
     bed = Bed(slots=8, disk=4, share=0.5)
     bed.put(bed.cpu, *range(8))
     assert bed.pins.keep([key(n) for n in range(3)], 60.0, now=0.0) == 3
@@ -79,15 +80,15 @@ def test_absent_chunks_are_not_kept() -> None:
     assert bed.pins.refused == 0
 
 
-def test_what_comes_after_a_hole_is_kept_but_not_told() -> None:
-    """The end of a prefix without its beginning cannot be loaded; of a window it can."""
+def test_chunks_after_a_hole_are_kept_but_not_reported() -> None:
+    """The end of a prefix without its beginning cannot be loaded; that of a window can."""
     bed = Bed()
     bed.put(bed.cpu, 0, 2, 3)
     assert bed.pins.keep([key(n) for n in range(4)], 60.0, now=0.0) == 1
     assert bed.pins.used()["cpu"] == 3
 
 
-def test_a_longer_time_wins_and_a_shorter_does_not() -> None:
+def test_a_longer_time_replaces_a_shorter_one_and_not_the_reverse() -> None:
     bed = Bed()
     bed.put(bed.cpu, 0)
     for seconds in (10.0, 60.0, 20.0):
@@ -98,7 +99,7 @@ def test_a_longer_time_wins_and_a_shorter_does_not() -> None:
     assert bed.pins.used()["cpu"] == 0
 
 
-def test_many_that_end_at_once_are_let_go_in_portions() -> None:
+def test_pins_that_expire_together_are_released_in_portions() -> None:
     bed = Bed(slots=3 * EXPIRED_MAX, share=1.0)
     bed.put(bed.cpu, *range(2 * EXPIRED_MAX))
     bed.pins.keep([key(n) for n in range(2 * EXPIRED_MAX)], 1.0, now=0.0)
@@ -108,8 +109,8 @@ def test_many_that_end_at_once_are_let_go_in_portions() -> None:
     assert bed.pins.used()["cpu"] == 0
 
 
-def test_memory_is_bounded_by_what_is_kept() -> None:
-    """A client that asks again and again for other times leaves one entry per chunk."""
+def test_memory_is_bounded_by_the_kept_chunks() -> None:
+    """A client that requests other times again and again leaves one entry per chunk."""
     seed = 7
     rng = random.Random(seed)
     bed = Bed(slots=8, disk=8)
@@ -125,8 +126,8 @@ def test_memory_is_bounded_by_what_is_kept() -> None:
     assert bed.pins.used() == {"cpu": 0, "disk": 0}
 
 
-def test_kept_chunks_are_not_passed_by_again_at_each_eviction() -> None:
-    """LRU would meet all of them before each victim."""
+def test_kept_chunks_are_not_skipped_again_at_each_eviction() -> None:
+    """Otherwise LRU would meet all of them before each victim."""
     bed = Bed(slots=1000, share=0.5)
     bed.put(bed.cpu, *range(1000))
     bed.pins.keep([key(n) for n in range(500)], 600.0, now=0.0)

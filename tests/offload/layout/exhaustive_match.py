@@ -1,11 +1,11 @@
-"""The promise of ``PrefixMatcher.longest_match`` read literally: try every boundary, token by
-token."""
+"""The specification of ``PrefixMatcher.longest_match`` taken literally: try every boundary, token
+by token."""
 
 from offload.layout.groups import ModelLayout
 
 
 def is_hit(layout: ModelLayout, keys, present, start: int, boundary: int) -> bool:
-    """True if every group can go on at ``boundary``, straight from the definition."""
+    """True if every group can resume at ``boundary``, directly from the definition."""
     for group, group_keys in zip(layout.groups, keys, strict=True):
         size = group.chunk_tokens
         needed = {

@@ -1,4 +1,4 @@
-"""The start-up checks: what is refused, in which words, and that hints are true."""
+"""The start-up checks: what is refused, with which text, and that hints work."""
 
 import pytest
 
@@ -31,21 +31,21 @@ def message_of(given: LayoutInput, kind: type[LayoutError]) -> str:
     return str(caught.value)
 
 
-def test_one_full_group():
+def test_a_single_full_group():
     layout = build_layout(make_input(make_group(), chunk_blocks=4))
     (group,) = layout.groups
     assert (group.chunk_tokens, group.chunk_bytes) == (64, 2048)
     assert (layout.alignment_tokens, layout.num_blocks, layout.token_bytes) == (64, 64, 32.0)
 
 
-def test_alignment_is_common_to_chunks_of_different_blocks():
+def test_alignment_is_a_common_multiple_of_all_chunks():
     groups = (make_group(0, FULL, 32), make_group(1, WINDOW, 64, window_tokens=100))
     layout = build_layout(make_input(*groups, hash_tokens=32, scheduler_tokens=64, chunk_blocks=3))
     assert layout.alignment_tokens == 192
 
 
-def test_a_state_is_one_block_whatever_the_chunk():
-    """And hits can end at every state: vLLM may keep none but the last of a prompt."""
+def test_a_states_chunk_is_one_block_whatever_the_option():
+    """So hits can end at every state: vLLM may keep only the last one of a prompt."""
     groups = (make_group(0, FULL, 544), make_group(1, STATE, 544, draft=True))
     given = make_input(*groups, hash_tokens=544, scheduler_tokens=544, chunk_blocks=2)
     layout = build_layout(given)
@@ -66,7 +66,8 @@ def test_chunks_beside_states_divide_the_states_blocks():
     ("window", "blocks"), [(4095, 8), (255, 8), (254, 4), (127, 4), (90, 2), (20, 1), (0, 1)]
 )
 def test_a_windows_chunk_is_not_larger_than_its_window(window, blocks):
-    """Its first blocks would be freed before the last is full, so none would ever be stored."""
+    """Otherwise its first blocks would be freed before the last one is full, and it would never be
+    stored."""
     groups = (make_group(0, FULL, 32), make_group(1, WINDOW, 32, window_tokens=window))
     layout = build_layout(make_input(*groups, hash_tokens=32, scheduler_tokens=32, chunk_blocks=8))
     assert [group.chunk_blocks for group in layout.groups] == [8, blocks]
@@ -81,7 +82,7 @@ def test_a_chunk_does_not_cross_the_spans_of_chunked_local_attention(span, block
 
 
 def test_scratch_groups_are_skipped_and_named():
-    """A group that takes no part is not checked: its block of 5 would fit nothing."""
+    """A group that takes no part is not checked: its block of 5 would not fit anything."""
     scratch = make_group(1, FULL, 5, skipped="scratch memory of one request")
     layout = build_layout(make_input(make_group(), scratch, scheduler_tokens=80))
     assert [group.group for group in layout.groups] == [0]
@@ -90,7 +91,7 @@ def test_scratch_groups_are_skipped_and_named():
     )
 
 
-def test_all_offenders_are_in_one_error():
+def test_all_misfits_are_in_one_error():
     groups = [
         make_group(0, "", 16, spec="cross_attention", refused="encoder-decoder models cannot"),
         make_group(1, STATE, 4096, unaligned_state=True),
@@ -102,14 +103,14 @@ def test_all_offenders_are_in_one_error():
     same_text("layout_all_offenders", message_of(given, UnsupportedSpecError))
 
 
-def test_hash_block_that_does_not_divide():
+def test_a_hash_block_that_does_not_divide_is_refused():
     given = make_input(make_group(0, FULL, 24), make_group(1, WINDOW, 48), scheduler_tokens=48)
     text = message_of(given, AlignmentError)
     same_text("layout_hash_block", text)
     assert "--prefix-match-unit 24" in text
 
 
-def test_unaligned_states_with_prefix_caching_off():
+def test_unaligned_states_with_prefix_caching_off_are_refused():
     groups = (make_group(0, FULL, 16), make_group(1, STATE, 10240, unaligned_state=True))
     given = make_input(*groups, hash_tokens=10240, scheduler_tokens=10240, prefix_caching=False)
     text = message_of(given, UnsupportedSpecError)
@@ -117,8 +118,8 @@ def test_unaligned_states_with_prefix_caching_off():
     assert "--enable-prefix-caching --mamba-cache-mode align" in text
 
 
-def test_hint_is_not_printed_where_it_does_not_help():
-    """A scheduler block that fits nothing stays wrong whatever the states do."""
+def test_a_hint_that_does_not_help_is_not_printed():
+    """A scheduler block that does not fit stays wrong whatever the states do."""
     groups = (
         make_group(0, "", 16, spec="cross_attention", refused="cannot be offloaded"),
         make_group(1, STATE, 10240, unaligned_state=True),
@@ -128,7 +129,7 @@ def test_hint_is_not_printed_where_it_does_not_help():
     assert "To fix it" not in message_of(given, UnsupportedSpecError)
 
 
-def test_two_hints_that_help_only_together():
+def test_two_hints_that_help_only_together_are_printed_together():
     groups = (make_group(0, FULL, 16, per_token_scales=True), make_group(1, FULL, 16))
     given = make_input(*groups, context_parallel=2)
     same_text("layout_two_hints", message_of(given, UnsupportedSpecError))
@@ -151,12 +152,12 @@ def test_nothing_to_offload_is_an_error():
     same_text("layout_nothing", message_of(make_input(make_group(skipped="scratch")), LayoutError))
 
 
-def test_context_parallelism_with_one_group_is_fine():
+def test_context_parallelism_with_one_group_is_accepted():
     assert build_layout(make_input(make_group(), context_parallel=4)).alignment_tokens == 16
 
 
 @pytest.mark.parametrize("chunk", [0, -1])
-def test_chunk_of_no_blocks(chunk):
+def test_a_chunk_of_no_blocks_is_refused(chunk):
     assert "chunk_blocks" in message_of(make_input(make_group(), chunk_blocks=chunk), LayoutError)
 
 
@@ -171,8 +172,8 @@ def test_chunk_of_no_blocks(chunk):
         (make_input(make_group(0, FULL, 16), make_group(1, STATE, 160, unaligned_state=True)), 1),
     ],
 )
-def test_with_what_a_hint_changes_the_checks_pass(given, hints):
-    """vLLM decides what its flags change: the doctor's tests ask it."""
+def test_the_checks_pass_with_the_changes_of_a_hint(given, hints):
+    """vLLM decides what its flags change; the doctor's tests check that with vLLM."""
     assert find_misfits(given)
     found = helping_hints(given)
     assert len(found) == hints

@@ -1,4 +1,5 @@
-"""The coordinator against a brute-force reading of its specification, on generated layouts."""
+"""The prefix matcher compared with a brute-force reading of its specification, on generated
+layouts."""
 
 import math
 import random
@@ -57,7 +58,7 @@ def test_equals_brute_force(seed):
         assert found == max(start, wanted), (seed, case, layout, sorted(present), start, limit)
 
 
-def test_load_ranges_hold_what_each_kind_needs():
+def test_load_ranges_contain_what_each_kind_needs():
     layout = make_layout(
         make_group(0, FULL, 4),
         make_group(1, WINDOW, 4, window_tokens=5),
@@ -71,7 +72,7 @@ def test_load_ranges_hold_what_each_kind_needs():
     assert matcher.load_ranges(24, 24) == (range(0),) * 4
 
 
-def test_block_ranges_leave_out_what_is_not_wanted_of_a_chunk():
+def test_block_ranges_leave_out_unneeded_blocks_of_a_chunk():
     layout = make_layout(
         make_group(0, FULL, 2, chunk_blocks=4),
         make_group(1, WINDOW, 2, chunk_blocks=4, window_tokens=3),
@@ -92,7 +93,7 @@ def test_draft_group_drops_its_last_chunk_once():
     assert matcher.load_ranges(0, 16) == (range(4), range(4))
 
 
-def test_start_is_the_answer_when_nothing_is_longer():
+def test_start_is_returned_when_nothing_is_longer():
     layout = make_layout(make_group(0, FULL, 4))
     keys = keys_of(layout, 32)
     matcher = PrefixMatcher(layout)
@@ -104,7 +105,7 @@ def test_start_is_the_answer_when_nothing_is_longer():
 
 @pytest.mark.parametrize("seed", range(10))
 def test_unreachable_chunks_serve_no_hit(seed):
-    """Taking all unreachable chunks away changes no hit from the beginning."""
+    """Removing all unreachable chunks changes no hit from the beginning."""
     rng = random.Random(seed)
     for _ in range(40):
         layout = random_layout(rng)
@@ -136,14 +137,14 @@ def test_reachable_chunks_are_those_that_some_boundary_needs(seed):
 
 
 def needed_at(group: GroupLayout, start: int, boundary: int) -> set[int]:
-    """Chunks without which the group cannot go on at ``boundary``, the proof of a draft's too."""
+    """Chunks without which the group cannot resume at ``boundary``, including a draft's proof."""
     size = group.chunk_tokens
     tokens = range(max(start, group.tail_start(boundary)), boundary)
     return {token // size for token in tokens} | ({boundary // size} if group.draft else set())
 
 
 @pytest.mark.parametrize("seed", range(10))
-def test_everything_that_a_hit_could_need_is_wanted(seed):
+def test_every_chunk_that_a_hit_could_need_is_listed(seed):
     rng = random.Random(seed)
     for _ in range(40):
         layout = random_layout(rng)
@@ -159,7 +160,7 @@ def test_everything_that_a_hit_could_need_is_wanted(seed):
 
 
 @pytest.mark.parametrize("seed", range(10))
-def test_what_the_next_boundary_lacks_is_named(seed):
+def test_the_first_gap_of_the_next_boundary_is_named(seed):
     rng, named = random.Random(seed), 0
     for _ in range(40):
         layout = random_layout(rng)
@@ -187,7 +188,7 @@ def test_presence_over_several_tiers():
 
 
 def test_lookup_of_8192_chunks_in_two_groups():
-    """The work has a bound: no key is asked for twice, and presence is asked for in batches."""
+    """The work is bounded: no key is queried twice, and presence is queried in batches."""
     layout = make_layout(make_group(0, FULL, 16), make_group(1, WINDOW, 16, window_tokens=4095))
     tokens = 8192 * 16
     keys = [[b"%032d" % i + bytes([g]) for i in range(8192)] for g in range(2)]
@@ -204,8 +205,8 @@ def test_lookup_of_8192_chunks_in_two_groups():
     assert len(calls) <= 8192 // 512 + 2
 
 
-def test_worst_case_asks_each_chunk_once():
-    """Nothing of the window group is present: one pass, no quadratic search."""
+def test_worst_case_queries_each_chunk_once():
+    """No chunk of the window group is present: a single pass, not a quadratic search."""
     layout = make_layout(make_group(0, FULL, 16), make_group(1, WINDOW, 16, window_tokens=4095))
     keys = [[b"%032d" % i + bytes([g]) for i in range(8192)] for g in range(2)]
     calls: list[int] = []

@@ -1,6 +1,6 @@
-"""Registration by bytes: whatever the layout, the regions of a page hold exactly its bytes.
+"""Registration by bytes: in every layout, the regions of a page contain exactly its bytes.
 
-Each layout is checked the same way: fill the tensor of one layer with numbers through its own
+Each layout is checked in the same way: fill the tensor of one layer with numbers through its own
 indexing, read the bytes at the regions' addresses, and compare.
 """
 
@@ -49,7 +49,7 @@ def physical(order: str, layers: int = 3) -> list[torch.Tensor]:
 
 
 @pytest.mark.parametrize("order", ["LBHNC", "LBNHC", "LHBNC", "BLHNC", "BLNHC", "BHLNC"])
-def test_every_physical_order(order):
+def test_every_physical_order_of_dimensions(order):
     for tensor in physical(order):
         numbered(tensor)
         regions = regions_of(tensor)
@@ -63,7 +63,7 @@ def test_every_physical_order(order):
 @pytest.mark.parametrize(
     ("order", "count"), [("LBHNC", 1), ("BLHNC", 1), ("LHBNC", 2), ("BHLNC", 2)]
 )
-def test_pages_are_cut_only_where_bytes_are_apart(order, count):
+def test_pages_are_cut_only_where_bytes_are_not_adjacent(order, count):
     assert all(len(regions_of(tensor)) == count for tensor in physical(order))
 
 
@@ -83,7 +83,7 @@ def test_padded_pages_are_copied_without_padding():
     assert regions_of(padded, page_bytes={"layer": 88}) == expected
 
 
-def test_list_of_states_is_a_region_each():
+def test_each_tensor_of_a_list_of_states_is_a_region():
     storage = torch.zeros(BLOCKS * 96, dtype=torch.int8)
     conv = view(storage, (BLOCKS, 32), (96, 1))
     ssm = view(storage, (BLOCKS, 48), (96, 1), 32)
@@ -123,7 +123,7 @@ def test_problems_of_all_layers_are_in_one_error():
 
 
 def test_region_outside_its_storage_is_an_error():
-    """torch does not let a view leave its storage, so the storage is cut afterwards."""
+    """torch does not allow a view to leave its storage, so the storage is shortened afterwards."""
     tensor = torch.zeros(BLOCKS, 8)
     tensor.untyped_storage().resize_(BLOCKS * 32 - 4)
     with pytest.raises(PageSizeError, match=r"bytes \[0, 192\) .* storage of 188 bytes"):

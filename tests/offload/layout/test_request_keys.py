@@ -1,4 +1,4 @@
-"""Keys that are made when they are asked for are those that are made at once."""
+"""Keys that are made on demand equal those that are made at once."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ PAGE = 4
 
 @pytest.fixture(autouse=True)
 def made(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Small pages; how many keys were made each time."""
+    """Small pages; records how many keys were made each time."""
     counts: list[int] = []
 
     def counting(*arguments: Any) -> list[bytes]:
@@ -35,7 +35,7 @@ def hashes(count: int) -> list[bytes]:
 
 
 class Pair:
-    """Lazy keys over a live list of block hashes, and what a list of all keys holds."""
+    """Keys on demand over a live list of block hashes, and a list of all keys to compare."""
 
     def __init__(self, seed: int) -> None:
         self.random = random.Random(seed)
@@ -44,16 +44,16 @@ class Pair:
         self.live: list[bytes] = []
         self.lazy = RequestKeys(self.group, self.per_chunk, self.identity)
         self.eager: list[bytes] = []
-        self.asked = 0  # chunks before this may have been asked for
+        self.asked = 0  # chunks before this one may have been requested
 
     def step(self) -> None:
-        """One of what a request's keys go through."""
+        """One of the events in the life of a request's keys."""
         what = self.random.choice([self.append, self.grow, self.replace, *[self.ask] * 5])
         what()
         assert len(self.lazy) == len(self.eager)
 
     def append(self) -> None:
-        """vLLM has computed; no request knows yet."""
+        """vLLM has computed more hashes, which the request's keys do not include yet."""
         self.live += [self.random.randbytes(32) for _ in range(self.random.choice([1, 3, 40]))]
 
     def grow(self) -> None:
@@ -61,13 +61,13 @@ class Pair:
         self.eager = chunk_keys(self.live, self.group, self.per_chunk, 0, self.identity)
 
     def replace(self) -> None:
-        """A session goes on: what nobody has asked for is other than before."""
+        """A session continues: hashes that nothing has requested change."""
         first = self.asked * self.per_chunk
         self.live[first:] = [self.random.randbytes(32) for _ in self.live[first:]]
         self.grow()
 
     def ask(self) -> None:
-        """In one of the ways in which a list can be asked."""
+        """Read keys in one of the ways in which a list can be read."""
         count = len(self.eager)
         first, end = self.random.randint(0, count + 2), self.random.randint(0, count + 2)
         self.asked = max(self.asked, min(end, count))
@@ -94,7 +94,7 @@ class Pair:
 
 
 @pytest.mark.parametrize("seed", range(60))
-def test_they_are_the_same_keys(seed: int) -> None:
+def test_keys_on_demand_are_the_same_keys(seed: int) -> None:
     pair = Pair(seed)
     for _ in range(60):
         pair.step()
@@ -109,7 +109,7 @@ def test_out_of_range_is_an_error() -> None:
             keys[at]
 
 
-def test_only_what_is_asked_for_is_made_and_only_once(made: list[int]) -> None:
+def test_only_requested_keys_are_made_and_only_once(made: list[int]) -> None:
     keys = RequestKeys(0, 1)
     keys.grow(hashes(1000))
     assert keys[0:3] == keys[0:3]

@@ -1,7 +1,7 @@
-"""Five cases from the field in which a model's block geometry was misunderstood.
+"""Five real cases in which a model's block geometry was misunderstood.
 
-Each comes from a public change in vllm-project/vllm (its pull request is in the name) and is
-tested at the size it had there.
+Each comes from a public change in vllm-project/vllm (its pull request is in the name) and is tested
+with the original sizes.
 """
 
 import math
@@ -32,7 +32,7 @@ def make_group(group: int, kind: str, block: int, **more) -> GroupInput:
 
 
 def test_case_1_pr_39596_mla_and_gqa_draft_layers_in_one_model():
-    """MLA ``(2, 16, 96)`` beside Eagle ``(2, 16, 8, 64)``, two blocks each, by bytes."""
+    """MLA ``(2, 16, 96)`` with Eagle ``(2, 16, 8, 64)``, two blocks each, compared by bytes."""
     mla = torch.zeros(2, 16, 96, dtype=torch.float16)
     eagle = torch.zeros(2, 16, 8, 64, dtype=torch.float16)
     layers = {"model.layers.0.attn": mla, "draft.layers.0.attn": eagle}
@@ -46,7 +46,8 @@ def test_case_1_pr_39596_mla_and_gqa_draft_layers_in_one_model():
 
 
 def test_case_2_pr_42766_kernel_block_of_64_in_blocks_of_128():
-    """One model runner shows ``num_blocks`` rows, the other twice as many: the same bytes."""
+    """One model runner presents ``num_blocks`` rows, the other twice as many, for the same
+    bytes."""
     num_blocks, block, kernel_block = 10, 128, 64
     ratio = block // kernel_block
     whole = torch.zeros(num_blocks, 4, block, 64, dtype=torch.float16)
@@ -111,8 +112,8 @@ def test_case_3_load_mask_after_the_draft_dropped_its_block_once():
     assert [sum(row) for row in mask] == [9, 9, 3, 1, 9]
 
 
-def test_case_3_a_mask_that_leaves_nothing():
-    """Nothing to load and nothing to store are plain empty answers."""
+def test_case_3_an_empty_load_mask():
+    """Nothing to load and nothing to store are plain empty results."""
     matcher = PrefixMatcher(case_3_layout())
     assert matcher.load_ranges(64, 64) == (range(0),) * 5
     assert matcher.longest_match([[]] * 5, set(), 0, 15) == 0
@@ -122,7 +123,7 @@ def test_case_3_a_mask_that_leaves_nothing():
     assert [matcher.reachable(layout.groups[1], i) for i in range(3)] == [False] * 3
 
 
-def test_case_3_offenders_are_listed_in_one_message():
+def test_case_3_all_misfits_are_in_one_message():
     groups = [
         make_group(0, FULL, 16),
         make_group(1, "", 16, spec="cross_attention", refused="cross-attention: not a prefix"),
@@ -147,8 +148,8 @@ def test_case_3_layers_are_registered_into_their_own_group_only():
 
 
 def test_case_4_pr_42097_blocks_expand_with_the_writers_ratio():
-    """Groups of attention and Mamba, whose states are never split. What happens where two sides
-    have ratios 34 and 66 is in ``test_translation.py``."""
+    """Groups of attention and Mamba, whose states are never split.
+    ``tests/offload/geometry/test_translate.py`` tests two sides with ratios 34 and 66."""
     attention, mamba = [5, 6], [2]
     assert [expand_blocks(attention, 34), expand_blocks(mamba, 1)] == [list(range(170, 238)), [2]]
     assert [expand_blocks(ids, 2) for ids in ([0, 1, 2], [3, 4])] == [
@@ -157,7 +158,7 @@ def test_case_4_pr_42097_blocks_expand_with_the_writers_ratio():
     ]
 
 
-def test_case_5_pr_38554_num_blocks_is_the_configurations():
+def test_case_5_pr_38554_num_blocks_comes_from_the_configuration():
     """Layers of one group with pages of 8,192 and 32,768 bytes; one is split into kernel blocks."""
     num_blocks = 12
     narrow = torch.zeros(num_blocks * 2, 4096, dtype=torch.uint8)
@@ -169,7 +170,7 @@ def test_case_5_pr_38554_num_blocks_is_the_configurations():
     assert [r.page_bytes for r in registration.groups[0].regions] == [8192, 32768]
 
 
-def test_case_5_alignment_message_names_numbers_group_kind_and_a_true_way_out():
+def test_case_5_alignment_message_names_numbers_group_kind_and_a_working_remedy():
     groups = (make_group(0, FULL, 16), make_group(1, STATE, 10240, unaligned_state=True))
     given = make_input(*groups, hash_tokens=10240, prefix_caching=False)
     with pytest.raises(UnsupportedSpecError) as caught:
@@ -180,8 +181,8 @@ def test_case_5_alignment_message_names_numbers_group_kind_and_a_true_way_out():
     assert "--enable-prefix-caching" in text
 
 
-def test_case_5_no_hint_about_prefix_caching_where_it_is_not_the_cause():
-    """Prefix caching is on and there is no state: that hint would be a lie."""
+def test_case_5_no_hint_about_prefix_caching_if_it_is_not_the_cause():
+    """Prefix caching is on and there is no state, so that hint would be wrong."""
     groups = (make_group(0, FULL, 24), make_group(1, FULL, 16))
     with pytest.raises(AlignmentError) as caught:
         build_layout(make_input(*groups, hash_tokens=16))

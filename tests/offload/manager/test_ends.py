@@ -1,7 +1,7 @@
-"""Calls of the in-process API that are cancelled, or over which it is closed: none ends while a
-copy may still touch its blocks, and none waits forever.
+"""Calls of the in-process API that are cancelled, or during which the manager is closed: none ends
+while a copy may still touch its blocks, and none waits forever.
 
-Time is virtual, and copies advance only when a test says so.
+Time is virtual, and copies advance only when a test lets them.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from tiers.testing.memory_tier import MemoryTier
 from tiers.testing.simulated_copy import SimulatedCopyEngine
 
 SOON_S = 1.0
-"""Virtual seconds: nothing takes any but what a test lets wait."""
+"""Virtual seconds: no operation takes any time except those that a test lets wait."""
 
 
 @pytest.fixture(autouse=True)
@@ -59,7 +59,7 @@ async def turns(count: int = 10) -> None:
 
 
 async def copies(engine: SimulatedCopyEngine) -> None:
-    """Let everything that was submitted be copied, and be noticed."""
+    """Let all submitted copies run, and let the manager process their end."""
     engine.run_all()
     await turns()
 
@@ -72,7 +72,7 @@ async def stored(manager: OffloadManager, engine: SimulatedCopyEngine, count: in
 
 
 async def below(manager: OffloadManager, engine: SimulatedCopyEngine, count: int) -> list[bytes]:
-    """Keys that only the lower tier holds, of so many that were stored."""
+    """Keys that only the lower tier holds, out of this many that were stored."""
     for start in range(0, count, 4):
         storing = asyncio.ensure_future(manager.offload(keys(4, start), range(start, start + 4)))
         await turns()
@@ -83,7 +83,7 @@ async def below(manager: OffloadManager, engine: SimulatedCopyEngine, count: int
 
 
 def cancel_twice(call: asyncio.Task[Any]) -> None:
-    """As a timeout inside a task group that ends does."""
+    """Cancels as a timeout inside a task group does when it ends."""
     call.cancel()
     call.get_loop().call_soon(call.cancel)
 
@@ -97,7 +97,7 @@ def run(life: Callable[[], Coroutine[Any, Any, None]]) -> None:
 
 @pytest.mark.parametrize("which", ["offload", "restore"])
 @pytest.mark.parametrize("times", [1, 2, 5])
-def test_a_call_that_is_cancelled_again_and_again_ends_after_its_copy(
+def test_a_repeatedly_cancelled_call_ends_after_its_copy(
     engine: Callable[[], SimulatedCopyEngine], which: str, times: int
 ) -> None:
     async def life() -> None:
@@ -124,10 +124,10 @@ def test_a_call_that_is_cancelled_again_and_again_ends_after_its_copy(
 
 
 @pytest.mark.parametrize("which", ["offload", "restore"])
-def test_at_the_end_of_the_loop_a_call_ends_after_its_copy(
+def test_a_call_ends_after_its_copy_when_the_loop_ends(
     engine: Callable[[], SimulatedCopyEngine], which: str
 ) -> None:
-    """``asyncio.run`` cancels every task there is, ours among them, perhaps before they began."""
+    """``asyncio.run`` cancels all tasks, including ours, perhaps before they have begun."""
     copied_at: list[bool] = []
     kept: list[Any] = []
 
@@ -146,7 +146,7 @@ def test_at_the_end_of_the_loop_a_call_ends_after_its_copy(
         asyncio.get_running_loop().call_later(SOON_S, engine().run_all)
         calling = asyncio.ensure_future(call(manager))
         await turns(wait)
-        kept[:] = calling, manager  # or it would be collected
+        kept[:] = calling, manager  # otherwise it would be collected
 
     for wait in range(1, 8):
         run_virtually(life(wait))
@@ -185,7 +185,7 @@ def test_a_cancelled_restore_does_not_wait_for_a_read_that_hangs(
 def test_an_offload_does_not_wait_for_another_calls_read(
     engine: Callable[[], SimulatedCopyEngine],
 ) -> None:
-    """The chunk is on its way from a tier that hangs, and held there: that is enough."""
+    """The chunk is on its way from a tier that hangs, and is stored there: that is enough."""
 
     async def life() -> None:
         tier = HoldingTier(MemoryTier(1 << 22), methods={"read"})
@@ -205,7 +205,7 @@ def test_an_offload_does_not_wait_for_another_calls_read(
     run(life)
 
 
-def test_an_offload_over_a_reset_ends_after_its_copy(
+def test_an_offload_during_a_reset_ends_after_its_copy(
     engine: Callable[[], SimulatedCopyEngine],
 ) -> None:
     async def life() -> None:
@@ -219,7 +219,7 @@ def test_an_offload_over_a_reset_ends_after_its_copy(
             await turns()
             resetting = asyncio.ensure_future(manager.reset())
             await turns()
-            tier.release()  # what ends now has nothing to do with this call
+            tier.release()  # operations that end now have nothing to do with this call
             await resetting
             await turns()
             assert not call.done(), "the copy still reads block 1"
@@ -253,10 +253,10 @@ def test_use_of_a_closed_manager_is_one_clear_error_at_once() -> None:
     run(life)
 
 
-def test_what_is_under_way_ends_with_the_manager(
+def test_operations_under_way_end_with_the_manager(
     engine: Callable[[], SimulatedCopyEngine],
 ) -> None:
-    """With a read that hangs, a copy that has not begun, and a flush that waits for both."""
+    """A read hangs, a copy has not begun, and a flush waits for both."""
 
     async def life() -> None:
         tier = HoldingTier(MemoryTier(1 << 22), methods={"read", "reset"})
@@ -292,7 +292,7 @@ def test_what_is_under_way_ends_with_the_manager(
 def test_a_cancelled_close_releases_everything(
     tmp_path: Path, engine: Callable[[], SimulatedCopyEngine], after: int, times: int
 ) -> None:
-    """Threads (the fixture counts them), memory and the folder."""
+    """Threads (counted by the fixture), memory and the folder are released."""
 
     async def life() -> None:
         disk = OnThreads(LmdbTier(tmp_path / "tier", 8 << 20, reserve_bytes=0))

@@ -1,7 +1,7 @@
-"""Pull any plug of a real disk tier below the in-process API: right bytes, bounded waits, a breaker
-that opens after at most the configured failures, costs nothing while open and closes again.
+"""Faults of a real disk tier below the in-process API: bytes are right, waits are bounded, and a
+breaker opens after at most the configured failures, costs nothing while open and closes again.
 
-Time is virtual but for what the disk's threads really do (``tests.sim.virtual_time``).
+Time is virtual except for real work of the disk's threads (``tests.sim.virtual_time``).
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ FAILURES = 3
 TIMEOUT_S = 5.0
 LOAD_TIMEOUT_S = 10.0
 CHUNKS = 24
-"""Four times the CPU tier of 8 slots, 2 of them for staging."""
+"""Four times the CPU tier of 8 slots, of which 2 are for staging."""
 
 
 @pytest.fixture(autouse=True)
@@ -49,7 +49,7 @@ def _copies_without_threads(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class Trouble:
-    """True if the disk is in trouble now; ``when`` of the wrappers."""
+    """True if the disk is failing now; the ``when`` of the wrappers."""
 
     def __init__(self) -> None:
         self.now = False
@@ -99,7 +99,8 @@ class ManagerOverFaults:
                 await self.manager.flush()
 
     async def restore(self, count: int, first: int = 0) -> int:
-        """Restore a prefix; what it says to have restored must be right, and soon."""
+        """Restore a prefix; the chunks reported as restored must be right, and the call must return
+        soon."""
         for cache in self.caches.values():
             cache[30:] = 0xEE
         names, blocks = keys(count, first), range(30, 30 + count)
@@ -125,7 +126,7 @@ def slow(tier: Tier, trouble: Trouble) -> SlowTier:
 
 
 class SlowWritesTier(SlowTier):
-    """Reads are quick, so that no time passes in them."""
+    """Reads take no time here."""
 
     async def read(self, keys: Any, into: Any) -> list[ReadOutcome]:
         return await self.inner.read(keys, into)
@@ -136,7 +137,7 @@ def slow_writes(tier: Tier, trouble: Trouble) -> SlowWritesTier:
 
 
 class ReleasedTier(HoldingTier):
-    """A disk that hangs while there is trouble, and goes on when that is over."""
+    """A disk that hangs during a fault, and continues afterwards."""
 
     def __init__(self, inner: Tier, trouble: Trouble) -> None:
         super().__init__(inner, trouble)
@@ -151,7 +152,7 @@ def hanging(tier: Tier, trouble: Trouble) -> ReleasedTier:
 
 
 class BusyTier(TierWrapper):
-    """A disk that has no time for any reader while there is trouble."""
+    """A disk that is too busy for any read during a fault."""
 
     def __init__(self, inner: Tier, trouble: Trouble) -> None:
         super().__init__(inner)
@@ -175,7 +176,7 @@ def fair_again(world: ManagerOverFaults) -> None:
 
 
 @pytest.mark.parametrize("fault", KINDS)
-def test_reads_of_a_disk_in_trouble(tmp_path: Path, fault: Callable[[Tier, Trouble], Any]) -> None:
+def test_reads_of_a_failing_disk(tmp_path: Path, fault: Callable[[Tier, Trouble], Any]) -> None:
     async def life() -> None:
         async with ManagerOverFaults(tmp_path, fault).opened() as world:
             await world.store(CHUNKS)
@@ -204,15 +205,16 @@ def test_reads_of_a_disk_in_trouble(tmp_path: Path, fault: Callable[[Tier, Troub
 
 
 @pytest.mark.parametrize("fault", [failing, slow_writes, hanging, FullTier])
-def test_writes_to_a_disk_in_trouble(tmp_path: Path, fault: Callable[[Tier, Trouble], Any]) -> None:
+def test_writes_to_a_failing_disk(tmp_path: Path, fault: Callable[[Tier, Trouble], Any]) -> None:
     async def life() -> None:
         async with ManagerOverFaults(tmp_path, fault).opened() as world:
             world.trouble.now = True
             first = 0
             while world.gate.writes.state is not BreakerState.OPEN:
                 await world.store(4, first, wait=False)
-                await world.restore(4, first)  # what waits to be written is pinned until it opens
-                for _ in range(60):  # six seconds: more than an operation may take
+                # chunks that wait to be written are pinned until the breaker opens
+                await world.restore(4, first)
+                for _ in range(60):  # six seconds: longer than an operation may take
                     if world.gate.writes.closed:
                         await asyncio.sleep(0.1)
                 first += 4
@@ -247,7 +249,7 @@ async def until(reached: Callable[[], bool], world: ManagerOverFaults) -> None:
         await asyncio.sleep(1.0)
 
 
-def test_a_disk_that_hangs_for_ever_stays_out_and_the_end_is_bounded(tmp_path: Path) -> None:
+def test_a_disk_that_hangs_permanently_stays_unused_and_closing_is_bounded(tmp_path: Path) -> None:
     async def life() -> None:
         loop = asyncio.get_running_loop()
         async with ManagerOverFaults(tmp_path, hanging).opened() as world:
@@ -276,8 +278,8 @@ def test_a_disk_that_hangs_for_ever_stays_out_and_the_end_is_bounded(tmp_path: P
 
 @pytest.mark.parametrize("comes_back", ["as it was", "empty"])
 def test_an_unplugged_disk_is_used_again_when_it_is_back(tmp_path: Path, comes_back: str) -> None:
-    """The folder goes away under the open tier. The CPU tier goes on; the disk is shut out, and
-    opened again when the folder is back."""
+    """The folder disappears under the open tier. The CPU tier continues to work; the disk becomes
+    unavailable, and is opened again when the folder is back."""
     mount, elsewhere = tmp_path / "mount", tmp_path / "elsewhere"
 
     def make(_epoch: int = 0) -> Tier:
@@ -311,7 +313,7 @@ def test_an_unplugged_disk_is_used_again_when_it_is_back(tmp_path: Path, comes_b
                 first += 2
                 assert first < 260
             await until(lambda: world.gate.reads.closed, world)
-            # Forgotten at once, not one failed load after the other.
+            # Forgotten at once, not through one failed load after the other.
             held = CHUNKS if comes_back == "as it was" else 0
             assert sum(key + bytes(4) in planner.lower[0] for key in keys(CHUNKS)) == held
             assert await world.restore(CHUNKS) == held

@@ -1,4 +1,4 @@
-"""The in-process API on both copy engines: bytes, bounds, damage, hangs and resets."""
+"""The in-process API on both copy engines: bytes, limits, damage, hangs and resets."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def memory() -> MemoryTier:
 
 
 async def stored(manager: OffloadManager, caches: dict[str, torch.Tensor], count: int) -> None:
-    """Offload ``count`` chunks, a few at a time, and let them reach every tier."""
+    """Offload ``count`` chunks, a few at a time, and wait until they have reached every tier."""
     for start in range(0, count, 4):
         names = keys(min(4, count - start), start)
         blocks = range(len(names))
@@ -94,7 +94,8 @@ async def restored_right(
 
 @contextmanager
 def deadline_of_loads(manager: OffloadManager, seconds: float) -> Iterator[None]:
-    """For what hangs here; what must succeed has the usual one, on a busy machine too."""
+    """Limits for operations that hang here; operations that must succeed have the usual limits,
+    also for a busy machine."""
     executor = manager._executor
     usual = executor.limits
     executor.limits = replace(usual, load_timeout_s=seconds)
@@ -104,7 +105,7 @@ def deadline_of_loads(manager: OffloadManager, seconds: float) -> Iterator[None]
         executor.limits = usual
 
 
-async def test_a_round_trip_through_the_cpu_tier(engine: str) -> None:
+async def test_chunks_are_restored_from_the_cpu_tier(engine: str) -> None:
     caches = kv_caches()
     async with await open_manager(caches) as manager:
         await stored(manager, caches, 6)
@@ -113,7 +114,7 @@ async def test_a_round_trip_through_the_cpu_tier(engine: str) -> None:
         manager.planner.check()
 
 
-async def test_groups_with_other_pages_are_kept_apart(engine: str) -> None:
+async def test_groups_with_different_pages_are_kept_apart(engine: str) -> None:
     caches = kv_caches()
     async with await open_manager(caches) as manager:
         compute(caches, keys(3), [1, 2, 3], group=0)
@@ -125,7 +126,7 @@ async def test_groups_with_other_pages_are_kept_apart(engine: str) -> None:
         assert wrong_blocks(caches, keys(3), [14, 15, 16], group=1) == []
 
 
-async def test_what_the_cpu_tier_evicted_comes_from_below(engine: str) -> None:
+async def test_chunks_evicted_from_the_cpu_tier_are_restored_from_below(engine: str) -> None:
     caches, tier = kv_caches(), CountingTier(memory())
     async with await open_manager(caches, [tier], slots=8) as manager:
         await stored(manager, caches, 20)
@@ -176,7 +177,7 @@ async def test_a_damaged_record_ends_the_prefix_and_is_forgotten(
         manager.planner.check()
 
 
-async def test_undetected_damage_would_be_seen_by_these_tests(engine: str) -> None:
+async def test_undetected_damage_would_make_these_tests_fail(engine: str) -> None:
     caches = kv_caches()
     tier = DamagingTier(memory(), Damage.FLIP, detected=False)
     async with await open_manager(caches, [tier], slots=8) as manager:
@@ -185,14 +186,14 @@ async def test_undetected_damage_would_be_seen_by_these_tests(engine: str) -> No
             await restored_right(manager, caches, 16, expected=16)
 
 
-async def test_a_read_that_hangs_ends_at_the_deadline_and_keeps_its_slots(engine: str) -> None:
+async def test_a_hanging_read_fails_at_the_deadline_and_keeps_its_slots(engine: str) -> None:
     caches = kv_caches()
     tier = HoldingTier(memory(), methods={"read"})
     async with await open_manager(caches, [tier], slots=8) as manager:
         await stored(manager, caches, 16)
         missing = [key for key in keys(16) if key + bytes(4) not in manager.planner.cpu]
         with deadline_of_loads(manager, 0.2):
-            while not tier.met:  # on a busy machine it may be over before the read has begun
+            while not tier.met:  # on a busy machine the call may end before the read has begun
                 assert await manager.restore(missing[:4], range(20, 24)) == 0
         filling = manager.planner.cpu.filling_count
         assert filling > 0, "slots that a read may still write into stay reserved"
@@ -204,7 +205,7 @@ async def test_a_read_that_hangs_ends_at_the_deadline_and_keeps_its_slots(engine
 
 
 @pytest.mark.parametrize("wrap", [FullTier, FailingTier])
-async def test_a_tier_that_takes_nothing_costs_hits_only(engine: str, wrap: Any) -> None:
+async def test_a_tier_that_accepts_nothing_only_costs_hits(engine: str, wrap: Any) -> None:
     caches = kv_caches()
     tier = wrap(memory(), methods={"write"}) if wrap is FailingTier else wrap(memory())
     async with await open_manager(caches, [tier], slots=8) as manager:
@@ -245,7 +246,7 @@ async def test_after_a_reset_nothing_is_found(engine: str) -> None:
         await restored_right(manager, caches, 4, expected=4)
 
 
-async def test_a_full_cpu_tier_says_how_far_it_came(engine: str) -> None:
+async def test_a_full_cpu_tier_reports_how_far_it_came(engine: str) -> None:
     caches = kv_caches()
     tier = HoldingTier(memory(), methods={"write"})
     async with await open_manager(caches, [tier], slots=8) as manager:
@@ -271,7 +272,7 @@ async def test_closing_with_a_hung_tier_is_bounded() -> None:
     tier.release()
 
 
-async def test_bad_calls_are_refused_with_the_numbers() -> None:
+async def test_invalid_calls_are_refused_with_the_numbers() -> None:
     async with await open_manager(kv_caches()) as manager:
         with pytest.raises(ValueError, match="2 keys need 2 block ids"):
             await manager.offload(keys(2), [1])
@@ -332,7 +333,7 @@ async def test_a_reset_that_is_not_durable_is_an_error() -> None:
 
 
 class LosesTouches(TierWrapper):
-    """Holds the first note of use until ``may_fail`` is set, and fails it then."""
+    """Holds the first use notification until ``may_fail`` is set, and then fails it."""
 
     def __init__(self, inner: Tier) -> None:
         super().__init__(inner)
@@ -344,12 +345,12 @@ class LosesTouches(TierWrapper):
             raise TierIoError("the note is lost")
 
 
-async def test_a_reset_is_durable_though_something_else_fails_meanwhile() -> None:
+async def test_a_reset_is_durable_even_if_another_operation_fails_meanwhile() -> None:
     caches, tier = kv_caches(), LosesTouches(memory())
     async with await open_manager(caches, [tier]) as manager:
         await stored(manager, caches, 4)
         await manager.flush()
-        assert await manager.restore(keys(4), [4, 5, 6, 7]) == 4  # queues the note of its use
+        assert await manager.restore(keys(4), [4, 5, 6, 7]) == 4  # queues the use notification
         resetting = asyncio.ensure_future(manager.reset())
         await asyncio.sleep(0)
         tier.may_fail.set()
@@ -366,8 +367,8 @@ async def test_a_tier_that_does_not_open_leaves_nothing_behind(engine: str) -> N
         await good.read([], [])
 
 
-async def test_records_that_fit_no_group_are_deleted_at_the_start() -> None:
-    """Each load of them would fail, and no index counts their space."""
+async def test_records_that_fit_no_group_are_deleted_at_start() -> None:
+    """Otherwise each load of them would fail, and no index would count their space."""
     tier = memory()
     await tier.open()
     fitting, others = (
@@ -400,7 +401,9 @@ async def test_tiers_in_the_configuration_are_refused() -> None:
         await OffloadManager.open(kv_config(), kv_caches(), {"tiers": [lmdb]})
 
 
-def test_the_gpu_is_that_of_the_caches_not_the_current_one(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_gpu_is_that_of_the_caches_and_not_the_current_one(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     asked: list[Any] = []
 
     def remember(*arguments: Any, **options: Any) -> None:

@@ -1,5 +1,5 @@
-"""Calls of the in-process API that are wrong, and tiers of others that misbehave: a wrong call says
-so and does nothing, and what goes wrong ends the operation it belongs to, not the others.
+"""Invalid calls of the in-process API, and third-party tiers that misbehave: an invalid call raises
+and changes nothing, and a fault ends only the operation to which it belongs.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from tiers.testing.faults import FaultTier, always
 from tiers.testing.memory_tier import MemoryTier, SharedMemory, SharedMemoryTier
 
 SOON_S = 1.0
-"""Virtual seconds: nothing takes any but what a test lets wait."""
+"""Virtual seconds: no operation takes any time except those that a test lets wait."""
 
 
 @pytest.fixture(autouse=True)
@@ -46,7 +46,7 @@ def run(life: Callable[[], Coroutine[Any, Any, None]]) -> None:
     run_virtually(life())
 
 
-# -- wrong from the start --------------------------------------------------------------------
+# -- invalid calls ----------------------------------------------------------------------------
 
 
 WRONG_CALLS = {
@@ -67,7 +67,7 @@ WRONG_CALLS = {
 
 @pytest.mark.parametrize("which", ["offload", "restore"])
 @pytest.mark.parametrize("wrong", WRONG_CALLS)
-def test_a_wrong_call_says_what_is_wrong_and_does_nothing(which: str, wrong: str) -> None:
+def test_an_invalid_call_says_what_is_wrong_and_changes_nothing(which: str, wrong: str) -> None:
     names, blocks, message = WRONG_CALLS[wrong]
 
     async def life() -> None:
@@ -113,11 +113,11 @@ def test_the_longest_key_reaches_every_tier(tmp_path: Path) -> None:
     run(life)
 
 
-# -- tiers of others -------------------------------------------------------------------------
+# -- third-party tiers ------------------------------------------------------------------------
 
 
 class MisbehavingTier(FaultTier):
-    """Does what it is asked to, and answers ``how`` it likes."""
+    """Does what it is called for, but returns results as ``how`` says."""
 
     def __init__(self, inner: Tier, method: str, how: Callable[[list[Any]], Any]) -> None:
         super().__init__(inner, always, {method})
@@ -170,7 +170,7 @@ WAYS: dict[str, Callable[[list[Any]], Any]] = {
 
 @pytest.mark.parametrize("method", ["read", "write", "present", "touch"])
 @pytest.mark.parametrize("way", WAYS)
-def test_a_tier_that_misbehaves_fails_that_operation_only(method: str, way: str) -> None:
+def test_a_misbehaving_tier_fails_only_that_operation(method: str, way: str) -> None:
     async def life() -> None:
         caches, loop = kv_caches(), asyncio.get_running_loop()
         bad: MisbehavingTier = (
@@ -184,7 +184,8 @@ def test_a_tier_that_misbehaves_fails_that_operation_only(method: str, way: str)
                 assert await manager.offload(keys(4, start), range(4)) == 4
                 await manager.flush()
             bad.is_bad = True
-            for start in range(100, 116, 2):  # writes, and reads of what went below before
+            for start in range(100, 116, 2):
+                # writes, and reads chunks that the lower tier got before
                 compute(caches, keys(2, start), range(2))
                 taken = await manager.offload(keys(2, start), range(2))
                 again = await manager.restore(keys(2, start), [8, 9])
@@ -214,7 +215,7 @@ def test_a_tier_that_misbehaves_fails_that_operation_only(method: str, way: str)
     run(life)
 
 
-def test_a_tier_that_raises_anything_when_it_is_opened_is_not_available() -> None:
+def test_a_tier_that_raises_anything_when_opened_is_unavailable() -> None:
     class Odd(TierWrapper):
         async def open(self) -> Any:
             raise KeyError("planted")
@@ -227,7 +228,7 @@ def test_a_tier_that_raises_anything_when_it_is_opened_is_not_available() -> Non
 
 
 @pytest.mark.parametrize("method", ["complete", "step"])
-def test_one_error_of_the_planner_does_not_end_all_answers(
+def test_one_error_of_the_planner_does_not_end_all_operations(
     method: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async def life() -> None:
@@ -255,7 +256,7 @@ def test_one_error_of_the_planner_does_not_end_all_answers(
     run(life)
 
 
-def test_a_planner_that_is_broken_ends_calls_and_copies_nothing_later(
+def test_a_broken_planner_ends_calls_and_copies_nothing_later(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     async def life() -> None:

@@ -1,9 +1,10 @@
 """The in-process API under random calls, cancellations (also several of one call), slow, failing
-and hanging tiers, resets and an end at any moment. Whatever happens:
+and hanging tiers, resets and an end at any moment. In every case:
 
-* a chunk that was restored is right, byte for byte;
-* when a call has ended, however it did, its blocks are its caller's: they get a new owner at once,
-  nothing is written there any more, and the new owner's bytes are never taken for the chunk;
+* a restored chunk is right, byte for byte;
+* when a call has ended, in whatever way, its blocks belong to its caller: they get a new owner at
+  once, nothing is written to them any more, and the new owner's bytes are never taken for the
+  chunk;
 * every call ends, and so does closing.
 
     python -m pytest tests/offload/manager/test_random.py
@@ -49,18 +50,18 @@ CALLERS = 3
 BLOCKS_EACH = BLOCKS // CALLERS
 PROMPTS = 4
 CHUNKS = 6
-"""Each prompt has so many. They are all more than the CPU tier holds."""
+"""Number of chunks of each prompt. Together they exceed the CPU tier."""
 LIMIT_S = 100.0
-"""Virtual; longer than any wait of a call."""
+"""Virtual seconds, longer than any wait of a call."""
 
 
 class Moody(TierWrapper):
-    """A tier that takes its time, fails, and now and then hangs for a minute."""
+    """A tier that takes its time, fails, and from time to time hangs for a minute."""
 
     def __init__(self, inner: Tier, rng: random.Random) -> None:
         super().__init__(inner)
         self._rng = rng
-        self.is_tame = True  # as long as it is opened
+        self.is_tame = True  # for as long as it is opened
 
     async def before(self, method: str, keys: Any) -> None:
         mood = self._rng.random()
@@ -74,7 +75,7 @@ class Moody(TierWrapper):
 
 
 class Caller:
-    """Makes one call after another with separate blocks."""
+    """Makes one call after another, each with separate blocks."""
 
     def __init__(self, life: Life, number: int) -> None:
         self.life = life
@@ -99,19 +100,19 @@ class Caller:
                 await asyncio.sleep(rng.random())
 
     def own(self) -> None:
-        """The blocks have a new owner."""
+        """Give the blocks a new owner."""
         self.mark = self.mark % 200 + CALLERS
         for cache in self.life.memory.values():
             cache[self.blocks.start : self.blocks.stop] = self.mark
 
     def look(self) -> None:
-        """Nobody else has written into the blocks."""
+        """Assert that no other call has written to the blocks."""
         for layer, cache in self.life.memory.items():
             mine = cache[self.blocks.start : self.blocks.stop]
             assert (mine == self.mark).all(), f"{layer}: somebody wrote into blocks of another"
 
     def chunks(self) -> tuple[list[bytes], list[int], int]:
-        """The begin of some prompt, blocks for it, and its group."""
+        """The beginning of a prompt, blocks for it, and its group."""
         rng = self.life.rng
         first, count = rng.randrange(PROMPTS) * CHUNKS, rng.randint(1, CHUNKS)
         group = int(rng.random() < 0.2)
@@ -136,7 +137,7 @@ class Caller:
         await self.call("reset", self.life.manager.reset(LIMIT_S / 2))
 
     async def call(self, what: str, work: Coroutine[Any, Any, Any]) -> int | None:
-        """The answer; ``None`` if it was cancelled or could not be had."""
+        """The result; ``None`` if the call was cancelled or failed."""
         rng, seen = self.life.rng, self.life.seen
         calling = asyncio.ensure_future(work)
         if rng.random() < 0.4:
@@ -189,7 +190,7 @@ class Life:
         for caller in callers:
             caller.own()
         living = [asyncio.ensure_future(caller.live()) for caller in callers]
-        if self.rng.random() < 0.5:  # in the middle of everything
+        if self.rng.random() < 0.5:  # at a random moment
             await asyncio.wait(living, timeout=self.rng.random() * 10.0)
         else:
             await asyncio.gather(*living)
@@ -216,7 +217,7 @@ class Life:
 
 @pytest.fixture(autouse=True)
 def _late_streams(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Copies run late and out of order, under a seed of each manager's own."""
+    """Copies run late and out of order, under a separate seed per manager."""
     made = 0
 
     def make(registration: Any, slab: Any, _device: torch.device) -> CopyEngine:
@@ -239,7 +240,7 @@ def live_through(seed: int) -> Counter[str]:
 
 
 @pytest.mark.parametrize("part", range(PARTS))
-def test_no_life_goes_wrong(part: int) -> None:
+def test_random_runs_keep_the_guarantees(part: int) -> None:
     seen: Counter[str] = Counter()
     for seed in range(part, SEEDS, PARTS):
         seen += live_through(seed)

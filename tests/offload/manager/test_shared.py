@@ -1,4 +1,4 @@
-"""The in-process API over a tier that others share."""
+"""The in-process API over a tier that several managers share."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from tiers.testing.memory_tier import SharedMemory, SharedMemoryTier
 
 NAMES = keys(6)
 PATIENT = {"lookup_timeout_s": 10}
-"""For what must be answered, on a busy machine too."""
+"""Time limit for replies that must come, also on a busy machine."""
 
 
-async def test_one_restores_what_another_has_stored() -> None:
+async def test_managers_restore_each_others_chunks() -> None:
     memory = SharedMemory(1 << 22)
     one, other = kv_caches(), kv_caches()
     async with await open_manager(one, [SharedMemoryTier(memory)], **PATIENT) as first:
@@ -29,7 +29,7 @@ async def test_one_restores_what_another_has_stored() -> None:
         assert await first.restore(NAMES, range(10, 16)) == 0
 
 
-async def test_a_tier_that_does_not_answer_is_not_waited_for() -> None:
+async def test_a_tier_that_does_not_reply_is_not_waited_for() -> None:
     memory = SharedMemory(1 << 22)
     held = HoldingSharedTier(SharedMemoryTier(memory), methods={"present"})
     async with await open_manager(kv_caches(), [held]) as manager:

@@ -42,13 +42,13 @@ def rows(draw: st.DrawFn) -> list[Any]:
 
 
 @given(rows())
-def test_rows_survive(given: list[Any]) -> None:
+def test_rows_survive_packing(given: list[Any]) -> None:
     found = Columns.of(given) if given else NO_CHUNKS
     packed = pickle.loads(pickle.dumps(found.pack()))
     assert list(packed.unpack().rows()) == list(found.rows()) == given
 
 
-def test_a_load_is_unpacked_by_whoever_reads_it() -> None:
+def test_a_load_is_unpacked_when_it_is_read() -> None:
     items = (LoadItem(b"key", 1, (2, -1), 3, 0), LoadItem(b"k", 0, (4,), -1, -1))
     found = pickle.loads(pickle.dumps(LoadJob(7, "r", items)))
     assert found._items is None
@@ -63,7 +63,7 @@ def test_a_load_is_unpacked_by_whoever_reads_it() -> None:
     assert (part.part, part.is_last, part.items) == (3, False, items)
 
 
-def test_a_store_is_unpacked_by_whoever_reads_it() -> None:
+def test_a_store_is_unpacked_when_it_is_read() -> None:
     found = pickle.loads(pickle.dumps(StoreJob(7, 1, [2, 3, 4, 5], [8, 9])))
     assert isinstance(found._rows, bytes)
     again = pickle.loads(pickle.dumps(found))
@@ -85,7 +85,7 @@ def test_keys_travel_in_one_piece(keys: tuple[bytes, ...]) -> None:
     assert found[:1] == keys[:1]
 
 
-def test_a_write_through_is_unpacked_by_whoever_reads_it() -> None:
+def test_a_write_through_is_unpacked_when_it_is_read() -> None:
     found = pickle.loads(pickle.dumps(WriteThroughJob(7, 1, 2, (b"key", b"yek"), (8, 9))))
     assert isinstance(found.keys._keys, bytes)
     again = pickle.loads(pickle.dumps(found))

@@ -1,5 +1,5 @@
-"""The weights change while a disk is away: the other tiers reset at once, that one when it is
-back."""
+"""The weights change while a disk is unavailable: the other tiers reset at once, that one when its
+disk is back."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def taken(owed: PendingEpochs) -> dict[int, int]:
 
 
 @pytest.mark.parametrize("comes_back", ["as it was", "empty"])
-def test_a_disk_that_is_away_is_told_when_it_is_back(
+def test_a_disk_that_is_away_gets_the_epoch_when_it_is_back(
     paths: list[str], owed: PendingEpochs, comes_back: str
 ) -> None:
     far, elsewhere = Path(paths[1]), Path(paths[1] + "-elsewhere")
@@ -116,8 +116,9 @@ class Held:
 
 
 @pytest.mark.parametrize("where", ["at once", "in its syncs"])
-def test_a_disk_that_hangs_keeps_no_reset(paths: list[str], where: str) -> None:
-    """It is waited for once. What it has placed before it hangs survives the process."""
+def test_a_disk_that_hangs_delays_no_reset(paths: list[str], where: str) -> None:
+    """The reset waits for it only once. An epoch that it has placed before it hangs survives the
+    process."""
     held = Held(paths, 1, where)
     for owed in served(paths, held):
         owed.reset(0.0)
@@ -148,10 +149,10 @@ os.kill(os.getpid(), signal.SIGKILL)
 """
 
 
-def test_a_server_that_is_killed_right_after_a_reset_leaves_nothing_to_be_found(
+def test_a_server_killed_right_after_a_reset_leaves_no_old_records(
     paths: list[str],
 ) -> None:
-    """Also while the disk cannot sync. The next server begins another epoch."""
+    """This also holds while the disk cannot sync. The next server begins another epoch."""
     child = subprocess.run(
         [sys.executable, "-c", CHILD, paths[0]],
         stderr=subprocess.PIPE,
@@ -177,10 +178,10 @@ def test_a_mount_point_without_its_disk_gets_no_folders(
     assert list(Path(paths[1]).iterdir()) == []
 
 
-def test_epochs_of_shared_tiers_are_nobody_elses_and_never_those_of_the_files(
+def test_epochs_of_shared_tiers_are_unique_and_never_that_of_the_files(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Odd ones mean weights that no file holds."""
+    """Odd epochs mean weights that no file has."""
     drawn = [draw_epoch() for _ in range(200)]
     assert all(epoch % 2 == 1 for epoch in drawn)
     assert len(set(drawn)) == len(drawn)

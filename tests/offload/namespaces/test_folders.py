@@ -1,4 +1,5 @@
-"""Folders of namespaces: opening, epochs, claims, moving aside, and making room. Real processes."""
+"""Folders of namespaces: opening, epochs, claims, moving aside, and freeing space. Uses real
+processes."""
 
 from __future__ import annotations
 
@@ -49,7 +50,7 @@ def place_of(root: Path, namespace: Namespace = ONE, rank: int = 0, notes: list[
 
 @contextmanager
 def child(code: str, *args: str) -> Iterator[subprocess.Popen[str]]:
-    """A process that prints a line when it is ready and then waits for its end."""
+    """A process that prints a line when it is ready and then waits until it is ended."""
     process = subprocess.Popen(
         [sys.executable, "-c", code, *args],
         stdin=subprocess.PIPE,
@@ -90,7 +91,7 @@ def test_opening_makes_private_folders_and_reopening_keeps_content(tmp_path: Pat
     assert all(path.stat().st_mode & 0o777 == 0o600 for path in files)
 
 
-def test_ranks_and_replicas_have_folders_of_their_own(tmp_path: Path) -> None:
+def test_ranks_and_replicas_have_separate_folders(tmp_path: Path) -> None:
     with place_of(tmp_path, rank=0) as a, place_of(tmp_path, rank=1) as b:
         other = claim_rank_folder(tmp_path, ONE, replica=1, rank=0, engine="test")
         with other as c:
@@ -108,8 +109,8 @@ def test_epochs_only_grow_and_survive(tmp_path: Path) -> None:
         assert place.epoch == 0
 
 
-def test_a_server_that_starts_does_not_take_records_of_changed_weights(tmp_path: Path) -> None:
-    """A running server was given other weights; the next start has those of the files again."""
+def test_a_starting_server_does_not_use_records_of_changed_weights(tmp_path: Path) -> None:
+    """A running server received other weights; the next start has those of the files again."""
 
     def start(rank: int = 0) -> ClaimedFolder:
         return claim_rank_folder(tmp_path, ONE, replica=0, rank=rank, engine="test", starts=True)
@@ -131,7 +132,7 @@ def test_a_server_that_starts_does_not_take_records_of_changed_weights(tmp_path:
 
 
 def test_a_bump_is_durable_before_it_returns(tmp_path: Path) -> None:
-    """kill -9 right after the answer: the epoch that was answered is on the disk."""
+    """After kill -9 right after the call returned, the returned epoch is on the disk."""
     code = """
 import sys
 from offload.namespaces.folders import bump_epoch
@@ -152,7 +153,7 @@ while True:
         assert place.epoch == read_epoch(home)
 
 
-def test_two_processes_that_bump_never_get_the_same_epoch(tmp_path: Path) -> None:
+def test_two_concurrent_bumps_never_return_the_same_epoch(tmp_path: Path) -> None:
     code = """
 import sys
 from offload.namespaces.folders import bump_epoch
@@ -183,7 +184,7 @@ def test_a_claim_names_its_owner_and_ends_with_kill_9(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("before", [b"", b'{"pid": 4194304999, "engine": "dead"}'])
-def test_an_owner_that_has_not_written_yet_is_waited_for(
+def test_an_owner_that_has_not_written_its_name_yet_is_waited_for(
     before: bytes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The ranks of one server start together: one finds a claim that another is just taking."""
@@ -233,7 +234,7 @@ def test_a_folder_that_cannot_be_trusted_is_moved_aside(damage: object, tmp_path
 
 
 @pytest.mark.parametrize("damage", [b"", b"7\n", b"7 0123456789abcdef\n", None])
-def test_a_damaged_epoch_sends_the_records_below_it_aside(
+def test_a_damaged_epoch_moves_the_records_below_it_aside(
     damage: bytes | None, tmp_path: Path
 ) -> None:
     with place_of(tmp_path) as place:
@@ -291,7 +292,7 @@ def test_a_folder_that_is_a_link_is_not_followed(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("thing", ["link", "pipe", "folder"])
-def test_a_lock_that_is_no_file_is_refused_without_waiting(thing: str, tmp_path: Path) -> None:
+def test_a_lock_that_is_not_a_file_is_refused_without_waiting(thing: str, tmp_path: Path) -> None:
     lock = tmp_path / claims.LOCK_NAME
     if thing == "link":
         (tmp_path / "file").touch()
@@ -320,7 +321,7 @@ def test_waiting_for_the_lock_has_a_bound(tmp_path: Path, monkeypatch: pytest.Mo
         pass
 
 
-def test_neighbours_say_which_field_differs_with_both_values(tmp_path: Path) -> None:
+def test_neighbours_report_which_field_differs_with_both_values(tmp_path: Path) -> None:
     assert describe_neighbours(tmp_path, ONE) == []
     open_namespace(tmp_path, TWO)
     open_namespace(tmp_path, THREE)
@@ -340,7 +341,7 @@ def _fill(root: Path, namespace: Namespace, size: int, used: float) -> None:
 
 
 @pytest.mark.parametrize(("old", "new"), [(TWO, THREE), (THREE, TWO)])
-def test_making_room_removes_the_oldest_first_and_counts_what_stays(
+def test_freeing_space_removes_the_oldest_first_and_counts_the_rest(
     old: Namespace, new: Namespace, tmp_path: Path
 ) -> None:
     _fill(tmp_path, new, 1 << 20, 2_000.0)
@@ -369,12 +370,12 @@ def test_a_namespace_in_use_is_never_removed(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["..", "/etc", "", "quarantine-x", "0" * 31, "A" * 32, ".trash-0"])
-def test_only_names_of_ours_can_be_removed(name: str, tmp_path: Path) -> None:
+def test_only_names_of_kvtiers_can_be_removed(name: str, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="not the name"):
         remove_namespace(tmp_path, name)
 
 
-def test_trash_of_a_killed_process_is_taken_out_at_the_next_start(tmp_path: Path) -> None:
+def test_trash_of_a_killed_process_is_removed_at_the_next_start(tmp_path: Path) -> None:
     trash = tmp_path / ".trash-0123456789abcdef"
     trash.mkdir()
     (trash / "data").write_bytes(b"x")

@@ -58,7 +58,8 @@ FIELDS = st.dictionaries(
 
 
 def typed(value: Any) -> Any:
-    """A value with its type spelled out: an oracle of equality that knows 1, 1.0 and True apart."""
+    """A value with its type spelled out: an oracle of equality that distinguishes 1, 1.0 and
+    True."""
     if isinstance(value, dict):
         return ("dict", tuple(sorted((name, typed(item)) for name, item in value.items())))
     if isinstance(value, list):
@@ -98,13 +99,14 @@ def test_a_change_of_one_field_changes_the_digest_and_is_named(
 
 @settings(max_examples=60, deadline=None)
 @given(FIELDS)
-def test_the_name_is_a_safe_path_component_whatever_the_fields_say(fields: dict[str, Any]) -> None:
+def test_the_name_is_a_safe_path_component_whatever_the_fields_are(fields: dict[str, Any]) -> None:
     assert NAME.fullmatch(Namespace.of(fields).name)
     assert len(Namespace.of(fields).digest) == 16
 
 
 def test_the_name_is_the_same_in_every_process_and_version() -> None:
-    """If this changes, every cache on every disk is orphaned: raise the format version instead."""
+    """If this changes, every cache on every disk becomes useless: raise the format version
+    instead."""
     assert Namespace.of(GOLDEN_FIELDS).name == GOLDEN_NAME
 
 
@@ -140,7 +142,7 @@ def test_values_without_one_canonical_text_are_refused(value: Any) -> None:
 @pytest.mark.parametrize(
     ("a", "b"), [(1, True), (0, False), (1, 1.0), (0.0, -0.0), (1, "1"), (None, "None"), ([], {})]
 )
-def test_values_that_python_holds_equal_are_told_apart(a: Any, b: Any) -> None:
+def test_values_that_python_considers_equal_are_distinguished(a: Any, b: Any) -> None:
     one, two = Namespace.of({"x": a}), Namespace.of({"x": b})
     assert one.digest != two.digest
     assert [name for name, _, _ in differing_fields(one, two)] == ["x"]
@@ -156,7 +158,7 @@ def test_differences_name_the_innermost_field() -> None:
     ]
 
 
-def test_a_manifest_comes_back_as_it_was_written(tmp_path: Path) -> None:
+def test_a_manifest_is_read_as_it_was_written(tmp_path: Path) -> None:
     namespace = Namespace.of(GOLDEN_FIELDS)
     assert read_manifest(tmp_path) is None
     write_manifest(tmp_path, namespace)
@@ -220,7 +222,7 @@ HOSTILE: dict[str, Any] = {
 
 
 @pytest.mark.parametrize("kind", HOSTILE)
-def test_a_hostile_manifest_is_an_error_and_nothing_else(kind: str, tmp_path: Path) -> None:
+def test_a_hostile_manifest_only_causes_an_error(kind: str, tmp_path: Path) -> None:
     made = HOSTILE[kind]
     path = tmp_path / MANIFEST_NAME
     if isinstance(made, bytes):
@@ -233,7 +235,7 @@ def test_a_hostile_manifest_is_an_error_and_nothing_else(kind: str, tmp_path: Pa
     assert len(str(caught.value)) < 500
 
 
-def test_a_newer_format_says_what_to_do(tmp_path: Path) -> None:
+def test_a_newer_format_has_a_message_with_the_remedy(tmp_path: Path) -> None:
     (tmp_path / MANIFEST_NAME).write_bytes(b'{"format": 3, "whatever": []}')
     with pytest.raises(NamespaceError, match=r"format 3, newer than this build's 1\. Upgrade"):
         read_manifest(tmp_path)

@@ -1,9 +1,9 @@
-"""A small seeded world around the planner: ranks that execute plans late, out of order and
-with faults, and a content model that shows every wrong byte.
+"""A small seeded world around the planner: ranks that execute plans late, out of order and with
+faults, and a content model that reveals every wrong byte.
 
 The content of a GPU block, a slot or a record is a value ``(key, generation)``; a block that was
-given away holds other content. A load that reports success with any other content than its key's
-is a mismatch. Nothing here shares code with the executor.
+reused has other content. A load that reports success with any other content than its key's is a
+mismatch. It shares no code with the executor.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def _run(numbers: list[int], first_block: int) -> ChunkBatch:
 
 @dataclass
 class Rank:
-    """One worker: what its slots and its disk hold, and the jobs it has not done."""
+    """One worker: the content of its slots and its disk, and the jobs that it has not done."""
 
     slots: dict[int, Content] = field(default_factory=dict)
     disk: dict[bytes, Content] = field(default_factory=dict)
@@ -62,7 +62,7 @@ class PlannerWithRanks:
         self.mismatches: list[str] = []
         self.fault_rate = 0.15
 
-    # -- what a scheduler does ---------------------------------------------------------------
+    # -- actions of a scheduler --------------------------------------------------------------
 
     def store(self, numbers: list[int], first_block: int) -> None:
         """Compute chunks into new blocks and plan to store them."""
@@ -73,7 +73,7 @@ class PlannerWithRanks:
         self.planner.stores.plan(_run(numbers, first_block))
 
     def give_away(self, blocks: list[int]) -> None:
-        """Hand blocks to new content: fence first, as vLLM's next step would."""
+        """Reuse blocks for new content: fence first, as vLLM's next step would."""
         self.planner.stores.fence(blocks)
         self.step()
         for block in blocks:
@@ -93,7 +93,7 @@ class PlannerWithRanks:
             self.step()
 
     def reset(self) -> None:
-        """New weights: the same keys mean other content from now on."""
+        """Change the weights: from now on the same keys mean other content."""
         self.generation += 1
         self.planner.forget_all()
         self.planner.begin_epochs({0: self.generation})
@@ -111,10 +111,10 @@ class PlannerWithRanks:
                     rank.todo.append(("delete", key))
             rank.todo += [*plan.stores, *plan.write_throughs, *plan.loads]
 
-    # -- what workers do ---------------------------------------------------------------------
+    # -- actions of workers ------------------------------------------------------------------
 
     def work(self) -> None:
-        """One rank does one job; jobs of different kinds overtake each other, disk writes and
+        """Let one rank do one job; jobs of different kinds overtake each other, but disk writes and
         deletes do not."""
         rank = self.random.choice(self.ranks)
         if not rank.todo:
@@ -128,7 +128,7 @@ class PlannerWithRanks:
         self._do(rank, job)
 
     def report(self) -> None:
-        """Some of what ended reaches the planner."""
+        """Report some of the finished jobs to the planner."""
         ids = [job for job in self.results if self.random.random() < 0.7]
         report = StepReport()
         for job in ids:

@@ -1,4 +1,4 @@
-"""A breaker against a naive model, and each of its rules by itself."""
+"""A breaker compared with a naive model, and each of its rules by itself."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def test_it_opens_at_the_configured_number_of_failures_in_a_row() -> None:
     assert breaker.openings == 1
 
 
-def test_one_success_begins_the_row_again() -> None:
+def test_one_success_resets_the_count() -> None:
     breaker = CircuitBreaker(failures=3)
     for _ in range(20):
         breaker.observe(0, 2, 0.0)
@@ -39,7 +39,7 @@ def test_a_report_of_mostly_failures_counts_as_failures() -> None:
     assert breaker.state is BreakerState.OPEN
 
 
-def test_one_rank_that_fails_is_not_outvoted_by_those_that_work() -> None:
+def test_one_failing_rank_is_not_outvoted_by_the_others() -> None:
     breaker = CircuitBreaker(failures=3)
     for _ in range(3):
         assert breaker.closed
@@ -57,7 +57,7 @@ def test_it_is_tried_after_the_wait_and_not_before() -> None:
     assert breaker.state is BreakerState.HALF_OPEN
 
 
-def test_the_wait_doubles_up_to_its_bound_and_starts_anew() -> None:
+def test_the_wait_doubles_up_to_its_bound_and_starts_again() -> None:
     breaker = opened(CircuitBreaker(wait_s=5.0, wait_max_s=30.0))
     now, waits = 0.0, []
     for _ in range(5):
@@ -75,8 +75,8 @@ def test_the_wait_doubles_up_to_its_bound_and_starts_anew() -> None:
     assert breaker.state is BreakerState.HALF_OPEN
 
 
-def test_only_a_verdict_closes_it() -> None:
-    """One rank's first good batch says nothing of the others."""
+def test_only_a_probe_of_all_ranks_closes_it() -> None:
+    """One rank's first good batch says nothing about the others."""
     breaker = opened(CircuitBreaker(wait_s=1.0))
     breaker.tick(1.0)
     breaker.observe(10, 0, 1.0)
@@ -85,7 +85,7 @@ def test_only_a_verdict_closes_it() -> None:
     assert breaker.closed
 
 
-def test_what_began_before_it_opened_does_not_close_it() -> None:
+def test_an_operation_begun_before_it_opened_does_not_close_it() -> None:
     breaker = opened(CircuitBreaker())
     breaker.observe(10, 0, 1.0)
     breaker.judge(1.0, good=True)
@@ -112,7 +112,7 @@ def test_after_closing_it_takes_the_full_number_of_failures_again() -> None:
 
 @pytest.mark.parametrize("seed", range(50))
 def test_it_agrees_with_a_naive_model(seed: int) -> None:
-    """The model: the list of everything that happened since the last change of state."""
+    """The model is the list of everything that happened since the last change of state."""
     choose = random.Random(seed)
     breaker, limit, now = CircuitBreaker(failures=3, wait_s=2.0, wait_max_s=8.0), 3, 0.0
     rows: dict[int, list[bool]] = {}

@@ -1,4 +1,5 @@
-"""Break-even: what is measured, when it stops, when it resumes, and that it does not flap."""
+"""Break-even: what is measured, when loading stops and resumes, and that the decision does not
+flap."""
 
 from __future__ import annotations
 
@@ -59,7 +60,7 @@ def test_short_work_and_no_time_do_not_count() -> None:
     assert rate.value() is None
 
 
-def test_it_pays_until_the_opposite_is_known() -> None:
+def test_loading_pays_until_measured_otherwise() -> None:
     assert LoadOrRecompute(Rate()).pays
     pace = LoadOrRecompute(Rate())
     load_at(pace, 1.0)
@@ -116,7 +117,7 @@ def test_probes_come_after_waits_that_double_up_to_a_bound() -> None:
     assert waits == [5.0, 10.0, 20.0, 40.0, RETRY_MAX_S, RETRY_MAX_S]
 
 
-def test_a_probe_that_brought_nothing_is_a_slow_probe() -> None:
+def test_a_probe_that_loaded_nothing_is_a_slow_probe() -> None:
     for prefill in (Rate(), prefill_of(1000)):
         pace = LoadOrRecompute(prefill)
         pace.pays = False
@@ -125,8 +126,8 @@ def test_a_probe_that_brought_nothing_is_a_slow_probe() -> None:
         assert not pace.probe_due(100.1)
 
 
-def test_a_tier_that_pays_only_when_nobody_uses_it_is_tried_ever_less_often() -> None:
-    """Probes meet no traffic. 600 s in which probes are fast and loads slow."""
+def test_a_tier_that_pays_only_without_traffic_is_tried_less_and_less_often() -> None:
+    """Probes meet no traffic. For 600 s, probes are fast and loads slow."""
     pace, now, resumed = LoadOrRecompute(prefill_of(1000)), 0.0, []
     while now < 600.0:
         if pace.pays:
@@ -152,7 +153,7 @@ def test_loads_that_pay_make_the_next_wait_short_again() -> None:
     assert pace.probe_due(200.0 + RETRY_S)
 
 
-def test_between_the_thresholds_it_stays_as_it_is() -> None:
+def test_between_the_thresholds_the_state_stays() -> None:
     """Loads exactly as fast as computing, probes too: no change in either state."""
     paying = LoadOrRecompute(prefill_of(1000))
     load_at(paying, 1000.0, times=50)
@@ -171,7 +172,7 @@ def short_loads(
         pace.observe_load(TOKENS_MIN - 1, seconds, now)
 
 
-def test_the_least_load_is_what_is_computed_while_a_short_one_lasts() -> None:
+def test_the_smallest_load_is_what_is_computed_during_a_short_one() -> None:
     pace = LoadOrRecompute(prefill_of(1000))
     short_loads(pace, 0.2, 0.0, SAMPLES_MIN - 1)
     assert pace.least_tokens == 0, "too few loads"
@@ -179,19 +180,19 @@ def test_the_least_load_is_what_is_computed_while_a_short_one_lasts() -> None:
     assert pace.least_tokens == pytest.approx(STOP_BELOW * 1000 * 0.2)
 
 
-def test_without_a_rate_of_computing_or_switched_off_every_load_is_worth_it() -> None:
+def test_without_a_rate_of_computing_or_switched_off_every_load_pays() -> None:
     for pace in (LoadOrRecompute(Rate()), LoadOrRecompute(prefill_of(1000), enabled=False)):
         short_loads(pace, 9.0, 0.0)
         assert pace.least_tokens == 0
 
 
-def test_long_loads_say_nothing_of_the_least_one() -> None:
+def test_long_loads_do_not_affect_the_smallest_load() -> None:
     pace = LoadOrRecompute(prefill_of(1000))
     load_at(pace, 2000)
     assert pace.least_tokens == 0
 
 
-def test_what_short_loads_took_is_forgotten_so_that_they_are_tried_again() -> None:
+def test_times_of_short_loads_are_forgotten_so_that_they_are_tried_again() -> None:
     pace = LoadOrRecompute(prefill_of(1000))
     short_loads(pace, 0.2, now=10.0)
     pace.tick(10.0 + FORGET_S)

@@ -1,5 +1,5 @@
-"""Loads and answers of more chunks than one step takes: nothing of them is lost between two steps,
-and nothing is left over when something comes in between."""
+"""Loads and answers with more chunks than one step handles: nothing is lost between two steps, and
+nothing is left over when another event intervenes."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ OTHERS = range(100, 120)
 
 
 class Bed:
-    """A planner that plans four chunks of loads in a step, fewer if they need slots."""
+    """A planner that plans four chunks of loads per step, fewer if they need slots."""
 
     def __init__(self, slots: int = 24, disk_chunks: int = 24, ranks: int = 1) -> None:
         self.cpu = TierIndex("cpu", SlotCapacity(slots), LruPolicy())
@@ -34,13 +34,13 @@ class Bed:
         self.planner.tick(0.0)
 
     def store(self, numbers: range) -> None:
-        """These are in the CPU tier and on the disk."""
+        """Put these chunks into the CPU tier and onto the disk."""
         for n in numbers:
             self.planner.stores.plan(run(range(n, n + 1)))
             self.work()
 
     def work(self) -> None:
-        """Every store and every write ends well, until there is nothing to do."""
+        """Let every store and write succeed, until no work is left."""
         while self.planner.busy:
             self.answer_all(self.step())
 
@@ -69,7 +69,7 @@ class Bed:
         return found
 
     def end(self, job: int, result: JobResult | None = None) -> None:
-        """A load ends; nothing may be left of it."""
+        """End a load; nothing may be left of it."""
         self.planner.complete(StepReport({job: result or JobResult()}))
         self.planner.loads.request_ended("r")
         self.work()
@@ -112,8 +112,8 @@ def test_a_long_load_is_one_job_in_parts(where: str) -> None:
     assert bed.planner.totals()[f"loaded_tokens:{where}"] == 160
 
 
-def test_the_estimate_of_a_long_load_is_replaced_and_not_changed() -> None:
-    """Its reader may keep the mapping: it is of the moment when it was read."""
+def test_the_estimate_of_a_long_load_is_replaced_not_modified() -> None:
+    """A reader may keep the mapping, which describes the moment when it was read."""
     bed = Bed()
     bed.store(LONG)
     tokens = bed.planner.loads.plan("r", [run(LONG)])
@@ -126,7 +126,7 @@ def test_the_estimate_of_a_long_load_is_replaced_and_not_changed() -> None:
     assert bed.planner.totals()["loaded_tokens:disk"] == 64
 
 
-def test_a_load_of_nothing_is_a_load() -> None:
+def test_a_load_of_no_chunks_is_a_load() -> None:
     bed = Bed()
     assert bed.planner.loads.plan("r", []).by_tier == {}
     (load,) = bed.step().loads
@@ -134,8 +134,8 @@ def test_a_load_of_nothing_is_a_load() -> None:
     bed.end(load.job)
 
 
-def test_a_key_may_be_there_twice() -> None:
-    """A caller of the API in one process may ask for that."""
+def test_a_key_may_occur_twice() -> None:
+    """A caller of the in-process API may request that."""
     bed = Bed()
     bed.store(LONG)
     twice = [*LONG, 3, 4]
@@ -146,7 +146,7 @@ def test_a_key_may_be_there_twice() -> None:
     bed.end(parts[0].job)
 
 
-def test_one_step_plans_no_more_than_its_share_of_all_loads() -> None:
+def test_one_step_plans_no_more_than_its_share_for_all_loads() -> None:
     bed = Bed()
     bed.store(LONG)
     for name in "abc":
@@ -185,12 +185,12 @@ def keeps_its_chunks(tier: str) -> None:
 
 
 @pytest.mark.parametrize("tier", ["cpu", "disk"])
-def test_what_a_load_waits_for_is_not_evicted(tier: str) -> None:
+def test_chunks_of_an_unplanned_part_are_not_evicted(tier: str) -> None:
     keeps_its_chunks(tier)
 
 
 @pytest.mark.parametrize("tier", ["cpu", "disk"])
-def test_chunks_that_are_not_held_are_missed(tier: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_protection_the_load_would_fail(tier: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """A planted fault."""
     monkeypatch.setattr(LoadHolds, "hold", lambda self, owner, keys: None)
     with pytest.raises(AssertionError):
@@ -216,7 +216,8 @@ def test_two_loads_may_wait_for_the_same_chunks() -> None:
 
 
 def test_an_answer_ends_only_its_own_load() -> None:
-    """A name may come back while an earlier load under it still flies (a read that hangs)."""
+    """A name may be reused while an earlier load under it is still in flight (a read that
+    hangs)."""
     bed = Bed()
     bed.store(LONG)
     bed.planner.loads.plan("r", [run(range(3))])
@@ -231,7 +232,7 @@ def test_an_answer_ends_only_its_own_load() -> None:
     bed.end(new.job)
 
 
-def test_a_request_that_is_aborted_loads_no_more() -> None:
+def test_an_aborted_request_loads_no_more() -> None:
     bed = Bed()
     bed.store(LONG)
     bed.cpu.clear()
@@ -250,7 +251,7 @@ def is_cut(bed: Bed, first: LoadJob) -> None:
     assert bed.planner.totals()["load_failures"] == 1
 
 
-def test_a_reset_in_the_midst_fails_the_load() -> None:
+def test_a_reset_during_a_load_fails_it() -> None:
     bed = Bed()
     bed.store(LONG)
     first = bed.load()
@@ -260,7 +261,7 @@ def test_a_reset_in_the_midst_fails_the_load() -> None:
     assert not len(bed.cpu)
 
 
-def test_a_tier_that_begins_to_fail_in_the_midst_is_not_asked_for_the_rest() -> None:
+def test_a_tier_that_begins_to_fail_is_not_read_for_the_rest() -> None:
     bed = Bed()
     bed.store(LONG)
     bed.cpu.clear()
@@ -272,7 +273,7 @@ def test_a_tier_that_begins_to_fail_in_the_midst_is_not_asked_for_the_rest() -> 
     is_cut(bed, first)
 
 
-def test_a_chunk_that_is_lost_in_the_midst_fails_the_load() -> None:
+def test_a_chunk_lost_during_a_load_fails_it() -> None:
     bed = Bed()
     bed.store(LONG)
     bed.cpu.clear()
@@ -294,7 +295,7 @@ def test_a_part_that_fails_fails_the_load_and_keeps_the_rest() -> None:
     assert not any(key in bed.disk for key in lost)
 
 
-def test_a_load_that_every_rank_has_given_up_is_not_planned_on() -> None:
+def test_a_load_that_every_rank_has_given_up_is_not_continued() -> None:
     bed = Bed(ranks=2)
     bed.planner = Planner(
         bed.planner.groups, bed.cpu, [bed.disk], WorkLimits(step_chunks=4), ranks=1
@@ -308,11 +309,11 @@ def test_a_load_that_every_rank_has_given_up_is_not_planned_on() -> None:
     assert last.is_last
     assert last.items == (NOBODY,)
     assert not bed.step().loads
-    bed.end(first.job)  # an answer that nobody asked for
+    bed.end(first.job)  # an answer without a job
     assert bed.planner.totals()["late_answers"] == 1
 
 
-def test_answers_are_taken_in_over_several_steps_and_the_head_ends_up_youngest() -> None:
+def test_answers_are_processed_over_several_steps_and_the_head_ends_up_youngest() -> None:
     bed = Bed()
     bed.store(LONG)
     bed.cpu.clear()
@@ -328,7 +329,7 @@ def test_answers_are_taken_in_over_several_steps_and_the_head_ends_up_youngest()
     bed.end(0)
 
 
-def test_a_step_stores_no_more_than_its_share_and_the_rest_is_asked_again() -> None:
+def test_a_step_stores_no_more_than_its_share_and_the_rest_is_offered_again() -> None:
     many = range(300)
     cpu = TierIndex("cpu", SlotCapacity(400), LruPolicy())
     planner = Planner({GROUP: GroupInfo("full", 16, ())}, cpu, (), WorkLimits(step_chunks=53))
@@ -345,7 +346,7 @@ def test_a_step_stores_no_more_than_its_share_and_the_rest_is_asked_again() -> N
     assert planner.stores.plan(ended, ended=True) == 64, "and no more, however many are missing"
 
 
-def test_a_part_in_the_slab_names_slots_that_hold_it() -> None:
+def test_a_part_in_the_slab_names_the_slots_that_contain_it() -> None:
     bed = Bed()
     bed.store(LONG)
     parts = [bed.load(), *bed.parts()]

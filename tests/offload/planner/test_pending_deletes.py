@@ -1,4 +1,4 @@
-"""Deletions of a tier that has lost everything."""
+"""Deletions in a tier that has lost everything."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from tests.offload.planner.simulated_ranks import key_of
 from tests.offload.planner.troubled_tiers import answer, holding, make, see, step, wanted
 
 
-def test_what_a_large_tier_has_lost_is_deleted_in_portions() -> None:
-    """Nothing is written meanwhile: a chunk could be deleted that was written again."""
+def test_records_lost_by_a_large_tier_are_deleted_in_portions() -> None:
+    """Nothing is written meanwhile, because a chunk that was written again could be deleted."""
     many = 3 * DELETIONS_MAX
     planner = make()
     planner.lower[0].space.capacity = 100 * many

@@ -1,4 +1,4 @@
-"""The planner in a seeded world (``planner_world``), and its single decisions."""
+"""The planner in a seeded world (``simulated_ranks``), and its individual decisions."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ STEPS = 250
 
 
 def live(world: PlannerWithRanks) -> None:
-    """Random life: stores and loads of overlapping prefixes, resets, work and reports."""
+    """Random actions: stores and loads of overlapping prefixes, resets, work and reports."""
     choose = world.random
     for _ in range(STEPS):
         start = choose.choice((0, 0, 20, 40))
@@ -43,7 +43,7 @@ def live(world: PlannerWithRanks) -> None:
 
 
 @pytest.mark.parametrize(("ranks", "many"), [(1, 64), (1, 1), (2, 64), (3, 1)])
-def test_no_load_ever_brings_other_content(
+def test_no_load_ever_restores_other_content(
     ranks: int, many: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(index, "MANY", many)
@@ -68,7 +68,7 @@ def test_no_load_ever_brings_other_content(
     "fault",
     ["no fence", "ignore failed ranks", "forget pins", "commit bad keys"],
 )
-def test_the_world_sees_planted_faults(fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_world_detects_planted_faults(fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
     if fault == "no fence":
         monkeypatch.setattr(StorePlanner, "fence", lambda self, blocks: None)
     elif fault == "ignore failed ranks":
@@ -127,17 +127,17 @@ def test_a_chunk_is_stored_once() -> None:
     assert [store.slots for store in planner.step().stores] == [(0, 1)]
 
 
-def test_a_store_that_finds_no_slot_can_be_asked_again() -> None:
+def test_a_store_that_finds_no_slot_can_be_offered_again() -> None:
     planner = make(slots=2)
     assert planner.stores.plan(wanted(1, 2, 3)) == 2
     assert planner.stats.store_refusals == 1
     plan = planner.step()
     finish(planner, plan.stores[0].job)
     planner.step()
-    assert planner.stores.plan(wanted(1, 2, 3), may_wait=True) == 2  # one waits to be written
+    assert planner.stores.plan(wanted(1, 2, 3), may_wait=True) == 2  # one chunk waits to be written
 
 
-def test_no_more_is_stored_at_a_time_than_may_be() -> None:
+def test_concurrent_stores_are_bounded() -> None:
     groups = {GROUP: GroupInfo("full", 16, ())}
     cpu = TierIndex("cpu", SlotCapacity(8), LruPolicy())
     planner = Planner(groups, cpu, (), WorkLimits(store_chunks=3))
@@ -225,7 +225,7 @@ def test_a_sent_store_whose_block_is_reused_is_fenced() -> None:
     assert planner.step().fence == (job,)
 
 
-def test_stores_that_are_distrusted_are_never_committed() -> None:
+def test_distrusted_stores_are_never_committed() -> None:
     """A fence may have been missed: the content of the blocks is unknown."""
     planner = make()
     planner.stores.plan(wanted(1))
@@ -242,7 +242,7 @@ def test_stores_that_are_distrusted_are_never_committed() -> None:
 
 
 def test_after_a_reset_nothing_is_written_before_the_new_epoch() -> None:
-    """A tier that is still of the old epoch would keep new chunks under it."""
+    """A tier that is still at the old epoch would keep new chunks under it."""
     planner = make()
     planner.forget_all()
     planner.stores.plan(wanted(1))

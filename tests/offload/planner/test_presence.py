@@ -1,4 +1,4 @@
-"""Shared tiers above the worker: what is asked, remembered, forgotten, and what it may cost."""
+"""Shared tiers as the planner sees them: what is queried, remembered, forgotten, and how much."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ class PlannerOverSharedTier:
         return self.planner.step()
 
     def answer(self, plan: StepPlan, there: list[bytes] | None) -> None:
-        """Every rank answers every question of a plan."""
+        """Let every rank reply to every query of a plan."""
         for question in plan.questions:
             flags = None if there is None else bytes(key in there for key in question.keys)
             report = StepReport(answers={question.number: PresenceReply(flags, self.ranks)})
@@ -74,7 +74,7 @@ class PlannerOverSharedTier:
         self.planner.complete(StepReport({job.job: result}))
 
 
-def test_an_answer_makes_a_chunk_a_hit_and_its_absence_is_remembered_too() -> None:
+def test_a_reply_makes_a_chunk_a_hit_and_its_absence_is_remembered_too() -> None:
     world = PlannerOverSharedTier()
     wait = world.ask(KEYS[:8])
     assert world.presence.is_waiting(wait, 0.0)
@@ -94,7 +94,7 @@ def _questions(world: PlannerOverSharedTier, keys: list[bytes]) -> list[object]:
     return list(world.step().questions)
 
 
-def test_what_is_being_asked_is_not_asked_twice_but_waited_for() -> None:
+def test_open_queries_are_waited_for_and_not_repeated() -> None:
     world = PlannerOverSharedTier()
     first = world.ask(KEYS[:4])
     second = world.ask(KEYS[2:6])
@@ -104,7 +104,7 @@ def test_what_is_being_asked_is_not_asked_twice_but_waited_for() -> None:
     assert not world.step().questions
 
 
-def test_knowledge_of_both_kinds_expires() -> None:
+def test_present_and_absent_entries_expire() -> None:
     world = PlannerOverSharedTier()
     world.learn(KEYS[:3])
     world.at(4.9)
@@ -115,7 +115,7 @@ def test_knowledge_of_both_kinds_expires() -> None:
     assert not world.step().deletes, "the store keeps what this engine has forgotten"
 
 
-def test_what_a_load_uses_is_not_forgotten_under_it() -> None:
+def test_chunks_that_a_load_uses_are_not_forgotten() -> None:
     world = PlannerOverSharedTier()
     world.learn(KEYS[:3])
     world.planner.loads.plan("r", [ChunkBatch(KEYS[:1], 0, [1], [1])])
@@ -130,7 +130,7 @@ def test_what_a_load_uses_is_not_forgotten_under_it() -> None:
     world.planner.check()
 
 
-def test_a_request_waits_until_the_deadline_and_for_the_steps_an_answer_takes() -> None:
+def test_a_request_waits_for_the_deadline_and_at_least_some_steps() -> None:
     world = PlannerOverSharedTier()
     wait = world.ask(KEYS[:2])
     for _ in range(STEPS_MIN - 1):
@@ -144,7 +144,7 @@ def test_a_request_waits_until_the_deadline_and_for_the_steps_an_answer_takes() 
     assert world.presence.is_unanswered(1, KEYS[0])
 
 
-def test_a_late_answer_is_remembered() -> None:
+def test_a_late_reply_is_remembered() -> None:
     world = PlannerOverSharedTier()
     world.ask(KEYS[:2])
     plan = world.step()
@@ -153,7 +153,7 @@ def test_a_late_answer_is_remembered() -> None:
     assert world.planner.sources.present(KEYS[0])
 
 
-def test_a_question_without_an_answer_ends() -> None:
+def test_a_query_without_a_reply_ends() -> None:
     world = PlannerOverSharedTier()
     world.ask(KEYS[:2])
     plan = world.step()
@@ -176,7 +176,7 @@ def test_one_rank_without_its_part_is_a_miss() -> None:
     assert [world.planner.sources.present(key) for key in KEYS[:3]] == [True, False, False]
 
 
-def test_reports_of_ranks_are_joined_before_they_arrive_or_after() -> None:
+def test_reports_of_ranks_are_combined_before_or_after_they_arrive() -> None:
     one = StepReport(answers={1: PresenceReply(b"\1\1\0"), 2: PresenceReply(b"\1")})
     other = StepReport(answers={1: PresenceReply(b"\0\1\1"), 3: PresenceReply(None)})
     merged = one.merge(other)
@@ -186,7 +186,7 @@ def test_reports_of_ranks_are_joined_before_they_arrive_or_after() -> None:
     assert not merged.empty
 
 
-def test_a_tier_that_cannot_say_leaves_nothing_behind() -> None:
+def test_a_tier_that_cannot_reply_leaves_nothing_behind() -> None:
     world = PlannerOverSharedTier()
     wait = world.ask(KEYS[:2])
     world.answer(world.step(), None)
@@ -195,7 +195,7 @@ def test_a_tier_that_cannot_say_leaves_nothing_behind() -> None:
     assert world.planner.totals()["unanswered_questions:store"] == 1
 
 
-def test_what_is_asked_at_a_time_is_bounded() -> None:
+def test_concurrent_queries_are_bounded() -> None:
     world = PlannerOverSharedTier()
     world.ask(KEYS)
     [question] = world.step().questions
@@ -203,7 +203,7 @@ def test_what_is_asked_at_a_time_is_bounded() -> None:
     assert not world.ask(KEYS[12:]).numbers
 
 
-def test_what_is_known_is_bounded_without_deleting_anything() -> None:
+def test_remembered_chunks_are_bounded_without_deleting_anything() -> None:
     world = PlannerOverSharedTier(known_most=4)
     world.learn(KEYS[:8])
     assert len(world.store) <= 4
@@ -213,7 +213,7 @@ def test_what_is_known_is_bounded_without_deleting_anything() -> None:
     assert not world.step().deletes
 
 
-def test_a_yes_that_was_wrong_is_forgotten_and_nothing_deleted_but_damage() -> None:
+def test_a_wrong_yes_is_forgotten_and_only_damage_is_deleted() -> None:
     world = PlannerOverSharedTier()
     world.learn(KEYS[:3])
     gone, damaged = frozenset(KEYS[:1]), frozenset(KEYS[1:2])
@@ -222,7 +222,7 @@ def test_a_yes_that_was_wrong_is_forgotten_and_nothing_deleted_but_damage() -> N
     assert world.step().deletes == {1: (KEYS[1],)}
 
 
-def test_what_was_written_is_known_as_long_as_what_was_said() -> None:
+def test_written_chunks_are_remembered_as_long_as_replies() -> None:
     world = PlannerOverSharedTier()
     world.planner.stores.plan(ChunkBatch(KEYS[:1], 0, [1], [16]))
     [store] = world.step().stores
@@ -250,7 +250,7 @@ def test_a_write_that_failed_on_one_rank_deletes_nothing() -> None:
     assert 1 not in world.step().deletes
 
 
-def test_a_tier_that_lost_everything_is_asked_again() -> None:
+def test_a_tier_that_lost_everything_is_queried_again() -> None:
     world = PlannerOverSharedTier()
     world.learn(KEYS[:3])
     world.planner.complete(StepReport(tiers={(1, 0): Observed(losses=1)}))
@@ -259,7 +259,7 @@ def test_a_tier_that_lost_everything_is_asked_again() -> None:
     assert 1 not in world.step().deletes
 
 
-def test_a_reset_forgets_answers_of_old_weights_also_those_on_their_way() -> None:
+def test_a_reset_forgets_replies_of_old_weights_including_those_on_their_way() -> None:
     world = PlannerOverSharedTier()
     world.learn(KEYS[:3])
     wait = world.ask(KEYS[8:10])
@@ -275,7 +275,7 @@ def test_a_reset_forgets_answers_of_old_weights_also_those_on_their_way() -> Non
     assert (new.reset, new.epochs, len(new.questions)) == (True, {1: 7}, 1)
 
 
-def test_a_tier_that_is_shut_out_is_not_asked_but_probed_by_a_question() -> None:
+def test_an_unavailable_tier_is_probed_by_a_query() -> None:
     world = PlannerOverSharedTier()
     world.planner.complete(StepReport(tiers={(1, 0): Observed(reads_failed=3)}))
     health = world.health[1]
@@ -292,7 +292,7 @@ def test_a_tier_that_is_shut_out_is_not_asked_but_probed_by_a_question() -> None
     assert world.ask(KEYS[:2]).numbers
 
 
-def test_a_probe_that_a_reset_overtakes_is_repeated() -> None:
+def test_a_probe_overtaken_by_a_reset_is_repeated() -> None:
     world = PlannerOverSharedTier()
     world.planner.complete(StepReport(tiers={(1, 0): Observed(reads_failed=3)}))
     world.at(6.0)
@@ -304,14 +304,14 @@ def test_a_probe_that_a_reset_overtakes_is_repeated() -> None:
 
 
 @pytest.mark.parametrize("keys", [KEYS[:3], [b"a", b"bcd"]])
-def test_a_plan_with_questions_travels(keys: list[bytes]) -> None:
+def test_a_plan_with_queries_can_be_pickled(keys: list[bytes]) -> None:
     world = PlannerOverSharedTier()
     world.ask(keys)
     [question] = pickle.loads(pickle.dumps(world.step())).questions
     assert (question.tier, list(question.keys)) == (1, keys)
 
 
-def test_no_shared_tier_costs_nothing() -> None:
+def test_without_shared_tiers_there_is_no_cost() -> None:
     cpu = TierIndex("cpu", SlotCapacity(4), LruPolicy())
     planner = Planner({0: GroupInfo("full", 16, ())}, cpu)
     assert not planner.presence.ask(KEYS, None, 0.0).numbers

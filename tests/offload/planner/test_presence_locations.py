@@ -32,7 +32,7 @@ KINDS = {"lmdb": SharedLmdbTier, "file": SharedFileTier}
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_servers_share_a_folder_and_keep_others_out(
+def test_servers_share_a_folder_and_exclude_others(
     tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(patience, "WAIT_S", 0.0)
@@ -66,9 +66,9 @@ def test_the_option_reaches_the_tier(tmp_path: Path, kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-async def test_one_that_is_opened_again_keeps_its_weights(tmp_path: Path, kind: str) -> None:
-    """Records are those of the model's files before a reset and after a restart, and of nobody
-    else after a reset."""
+async def test_a_reopened_tier_keeps_its_weights(tmp_path: Path, kind: str) -> None:
+    """Before a reset and after a restart, its records are those of the model's files; after a
+    reset, they belong to this engine alone."""
     [spec] = places(tmp_path / "tier", type=kind, shared=True).specs()
     tier = make_tier(spec, 4096)
     await tier.open()
@@ -83,7 +83,7 @@ async def test_one_that_is_opened_again_keeps_its_weights(tmp_path: Path, kind: 
     release(spec)
 
 
-def test_a_file_system_without_locks_can_be_shared_only(
+def test_a_file_system_without_locks_can_only_be_shared(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def flock(_fd: int, _kind: int) -> None:
@@ -111,7 +111,7 @@ def test_replicas_share_and_capacity_is_divided_among_ranks(tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_the_command_line_looks_at_a_live_store(tmp_path: Path, kind: str) -> None:
+def test_the_command_line_reads_a_live_store(tmp_path: Path, kind: str) -> None:
     folder = tmp_path / "tier"
     arguments = (64 << 20, SIZE)
     with children(
@@ -119,12 +119,12 @@ def test_the_command_line_looks_at_a_live_store(tmp_path: Path, kind: str) -> No
         Child(kind, folder, 1, *arguments, 30, "none"),
     ) as group:
         for child in group:
-            child.go_on()  # nobody is killed here: the second half may begin at once
+            child.go_on()  # no process is killed here: the second half may begin at once
         watch(group, lambda: all(child.said(".") for child in group), lambda: None)
         [home] = find_namespaces(folder)
         [store] = home.stores
         pids = {child.process.pid for child in group}
-        if kind == "lmdb":  # the claims of a server are beside the folder; this one has no server
+        if kind == "lmdb":  # a server's claims are beside the folder; here there is no server
             assert {owner.pid for owner in store.sharers()} == pids
             assert {owner.pid for owner in home.owners()} == pids
         shown = kvtiers("inspect", folder, "--json")
@@ -144,7 +144,7 @@ def test_the_command_line_looks_at_a_live_store(tmp_path: Path, kind: str) -> No
 
 
 async def look_again(kind: str, folder: Path) -> None:
-    """A damaged record that the command line removed is gone for those who share, and its place is
+    """A damaged record that the command line removed is gone for all sharers, and its space is
     free."""
     tier = KINDS[kind](folder, 64 << 20)
     info = await tier.open()

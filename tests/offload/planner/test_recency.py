@@ -1,4 +1,4 @@
-"""When policies hear of uses: long requests part by part, as if it were at once."""
+"""When uses are reported to policies: long requests in parts, with the same result as at once."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def order(index: TierIndex) -> list[Key]:
 
 
 def into(cpu: TierIndex, *lower: TierIndex) -> Callable[[int, Sequence[Key]], None]:
-    """Notes uses in these tiers."""
+    """Reports uses in these tiers."""
     tiers = dict(enumerate((cpu, *lower), CPU))
     return lambda tier, keys: tiers[tier].touch(keys)
 
@@ -58,7 +58,7 @@ def short_parts(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("count", [0, 1, 2, 3, 4, 6, 7, 20])
-def test_parts_are_as_one_use(count: int) -> None:
+def test_reporting_in_parts_equals_one_use(count: int) -> None:
     at_once, by_parts = index_of(LruPolicy()), index_of(LruPolicy())
     at_once.touch(KEYS[:count])
     noted = RequestUses(by_parts, (), into(by_parts))
@@ -71,7 +71,7 @@ def test_parts_are_as_one_use(count: int) -> None:
     assert steps == max(0, count - 1) // 3
 
 
-def test_a_step_notes_one_part_and_hints_come_last() -> None:
+def test_a_step_reports_one_part_and_hints_come_last() -> None:
     policy = Told()
     index = index_of(policy)
     noted = RequestUses(index, (), into(index))
@@ -86,7 +86,7 @@ def test_a_step_notes_one_part_and_hints_come_last() -> None:
 
 
 @pytest.mark.parametrize("make", [WholeRequests])
-def test_a_policy_that_looks_at_requests_sees_them_whole(make: Callable[[], LruPolicy]) -> None:
+def test_a_policy_that_examines_requests_gets_them_whole(make: Callable[[], LruPolicy]) -> None:
     at_once, index = index_of(LruPolicy()), index_of(make())
     noted = RequestUses(index, (), into(index))
     noted.ended(KEYS[:20], {})
@@ -97,7 +97,7 @@ def test_a_policy_that_looks_at_requests_sees_them_whole(make: Callable[[], LruP
     assert order(index) == order(at_once)
 
 
-def test_each_tier_is_told_as_its_policy_takes_it() -> None:
+def test_each_tier_gets_uses_as_its_policy_accepts_them() -> None:
     class Whole(Told):
         takes_parts = False
 
@@ -114,7 +114,7 @@ def test_each_tier_is_told_as_its_policy_takes_it() -> None:
     assert policies[0].told[2:] == policies[1].told[4:] == ["touch 3"], "what is short, at once"
 
 
-def test_what_is_put_off_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_deferred_uses_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(uses, "BEHIND_MAX", 4)
     policy = Told()
     index = index_of(policy)
@@ -125,7 +125,7 @@ def test_what_is_put_off_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     assert len(policy.told) == parts - 4
 
 
-def test_a_reset_forgets_what_was_put_off() -> None:
+def test_a_reset_forgets_deferred_uses() -> None:
     policy = Told()
     index = index_of(policy)
     noted = RequestUses(index, (), into(index))

@@ -39,7 +39,7 @@ JUNK = [key_of(10**9 + n) for n in range(4000)]
 
 class Bed:
     """A planner whose requests compute ``per_step`` new chunks in every step; ranks answer in the
-    next."""
+    next one."""
 
     def __init__(
         self,
@@ -68,7 +68,8 @@ class Bed:
         self.behind_most = 0
 
     def step(self, chunks: int, length: int = 100, *, loading: bool = False) -> StepPlan:
-        """``length`` chunks of each request. ``loading``: loads go on, which take half."""
+        """Requests of ``length`` chunks each. ``loading``: loads continue meanwhile and use half of
+        the budget."""
         self.now += self.step_s
         self.planner.tick(self.now)
         numbers = range(self.computed, self.computed + chunks)
@@ -90,7 +91,7 @@ class Bed:
         return plan
 
     def _watched(self, budget: StepBudget) -> StepPlan:
-        """The step's plan, and what it has cost when the next step begins."""
+        """Run a step; return its plan and its cost when the next step begins."""
         ends = budget.end_step
 
         def end_step(now: float, *, half: bool) -> None:
@@ -108,7 +109,7 @@ class Bed:
 
 
 def overload(tiers: int, slots: int = 40_000, length: int = 100, *, loading: bool = False) -> Bed:
-    """Many times what can be stored, for a long time."""
+    """Offer many times as much as can be stored, for a long time."""
     bed = Bed(tiers, slots=slots)
     for number in range(60):
         bed.step(1500, length, loading=loading)
@@ -121,7 +122,7 @@ def overload(tiers: int, slots: int = 40_000, length: int = 100, *, loading: boo
 
 
 @pytest.mark.parametrize("tiers", [0, 1, 2])
-def test_too_much_is_not_stored_and_nothing_piles_up(tiers: int) -> None:
+def test_excess_stores_are_skipped_and_nothing_piles_up(tiers: int) -> None:
     bed = overload(tiers)
     for _ in range(400):
         if not bed.planner.busy:
@@ -139,8 +140,9 @@ def test_short_requests_do_not_pile_up_either(tiers: int, length: int) -> None:
 
 
 @pytest.mark.parametrize("tiers", [1, 2])
-def test_what_the_budget_has_room_for_is_written_through(tiers: int) -> None:
-    """Into a full CPU tier, every chunk on: nothing is left out, however long it goes on."""
+def test_everything_within_the_budget_is_written_through(tiers: int) -> None:
+    """Into a full CPU tier, and every chunk onward: nothing is skipped, however long it
+    continues."""
     bed = Bed(tiers)
     bed.cpu.recover(JUNK, [EntryInfo()] * len(JUNK))
     per_step = 100 if tiers == 1 else 60
@@ -156,8 +158,9 @@ def test_what_the_budget_has_room_for_is_written_through(tiers: int) -> None:
     bed.planner.check()
 
 
-def test_prefills_of_8192_tokens_are_stored_as_a_whole_where_they_take_long() -> None:
-    """512 chunks in each step of 0.2 s, into a full CPU tier, and on; not where steps are short."""
+def test_prefills_of_8192_tokens_are_stored_completely_if_steps_are_long() -> None:
+    """512 chunks in each step of 0.2 s, into a full CPU tier, and onward; but not if steps are
+    short."""
     stored = {}
     for step_s in (0.02, 0.2):
         bed = Bed(1, slots=20_000, step_chunks=step_budget.STEP_CHUNKS)
@@ -191,7 +194,7 @@ def test_the_head_of_a_long_request_is_evicted_last_from_every_tier() -> None:
 
 
 def some_fail() -> None:
-    """Of several write-throughs that are taken in together."""
+    """Of several write-throughs that are processed together."""
     bed = Bed(1)
     bed.step(200)
     plan = bed.planner.step()
@@ -216,8 +219,8 @@ def test_write_throughs_that_fail_among_others() -> None:
     some_fail()
 
 
-def test_what_left_a_tier_for_nothing_is_deleted_there_too() -> None:
-    """Others are evicted for a large chunk, which finds too little room all the same."""
+def test_chunks_evicted_for_nothing_are_deleted_there_too() -> None:
+    """Chunks are evicted for a large chunk, which finds too little space all the same."""
     cpu = TierIndex("cpu", SlotCapacity(100), LruPolicy())
     disk = TierIndex("disk", ByteCapacity(10 * SIZE), LruPolicy())
     large = 1
@@ -243,8 +246,8 @@ def test_what_left_a_tier_for_nothing_is_deleted_there_too() -> None:
     assert set(deleted) == {key for key in small if key not in disk} == set(small[5:])
 
 
-def test_what_a_tier_has_no_room_for_is_skipped_step_by_step() -> None:
-    """Thousands that wait for a tier all of whose chunks must stay."""
+def test_chunks_without_space_in_a_tier_are_skipped_step_by_step() -> None:
+    """Thousands of chunks wait for a tier all of whose chunks must stay."""
     bed = Bed(1, disk_chunks=50)
     (disk,), (queue,) = bed.lower, bed.planner.write_through.queues
     disk.recover(JUNK[:50], [EntryInfo(size_bytes=SIZE)] * 50)
@@ -267,15 +270,13 @@ def test_what_a_tier_has_no_room_for_is_skipped_step_by_step() -> None:
         ([0.049] * 9, 1),
         ([0.051] * 9, 2),
         ([9.0] * 9, 8),
-        ([0.4] * 3, 1),  # not yet known
-        ([0.01] * 5 + [60.0] * 3, 1),  # it was idle
+        ([0.4] * 3, 1),  # not known yet
+        ([0.01] * 5 + [60.0] * 3, 1),  # the server was idle
         ([9.0] * 9 + [0.01], 1),
         ([-1.0] * 9, 1),
     ],
 )
-def test_steps_that_are_long_one_after_the_other_may_do_more(
-    steps_s: list[float], times: int
-) -> None:
+def test_consecutive_long_steps_may_do_more(steps_s: list[float], times: int) -> None:
     budget = StepBudget(STEP_CHUNKS)
     now = 0.0
     for took in [0.0, *steps_s]:
@@ -289,7 +290,8 @@ def test_steps_that_are_long_one_after_the_other_may_do_more(
 
 
 def done_in(step_s: float, steps: int = 60) -> tuple[int, int]:
-    """Chunks that are stored, and planned to be loaded, in so many steps of this length."""
+    """Numbers of chunks that are stored, and planned to be loaded, in this many steps of this
+    length."""
     bed = Bed(1, slots=100_000)
     bed.step_s = step_s
     for _ in range(steps):
@@ -358,7 +360,7 @@ def _pins_stay(patch: pytest.MonkeyPatch) -> None:
         (_pins_stay, some_fail),
     ],
 )
-def test_planted_faults_are_seen(
+def test_planted_faults_are_detected(
     fault: Callable[[pytest.MonkeyPatch], None],
     test: Callable[[], object],
     monkeypatch: pytest.MonkeyPatch,

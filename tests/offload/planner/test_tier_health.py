@@ -50,7 +50,7 @@ def test_a_tier_that_fails_is_left_out_of_lookups() -> None:
     assert planner.totals()["breaker_openings:disk0"] == 1
 
 
-def test_what_the_cpu_tier_holds_is_found_all_the_same() -> None:
+def test_chunks_in_the_cpu_tier_are_still_found() -> None:
     planner = make()
     planner.stores.plan(wanted(1))
     answer(planner, step(planner, 0.0).stores[0].job)
@@ -60,7 +60,7 @@ def test_what_the_cpu_tier_holds_is_found_all_the_same() -> None:
     assert not found(planner, 2)
 
 
-def test_a_chunk_of_a_tier_that_is_shut_out_is_stored_anew() -> None:
+def test_a_chunk_of_an_unavailable_tier_is_stored_again() -> None:
     planner = make()
     holding(planner, 1)
     break_reads(planner)
@@ -108,12 +108,12 @@ def test_a_probe_needs_every_rank() -> None:
     assert gate.reads.state is BreakerState.OPEN
 
 
-def test_a_probe_that_hangs_reopens_it_and_is_not_followed_by_another() -> None:
+def test_a_probe_that_hangs_reopens_the_breaker_and_is_not_followed_by_another() -> None:
     planner = make()
     holding(planner, 1)
     gate = break_reads(planner)
     probe = probe_of(step(planner, WAIT_S))
-    see(planner, reads_failed=1)  # it is late
+    see(planner, reads_failed=1)  # the probe is late
     assert gate.reads.state is BreakerState.OPEN
     for now in (100.0, 200.0, 300.0):
         assert step(planner, now).loads == ()
@@ -134,7 +134,7 @@ def test_a_probe_of_an_empty_tier_waits_for_a_first_record() -> None:
     assert found(planner, 1)
 
 
-def test_a_probe_that_finds_some_records_damaged_is_good_and_forgets_them() -> None:
+def test_a_probe_that_finds_damaged_records_is_good_and_forgets_them() -> None:
     planner = make()
     holding(planner, 1, 2)
     gate = break_reads(planner)
@@ -146,7 +146,7 @@ def test_a_probe_that_finds_some_records_damaged_is_good_and_forgets_them() -> N
     assert step(planner, WAIT_S).deletes == {0: (key_of(1),)}
 
 
-def test_a_probe_that_brings_nothing_is_bad() -> None:
+def test_a_probe_that_loads_nothing_is_bad() -> None:
     planner = make()
     holding(planner, 1)
     gate = break_reads(planner)
@@ -155,7 +155,7 @@ def test_a_probe_that_brings_nothing_is_bad() -> None:
     assert gate.reads.state is BreakerState.OPEN
 
 
-def test_a_probe_that_a_reset_cut_off_says_nothing_of_the_tier() -> None:
+def test_a_probe_interrupted_by_a_reset_says_nothing_about_the_tier() -> None:
     planner = make()
     holding(planner, 1)
     gate = break_reads(planner)
@@ -183,7 +183,7 @@ def test_chunks_under_a_probe_are_not_evicted() -> None:
     assert planner.stats.tier(0).evicted_chunks == 1, "and then they may be again"
 
 
-def test_the_other_tier_goes_on() -> None:
+def test_the_other_tier_continues() -> None:
     planner = make(tiers=2)
     holding(planner, 1, 2, tier=0)
     holding(planner, 2, 3, tier=1)
@@ -193,7 +193,7 @@ def test_the_other_tier_goes_on() -> None:
     assert [item.tier for item in step(planner, 0.0).loads[0].items] == [1, 1]
 
 
-def test_a_chunk_on_its_way_from_a_shut_tier_is_read_from_the_other() -> None:
+def test_a_chunk_on_its_way_from_an_unavailable_tier_is_read_from_the_other() -> None:
     planner = make(tiers=2)
     holding(planner, 1, tier=0)
     holding(planner, 1, tier=1)
@@ -210,7 +210,7 @@ def test_a_chunk_on_its_way_from_a_shut_tier_is_read_from_the_other() -> None:
     planner.check()
 
 
-def test_a_chunk_on_its_way_is_shared_while_all_is_well() -> None:
+def test_a_chunk_on_its_way_is_shared_while_its_tier_is_available() -> None:
     planner = make(tiers=2)
     holding(planner, 1, tier=0)
     planner.loads.plan("a", [wanted(1)])
@@ -219,7 +219,7 @@ def test_a_chunk_on_its_way_is_shared_while_all_is_well() -> None:
     assert (second.items[0].tier, second.items[0].slot) == (IN_SLAB, first.items[0].slot)
 
 
-def test_a_hung_load_gives_its_budget_back_when_its_request_has_gone() -> None:
+def test_a_hung_load_returns_its_budget_when_its_request_has_ended() -> None:
     planner = make(load_blocks=4)
     holding(planner, *range(6))
     planner.loads.plan("hung", [wanted(0, 1, 2)])
@@ -244,11 +244,11 @@ def compute_at(planner: Planner, rate: float) -> None:
 
 
 def load_at(planner: Planner, rate: float, now: float) -> None:
-    """One request's load of one chunk from the tier, straight to the GPU."""
+    """One request's load of one chunk from the tier, directly to the GPU."""
     assert found(planner, 1)
     planner.loads.plan("r", [wanted(1)])
     (load,) = step(planner, now).loads
-    # It is not kept in the CPU tier, so that the next load comes from below again.
+    # It is not kept in the CPU tier, so that the next load comes from the lower tier again.
     bad = JobResult(seconds=TOKENS / rate)
     planner.cpu.drop([key_of(1)])
     answer(planner, load.job, bad)
@@ -271,7 +271,7 @@ def test_a_tier_slower_than_computing_is_left_out_and_probed() -> None:
     assert found(planner, 1)
 
 
-def test_a_load_of_the_cpu_tier_says_nothing_of_the_tier_below() -> None:
+def test_a_load_from_the_cpu_tier_says_nothing_about_the_tier_below() -> None:
     planner = make()
     compute_at(planner, 1e9)
     planner.stores.plan(wanted(1))
@@ -284,8 +284,9 @@ def test_a_load_of_the_cpu_tier_says_nothing_of_the_tier_below() -> None:
     assert found(planner, 2)
 
 
-def test_in_a_hundred_minutes_of_a_slow_tier_requests_try_it_a_few_times_only() -> None:
-    """Loads at half the speed of computing, probes twice as fast (nobody else reads then)."""
+def test_in_a_hundred_minutes_of_a_slow_tier_only_a_few_requests_try_it() -> None:
+    """Loads run at half the speed of computing, probes at twice that speed (no other reads run
+    then)."""
     planner = make()
     holding(planner, 1)
     compute_at(planner, 1000.0)
@@ -323,7 +324,7 @@ def test_every_change_is_one_line(caplog: pytest.LogCaptureFixture) -> None:
 
 
 def test_a_rank_that_lost_its_records_empties_the_tier_on_all_ranks() -> None:
-    """A chunk is there on every rank or not at all; the other tier keeps what it has."""
+    """A chunk is present on every rank or not at all; the other tier keeps its records."""
     planner = make(tiers=2, ranks=2)
     holding(planner, 1, 2, 3)
     holding(planner, 2, tier=1)
@@ -339,7 +340,7 @@ def test_a_rank_that_lost_its_records_empties_the_tier_on_all_ranks() -> None:
     planner.check()
 
 
-def test_a_load_that_came_too_late_is_enough() -> None:
+def test_one_late_load_is_enough() -> None:
     """Its request has waited for nothing; the next one must not."""
     planner = make()
     holding(planner, 1)
@@ -354,14 +355,15 @@ def test_a_load_that_came_too_late_is_enough() -> None:
     assert planner.health[0].reads.closed, "no single read was late"
 
 
-def test_a_load_that_came_mostly_from_elsewhere_says_nothing_of_the_tier() -> None:
+def test_a_load_mostly_from_elsewhere_says_nothing_about_the_tier() -> None:
     planner = make(slots=16)
     compute_at(planner, 20_000.0)
     planner.stores.plan(wanted(*range(2, 12)))
     answer(planner, step(planner, 0.0).stores[0].job)
     holding(planner, 1)
     for _ in range(8):
-        planner.loads.plan("r", [wanted(*range(1, 12))])  # one from the disk, ten from the CPU tier
+        # one chunk from the disk, ten from the CPU tier
+        planner.loads.plan("r", [wanted(*range(1, 12))])
         (load,) = step(planner, 0.0).loads
         planner.cpu.drop([key_of(1)])
         answer(planner, load.job, JobResult(seconds=0.2))
@@ -369,8 +371,8 @@ def test_a_load_that_came_mostly_from_elsewhere_says_nothing_of_the_tier() -> No
     assert planner.health[0].pace.least_tokens == 0
 
 
-def test_a_probe_counts_tokens_as_a_load_does() -> None:
-    """Chunks of several groups hold the same tokens."""
+def test_a_probe_counts_tokens_like_a_load() -> None:
+    """Chunks of several groups cover the same tokens."""
     groups = {n: GroupInfo("full", TOKENS, (100,)) for n in range(4)}
     lower = TierIndex("disk", ByteCapacity(6400), LruPolicy())
     planner = Planner(groups, TierIndex("cpu", SlotCapacity(8), LruPolicy()), [lower])

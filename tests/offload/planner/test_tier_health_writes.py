@@ -1,4 +1,4 @@
-"""TierHealths as the planner uses them: writing to a tier in trouble."""
+"""TierHealths as the planner uses them: writing to a failing tier."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def test_while_open_nothing_is_written_and_nothing_is_pinned() -> None:
     assert not planner.busy
 
 
-def test_what_waited_when_it_opened_is_let_go() -> None:
+def test_queued_chunks_are_released_when_the_breaker_opens() -> None:
     planner = make(slots=4)
     planner.stores.plan(wanted(1, 2, 3, 4))
     answer(planner, step(planner, 0.0).stores[0].job)
@@ -58,7 +58,7 @@ def test_the_first_write_after_the_wait_decides() -> None:
     assert store(planner, *range(110, 115), now=4 * WAIT_S).write_throughs
 
 
-def test_a_hung_first_write_pins_no_more_than_itself() -> None:
+def test_a_hung_first_write_pins_only_its_own_chunks() -> None:
     planner = make(slots=200)
     break_writes(planner)
     (write_through,) = store(planner, *range(50), now=WAIT_S).write_throughs
@@ -106,7 +106,7 @@ def test_a_deletion_is_delivered_before_the_key_is_written_again() -> None:
     assert first.deletes == {0: (key_of(1),)}
 
 
-def test_resets_are_delivered_whatever_the_breakers_say() -> None:
+def test_resets_are_delivered_whatever_state_the_breakers_are_in() -> None:
     planner = make()
     break_reads(planner)
     break_writes(planner)
@@ -119,7 +119,7 @@ def test_resets_are_delivered_whatever_the_breakers_say() -> None:
     assert step(planner, WAIT_S).deletes == {}, "the reset has deleted everything"
 
 
-def test_uses_are_not_told_to_a_tier_that_is_not_written() -> None:
+def test_uses_are_not_sent_to_a_tier_that_is_not_written() -> None:
     planner = make()
     holding(planner, 1)
     break_writes(planner)
@@ -128,7 +128,7 @@ def test_uses_are_not_told_to_a_tier_that_is_not_written() -> None:
 
 
 def test_nothing_queues_up_behind_a_write_that_hangs() -> None:
-    """Half open, with its one write on its way forever."""
+    """Half-open, with its one write under way forever."""
     planner = make()
     holding(planner, 1, 2)
     break_writes(planner)
@@ -147,8 +147,9 @@ def test_nothing_queues_up_behind_a_write_that_hangs() -> None:
     assert set(plan.deletes[0]) == {key_of(1)}
 
 
-def test_the_weights_change_while_a_disk_is_away() -> None:
-    """The other tier goes on; the one that is away is neither read nor written before it knows."""
+def test_a_change_of_weights_while_a_disk_is_away() -> None:
+    """The other tier continues; the unavailable one is neither read nor written before it has
+    received the change."""
     planner = make(tiers=2)
     holding(planner, 1)
     planner.forget_all()
@@ -168,7 +169,7 @@ def test_the_weights_change_while_a_disk_is_away() -> None:
     assert {job.tier for job in step(planner, 0.0).write_throughs} == {0, 1}
 
 
-def test_a_chunk_that_finds_no_room_spends_no_budget() -> None:
+def test_a_chunk_without_space_spends_no_budget() -> None:
     planner = make()
     cpu = planner.cpu
     info = EntryInfo(GROUP, size_bytes=1)

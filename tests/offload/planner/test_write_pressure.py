@@ -1,5 +1,5 @@
-"""A disk that is slower than stores does not keep new chunks out of the CPU tier; one that keeps up
-gets a prompt that is longer than the CPU tier whole."""
+"""A disk that is slower than stores does not keep new chunks out of the CPU tier; a disk that keeps
+up receives all of a prompt that is longer than the CPU tier."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def keys_of(prompt: int, chunks: int) -> list[bytes]:
 
 
 class Line:
-    """Prompts run one after the other over a CPU tier and a disk that writes ``rate`` chunks in a
+    """Prompts run one after the other over a CPU tier and a disk that writes ``rate`` chunks per
     step (0: there is no disk). A step computes ``PER_STEP`` chunks."""
 
     def __init__(self, rate: float, slots: int = SLOTS) -> None:
@@ -52,7 +52,8 @@ class Line:
         self.planner.check()
 
     def serve(self, prompt: int, chunks: int, decodes: int = 8) -> int:
-        """Run a prompt; returns how many of its chunks lay in the CPU tier in a row."""
+        """Run a prompt; return how many of its chunks, counted from its head, were in the CPU
+        tier."""
         keys = keys_of(prompt, chunks)
         hit = 0
         while hit < chunks and keys[hit] in self.planner.cpu:
@@ -77,7 +78,7 @@ class Line:
         return self.planner.stores.plan(run, ended=ended, may_wait=may_wait)
 
     def left_of(self, prompt: int, chunks: int) -> int:
-        """Chunks from the head on that the CPU tier holds."""
+        """The number of chunks, counted from the head, that the CPU tier holds."""
         held = [key in self.planner.cpu for key in keys_of(prompt, chunks)]
         return [*held, False].index(False)
 
@@ -96,8 +97,9 @@ def test_the_newest_prompts_stay_in_the_cpu_tier_over_a_slow_disk(
         assert slow.left_of(prompt, chunks) == chunks, f"prompt {prompt}"
 
 
-def test_hits_over_a_disk_of_a_tenth_of_the_store_rate_are_those_without_a_disk() -> None:
-    """Prompts that come again while others pass: LRU keeps them, with and without a disk."""
+def test_hits_over_a_disk_of_a_tenth_of_the_store_rate_equal_those_without_a_disk() -> None:
+    """Prompts that are repeated while others pass through: LRU keeps them, with and without a
+    disk."""
     slow, none = Line(PER_STEP / 10), Line(0.0)
     for turn in range(40):
         for line in (slow, none):
@@ -109,7 +111,9 @@ def test_hits_over_a_disk_of_a_tenth_of_the_store_rate_are_those_without_a_disk(
 
 
 @pytest.mark.parametrize("decodes", [8, 60])
-def test_a_prompt_longer_than_the_cpu_tier_is_whole_on_a_disk_that_keeps_up(decodes: int) -> None:
+def test_a_prompt_longer_than_the_cpu_tier_is_complete_on_a_disk_that_keeps_up(
+    decodes: int,
+) -> None:
     line = Line(2 * PER_STEP)
     line.serve(0, 3 * SLOTS, decodes)
     for _ in range(40):
@@ -119,7 +123,7 @@ def test_a_prompt_longer_than_the_cpu_tier_is_whole_on_a_disk_that_keeps_up(deco
     assert line.planner.totals()["writes_given_up:disk"] == 0
 
 
-def test_stores_wait_for_a_disk_that_only_just_lags() -> None:
+def test_stores_wait_for_a_disk_that_lags_only_slightly() -> None:
     """A store that waits gives up no write as long as its request could store it at its end."""
     line = Line(2.0)
     line.serve(0, SLOTS + 5 * PER_STEP, decodes=80)
@@ -138,7 +142,7 @@ def test_once_the_disk_has_written_everything_stores_wait_for_it_again() -> None
     assert not line.planner.cpu.unwritten
 
 
-def test_a_write_that_was_given_up_is_made_when_its_chunk_comes_back() -> None:
+def test_an_abandoned_write_is_made_when_its_chunk_is_stored_again() -> None:
     line = Line(0.1)
     line.serve(0, 40)
     line.serve(1, 2 * SLOTS)
@@ -153,7 +157,7 @@ def test_a_write_that_was_given_up_is_made_when_its_chunk_comes_back() -> None:
     assert all(key in line.planner.lower[0] for key in keys_of(0, 40))
 
 
-def test_what_is_queued_and_evicted_does_not_pile_up() -> None:
+def test_queued_chunks_that_were_evicted_do_not_pile_up() -> None:
     line = Line(0.05)
     for prompt in range(60):
         line.serve(prompt, 60, decodes=2)

@@ -1,4 +1,4 @@
-"""A planner with lower tiers that may be in trouble, driven by hand."""
+"""A planner with lower tiers that may fail, driven by hand."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tests.offload.planner.simulated_ranks import GROUP, key_of
 FAILURES = 3
 WAIT_S = 5.0
 TOKENS = 512
-"""Of one chunk: enough to count as a measurement."""
+"""Tokens of one chunk: enough to count as a measurement."""
 
 
 def make(slots: int = 8, tiers: int = 1, ranks: int = 1, **limits: int) -> Planner:
@@ -32,7 +32,7 @@ def make(slots: int = 8, tiers: int = 1, ranks: int = 1, **limits: int) -> Plann
 
 
 def holding(planner: Planner, *numbers: int, tier: int = 0) -> None:
-    """The tier was found with these chunks at start."""
+    """The chunks with which the tier was found at start."""
     info = EntryInfo(GROUP, size_bytes=100)
     keys = [key_of(n) for n in numbers]
     assert planner.lower[tier].recover(keys, [info] * len(keys)) == []
@@ -89,7 +89,7 @@ def found(planner: Planner, number: int) -> bool:
 
 
 def store(planner: Planner, *numbers: int, now: float = 0.0) -> StepPlan:
-    """Store chunks; the plan in which their write-through may go."""
+    """Store chunks; return the plan that may contain their write-through."""
     planner.stores.plan(wanted(*numbers))
     answer(planner, step(planner, now).stores[0].job)
     return step(planner, now)

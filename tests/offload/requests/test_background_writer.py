@@ -1,4 +1,4 @@
-"""The writer of the request log and the recorded trace: order, bounds, and a disk that hangs."""
+"""The writer of the request log and the recorded trace: order, limits, and a disk that hangs."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tests.threads import no_thread_is_left
 
 
 class Disk:
-    """Takes numbers once it is ``free``, on the writer's executor."""
+    """Accepts numbers once it is ``free``, on the writer's executor."""
 
     def __init__(self) -> None:
         self.taken: list[int] = []
@@ -49,14 +49,14 @@ def test_everything_is_written_in_order_before_it_is_closed() -> None:
     assert writer.dropped == 1
 
 
-def test_a_disk_that_hangs_bounds_what_waits(caplog: pytest.LogCaptureFixture) -> None:
+def test_waiting_items_are_bounded_over_a_disk_that_hangs(caplog: pytest.LogCaptureFixture) -> None:
     disk = Disk()
     with no_thread_is_left():
         writer = BackgroundWriter("test", "writing", disk.write)
         writer.put(0)
         assert disk.busy.wait(PATIENCE_S)
         for number in range(1, WAITING_MAX + 4):
-            writer.put(number)  # never waits: nobody frees the disk meanwhile
+            writer.put(number)  # never waits, because nothing frees the disk meanwhile
         assert writer.dropped == 3
         disk.free.set()
         writer.close(PATIENCE_S)
@@ -82,7 +82,7 @@ print("closed")
 
 
 def test_a_process_with_a_dead_disk_exits(tmp_path: Path) -> None:
-    """A thread that the interpreter joins at exit would hold it up forever."""
+    """A thread that the interpreter joins at exit would block the exit forever."""
     path = tmp_path / "requests.jsonl"
     path.write_text("{}\n")
     command = [sys.executable, "-c", HUNG, str(path), str(PATIENCE_S)]

@@ -1,4 +1,4 @@
-"""How a hit is split into a part to load and a part that is faster to compute."""
+"""How a hit is divided into a part to load and a part that is faster to compute."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ KEYS = [bytes([n]) + group_suffix(0) for n in range(CHUNKS)]
 
 def planner_with(cpu: int, *below: int) -> Planner:
     """The first ``cpu`` chunks are in the CPU tier, the next ``below[0]`` in the first lower tier,
-    and so on. Short loads from a lower tier take what computing 10 chunks takes."""
+    and so on. Short loads from a lower tier take as long as computing 10 chunks."""
     holds = TierIndex("cpu", SlotCapacity(CHUNKS), LruPolicy())
     lower = [TierIndex(f"disk{n}", ByteCapacity(10**6), LruPolicy()) for n in range(len(below))]
     first = 0
@@ -67,12 +67,12 @@ def chunks_to_load(planner: Planner, start: int = 0, origin: RequestOrigin = UNK
     [
         (0, 9, 0),  # sooner computed
         (0, 10, 10),
-        (20, 9, 20),  # the near part is loaded, the rest computed
+        (20, 9, 20),  # the near part is loaded, the rest is computed
         (20, 10, 30),
-        (3, 0, 3),  # nothing to ask the slow tier for
+        (3, 0, 3),  # nothing to read from the slow tier
     ],
 )
-def test_a_slow_tier_is_not_asked_for_a_few_tokens(cpu: int, below: int, loaded: int) -> None:
+def test_a_slow_tier_is_not_used_for_a_few_tokens(cpu: int, below: int, loaded: int) -> None:
     planner = planner_with(cpu, below)
     assert chunks_to_load(planner) == cpu + below, "nothing is known of the tier yet"
     slow(planner, 0)
@@ -80,7 +80,7 @@ def test_a_slow_tier_is_not_asked_for_a_few_tokens(cpu: int, below: int, loaded:
     assert hit(planner).is_shortened == (loaded < cpu + below)
 
 
-def test_what_the_gpu_holds_already_does_not_count() -> None:
+def test_tokens_in_the_gpus_cache_do_not_count() -> None:
     planner = planner_with(0, 15)
     slow(planner, 0)
     assert chunks_to_load(planner) == 15
@@ -88,13 +88,13 @@ def test_what_the_gpu_holds_already_does_not_count() -> None:
 
 
 @pytest.mark.parametrize(("tokens", "loaded"), [(0, 2), (CHUNK - 1, 2), (3 * CHUNK, 5), (900, 9)])
-def test_a_client_bounds_what_is_loaded(tokens: int, loaded: int) -> None:
+def test_a_client_limits_what_is_loaded(tokens: int, loaded: int) -> None:
     planner = planner_with(9)
     origin = RequestOrigin(controls=Controls(max_load_tokens=tokens))
     assert chunks_to_load(planner, start=2, origin=origin) == loaded
 
 
-def test_each_of_two_tiers_is_weighed_by_itself() -> None:
+def test_each_of_two_tiers_is_judged_separately() -> None:
     planner = planner_with(5, 20, 9)
     slow(planner, 1)
     assert chunks_to_load(planner) == 25
@@ -108,7 +108,7 @@ def test_each_of_two_tiers_is_weighed_by_itself() -> None:
     assert chunks_to_load(planner) == 34, "what lies behind is worth it"
 
 
-def test_a_read_under_way_is_joined_whatever_its_tier() -> None:
+def test_a_read_under_way_is_joined_from_any_tier() -> None:
     planner = planner_with(0, 9)
     slow(planner, 0)
     planner.loads.plan("r", [ChunkBatch(KEYS[:9], 0, list(range(9)), range(1, 10))])

@@ -1,4 +1,5 @@
-"""Lookups over several steps that remember what they have found, beside ones that ask for all."""
+"""Lookups over several steps that remember their results, compared with lookups that query
+everything."""
 
 from __future__ import annotations
 
@@ -41,7 +42,7 @@ def _small(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class ChangingTiers:
-    """Tiers whose chunks come and go, and lookups of one request that remember."""
+    """Tiers whose chunks come and go, and the lookups of one request that remember results."""
 
     def __init__(self, seed: int, groups: tuple[GroupLayout, ...] = ALONE) -> None:
         self.random = random.Random(seed)
@@ -82,7 +83,7 @@ class ChangingTiers:
             self.planner.budget.lookups = self.allowance
 
     def change(self) -> None:
-        """Something comes or goes, in one of the ways that there are."""
+        """A chunk enters or leaves, in one of the possible ways."""
         some = self.random.sample(self.every, self.random.choice([1, 1, 2, 6]))
         index = self.random.choice([self.cpu, self.disk, self.other])
         what = self.random.random()
@@ -97,14 +98,14 @@ class ChangingTiers:
         elif what < 0.85:
             healths = list(self.planner.health)
             for health in self.random.sample(healths, self.random.choice([1, 2])):
-                health.pace.pays = not health.pace.pays  # that disk is asked or not
+                health.pace.pays = not health.pace.pays  # toggles whether that disk is used
         elif what < 0.92:
             self.load()
         else:
             self.end_load()
 
     def load(self) -> None:
-        """Another request begins to read what only the disk has."""
+        """Another request begins to read chunks that only the disk has."""
         keys = [k for k in self.keys[0] if k in self.disk and self.cpu.is_absent(k)][:4]
         if keys:
             name = f"r{self.random.random()}"
@@ -113,7 +114,7 @@ class ChangingTiers:
             self.loads += [load.job for load in self.planner.step().loads]
 
     def end_load(self) -> None:
-        """It has ended, well or not, while the disk may have lost what was read."""
+        """The read ends, successfully or not, after the disk may have lost its chunks."""
         if self.loads:
             good = self.random.random() < 0.5
             result = JobResult() if good else JobResult(failed=True)
@@ -122,7 +123,7 @@ class ChangingTiers:
 
 
 def remembers_rightly(seed: int, groups: tuple[GroupLayout, ...]) -> int:
-    """The number of answers, each equal to that of a lookup without memory."""
+    """The number of results, each equal to that of a lookup without memory."""
     world = ChangingTiers(seed, groups)
     world.put(world.disk, world.every[: world.random.randrange(len(world.every))])
     answers = start = 0
@@ -143,7 +144,9 @@ def remembers_rightly(seed: int, groups: tuple[GroupLayout, ...]) -> int:
 
 @pytest.mark.parametrize("groups", [ALONE, SEVERAL], ids=["alone", "several"])
 @pytest.mark.parametrize("seed", range(40))
-def test_what_is_remembered_is_what_there_is(seed: int, groups: tuple[GroupLayout, ...]) -> None:
+def test_remembered_results_equal_the_present_state(
+    seed: int, groups: tuple[GroupLayout, ...]
+) -> None:
     assert remembers_rightly(seed, groups) > 50
 
 
@@ -164,7 +167,7 @@ def _any_holders(patch: pytest.MonkeyPatch) -> None:
 
 
 def _as_many_holders(patch: pytest.MonkeyPatch) -> None:
-    """One disk is shut out and another is not any more: other holders, but as many."""
+    """One disk becomes unavailable and another available again: other holders, but as many."""
     is_of = known_prefix.KnownRange.is_of
     patch.setattr(
         known_prefix.KnownRange,
@@ -193,7 +196,7 @@ def _trust_the_gap(patch: pytest.MonkeyPatch) -> None:
         _trust_the_gap,
     ],
 )
-def test_planted_faults_are_found(
+def test_planted_faults_are_detected(
     plant: Callable[[pytest.MonkeyPatch], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     plant(monkeypatch)
@@ -201,8 +204,8 @@ def test_planted_faults_are_found(
         sum(remembers_rightly(seed, ALONE) for seed in range(40))
 
 
-def test_a_failed_read_of_what_the_disk_has_lost_is_noticed() -> None:
-    """The chunks are nowhere but in the read under way, which fails."""
+def test_a_failed_read_of_chunks_that_the_disk_has_lost_is_detected() -> None:
+    """The chunks exist only in the read under way, which fails."""
     world = ChangingTiers(0)
     keys = world.keys[0][:4]
     world.put(world.disk, keys)
@@ -214,8 +217,9 @@ def test_a_failed_read_of_what_the_disk_has_lost_is_noticed() -> None:
     assert world.ask() == world.truth() == 0
 
 
-def test_a_failed_read_is_noticed_while_its_slots_still_wait_to_be_freed() -> None:
-    """A step whose budget is used up leaves that to the next; nobody may count on the chunks."""
+def test_a_failed_read_is_detected_before_its_slots_are_freed() -> None:
+    """A step whose budget is used up leaves that to the next one; no lookup may rely on the
+    chunks."""
     world = ChangingTiers(0)
     keys = world.keys[0][:8]
     world.put(world.disk, keys)
@@ -234,7 +238,7 @@ def test_a_failed_read_is_noticed_while_its_slots_still_wait_to_be_freed() -> No
     assert world.ask() == world.truth() == 0
 
 
-def test_a_long_prompt_takes_several_steps_and_asks_for_each_chunk_once() -> None:
+def test_a_long_prompt_takes_several_steps_and_queries_each_chunk_once() -> None:
     world = ChangingTiers(0)
     world.put(world.disk, world.every)
     steps = 1
@@ -259,8 +263,8 @@ def test_several_long_prompts_share_a_step() -> None:
 
 
 @pytest.mark.parametrize("most", [3, 10**6])
-def test_a_request_does_not_wait_for_ever_where_much_leaves(most: int) -> None:
-    """Between any two of its steps so much has left that what it knows may be wrong."""
+def test_a_request_does_not_wait_forever_while_many_chunks_leave(most: int) -> None:
+    """Between any two of its steps, more chunks have left than the log of removals keeps."""
     world = ChangingTiers(0)
     world.planner.removals._most = most
     world.put(world.disk, world.every)
@@ -274,7 +278,7 @@ def test_a_request_does_not_wait_for_ever_where_much_leaves(most: int) -> None:
     assert found == CHUNKS * CHUNK
 
 
-def test_removals_are_known_for_a_while() -> None:
+def test_removals_are_remembered_for_a_while() -> None:
     removals = RemovalLog(4)
     removals.note([b"a", b"b"])
     mark = removals.count

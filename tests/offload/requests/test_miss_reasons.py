@@ -1,4 +1,4 @@
-"""The records of requests: bounded in memory and on disk, and read back by ``kvtiers why``."""
+"""The records of requests: limited in memory and on disk, and read back by ``kvtiers why``."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from offload.telemetry.removed_chunks import Cause, RemovalCauses, Removed
 
 
 @pytest.mark.parametrize("text", [None, "no json\n", '{"request": 3}\n', "[]\n"])
-def test_a_file_that_is_none_is_refused(tmp_path: Path, text: str | None) -> None:
+def test_an_invalid_file_is_refused(tmp_path: Path, text: str | None) -> None:
     file = tmp_path / "f.jsonl"
     if text is not None:
         file.write_text(text)
@@ -29,7 +29,7 @@ def test_every_reason_has_a_meaning() -> None:
     assert set(MEANINGS) == set(Reason)
 
 
-def test_memory_is_bounded() -> None:
+def test_memory_is_bounded_by_the_limits() -> None:
     log = RequestLog(most=3)
     for number in range(10):
         log.add(RequestRecord(str(number), 0.0, 0, 0))
@@ -46,8 +46,8 @@ def test_memory_is_bounded() -> None:
 
 
 @pytest.mark.parametrize("most", [24, 10_000])
-def test_the_latest_departure_counts(most: int) -> None:
-    """With a shared part or without."""
+def test_the_latest_removal_counts(most: int) -> None:
+    """With a shared part and without."""
     departures = RemovalCauses(most)
     for number, cause in enumerate((Cause.NO_SPACE, Cause.EVICTED, Cause.CORRUPT)):
         departures.note([b"k", b"%d" % number], Removed(cause, 0, float(number)))
@@ -73,7 +73,7 @@ def test_the_file_keeps_the_last_requests_and_stays_small(tmp_path: Path) -> Non
     assert sorted(path.name for path in tmp_path.iterdir()) == ["requests.jsonl"]
 
 
-def test_a_restart_keeps_what_the_server_before_has_written(tmp_path: Path) -> None:
+def test_a_restart_keeps_what_the_previous_server_has_written(tmp_path: Path) -> None:
     file = tmp_path / "requests.jsonl"
     for numbers in (range(95), range(95, 100), range(100, 103)):
         written = RequestFile(str(file), most=10)
@@ -99,14 +99,14 @@ def test_a_link_is_replaced_and_not_followed(tmp_path: Path) -> None:
     assert not (tmp_path / "requests.jsonl").is_symlink()
 
 
-def test_a_file_that_cannot_be_written_ends_the_recording_alone(
+def test_an_unwritable_file_ends_only_the_recording(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     logging.getLogger("offload").propagate = True  # another test may have sent it to vLLM's log
     with caplog.at_level(logging.ERROR, logger="offload"):
         written = RequestFile(str(tmp_path / "missing" / "requests.jsonl"), most=10)
         for number in range(3000):
-            written(_record(number))  # more than the queue takes
+            written(_record(number))  # more than fits into the queue
         written.close()
     assert written.dropped > 0
     assert any("recording requests" in record.message for record in caplog.records)

@@ -1,5 +1,5 @@
-"""The dashboard and the alert rules against the table of metrics. The page of a running server is
-asked in ``tests/vllm/test_server.py``."""
+"""Compares the dashboard and the alert rules with the table of metrics.
+``tests/vllm/test_server.py`` compares them with the page of a running server."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ VLLMS = {
     "vllm:prompt_tokens_by_source_total": {"source"},
     "vllm:time_to_first_token_seconds_bucket": {"le"},
 }
-"""vLLM's own metrics that are used, with their labels; the running server is asked for these."""
+"""vLLM's own metrics that are used, with their labels; a test checks a running server for these."""
 PROMETHEUS = {"instance", "job"}
 
 
@@ -58,7 +58,7 @@ def test_every_metric_is_used_or_left_out_on_purpose() -> None:
     assert ours - used == {f"vllm:kvtiers_{name}" for name in left_out}
 
 
-def test_what_a_tier_gave_is_what_was_loaded() -> None:
+def test_tokens_from_a_tier_are_loaded_tokens() -> None:
     """Hits are counted when their load is planned: over a dead disk there are many."""
     [panel] = [p for p in dashboard()["panels"] if p["title"].startswith("Share of wanted tokens")]
     [target] = panel["targets"]
@@ -68,14 +68,14 @@ def test_what_a_tier_gave_is_what_was_loaded() -> None:
     }
 
 
-def test_reasons_that_are_asked_for_exist() -> None:
+def test_the_reasons_in_queries_exist() -> None:
     values = [value for _, query in queries() for value in parse(query).values]
     reasons = {value for _, label, value in values if label == "reason"}
     assert reasons
     assert reasons <= {reason.value for reason in Reason}
 
 
-def test_panels_stand_apart_and_legends_name_labels_of_the_query() -> None:
+def test_panels_do_not_overlap_and_legends_use_labels_of_the_query() -> None:
     panels = dashboard()["panels"]
     assert len({panel["id"] for panel in panels}) == len(panels)
     places = set()
@@ -94,7 +94,7 @@ def test_panels_stand_apart_and_legends_name_labels_of_the_query() -> None:
             assert named <= parse(target["expr"]).grouped, panel["title"]
 
 
-def test_every_panel_shows_the_chosen_servers_only() -> None:
+def test_every_panel_shows_only_the_chosen_servers() -> None:
     names = {variable["name"] for variable in dashboard()["templating"]["list"]}
     assert names == {"datasource", "model", "instance"}
     for panel in dashboard()["panels"]:
@@ -106,14 +106,15 @@ def test_every_panel_shows_the_chosen_servers_only() -> None:
 
 
 def firing(value: float, expression: str) -> bool:
-    """The result of the comparison at the end of an alert's first line, for a gauge."""
+    """The result of the comparison at the end of an alert's first line, for one value of a
+    gauge."""
     comparison, number = expression.split(")")[-1].split()
     return {"==": operator.eq, ">": operator.gt}[comparison](value, float(number))
 
 
 def test_a_tier_whose_disk_hangs_keeps_its_alert() -> None:
-    """A probe that hangs for 5 s shows another state meanwhile. One look at that would begin the
-    alert's five minutes again."""
+    """A probe that hangs for 5 s shows another state meanwhile. If the rule looked at single
+    values, this would restart the alert's five minutes."""
     [rule] = [rule for rule in alert_rules() if rule["alert"] == "KvtiersTierShutOut"]
     breaker = CircuitBreaker()
     breaker.observe(0, 3, 0.0)
@@ -131,13 +132,13 @@ def test_a_tier_whose_disk_hangs_keeps_its_alert() -> None:
     assert not firing(BreakerState.CLOSED.value, rule["expr"])
 
 
-def test_a_gauge_of_the_last_second_alerts_only_while_there_are_seconds() -> None:
-    """vLLM publishes nothing while it has nothing to do, and the page keeps the last value."""
+def test_an_alert_on_a_gauge_needs_an_active_server() -> None:
+    """vLLM publishes nothing while it is idle, and the page keeps the last value."""
     [rule] = [rule for rule in alert_rules() if "hook_slowest" in rule["expr"]]
     assert "vllm:kvtiers_hook_calls_total" in parse(rule["expr"].split(" and ")[1]).metrics
 
 
-def test_alerts_say_what_to_do() -> None:
+def test_alerts_contain_a_remedy() -> None:
     names = [rule["alert"] for rule in alert_rules()]
     assert len(set(names)) == len(names)
     for rule in alert_rules():
@@ -165,13 +166,13 @@ def test_alerts_say_what_to_do() -> None:
         ("vllm:kvtiers_used_ratio > 0.9 and", "stands between"),
     ],
 )
-def test_wrong_queries_are_seen(query: str, part: str) -> None:
+def test_wrong_queries_are_detected(query: str, part: str) -> None:
     found = problems(query, table(), PROMETHEUS)
     assert len(found) == 1, found
     assert part in found[0]
 
 
-def test_a_query_that_is_right() -> None:
+def test_a_valid_query_has_no_problems() -> None:
     found = parse('max by (tier) (vllm:kvtiers_used_ratio{engine="0", model_name=~"$m"}) > 0.9')
     assert found.metrics == {"vllm:kvtiers_used_ratio": {"engine", "model_name"}}
     assert found.grouped == {"tier"}

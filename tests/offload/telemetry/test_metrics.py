@@ -1,5 +1,5 @@
-"""The table of metrics: its reference is current, its names are Prometheus's, and everything that
-is counted has a place in it."""
+"""The table of metrics: its reference is current, its names follow Prometheus, and it contains
+everything that is counted."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def test_names_follow_prometheus(name: str) -> None:
     assert METRICS[name].text.endswith(".")
 
 
-def test_what_is_counted_has_a_place() -> None:
+def test_every_counter_is_in_the_table() -> None:
     stats = PlannerStats(["lmdb"])
     for cause in Cause:
         stats._left(0, [b"k"], cause)
@@ -60,7 +60,7 @@ def test_what_is_counted_has_a_place() -> None:
     assert f"misses:{Reason.EVICTED.value}" in counted
 
 
-def test_why_chunks_have_left_is_counted_and_remembered() -> None:
+def test_causes_of_removed_chunks_are_counted_and_remembered() -> None:
     stats = PlannerStats(["lmdb"], now=7.0)
     stats.evicted(-1, [b"a", b"b"])
     stats.dropped(0, [b"c", b"d", b"e"], corrupt={b"d"})
@@ -82,7 +82,7 @@ def test_why_chunks_have_left_is_counted_and_remembered() -> None:
     assert stats.causes.find(b"a") == Removed(Cause.RESET, -1, 7.0)
 
 
-def test_hits_and_misses_of_tiers_add_up_to_what_was_wanted() -> None:
+def test_hits_and_misses_of_tiers_add_up_to_the_wanted_tokens() -> None:
     stats = PlannerStats(["lmdb", "file"])
     stats.planned({-1: 10, 0: 20, 1: 30})
     stats.missed(40)

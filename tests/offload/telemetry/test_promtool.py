@@ -1,7 +1,7 @@
-"""The alert rules and the dashboard's queries as Prometheus itself reads them.
+"""Checks the alert rules and the dashboard's queries with Prometheus itself.
 
 Needs ``promtool`` (Debian: ``apt-get install prometheus``) and is skipped without it; the other
-tests of both read them with a small parser.
+tests of both use a small parser.
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ def promtool(*words: object) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, capture_output=True, text=True, check=False)
 
 
-def test_prometheus_takes_the_alert_rules() -> None:
+def test_prometheus_accepts_the_alert_rules() -> None:
     done = promtool("check", "rules", "--lint=all", "--lint-fatal", RULES)
     assert done.returncode == 0, done.stderr
     assert f"{len(alert_rules())} rules found" in done.stdout
 
 
 def as_rules(named: list[tuple[str, str]]) -> str:
-    """Queries as recording rules, with what Grafana puts in the place of its variables."""
+    """Queries as recording rules, with the values that Grafana inserts for its variables."""
     rules = [
         {"record": f"query:{number}", "expr": re.sub(r"\$\{?\w+\}?", ".*", text)}
         for number, (_where, query) in enumerate(named)
@@ -47,7 +47,7 @@ def as_rules(named: list[tuple[str, str]]) -> str:
     return yaml.safe_dump({"groups": [{"name": "queries", "rules": rules}]})
 
 
-def test_prometheus_takes_the_queries_of_the_dashboard(tmp_path: Path) -> None:
+def test_prometheus_accepts_the_queries_of_the_dashboard(tmp_path: Path) -> None:
     found = [one for one in queries() if one[0].startswith("panel")]
     variables = [v["query"] for v in dashboard()["templating"]["list"] if v["type"] == "query"]
     texts = [v if isinstance(v, str) else v["query"] for v in variables]
@@ -74,7 +74,8 @@ def growing(per_minute: float) -> str:
 
 
 def once(count: int) -> str:
-    """A counter that rises by so many in the last minutes before the end, and at no other time."""
+    """A counter that rises by this much in the last minutes before the end, and at no other
+    time."""
     return f"0x{MINUTES - 3} {count}x2"
 
 
@@ -114,7 +115,7 @@ WELL: dict[str, dict[str, str]] = {
     "KvtiersNoRoom": {"store_refusals_total": growing(60)},
     "KvtiersWritesSkipped": {'writes_skipped_total{tier="lmdb"}': growing(60)},
     "KvtiersHookFault": {'hook_faults_total{hook="drain"}': flat(3)},
-    "KvtiersSlowHooks": {  # the last value of a server that has nothing to do
+    "KvtiersSlowHooks": {  # the last value of an idle server
         'hook_slowest_seconds{hook="drain"}': flat(0.2),
         'hook_calls_total{hook="drain"}': flat(60),
     },
@@ -149,7 +150,7 @@ def run_cases(folder: Path, cases: list[dict[str, object]]) -> subprocess.Comple
     return promtool("test", "rules", path)
 
 
-def test_every_alert_fires_on_a_sick_server_and_not_on_a_well_one(tmp_path: Path) -> None:
+def test_every_alert_fires_on_a_failing_server_and_not_on_a_healthy_one(tmp_path: Path) -> None:
     names = {rule["alert"] for rule in alert_rules()}
     assert names == SICK.keys() == WELL.keys()
     cases = [case(alert, SICK[alert], fires=True) for alert in SICK]
@@ -159,7 +160,7 @@ def test_every_alert_fires_on_a_sick_server_and_not_on_a_well_one(tmp_path: Path
 
 
 @pytest.mark.parametrize("fires", [True, False])
-def test_a_wrong_expectation_is_seen(tmp_path: Path, fires: bool) -> None:
+def test_a_wrong_expectation_is_detected(tmp_path: Path, fires: bool) -> None:
     metrics = (WELL if fires else SICK)["KvtiersTierTooSmall"]
     done = run_cases(tmp_path, [case("KvtiersTierTooSmall", metrics, fires=fires)])
     assert done.returncode != 0

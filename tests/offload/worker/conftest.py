@@ -9,6 +9,6 @@ from tiers.copy.lanes import EventTicket
 
 @pytest.fixture
 def synchronous_compute(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Copies without an event that the model's stream could wait for, as on a CPU: a fence waits
-    for their end. How a GPU behaves: ``test_executor_cuda.py``."""
+    """Copies have no event for which the model's stream could wait, as on a CPU: a fence waits for
+    their end. ``test_executor_cuda.py`` tests the behaviour of a GPU."""
     monkeypatch.setattr(EventTicket, "submitted", None)

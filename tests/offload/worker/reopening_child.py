@@ -1,6 +1,6 @@
 """A server's worker whose disk is replaced while it runs, and which is killed before a reset of the
-weights reaches it. Arguments: the tier's path, and what lies there when it comes back: ``nothing``,
-a ``foreign`` disk, or the ``same`` one; ``late``: the same, after the reset was begun.
+weights reaches it. Arguments: the tier's path, and what is there when it comes back: ``nothing``, a
+``foreign`` disk, or the ``same`` one; with ``late``, the same disk after the reset was begun.
 
 Prints the epoch that the reset began, and then waits for the end.
 """
@@ -29,20 +29,20 @@ SIZE = 8192
 
 
 def places(path: str | Path, **options: object) -> TierFolders:
-    """Where a server with one tier at ``path`` keeps its records."""
+    """The folder in which a server with one tier at ``path`` keeps its records."""
     table = {"type": "lmdb", "path": str(path), "capacity": 64 << 20, "reserve": 0} | options
     config = parse_config({"cpu": {"capacity": 1 << 20}, "tiers": [table]})
     return TierFolders(config, NAMESPACE, b"i" * 16, rank=0, replica=0, shares=1, engine="test")
 
 
 def tier_at(path: str | Path, **options: object) -> Tier:
-    """That tier, as a worker makes it at its start."""
+    """That tier, as a worker creates it at its start."""
     [spec] = places(path, **options).specs()
     return make_tier(spec, 4096)
 
 
 async def fail(tier: Tier) -> None:
-    """Have the tier notice that its folder is gone."""
+    """Make the tier notice that its folder is gone."""
     try:
         await put(tier, [key_of(99)], SIZE)
         await tier.touch(KEYS)
@@ -67,7 +67,7 @@ async def main(path: Path, comes_back: str) -> None:
     home = replica_folder(path, NAMESPACE)
     epoch = bump_epoch(home) if comes_back == "late" else 0
     await tier.touch(KEYS)  # opened again
-    # By the old weights still: writes that were planned before the reset come before it.
+    # Still with the old weights: writes that were planned before the reset come before it.
     assert await put(tier, NEW, SIZE) == [WriteOutcome.OK] * len(NEW)
     print(epoch or bump_epoch(home), flush=True)
     await asyncio.Event().wait()

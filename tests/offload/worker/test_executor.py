@@ -1,4 +1,4 @@
-"""The executor's promises towards its driver: every job answered once, fences, deadlines."""
+"""The executor's guarantees to its driver: every job answered once, fences, deadlines."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ KEYS = [key + bytes(4) for key in keys(8)]
 
 
 class Rank:
-    """An executor on simulated streams that move only on command."""
+    """An executor on simulated streams that advance only on command."""
 
     def __init__(
         self,
@@ -66,12 +66,12 @@ class Rank:
         )
 
     async def plans_are_taken(self) -> None:
-        """Let the loop take the posted plans and start their tasks, but copy nothing."""
+        """Let the loop accept the posted plans and start their tasks, but copy nothing."""
         for _ in range(20):
             await asyncio.sleep(0)
 
     async def turn(self, times: int = 20) -> Drained:
-        """Let the loop and the streams run, and take what ended."""
+        """Let the loop and the streams run, and return what has ended."""
         total = Drained()
         for _ in range(times):
             self.engine.run_all()
@@ -102,7 +102,7 @@ async def rank_with(tier: Tier | None = None, **limits: Any) -> AsyncIterator[Ra
 
 
 async def fill(rank: Rank, tier: Tier, count: int) -> None:
-    """Give the tier the first chunks."""
+    """Store the first chunks in the tier."""
     compute(rank.caches, keys(count), range(count))
     for n in range(count):
         rank.executor.post(StepPlan(stores=(store(100 + n, [n], [0]),)))
@@ -178,10 +178,11 @@ async def test_a_fence_that_cannot_wait_fails_the_store() -> None:
         assert (await rank.turn()).report.results[1].failed
 
 
-async def test_a_fence_before_the_loop_has_seen_the_store_cancels_it() -> None:
+async def test_a_fence_before_the_loop_has_accepted_the_store_cancels_it() -> None:
     async with rank_with(fence_timeout_s=0.05) as rank:
         rank.executor.post(StepPlan(stores=(store(1, [1], [0]),)))
-        rank.executor.fence([1])  # blocks the loop's own thread: the plan was not accepted yet
+        # blocks the loop's own thread, so the plan has not been accepted yet
+        rank.executor.fence([1])
         assert (await rank.turn()).report.results[1].failed
 
 
@@ -220,8 +221,8 @@ async def test_a_joined_load_fails_with_the_read_it_joined() -> None:
         assert done.report.results[2].bad == {KEYS[0]}
 
 
-async def test_a_tier_that_could_not_be_read_has_lost_nothing() -> None:
-    """The load fails, and the record stays known: a later one may find it."""
+async def test_a_failed_read_loses_no_record() -> None:
+    """The load fails, but the record stays known: a later load may find it."""
     memory = MemoryTier(1 << 20)
     tier = FailingTier(memory, nth(1), methods={"read"})
     async with rank_with(tier) as rank:
@@ -233,8 +234,8 @@ async def test_a_tier_that_could_not_be_read_has_lost_nothing() -> None:
         assert (result.bad, result.lost) == ({KEYS[0]}, frozenset())
 
 
-async def test_a_store_takes_over_the_slot_of_a_read_that_failed() -> None:
-    """That the read into it failed says nothing of what the store puts there."""
+async def test_a_store_reuses_the_slot_of_a_failed_read() -> None:
+    """The failure of the read says nothing about the content that the store writes to the slot."""
     async with rank_with() as rank:  # the tier holds nothing
         rank.executor.post(StepPlan(loads=(load(1, [0], [9], tier=0),)))
         assert (await rank.turn()).failed == {"r1"}
@@ -263,7 +264,7 @@ async def test_a_reset_fails_loads_under_way_and_old_writes_stay_old() -> None:
         assert inner.records == {}
 
 
-async def test_copies_that_are_refused_fail_and_the_rest_of_the_plan_is_carried_out() -> None:
+async def test_rejected_copies_fail_and_the_rest_of_the_plan_is_carried_out() -> None:
     inner = MemoryTier(1 << 20)
     async with rank_with(inner) as rank:
         compute(rank.caches, keys(2), [1, 2])
@@ -351,7 +352,7 @@ def test_a_plan_posted_to_a_stopped_loop_is_answered() -> None:
 
 @pytest.mark.parametrize("slots", [1, 2, 8])
 async def test_a_tier_that_hangs_keeps_its_own_staging_window(slots: int) -> None:
-    """Neither the other tier nor the probe that finds out waits for it."""
+    """Neither the other tier nor the probe that tests the hanging tier waits for it."""
     staging = Staging(range(slots), 2)
     first, second = (staging.window(tier, probe=False) for tier in range(2))
     assert staging.free == slots
@@ -366,8 +367,8 @@ async def test_a_tier_that_hangs_keeps_its_own_staging_window(slots: int) -> Non
     assert first.free == first.size
 
 
-def test_reads_that_never_return_leave_the_probe_a_way() -> None:
-    """Lost reads hold all turns and all staging slots of loads; the disk works again."""
+def test_reads_that_never_return_do_not_block_the_probe() -> None:
+    """Lost reads hold all semaphores and staging slots of loads, and the disk works again."""
     run_virtually(lose_reads_and_probe())
 
 

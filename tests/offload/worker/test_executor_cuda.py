@@ -1,4 +1,5 @@
-"""The executor over the CUDA engine and the libcuda in host memory: the fence without a stall."""
+"""The executor over the CUDA engine and the libcuda in host memory: fences without waiting for
+copies."""
 
 from __future__ import annotations
 
@@ -24,11 +25,11 @@ from tiers.slab.slab import HostSlab
 
 LAYERS = ("layers.0", "layers.1")
 FENCE_S = 60.0
-"""Far longer than a submission takes; a fence that waits for a copy that stands still ends then."""
+"""Far longer than a submission takes; this ends a fence that waits for a copy that is blocked."""
 
 
 class Rank:
-    """An executor as a worker has it; blocks of its caches are the GPU's memory."""
+    """An executor like a worker's; the blocks of its caches count as the GPU's memory."""
 
     def __init__(self, cuda: Cuda) -> None:
         self.cuda = cuda
@@ -79,7 +80,7 @@ async def rank() -> AsyncIterator[Rank]:
 
 
 async def fence_in_time(one: Rank) -> None:
-    """The model's thread fences job 1, while the loop runs."""
+    """The model's thread fences job 1 while the loop runs."""
     await asyncio.to_thread(one.executor.fence, [1])
 
 
@@ -87,12 +88,12 @@ async def test_a_fence_does_not_wait_for_the_copy_and_the_bytes_are_right() -> N
     async with rank() as one:
         one.fill(3, 7)
         one.cuda.await_idle()
-        one.cuda.hold(one.engine._store.stream)  # the copy does not move
+        one.cuda.hold(one.engine._store.stream)  # the copy does not advance
         one.executor.post(StepPlan(stores=(StoreJob(1, 0, [3], [2]),)))
         await fence_in_time(one)
         assert one.executor.stats.fence_timeouts == 0, "the fence waited for the copy"
         one.fill(3, 9)  # the block's next owner
-        await asyncio.sleep(0.05)  # time enough for a kernel that does not wait
+        await asyncio.sleep(0.05)  # enough time for a kernel that does not wait
         assert one.cuda.count("queued") == 2, "the model's stream waits for the store"
         one.cuda.release()
         drained = await one.result()
@@ -103,7 +104,7 @@ async def test_a_fence_does_not_wait_for_the_copy_and_the_bytes_are_right() -> N
 
 
 async def test_a_fence_waits_until_the_store_is_submitted() -> None:
-    """The loop has not accepted the plan when the model's thread comes to the fence."""
+    """The loop has not accepted the plan yet when the model's thread reaches the fence."""
     async with rank() as one:
         one.fill(3, 7)
         one.executor.post(StepPlan(stores=(StoreJob(1, 0, [3], [2]),)))
@@ -115,7 +116,7 @@ async def test_a_fence_waits_until_the_store_is_submitted() -> None:
 
 
 @pytest.mark.parametrize("name", ["cuStreamWaitEvent", "cuCtxPushCurrent_v2"])
-async def test_where_the_driver_refuses_the_fence_waits_for_the_copy(name: str) -> None:
+async def test_if_the_driver_refuses_the_fence_waits_for_the_copy(name: str) -> None:
     async with rank() as one:
         one.fill(3, 7)
         one.cuda.await_idle()
@@ -138,7 +139,7 @@ async def test_where_the_driver_refuses_the_fence_waits_for_the_copy(name: str) 
         assert np.unique(one.slab.slot_view(2, 6000)).tolist() == [7]
 
 
-async def test_a_store_whose_end_has_no_event_is_waited_for() -> None:
+async def test_a_fence_waits_for_a_store_without_an_event() -> None:
     async with rank() as one:
         one.fill(3, 7)
         one.cuda.await_idle()

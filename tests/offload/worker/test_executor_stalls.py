@@ -1,4 +1,4 @@
-"""A rank whose loop or copies stand still: the answers to requests, and the waits of steps."""
+"""A rank whose loop or copies are blocked: answers to requests, and how long steps wait."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from tiers.testing.memory_tier import MemoryTier
 
 
 class Clock:
-    """Stands for the module ``time`` where the executor asks how late it is."""
+    """Replaces the module ``time`` where the executor measures how late it is."""
 
     def __init__(self) -> None:
         self.ahead_s = 0.0
@@ -53,7 +53,7 @@ def pass_deadlines(clock: Clock, rank: Rank) -> None:
 
 
 async def submitted(rank: Rank) -> None:
-    """The loop turns until a copy into GPU blocks was submitted, which does not run."""
+    """Run the loop until a copy into GPU blocks was submitted, which does not run."""
     for _ in range(1000):
         if rank.engine._load.queue:
             return
@@ -63,7 +63,7 @@ async def submitted(rank: Rank) -> None:
 
 @contextmanager
 def copies_hang(rank: Rank) -> Iterator[None]:
-    """Copies into GPU blocks that were submitted run only afterwards."""
+    """Copies into GPU blocks that were submitted run only after this."""
     lane = rank.engine._load
     hanging, lane.queue = lane.queue, deque()
     try:
@@ -73,7 +73,7 @@ def copies_hang(rank: Rank) -> Iterator[None]:
 
 
 async def stored(rank: Rank) -> None:
-    """Chunk 0 lies in slot 0."""
+    """Chunk 0 is in slot 0."""
     compute(rank.caches, keys(1), [1])
     rank.executor.post(StepPlan(stores=(store(1, [1], [0]),)))
     assert not (await rank.turn()).report.results[1].failed
@@ -82,13 +82,14 @@ async def stored(rank: Rank) -> None:
 # -- loads ---------------------------------------------------------------------------------------
 
 
-async def test_no_request_is_told_of_an_end_while_a_copy_into_its_blocks_runs(clock: Clock) -> None:
-    """vLLM gives the blocks away when it hears of the end: the process stood still for seconds."""
+async def test_no_end_is_reported_while_a_copy_into_the_requests_blocks_runs(clock: Clock) -> None:
+    """vLLM reuses the blocks as soon as the end is reported; here the process was stopped for
+    seconds."""
     async with rank_with() as rank:
         await stored(rank)
         rank.executor.post(StepPlan(loads=(load(2, [0], [9]),)))
         await submitted(rank)
-        for _ in range(3):  # the loop does not turn from here on
+        for _ in range(3):  # the loop does not run from here on
             pass_deadlines(clock, rank)
             assert not rank.executor.drain().finished
         rank.engine.run_all()
@@ -101,8 +102,9 @@ async def test_no_request_is_told_of_an_end_while_a_copy_into_its_blocks_runs(cl
         assert wrong_blocks(rank.caches, keys(1, 5), [9]) == []
 
 
-async def test_copies_that_never_end_keep_their_own_request_alone(clock: Clock) -> None:
-    """Later loads would wait behind them: they fail at once, and their requests compute."""
+async def test_copies_that_never_end_affect_only_their_own_request(clock: Clock) -> None:
+    """Later loads would wait behind these copies, so they fail at once, and their requests
+    compute."""
     async with rank_with() as rank:
         await stored(rank)
         rank.executor.post(StepPlan(loads=(load(2, [0], [9]),)))
@@ -122,7 +124,7 @@ async def test_copies_that_never_end_keep_their_own_request_alone(clock: Clock) 
         assert (done.finished, done.failed) == ({"r4"}, set())
 
 
-async def test_a_load_that_was_given_up_copies_nothing_when_the_loop_goes_on(clock: Clock) -> None:
+async def test_an_abandoned_load_copies_nothing_when_the_loop_continues(clock: Clock) -> None:
     async with rank_with() as rank:
         await stored(rank)
         rank.executor.post(StepPlan(loads=(load(2, [0], [9]),)))
@@ -133,10 +135,11 @@ async def test_a_load_that_was_given_up_copies_nothing_when_the_loop_goes_on(clo
         assert wrong_blocks(rank.caches, keys(1, 5), [9]) == []
 
 
-async def test_a_loop_that_stands_still_costs_no_request_more_than_its_deadline(
+async def test_a_blocked_loop_costs_a_request_at_most_its_deadline(
     clock: Clock,
 ) -> None:
-    """The driver gives its loads up, and the loop, should it go on, copies nothing for them."""
+    """The driver gives up the loop's loads, and if the loop continues, it copies nothing for
+    them."""
     async with rank_with() as rank:
         await stored(rank)
         before = rank.caches["layers.0"].clone()
@@ -171,7 +174,7 @@ def submit_first(loads: OpenLoads, submit: Callable[[], Ticket | None]) -> Ticke
 
 
 @pytest.mark.parametrize("order", [end_first, submit_first, "in between"])
-def test_an_end_and_a_copy_at_the_same_time(order: Any) -> None:
+def test_a_concurrent_end_and_copy(order: Any) -> None:
     """Whichever comes first, no copy runs in blocks whose request was answered."""
     loads = OpenLoads()
     opened = loads.expect([LoadJob(1, "r", ())], 0.0)[1]
@@ -195,7 +198,7 @@ def test_an_end_and_a_copy_at_the_same_time(order: Any) -> None:
 
 
 @pytest.mark.parametrize("first", [0, 1])
-def test_a_request_is_told_when_the_last_of_its_copies_has_ended(first: int) -> None:
+def test_an_end_is_reported_when_the_last_copy_has_ended(first: int) -> None:
     loads = OpenLoads()
     opened = loads.expect([LoadJob(1, "r", ())], 0.0)[1]
     tickets = [FutureTicket(), FutureTicket()]
@@ -209,7 +212,7 @@ def test_a_request_is_told_when_the_last_of_its_copies_has_ended(first: int) -> 
     assert loads.take_ended() == [("r", False)]
 
 
-def test_a_load_that_was_given_up_has_failed_however_it_ends() -> None:
+def test_an_abandoned_load_has_failed_however_it_ends() -> None:
     loads = OpenLoads()
     opened = loads.expect([LoadJob(1, "r", ())], 5.0)[1]
     ticket = FutureTicket()
@@ -220,7 +223,7 @@ def test_a_load_that_was_given_up_has_failed_however_it_ends() -> None:
     assert loads.take_ended() == [("r", False)]
 
 
-def test_a_copy_that_could_not_be_submitted_keeps_no_request() -> None:
+def test_a_copy_that_was_not_submitted_does_not_hold_its_request() -> None:
     loads = OpenLoads()
     opened = loads.expect([LoadJob(1, "r", ())], 0.0)[1]
 
@@ -233,8 +236,8 @@ def test_a_copy_that_could_not_be_submitted_keeps_no_request() -> None:
     assert loads.take_ended() == [("r", False)]
 
 
-async def test_a_late_end_does_not_end_another_load_of_the_same_name(clock: Clock) -> None:
-    """The first load of a request ends long after the request, whose name was used again."""
+async def test_a_late_end_does_not_end_a_later_load_of_the_same_name(clock: Clock) -> None:
+    """The first load of a request ends long after the request, whose name was reused."""
     memory = MemoryTier(1 << 20)
     tier = HoldingTier(memory, nth(1), methods={"read"})
     async with rank_with(tier) as rank:
@@ -251,7 +254,7 @@ async def test_a_late_end_does_not_end_another_load_of_the_same_name(clock: Cloc
         await submitted(rank)
         tier.release()
         done = Drained()
-        for _ in range(1000):  # until the first one has come to its end
+        for _ in range(1000):  # until the first load has ended
             await asyncio.sleep(0)
             rank._add(done, rank.executor.drain())
         assert done.report.results.keys() == {2}
@@ -261,8 +264,8 @@ async def test_a_late_end_does_not_end_another_load_of_the_same_name(clock: Cloc
         assert wrong_blocks(rank.caches, keys(1), [10]) == []
 
 
-async def test_a_part_that_cannot_be_read_ends_its_load_when_the_others_have_ended() -> None:
-    """Its copies that are under way are waited for."""
+async def test_an_unreadable_part_ends_its_load_when_the_others_have_ended() -> None:
+    """Copies that are under way are waited for."""
     async with rank_with() as rank:
         await stored(rank)
         first = LoadJob(2, "r2", [LoadItem(KEYS[0], 0, (9,), 0, -1)], 0, False)
@@ -283,7 +286,7 @@ async def test_a_part_that_cannot_be_read_ends_its_load_when_the_others_have_end
 # -- stores --------------------------------------------------------------------------------------
 
 
-async def test_stores_go_on_when_the_loop_does(clock: Clock) -> None:
+async def test_stores_continue_when_the_loop_does(clock: Clock) -> None:
     async with rank_with() as rank:
         rank.executor.post(StepPlan(loads=(LoadJob(1, "r1", (NOBODY,)),)))
         pass_deadlines(clock, rank)
@@ -297,8 +300,8 @@ async def test_stores_go_on_when_the_loop_does(clock: Clock) -> None:
         assert not (await rank.turn()).report.results[3].failed
 
 
-async def test_answers_of_the_driver_are_no_sign_of_life(clock: Clock) -> None:
-    """It refuses loads itself while the loop stands still, and goes on doing so."""
+async def test_the_drivers_own_answers_are_no_sign_of_life(clock: Clock) -> None:
+    """While the loop is blocked, the driver itself refuses loads, and continues to do so."""
     async with rank_with() as rank:
         rank.executor.post(StepPlan(loads=(LoadJob(1, "r1", (NOBODY,)),)))
         pass_deadlines(clock, rank)
@@ -308,7 +311,7 @@ async def test_answers_of_the_driver_are_no_sign_of_life(clock: Clock) -> None:
             assert rank.executor.drain().failed == {f"r{job}"}, "at once"
 
 
-async def test_stores_go_on_some_time_after_a_fault(clock: Clock) -> None:
+async def test_stores_continue_some_time_after_a_fault(clock: Clock) -> None:
     async with rank_with() as rank:
         write_through = WriteThroughJob(1, 7, 0, (KEYS[0],), (0,))  # there is no tier 7
         rank.executor.post(StepPlan(write_throughs=(write_through,)))
@@ -332,7 +335,7 @@ def fence_returns(executor: Executor, jobs: list[int]) -> bool:
 
 
 def missed(rank: Rank, jobs: list[int]) -> None:
-    """A step has waited for these stores without result."""
+    """A step has waited for these stores without success."""
     usual = rank.executor.limits
     rank.executor.limits = offload.worker.executor.ExecutorLimits(fence_timeout_s=0.01)
     rank.executor.fence(jobs)
@@ -340,7 +343,7 @@ def missed(rank: Rank, jobs: list[int]) -> None:
 
 
 @pytest.mark.usefixtures("synchronous_compute")
-async def test_a_store_that_is_poisoned_is_not_waited_for_again() -> None:
+async def test_a_poisoned_store_is_not_waited_for_again() -> None:
     async with rank_with(fence_timeout_s=3600.0) as rank:
         rank.executor.post(StepPlan(stores=(store(1, [1], [0]), store(2, [2], [1]))))
         await asyncio.sleep(0)  # both are under way, and hang
@@ -357,7 +360,8 @@ async def test_a_store_that_is_poisoned_is_not_waited_for_again() -> None:
 
 
 async def test_a_store_that_does_not_begin_is_not_waited_for(clock: Clock) -> None:
-    """The loop has refused it, and the step that fences it comes before its answer is seen."""
+    """The loop has rejected it, and the step that fences it comes before its answer is
+    processed."""
     async with rank_with(fence_timeout_s=3600.0) as rank:
         broken = WriteThroughJob(2, 7, 0, (KEYS[0],), (0,))  # there is no tier 7
         unread: Any = StepPlan(deletes=7, stores=(store(1, [1], [0]),))
@@ -375,7 +379,7 @@ async def test_a_store_that_does_not_begin_is_not_waited_for(clock: Clock) -> No
 
 
 @pytest.mark.usefixtures("synchronous_compute")
-async def test_a_copy_that_hangs_costs_one_wait_however_many_wait_behind_it() -> None:
+async def test_a_hanging_copy_costs_one_wait_however_many_stores_queue_behind_it() -> None:
     async with rank_with(fence_timeout_s=3600.0) as rank:
         stores = tuple(store(job, [job], [job]) for job in range(1, 6))
         rank.executor.post(StepPlan(stores=stores))

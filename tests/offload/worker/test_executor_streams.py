@@ -1,9 +1,10 @@
-"""The executor between a model whose kernels run late and copies that run late: right bytes under
-every seed, and each fault of ordering, planted, comes out as the wrong bytes that it makes.
+"""The executor between a model whose kernels run late and copies that run late: the bytes are right
+under every seed, and each planted ordering fault shows as the wrong bytes that it causes.
 
 A program drives an executor as vLLM's worker does and returns every byte value found where it
-looked. Left alone it finds ``right`` alone, under every seed, and no two jobs in flight share
-anything (the control). With its fault it finds ``stale`` too, under some seeds, and nothing else.
+looked. The unmodified program finds only ``right`` under every seed, and no two jobs in flight
+share anything (the control). With its fault it also finds ``stale`` under some seeds, and nothing
+else.
 """
 
 from __future__ import annotations
@@ -34,8 +35,8 @@ MANY_TURNS = 20_000
 
 
 class Rank:
-    """An executor whose engine has a late compute stream; ``model_writes`` and ``model_reads``
-    are forward passes."""
+    """An executor whose engine has a late compute stream; ``model_writes`` and ``model_reads`` are
+    forward passes."""
 
     def __init__(
         self,
@@ -193,14 +194,15 @@ def one_job_per_slot(wait: bool) -> Program:
 
 
 class Hasty(Executor):
-    """Answers stores and loads when they are submitted; a slot is free before its copy ended."""
+    """Answers stores and loads when they are submitted; a slot is free before its copy has
+    ended."""
 
     def _accept_store(self, store: Any, *rest: Any) -> None:
         super()._accept_store(store, *rest)
         self._answer(store.job, JobResult())
 
     def _stored(self, *_arguments: Any) -> None:
-        """It has said so before."""
+        """The end was already reported."""
 
     async def _run_load(self, task: Any) -> None:
         self._answer(task.job, JobResult())
@@ -209,14 +211,14 @@ class Hasty(Executor):
 
 
 class NoEvents(SimulatedCopyEngine):
-    """No copy waits for compute."""
+    """No copy waits for the compute stream."""
 
     def record_event(self) -> None:
         return None
 
 
 class EarlyLoads(SimulatedCopyEngine):
-    """Loads are reported before their event: by a ticket of the other, idle lane."""
+    """Loads are reported before their event, by a ticket of the other, idle lane."""
 
     def submit_load(self, *arguments: Any) -> Ticket:
         super().submit_load(*arguments)
@@ -228,7 +230,7 @@ Program = Callable[[Rank], Awaitable[set[int]]]
 
 @dataclass(frozen=True)
 class Case:
-    """A program, and what takes the right one's place in it to plant the fault."""
+    """A program, and the replacement that plants its fault."""
 
     right: Program
     faulty: Program
@@ -265,7 +267,7 @@ async def test_every_byte_is_right_under_every_seed(case: Case) -> None:
 
 
 @BY_NAME
-async def test_the_planted_fault_is_seen_as_stale_bytes(case: Case) -> None:
+async def test_a_planted_fault_shows_as_stale_bytes(case: Case) -> None:
     found: list[set[int]] = []
     for seed in SEEDS:
         async with opened(case.make(seed)) as rank:
@@ -275,7 +277,7 @@ async def test_the_planted_fault_is_seen_as_stale_bytes(case: Case) -> None:
     assert all(values <= {0, 7} for values in wrong), found  # the old bytes, and no others
 
 
-async def test_two_jobs_on_one_slot_are_named_wherever_they_did_harm() -> None:
+async def test_two_jobs_on_one_slot_are_named_if_they_did_harm() -> None:
     named = 0
     for seed in SEEDS:
         async with opened(Rank(seed)) as rank:

@@ -1,4 +1,4 @@
-"""The time that a step waits for stores that still read the blocks it overwrites."""
+"""The wait of a step for stores that still read the blocks that it overwrites."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ EVENT = object()
 
 
 def test_all_stores_of_a_step_share_one_timeout(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each of them ends well, the later the more of them there are."""
+    """Each store succeeds; the more there are, the later the last one ends."""
     now, given, held = [100.0], list[float](), list[object]()
 
     def slow(_reading: Reading, timeout: float) -> object:
@@ -34,7 +34,7 @@ def test_all_stores_of_a_step_share_one_timeout(monkeypatch: pytest.MonkeyPatch)
     assert held == [EVENT] * 4
 
 
-def test_a_store_that_has_read_needs_no_order_on_the_gpu() -> None:
+def test_a_store_that_has_read_its_blocks_needs_no_order_on_the_gpu() -> None:
     fences, held = Fences(), list[object]()
     reading = fences.add([StoreJob(1, 0, [1], [1])])[1]
     reading.will_end_at(EVENT)
@@ -43,7 +43,7 @@ def test_a_store_that_has_read_needs_no_order_on_the_gpu() -> None:
     assert held == []
 
 
-def test_where_the_gpu_cannot_wait_the_step_does(caplog: pytest.LogCaptureFixture) -> None:
+def test_if_the_gpu_cannot_wait_the_step_does(caplog: pytest.LogCaptureFixture) -> None:
     fences = Fences()
     reading = fences.add([StoreJob(1, 0, [1], [1])])[1]
     reading.will_end_at(EVENT)
@@ -56,7 +56,7 @@ def test_where_the_gpu_cannot_wait_the_step_does(caplog: pytest.LogCaptureFixtur
     assert "cuStreamWaitEvent" in caplog.text
 
 
-def test_a_store_that_was_never_submitted_is_missed_and_never_begins() -> None:
+def test_a_store_that_was_never_submitted_is_poisoned_and_never_begins() -> None:
     fences = Fences()
     reading = fences.add([StoreJob(1, 0, [1], [1])])[1]
     assert fences.wait([1], 0.0, list[object]().append) == 1

@@ -1,5 +1,5 @@
-"""A tier is scrubbed while nobody asks for anything, no faster than it may be, and what was found
-reaches the scheduler."""
+"""A tier is scrubbed while no other operation uses it, within its rate, and the results reach the
+scheduler."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ LIMITS = ScrubLimits(bytes_per_s=4 << 20, period_s=3600.0)
 
 
 class Scrubbing(MemoryTier):
-    """Records when it is scrubbed; returns prepared answers."""
+    """Records when it is scrubbed; returns prepared results."""
 
     def __init__(self, answer: Callable[[], Scrubbed | None]) -> None:
         super().__init__(1 << 20)
@@ -53,7 +53,7 @@ def whole_batch() -> Scrubbed:
 def scrubbing(
     answer: Callable[[], Scrubbed | None], seconds: float, beside: Callable[..., Awaitable[Any]]
 ) -> tuple[Scrubbing, list[Scrubbed]]:
-    """Scrub a tier for that many seconds, while ``beside(watch)`` runs; returns the tier and the
+    """Scrub a tier for that many seconds while ``beside(watch)`` runs; return the tier and the
     reports."""
     found: list[Scrubbed] = []
     tier = Scrubbing(answer)
@@ -75,7 +75,7 @@ def scrubbing(
 
 
 async def nothing(_watch: TierMonitor) -> None:
-    """Nobody asks for anything."""
+    """No other operation uses the tier."""
 
 
 def test_the_rate_is_kept() -> None:
@@ -86,8 +86,8 @@ def test_the_rate_is_kept() -> None:
 
 
 @pytest.mark.parametrize("seed", range(5))
-def test_nothing_is_read_while_requests_read_or_have_just_read(seed: int) -> None:
-    """Whatever they ask, and however long it takes; in between it goes on."""
+def test_nothing_is_scrubbed_while_requests_read_or_have_just_read(seed: int) -> None:
+    """Whatever they read, and however long it takes; scrubbing continues in between."""
     busy: list[tuple[float, float]] = []
 
     async def ask(watch: TierMonitor) -> None:
@@ -124,14 +124,14 @@ def test_nothing_is_read_while_requests_read_or_have_just_read(seed: int) -> Non
         assert not [pair for pair in busy if pair[0] < at < pair[1] + QUIET_S - 1e-9], at
 
 
-def test_a_tier_with_nothing_due_is_asked_now_and_then() -> None:
+def test_a_tier_with_no_record_due_is_checked_from_time_to_time() -> None:
     tier, found = scrubbing(lambda: None, 10 * NOTHING_DUE_S, nothing)
     assert len(tier.at) == 10
     assert found == []
 
 
 @pytest.mark.parametrize("how", ["says so", "raises"])
-def test_a_tier_in_trouble_is_left_alone_for_a_while(
+def test_a_failing_tier_is_left_alone_for_a_while(
     how: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     def answer() -> Scrubbed:
@@ -146,7 +146,7 @@ def test_a_tier_in_trouble_is_left_alone_for_a_while(
     assert "cannot be scrubbed" in caplog.text
 
 
-def test_a_closed_tier_is_not_asked_again() -> None:
+def test_a_closed_tier_is_not_scrubbed_again() -> None:
     def answer() -> Scrubbed:
         raise TierClosedError("closed")
 
@@ -154,8 +154,8 @@ def test_a_closed_tier_is_not_asked_again() -> None:
     assert len(tier.at) == 1
 
 
-def test_damage_is_dropped_from_the_index_and_removed_on_every_rank() -> None:
-    """One rank has found it; a chunk is there on all of them or not at all."""
+def test_a_damaged_chunk_is_dropped_from_the_index_and_removed_on_every_rank() -> None:
+    """One rank has found the damage; a chunk is present on all ranks or not at all."""
     planner = make(ranks=2)
     holding(planner, *range(4))
     disk, bad = planner.lower[0], key_of(2)
@@ -164,12 +164,12 @@ def test_damage_is_dropped_from_the_index_and_removed_on_every_rank() -> None:
     assert all(key_of(number) in disk for number in (0, 1, 3))
     assert list(step(planner, 0.0).deletes[0]) == [bad]
     assert planner.stats.removed == {"disk0:corrupt": 1}
-    see(planner, damaged=frozenset([bad]))  # another rank finds the same
+    see(planner, damaged=frozenset([bad]))  # another rank finds the same damage
     assert planner.stats.removed == {"disk0:corrupt": 1}
     planner.check()
 
 
-def test_what_ranks_have_found_adds_up() -> None:
+def test_findings_of_several_ranks_are_combined() -> None:
     one, two = (
         Observed(damaged=frozenset([b"a"])),
         Observed(reads_good=1, damaged=frozenset([b"b"])),

@@ -1,5 +1,5 @@
-"""A load that comes in parts, on a rank: it ends once, with its last part, and whatever ends it
-before leaves nothing behind that others could take for a chunk."""
+"""A load that arrives in parts on a rank: it ends once, with its last part. Whatever ends it
+earlier leaves nothing behind that other loads could take for a chunk."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ TO = [10, 11, 12]
 
 
 def part(number: int, slots: list[int], *, last: bool = False, tier: int = 0) -> LoadJob:
-    """A part of one chunk per slot: chunk ``number`` and those that follow."""
+    """A part with one chunk per slot: chunk ``number`` and the following ones."""
     chunks = range(number, number + len(slots))
     items = [
         LoadItem(KEYS[n], 0, (TO[n],), slot, tier) for n, slot in zip(chunks, slots, strict=True)
@@ -37,7 +37,8 @@ def post(rank: Rank, *loads: LoadJob, **more: Any) -> None:
 
 
 async def all_parts(rank: Rank) -> None:
-    """Three parts: one read into a slot, one that passes, one that has to wait for the others."""
+    """Three parts: one that is read into a slot, one that only passes through staging, and one that
+    waits for the others."""
     post(rank, part(0, [4]))
     done = await rank.turn()
     assert not done.finished
@@ -64,7 +65,7 @@ async def test_a_load_ends_with_its_last_part() -> None:
         await all_parts(rank)
 
 
-async def test_a_load_that_ends_with_its_first_part_is_seen(
+async def test_a_load_that_ends_with_its_first_part_is_detected(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """A planted fault."""
@@ -82,7 +83,7 @@ async def test_a_load_that_ends_with_its_first_part_is_seen(
             await all_parts(rank)
 
 
-async def test_parts_may_come_before_the_loop_turns() -> None:
+async def test_parts_may_arrive_before_the_loop_runs() -> None:
     tier = MemoryTier(1 << 20)
     async with rank_with(tier) as rank:
         await ready(rank, tier)
@@ -104,7 +105,7 @@ async def test_a_part_without_chunks_ends_a_load() -> None:
         assert (done.finished, done.failed) == ({"r"}, set())
 
 
-async def test_a_chunk_that_nobody_holds_ends_a_load_badly() -> None:
+async def test_a_chunk_that_no_tier_holds_fails_the_load() -> None:
     tier = MemoryTier(1 << 20)
     async with rank_with(tier) as rank:
         await ready(rank, tier)
@@ -118,8 +119,8 @@ async def test_a_chunk_that_nobody_holds_ends_a_load_badly() -> None:
 
 
 async def after_the_end(rank: Rank) -> None:
-    """A reset ends the load; a part that was on its way comes later. Nobody may take what lies in
-    its slot for its chunk."""
+    """A reset ends the load; a part that was on its way arrives later. No other load may take the
+    content of its slot for its chunk."""
     post(rank, part(0, [4]))
     await rank.turn()
     post(rank, reset=True)
@@ -137,14 +138,14 @@ async def after_the_end(rank: Rank) -> None:
     assert done.report.results[8].bad == {KEYS[1]}
 
 
-async def test_a_part_that_comes_after_the_end_is_not_read() -> None:
+async def test_a_part_that_arrives_after_the_end_is_not_read() -> None:
     tier = MemoryTier(1 << 20)
     async with rank_with(tier) as rank:
         await ready(rank, tier)
         await after_the_end(rank)
 
 
-async def test_slots_of_parts_that_are_not_read_must_not_look_filled(
+async def test_slots_of_unread_parts_must_not_look_filled(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """A planted fault."""
@@ -156,7 +157,7 @@ async def test_slots_of_parts_that_are_not_read_must_not_look_filled(
             await after_the_end(rank)
 
 
-def test_a_later_part_that_hangs_ends_at_the_deadline() -> None:
+def test_a_later_part_that_hangs_fails_at_the_deadline() -> None:
     run_virtually(hang_in_a_later_part())
 
 
@@ -178,7 +179,7 @@ async def hang_in_a_later_part() -> None:
         assert (await rank.turn()).report.results[7].late
 
 
-async def test_the_time_between_parts_is_nobodys() -> None:
+async def test_the_time_between_parts_does_not_count() -> None:
     """The scheduler's steps may take longer than a load may; a read may not."""
     inner = MemoryTier(1 << 20)
     tier = HoldingTier(inner, nth(2), methods={"read"})
@@ -216,8 +217,9 @@ async def test_a_part_that_cannot_be_posted_ends_the_load(monkeypatch: pytest.Mo
         assert done.report.results[7].failed
 
 
-async def test_a_loop_that_stands_still_between_parts(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The driver ends the load after its last part; when the loop is back it ends there too."""
+async def test_a_loop_that_is_blocked_between_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The driver ends the load after its last part; when the loop runs again, the load ends there
+    too."""
     monkeypatch.setattr(executor_module, "STALL_S", 0.0)
     tier = MemoryTier(1 << 20)
     async with rank_with(tier, load_timeout_s=0.0) as rank:
@@ -229,15 +231,15 @@ async def test_a_loop_that_stands_still_between_parts(monkeypatch: pytest.Monkey
         post(rank, part(1, [5]))
         assert not rank.executor.drain().finished, "there are parts to come"
         post(rank, part(2, [6], last=True))
-        drained = rank.executor.drain()  # the loop has not turned
+        drained = rank.executor.drain()  # the loop has not run
         assert drained.failed == {"r"}
         done = await rank.turn()
         assert not done.finished, "a request ends once"
         assert 7 in done.report.results
 
 
-async def test_a_part_that_is_missing_is_no_part_that_was_restored() -> None:
-    """A plan that cannot be understood loses a part in the middle; the last one comes."""
+async def test_a_load_with_a_missing_part_fails() -> None:
+    """A plan that cannot be understood loses a part in the middle, and the last part arrives."""
     tier = MemoryTier(1 << 20)
     async with rank_with(tier) as rank:
         await ready(rank, tier)
@@ -249,7 +251,7 @@ async def test_a_part_that_is_missing_is_no_part_that_was_restored() -> None:
         assert done.report.results[7].failed
 
 
-async def test_a_plan_that_cannot_be_read_ends_the_loads_that_it_goes_on_with() -> None:
+async def test_an_unreadable_plan_ends_the_loads_that_it_continues() -> None:
     tier = MemoryTier(1 << 20)
     async with rank_with(tier) as rank:
         await ready(rank, tier)
@@ -263,7 +265,7 @@ async def test_a_plan_that_cannot_be_read_ends_the_loads_that_it_goes_on_with() 
         assert not (await rank.turn()).failed
 
 
-def test_a_chunk_that_nobody_holds_survives_being_pickled() -> None:
+def test_a_chunk_that_no_tier_holds_survives_pickling() -> None:
     found = pickle.loads(pickle.dumps(LoadJob(1, "r", (NOBODY,), 1, True)))
     assert found.items == (NOBODY,)
 

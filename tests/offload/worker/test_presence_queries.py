@@ -1,4 +1,5 @@
-"""Questions to shared tiers on one rank: answered whatever the tier does, and failures are seen."""
+"""Queries to shared tiers on one rank: they get a reply whatever the tier does, and failures are
+reported."""
 
 from __future__ import annotations
 
@@ -19,7 +20,7 @@ QUESTION = PresenceQuery(1, 0, KEYS)
 
 
 class Writer:
-    """The part of a tier's writer that is asked."""
+    """The part of a tier's writer that the queries use."""
 
     def __init__(self, is_behind: bool = False) -> None:
         self.is_behind = is_behind
@@ -39,19 +40,19 @@ def asker_of(tiers: list[Tier], writers: list[Writer], seen: list[Observed]) -> 
     return PresenceQueries(tiers, cast("Any", writers), lambda _tier, what: seen.append(what))
 
 
-async def test_what_the_tier_says_is_the_answer() -> None:
+async def test_the_tiers_reply_is_the_answer() -> None:
     seen: list[Observed] = []
     asked = asker_of([await held()], [Writer()], seen)
     assert await asked.ask(QUESTION) == PresenceReply(b"\1\0\1\0")
     assert seen == []
 
 
-async def test_a_tier_of_an_epoch_that_is_over_is_not_asked() -> None:
+async def test_a_tier_of_a_past_epoch_is_not_queried() -> None:
     asked = asker_of([await held()], [Writer(is_behind=True)], [])
     assert await asked.ask(QUESTION) == PresenceReply(None)
 
 
-def test_failures_and_lateness_are_seen_and_answered() -> None:
+def test_failures_and_lateness_are_reported_and_answered() -> None:
     run_virtually(fail_and_be_late())
 
 

@@ -24,7 +24,7 @@ CAPACITY = 64 << 20
 
 
 def spec(tmp_path: Path, epoch: int = 0, **options: Any) -> TierSpec:
-    """A tier in ``tmp_path`` as the connector would describe it."""
+    """A tier in ``tmp_path``, as the connector would describe it."""
     table = {"type": "lmdb", "path": str(tmp_path), "capacity": CAPACITY, "reserve": 0} | options
     config = parse_config({"cpu": {"capacity": 1 << 20}, "tiers": [table]})
     folder = tmp_path / "rank-0"
@@ -51,7 +51,7 @@ async def read_one(tier: Any, key: bytes) -> tuple[ReadOutcome, Any]:
     return outcome, into
 
 
-def test_options_arrive(tmp_path: Path) -> None:
+def test_options_reach_the_tier(tmp_path: Path) -> None:
     given = spec(tmp_path, io_threads=7, recovery="strict", direct_io="off", compression="zstd")
     tier = make_tier(given, RECORD)
     assert isinstance(tier, LmdbTier)
@@ -73,10 +73,10 @@ KINDS = [{"type": "lmdb"}, {"type": "lmdb", "shared": True}, {"type": "file"}]
     ("slot", "smallest", "ranks"),
     [(4096, 4096, 1), (1 << 20, 4096, 2), (65536, 65536, 4), (3 << 20, 1 << 20, 1)],
 )
-async def test_the_least_capacity_that_is_named_holds_a_chunk(
+async def test_the_smallest_capacity_in_the_message_holds_a_chunk(
     tmp_path: Path, kind: dict[str, Any], slot: int, smallest: int, ranks: int
 ) -> None:
-    """And none that is refused as far too small would."""
+    """A capacity that is refused as far too small would hold none."""
 
     def asked(capacity: int | str) -> OffloadConfig:
         table = {"path": str(tmp_path), "capacity": capacity, "reserve": 0} | kind
@@ -107,7 +107,7 @@ async def test_the_least_capacity_that_is_named_holds_a_chunk(
         assert outcome is WriteOutcome.FULL
 
 
-def test_a_file_tier_is_made(tmp_path: Path) -> None:
+def test_a_file_tier_is_created(tmp_path: Path) -> None:
     table = {"type": "file", "path": str(tmp_path), "capacity": CAPACITY}
     config = parse_config({"cpu": {"capacity": 1 << 20}, "tiers": [table, table | {"path": "/x"}]})
     assert tier_names(config) == ["file", "file2"]
@@ -116,7 +116,7 @@ def test_a_file_tier_is_made(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("encrypted", [False, True])
-async def test_an_encrypted_tier_holds_no_plain_text(tmp_path: Path, encrypted: bool) -> None:
+async def test_an_encrypted_tier_contains_no_plain_text(tmp_path: Path, encrypted: bool) -> None:
     key_file = tmp_path / "key"
     key_file.write_text(os.urandom(32).hex() + "\n")
     key_file.chmod(0o600)
@@ -131,7 +131,8 @@ async def test_an_encrypted_tier_holds_no_plain_text(tmp_path: Path, encrypted: 
 
 
 async def test_an_epoch_begun_elsewhere_forgets_also_after_recovery_off(tmp_path: Path) -> None:
-    """The scheduler bumps the epoch file; the tier may be killed before it hears of it."""
+    """The scheduler raises the epoch in the file; the tier may be killed before it gets the
+    reset."""
     key = b"k" * 36
     off = make_tier(spec(tmp_path, recovery="off"), RECORD)
     await off.open()

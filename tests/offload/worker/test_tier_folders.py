@@ -1,4 +1,5 @@
-"""Where lower tiers lie, and what happens there when a medium fails and something comes back."""
+"""The folders of lower tiers, and what happens there when a medium has failed and another one, or
+the same, comes back."""
 
 from __future__ import annotations
 
@@ -47,13 +48,13 @@ def renew(spec: TierSpec, epoch: int = 0) -> TierSpec:
 
 
 def release(spec: TierSpec) -> None:
-    """Give the claim back, as the end of a process does."""
+    """Release the claim, as the end of a process does."""
     renew: Any = spec.renew
     renew.args[1].close()
 
 
 async def filled(path: Path, *, version: int = 0, kind: str = "lmdb", epoch: int = 0) -> None:
-    """A server that has stored ``KEYS``, gone on to ``epoch`` and ended."""
+    """A server that has stored ``KEYS``, advanced to ``epoch`` and ended."""
     [spec] = places(path, type=kind).specs()
     tier = make_tier(spec, 4096)
     await tier.open()
@@ -78,10 +79,10 @@ def epoch_begun_and_killed(path: Path, comes_back: str) -> int:
 
 
 @pytest.mark.parametrize("comes_back", ["nothing", "foreign", "same", "late"])
-async def test_old_weights_are_forgotten_though_killed_before_the_reset(
+async def test_old_weights_are_forgotten_even_if_killed_before_the_reset(
     tmp_path: Path, comes_back: str
 ) -> None:
-    """The disk was lost, the tier began empty, new weights got an epoch, ``kill -9``."""
+    """The disk was lost, the tier began empty, new weights got an epoch, and then ``kill -9``."""
     path = tmp_path / "kv"
     await filled(tmp_path / "other", version=1)
     epoch = epoch_begun_and_killed(path, comes_back)
@@ -94,8 +95,8 @@ async def test_old_weights_are_forgotten_though_killed_before_the_reset(
 
 
 @pytest.mark.parametrize("kind", ["lmdb", "file"])
-async def test_a_folder_of_an_older_epoch_gives_nothing_out(tmp_path: Path, kind: str) -> None:
-    """A restored snapshot: the same keys, computed by older weights."""
+async def test_a_folder_of_an_older_epoch_returns_nothing(tmp_path: Path, kind: str) -> None:
+    """A restored snapshot: the same keys, computed with older weights."""
     path, snapshot = tmp_path / "kv", tmp_path / "snapshot"
     await filled(path, version=1, kind=kind)
     shutil.copytree(path, snapshot)
@@ -120,9 +121,9 @@ async def test_a_folder_of_an_older_epoch_gives_nothing_out(tmp_path: Path, kind
     await tier.aclose()
 
 
-async def test_a_tier_that_begins_empty_keeps_whose_weights_they_are(tmp_path: Path) -> None:
-    """The weights were changed, which odd epochs say; then the disk came back as another one. What
-    is stored now must not look like that of a server with the weights of the files."""
+async def test_a_tier_that_begins_empty_remembers_changed_weights(tmp_path: Path) -> None:
+    """The weights were changed, so the epoch is odd; then another disk came back. Records stored
+    from now on must not look like those of a server with the weights of the files."""
     path, other = tmp_path / "kv", tmp_path / "other"
     [spec] = places(other).specs()
     foreign = make_tier(spec, 4096)
@@ -145,8 +146,8 @@ async def test_a_tier_that_begins_empty_keeps_whose_weights_they_are(tmp_path: P
     await tier.aclose()
 
 
-async def test_the_file_of_epochs_is_never_behind_a_tier(tmp_path: Path) -> None:
-    """Also after a reset to an epoch that the tier has had."""
+async def test_the_epoch_file_is_never_behind_a_tier(tmp_path: Path) -> None:
+    """This includes a reset to an epoch that the tier has already had."""
     path = tmp_path / "kv"
     tier = tier_at(path)
     await tier.open()
@@ -158,11 +159,11 @@ async def test_the_file_of_epochs_is_never_behind_a_tier(tmp_path: Path) -> None
 
 @pytest.mark.parametrize("kind", ["lmdb", "file"])
 @pytest.mark.parametrize("epoch", [1, 2, 3, 4])
-async def test_a_copy_that_was_made_during_resets_revives_nothing(
+async def test_a_copy_made_during_resets_revives_nothing(
     tmp_path: Path, kind: str, epoch: int, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """``cp -r`` had read the epoch file when the weights were replaced, and read the rest after
-    that: the file says 0, and the records are of later weights, or of a start after those."""
+    """``cp -r`` read the epoch file, then the weights were replaced, then it read the rest: the
+    file says 0, and the records belong to later weights, or to a start after those."""
     path = tmp_path / "kv"
     await filled(path, kind=kind)
     file = replica_folder(path, NAMESPACE) / "epoch"
@@ -187,7 +188,7 @@ async def test_a_copy_that_was_made_during_resets_revives_nothing(
     assert await put(tier, KEYS, SIZE) == [WriteOutcome.OK] * len(KEYS)
     await tier.aclose()
     release(spec)
-    tier = tier_at(path, type=kind)  # what is stored from then on stays
+    tier = tier_at(path, type=kind)  # records stored from then on stay
     assert (await tier.open()).record_count == len(KEYS)
     await assert_holds(tier, KEYS, SIZE)
     await tier.aclose()
@@ -215,8 +216,8 @@ def test_raising_an_epoch_never_lowers_one_that_was_raised_meanwhile(
 # -- place and capacity ----------------------------------------------------------------------
 
 
-def test_a_tier_that_is_opened_again_keeps_its_capacity(tmp_path: Path) -> None:
-    """The scheduler counts on it, whatever else lies there by then."""
+def test_a_reopened_tier_keeps_its_capacity(tmp_path: Path) -> None:
+    """The scheduler relies on it, whatever else is on the disk by then."""
     [spec] = places(tmp_path).specs()
     other = tmp_path / "0123456789abcdef0123456789abcdef"
     other.mkdir()
@@ -225,7 +226,7 @@ def test_a_tier_that_is_opened_again_keeps_its_capacity(tmp_path: Path) -> None:
     assert again.capacity_bytes == spec.capacity_bytes
 
 
-def test_only_the_place_of_before_is_used_again(
+def test_only_the_previous_place_is_used_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = tmp_path / "mnt" / "kv"
@@ -244,7 +245,7 @@ def test_only_the_place_of_before_is_used_again(
     monkeypatch.setattr(
         tier_places, "mount_point_of", lambda _: MountPoint(here.device + 1, here.mount)
     )
-    assert renew(spec, 7).epoch == epoch_at(path) == 7  # another disk, mounted where it was
+    assert renew(spec, 7).epoch == epoch_at(path) == 7  # another disk, mounted at the same place
 
 
 @contextmanager
@@ -264,8 +265,8 @@ def mounted(folder: Path) -> Iterator[None]:
         subprocess.run(["umount", "--lazy", str(folder)], check=True)
 
 
-def test_a_mount_point_without_its_disk_is_left_alone(tmp_path: Path) -> None:
-    """Also one that holds a folder of this very namespace, of a start without the disk."""
+def test_a_mount_point_without_its_disk_is_not_used(tmp_path: Path) -> None:
+    """Not even if it has a folder of this very namespace, left by a start without the disk."""
     mount = tmp_path / "disk"
     mount.mkdir()
     path = mount / "kv"
@@ -286,8 +287,8 @@ def test_a_mount_point_without_its_disk_is_left_alone(tmp_path: Path) -> None:
         release(again)
 
 
-def test_the_child_and_the_test_speak_of_the_same_folder(tmp_path: Path) -> None:
-    """A control: an epoch that the child's functions begin is the one that is read here."""
+def test_the_child_and_the_test_use_the_same_folder(tmp_path: Path) -> None:
+    """The control: an epoch that the child's functions begin is the one that is read here."""
     [spec] = reopening_child.places(tmp_path).specs()
     assert bump(tmp_path) == 1
     spec.keep_epoch(5)

@@ -1,6 +1,7 @@
-"""The watch of a tier: what counts as good, failed and late; nothing is given up, all is passed on.
+"""The monitor of a tier: what counts as good, failed and late; nothing is abandoned, everything is
+passed on.
 
-Time is the loop's virtual time (``tests.sim.virtual_time``): nothing here really waits.
+Time is the loop's virtual time (``tests.sim.virtual_time``), so no test really waits.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ GOOD, FULL, FAILED = WriteOutcome
 
 
 class Watched:
-    """A watch with a deadline of a second, and all that it reported."""
+    """A monitor with a deadline of a second, and everything that it reported."""
 
     def __init__(self) -> None:
         self.seen: list[Observed] = []
@@ -99,7 +100,7 @@ def test_a_failure_is_counted_and_passed_on(after_s: float) -> None:
 @pytest.mark.parametrize(
     "outcomes", [[], [OK], [OK] * 3, [OK, "ok"], [OK, GOOD], None, iter([OK, OK])]
 )
-def test_an_answer_that_does_not_fit_the_keys_is_a_failure(outcomes: Any) -> None:
+def test_a_result_that_does_not_match_the_keys_is_a_failure(outcomes: Any) -> None:
     watched = Watched()
     with pytest.raises(TierIoError, match="asked about 2 keys"):
         run_virtually(watched.watch.read(answer(outcomes), 2))
@@ -116,7 +117,7 @@ def test_a_tier_that_cancels_a_call_itself_does_not_cancel_the_caller() -> None:
     assert watched.total == Observed(writes_failed=1)
 
 
-def test_every_late_period_is_a_failure_and_the_late_end_is_no_success() -> None:
+def test_every_late_period_is_a_failure_and_a_late_end_is_no_success() -> None:
     watched = Watched()
     assert run_virtually(watched.watch.read(answer([OK], 3.5), 1)) == [OK]
     assert watched.total == Observed(reads_failed=3)
@@ -125,13 +126,13 @@ def test_every_late_period_is_a_failure_and_the_late_end_is_no_success() -> None
     assert watched.total == Observed(writes_failed=3)
 
 
-def test_a_change_in_time_says_nothing() -> None:
+def test_a_deletion_in_time_says_nothing_about_health() -> None:
     watched = Watched()
     run_virtually(watched.watch.change(asyncio.sleep(0.5)))
     assert watched.seen == []
 
 
-def test_what_hangs_for_ever_falls_silent() -> None:
+def test_an_operation_that_never_ends_is_no_longer_reported() -> None:
     watched = Watched()
 
     async def hang() -> None:
@@ -146,7 +147,7 @@ def test_what_hangs_for_ever_falls_silent() -> None:
     assert watched.total == Observed(reads_failed=LATE_REPORTS_MAX)
 
 
-def test_cancelling_the_watch_cancels_the_operation() -> None:
+def test_cancelling_the_call_cancels_the_operation() -> None:
     ended = []
 
     async def operation() -> list[ReadOutcome]:

@@ -12,7 +12,7 @@ RECORD = 8192
 
 
 async def fill(rank: Rank, first: int, job: int, slots: list[int]) -> None:
-    """Compute content of keys from ``first`` on and store it into slots."""
+    """Compute the content of keys from ``first`` on and store it into slots."""
     blocks = list(range(10, 10 + len(slots)))
     compute(rank.caches, keys(len(slots), first), blocks)
     rank.executor.post(StepPlan(stores=(store(job, blocks, slots),)))
@@ -20,15 +20,15 @@ async def fill(rank: Rank, first: int, job: int, slots: list[int]) -> None:
 
 
 async def write_through(rank: Rank, job: int, numbers: list[int], slots: list[int]) -> bool:
-    """Write chunks; whether they were taken."""
+    """Write chunks; return whether they were accepted."""
     plan = WriteThroughJob(job, 0, 0, tuple(KEYS[n] for n in numbers), tuple(slots))
     rank.executor.post(StepPlan(write_throughs=(plan,)))
     result = (await rank.turn()).report.results[job]
     return not (result.failed or result.bad)
 
 
-async def test_a_tier_that_was_not_reset_takes_nothing_and_gives_nothing_old() -> None:
-    """It would say OK to a write of a key that it holds, and keep what it has: old weights."""
+async def test_a_tier_whose_reset_failed_accepts_nothing_and_returns_nothing_old() -> None:
+    """It would return OK for a write of a key that it holds, and keep the old weights' record."""
     medium = MemoryTier(1 << 20)
     tier = FailingTier(medium, lambda call: call <= 2, methods={"reset"})
     async with rank_with(tier) as rank:
@@ -36,7 +36,7 @@ async def test_a_tier_that_was_not_reset_takes_nothing_and_gives_nothing_old() -
         assert await write_through(rank, 2, [0], [0])
         rank.executor.post(StepPlan(reset=True, epochs={0: 1}))
         await rank.turn()
-        await fill(rank, 5, 3, [0])  # what the new weights make of the first key
+        await fill(rank, 5, 3, [0])  # the first key computed with the new weights
         assert not await write_through(rank, 4, [0], [0]), "the second try fails too"
         assert medium.epoch == 0
         assert await write_through(rank, 5, [0], [0])
@@ -48,8 +48,8 @@ async def test_a_tier_that_was_not_reset_takes_nothing_and_gives_nothing_old() -
             assert (rank.caches[layer][20] == rank.caches[layer][10]).all(), "new content"
 
 
-async def test_what_a_full_tier_did_not_take_is_told() -> None:
-    medium = MemoryTier(RECORD)  # room for one record
+async def test_records_rejected_by_a_full_tier_are_reported() -> None:
+    medium = MemoryTier(RECORD)  # space for one record
     async with rank_with(medium) as rank:
         await fill(rank, 0, 1, [0, 1])
         plan = WriteThroughJob(2, 0, 0, (KEYS[0], KEYS[1]), (0, 1))
@@ -61,7 +61,7 @@ async def test_what_a_full_tier_did_not_take_is_told() -> None:
 
 
 async def test_a_reset_waits_for_the_writes_before_it() -> None:
-    """Records that are being written belong to the old weights, and so to their epoch."""
+    """Records that are being written belong to the old weights, and therefore to the old epoch."""
     medium = MemoryTier(1 << 20)
     tier = HoldingTier(medium, methods={"write"})
     async with rank_with(tier) as rank:
@@ -78,8 +78,8 @@ async def test_a_reset_waits_for_the_writes_before_it() -> None:
         assert (medium.epoch, medium.records) == (5, {})
 
 
-async def test_a_deletion_that_failed_is_done_before_the_next_write() -> None:
-    medium = MemoryTier(RECORD)  # room for one record
+async def test_a_failed_deletion_is_repeated_before_the_next_write() -> None:
+    medium = MemoryTier(RECORD)  # space for one record
     tier = FailingTier(medium, nth(1), methods={"delete"})
     async with rank_with(tier) as rank:
         await fill(rank, 0, 1, [0, 1])

@@ -1,4 +1,5 @@
-"""Digests of KV blocks, the table that keeps them, and how long loaded blocks are kept for them."""
+"""Digests of KV blocks, the table that stores them, and how long loaded blocks are held for the
+comparison."""
 
 from __future__ import annotations
 
@@ -27,7 +28,7 @@ MASK = (1 << 64) - 1
 
 
 def splitmix(number: int, first: int) -> int:
-    """One step of splitmix64's output function after ``first``, in plain whole numbers."""
+    """One step of splitmix64's output function after ``first``, in plain integers."""
     mixed = (number ^ first) * 0xBF58476D1CE4E5B9 & MASK
     mixed = (mixed ^ mixed >> 32) * 0x94D049BB133111EB & MASK
     return mixed ^ (mixed >> 29 & (1 << 35) - 1)
@@ -59,7 +60,7 @@ def test_a_digest_is_the_same_number_everywhere(page: int, word_bytes: int) -> N
 
 
 def caches(blocks: int = 7) -> tuple[dict[str, torch.Tensor], DeviceDigest]:
-    """Two layers; the heads of the second lie outside the blocks, so its page is four runs."""
+    """Two layers; the heads of the second are outside the blocks, so its page has four runs."""
     torch.manual_seed(0)
     plain = torch.randint(0, 256, (blocks, 2, 16), dtype=torch.uint8)
     by_head = torch.randint(0, 256, (4, blocks, 16), dtype=torch.uint8).transpose(0, 1)
@@ -67,7 +68,7 @@ def caches(blocks: int = 7) -> tuple[dict[str, torch.Tensor], DeviceDigest]:
     return layers, DeviceDigest(register_kv_caches(blocks, [GroupCaches(3, 1, layers)]))
 
 
-def test_every_bit_of_a_block_is_in_its_digest_and_in_no_other() -> None:
+def test_every_bit_of_a_block_affects_only_its_digest() -> None:
     layers, digest = caches()
     everything = list(range(7))
     before = digest.of(3, everything)
@@ -83,7 +84,7 @@ def test_every_bit_of_a_block_is_in_its_digest_and_in_no_other() -> None:
     assert torch.equal(digest.of(3, everything), before)
 
 
-def test_exchanged_words_and_runs_change_a_digest() -> None:
+def test_swapped_words_and_runs_change_a_digest() -> None:
     layers, digest = caches()
     before = digest.of(3, [2])
     plain, by_head = layers["plain"], layers["by_head"]
@@ -95,7 +96,7 @@ def test_exchanged_words_and_runs_change_a_digest() -> None:
     assert digest.of(3, [2])[0, 1] != turned[0, 1]
 
 
-def test_more_blocks_than_are_gathered_at_once() -> None:
+def test_more_blocks_than_are_gathered_at_a_time() -> None:
     _, digest = caches(2 * BLOCKS_MAX + 3)
     ids = list(reversed(range(2 * BLOCKS_MAX + 3)))
     one_by_one = torch.cat([digest.of(3, [block]) for block in ids])
@@ -112,7 +113,7 @@ def opened(folder: Path) -> DigestTable:
     return table
 
 
-def test_what_one_engine_has_digested_another_finds(tmp_path: Path) -> None:
+def test_engines_find_each_others_digests(tmp_path: Path) -> None:
     first, second = opened(tmp_path), opened(tmp_path)
     first.enter([b"a", b"b"], np.stack([entry(1), entry(2)]))
     assert [d.tolist() for d in second.known(b"a")] == [entry(1).tolist()]
@@ -126,7 +127,7 @@ def test_what_one_engine_has_digested_another_finds(tmp_path: Path) -> None:
     assert other.known(b"a") == ()
 
 
-def test_a_frame_that_was_cut_off_by_a_kill_is_passed_by(tmp_path: Path) -> None:
+def test_a_frame_cut_off_by_a_kill_is_skipped(tmp_path: Path) -> None:
     table = opened(tmp_path)
     table.enter([b"a", b"b"], np.stack([entry(1), entry(2)]))
     table.close()
@@ -140,7 +141,7 @@ def test_a_frame_that_was_cut_off_by_a_kill_is_passed_by(tmp_path: Path) -> None
         file.write_bytes(whole)
 
 
-def test_several_digests_of_a_key_are_kept_the_newest_of_them(tmp_path: Path) -> None:
+def test_the_newest_digests_of_a_key_are_kept(tmp_path: Path) -> None:
     table = DigestTable(None, "")
     for seed in range(DIGESTS_MAX + 2):
         table.enter([b"a"], entry(seed)[None])
@@ -152,7 +153,7 @@ def test_several_digests_of_a_key_are_kept_the_newest_of_them(tmp_path: Path) ->
 
 
 def known(folder: Path, key: bytes) -> list[list[list[int]]]:
-    """The digests of this key that an engine finds that starts now."""
+    """The digests of this key that a newly started engine finds."""
     table = opened(folder)
     found = [digest.tolist() for digest in table.known(key)]
     table.close()
@@ -169,8 +170,8 @@ def order(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> No
 
 
 @pytest.mark.usefixtures("order")
-def test_a_reset_voids_every_digest_so_far_also_after_a_restart(tmp_path: Path) -> None:
-    """Of this engine, of one that ended before, and of one that runs beside it."""
+def test_a_reset_voids_all_earlier_digests_also_after_a_restart(tmp_path: Path) -> None:
+    """Digests of this engine, of one that ended before, and of one that runs beside it."""
     ended, table, beside = opened(tmp_path), opened(tmp_path), opened(tmp_path)
     ended.enter([b"ended"], entry(1)[None])
     ended.close()
@@ -188,7 +189,7 @@ def test_a_reset_voids_every_digest_so_far_also_after_a_restart(tmp_path: Path) 
 
 
 @pytest.mark.usefixtures("order")
-def test_a_digest_that_was_made_again_after_a_reset_is_known(tmp_path: Path) -> None:
+def test_a_digest_that_is_stored_again_after_a_reset_is_known(tmp_path: Path) -> None:
     """Equal bytes in several files: a reset voids the lines before it and no others."""
     old, reset, new = opened(tmp_path), opened(tmp_path), opened(tmp_path)
     old.enter([b"a"], entry(1)[None])
@@ -203,7 +204,7 @@ def test_a_digest_that_was_made_again_after_a_reset_is_known(tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize("is_noticed_first", [True, False])
-def test_a_full_file_of_digests_still_takes_a_reset(
+def test_a_full_file_of_digests_still_accepts_a_reset(
     is_noticed_first: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     table = opened(tmp_path)
@@ -217,7 +218,7 @@ def test_a_full_file_of_digests_still_takes_a_reset(
     assert known(tmp_path, b"a") == known(tmp_path, b"b") == []
 
 
-def test_a_disk_that_fills_up_leaves_whole_frames(
+def test_a_disk_that_fills_up_leaves_complete_frames(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     table = opened(tmp_path)
@@ -234,7 +235,7 @@ def test_a_disk_that_fills_up_leaves_whole_frames(
 
 
 class HeldVerifier(Verifier):
-    """Compares a loaded chunk when a test lets it."""
+    """Compares a loaded chunk only when a test lets it."""
 
     def __init__(self, registration: Registration) -> None:
         super().__init__(DeviceDigest(registration), WorkerStats(), None, "")
@@ -242,15 +243,16 @@ class HeldVerifier(Verifier):
         self.compared = {key: asyncio.Event() for key in KEYS}
 
     async def wrong(self, items: Sequence[LoadItem]) -> frozenset[bytes]:
-        """The differing keys, as soon as the first of these may be compared."""
+        """Return the differing keys, as soon as the first of these may be compared."""
         await self.may_compare[items[0].key].wait()
         found = await super().wrong(items)
         self.compared[items[0].key].set()
         return found
 
 
-async def test_a_request_keeps_its_blocks_until_all_of_them_were_compared() -> None:
-    """Also if nobody wants the load any more: the next owner of a block would be compared."""
+async def test_a_request_keeps_its_blocks_until_all_were_compared() -> None:
+    """This holds even if the load was abandoned: otherwise the block's next content would be
+    compared."""
     held: list[HeldVerifier] = []
 
     def verifier(registration: Registration) -> Verifier:
@@ -329,10 +331,11 @@ async def test_a_chunk_without_a_digest_is_counted_and_loaded() -> None:
 
 
 @pytest.mark.parametrize("where", ["digesting", "comparing", "writing"])
-async def test_nothing_counts_as_compared_once_an_error_has_ended_the_comparison(
+async def test_nothing_counts_as_compared_after_an_error(
     where: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """The chunk with the flipped bit is loaded: the server goes on, and says so."""
+    """The chunk with the flipped bit is loaded: the server continues, and reports that it no longer
+    compares."""
 
     def planted(*_: object) -> torch.Tensor:
         raise RuntimeError("planted")
@@ -363,7 +366,7 @@ async def test_digests_are_forgotten_with_the_weights() -> None:
         await load_all(rank, BOTH)
         rank.executor.post(StepPlan(reset=True))
         await rank.turn()
-        compute(rank.caches, keys(2, 5), [1, 2])  # what the same tokens give now
+        compute(rank.caches, keys(2, 5), [1, 2])  # what the same tokens give with the new weights
         rank.executor.post(StepPlan(stores=(store(3, [1, 2], [0, 1]),), digests=BOTH))
         while not (await rank.turn()).report.results:
             pass
@@ -377,7 +380,7 @@ async def test_digests_are_forgotten_with_the_weights() -> None:
 
 @pytest.mark.parametrize("early", [True, False])
 async def test_blocks_are_digested_while_they_hold_the_chunk(early: bool) -> None:
-    """Early ones before the step's forward pass writes, the others after it."""
+    """Early chunks before the step's forward pass writes, the others after it."""
     async with asyncio.timeout(PATIENCE_S), rank_with(verifier=plain_verifier) as rank:
         plan = StepPlan(digests=(DigestJob(0, KEYS[:1], [1], early),))
         compute(rank.caches, keys(1) if early else keys(1, 7), [1])
@@ -401,7 +404,7 @@ async def test_blocks_are_digested_while_they_hold_the_chunk(early: bool) -> Non
 
 
 @pytest.mark.parametrize("here", [(0, 1), (0,), (1,)])
-def test_only_the_blocks_that_were_loaded_are_compared(here: tuple[int, ...]) -> None:
+def test_only_loaded_blocks_are_compared(here: tuple[int, ...]) -> None:
     """A load may skip blocks of a chunk, here of two; the chunks behind it are compared as well."""
     torch.manual_seed(1)
     cache = torch.randint(0, 256, (8, 64), dtype=torch.uint8)

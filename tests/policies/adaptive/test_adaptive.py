@@ -1,4 +1,4 @@
-"""The default policy: learns what comes back, takes hints, and falls back to LRU's order."""
+"""The default policy: learns what is used again, uses hints, and falls back to LRU order."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def _ratio(policy, trace: Trace, capacity: int, hints: str = "none") -> float:
 
 
 def _chat(seed: int, requests: int = 4000, goes_on: float = 0.9, second: float = 0.2) -> Trace:
-    """Many conversations end after one request; those that go on, go on for long."""
+    """Many conversations end after one request; those that continue do so for long."""
     rng = random.Random(seed)
     fresh = iter(range(10**9))
     pending: list[tuple[int, int, list[int], int]] = []
@@ -40,7 +40,7 @@ def _chat(seed: int, requests: int = 4000, goes_on: float = 0.9, second: float =
     return Trace("chat", 16, found)
 
 
-def test_learns_which_conversations_go_on() -> None:
+def test_learns_which_conversations_continue() -> None:
     trace = _chat(1)
     assert _ratio(AdaptivePolicy(), trace, 300) > 1.3 * _ratio(LruPolicy(), trace, 300)
 
@@ -52,7 +52,7 @@ def test_ends_of_sessions_help() -> None:
 
 
 def test_a_lying_hint_loses_its_effect() -> None:
-    """Every request claims that its session is over: as good as no hint at all."""
+    """Every request claims that its session is over, which must be as good as no hint at all."""
     trace = _chat(3)
     lies = [
         Request(r.time_s, r.prompt_tokens, r.runs, 0, r.session, last=True) for r in trace.requests
@@ -63,13 +63,13 @@ def test_a_lying_hint_loses_its_effect() -> None:
 
 @pytest.mark.parametrize("seed", range(4))
 @pytest.mark.parametrize("capacity", [40, 150, 500])
-def test_not_worse_than_lru_where_there_is_nothing_to_learn(seed: int, capacity: int) -> None:
+def test_not_worse_than_lru_if_there_is_nothing_to_learn(seed: int, capacity: int) -> None:
     trace = synthetic_trace(seed, requests=1500, sessions=60)
     lru, ours = (_ratio(policy, trace, capacity) for policy in (LruPolicy(), AdaptivePolicy()))
     assert ours >= lru - 0.01
 
 
-def test_before_anything_is_learned_it_is_lru() -> None:
+def test_is_lru_before_anything_is_learned() -> None:
     trace = synthetic_trace(5, requests=250)
     logs: list[list[int]] = [[], []]
     for policy, log in zip((LruPolicy(), AdaptivePolicy()), logs, strict=True):
@@ -77,9 +77,9 @@ def test_before_anything_is_learned_it_is_lru() -> None:
     assert logs[0] == logs[1]
 
 
-def test_goes_back_to_lru_when_the_workload_turns() -> None:
-    """After conversations that density order serves better come prompts that are asked for three
-    times in a row, where only the recent counts."""
+def test_returns_to_lru_when_the_workload_changes() -> None:
+    """After conversations that density order serves better come prompts that are sent three times
+    in a row, for which only recency counts."""
     before = _chat(4)
     repeats = [Request(1e6 + turn, 160, ((10**9 + turn // 3 * 10, 10),)) for turn in range(6000)]
     log: list[int] = []
@@ -104,16 +104,16 @@ def test_worth_follows_the_chance_of_reuse() -> None:
     table.relearn([])
     assert table.worth(often, 0) > 3 * table.worth(rarely, 0)
     assert table.worth(often, 0) > table.worth(late, 0)
-    assert table.worth(late, 45_000) > table.worth(late, 0)  # nearer to its return
+    assert table.worth(late, 45_000) > table.worth(late, 0)  # closer to its return
     few = table.row(("often", "seldom seen"))
     table.record(few, 500, 1, reused=False)
     table.relearn([])
     assert table.known(few) == often
-    assert table.worth(few, 0) > table.worth(rarely, 0)  # leans on its prefix
+    assert table.worth(few, 0) > table.worth(rarely, 0)  # relies on its prefix
     assert table.worth(table.row(("never seen",)), 0) == table.worth(table.row(()), 0)
 
 
-def test_the_past_fades() -> None:
+def test_past_observations_fade() -> None:
     table = ReuseTable(half_life=100)
     kind = table.row(("k",))
     for reused in (True, False):

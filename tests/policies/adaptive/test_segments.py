@@ -1,4 +1,4 @@
-"""Spans made of segments against spans that know every key's owner by itself."""
+"""Spans made of segments, compared with spans that know the owner of every key."""
 
 from __future__ import annotations
 
@@ -19,21 +19,21 @@ INFO = EntryInfo()
 
 
 class _Full(Exception):
-    """A drain has come to its end."""
+    """A drain has reached its end."""
 
 
 class _Naive:
-    """Spans as lists of their members, tail first, and the keys that they hang on."""
+    """Spans as lists of their members, tail first, and the keys of which they are children."""
 
     def __init__(self) -> None:
         self.spans: dict[Span, list[int]] = {}
-        self.hanging: dict[Span, int] = {}  # the last that was hung is the last
+        self.hanging: dict[Span, int] = {}  # the child added last is the last
 
     def owner(self, key: int) -> Span | None:
         return next((span for span, keys in self.spans.items() if key in keys), None)
 
     def take(self, keys: Sequence[int]) -> list[tuple[Span, int, int, bool]]:
-        """The numbers given by each segment, their ends, and whether some are left."""
+        """The numbers of keys from each segment, their ends, and whether some are left."""
         taken: list[tuple[Span, list[int]]] = []
         for key in dict.fromkeys(keys):
             span = self.owner(key)
@@ -78,7 +78,7 @@ class _Naive:
 
 
 class _TreeAndNaive:
-    """The two beside each other."""
+    """Runs the two implementations side by side."""
 
     def __init__(self, seed: int) -> None:
         self.draw = random.Random(seed)
@@ -87,7 +87,7 @@ class _TreeAndNaive:
         self.made = 0
 
     def arrive(self) -> None:
-        """A prompt that goes on from another, or begins like it, and is stored in any way."""
+        """A prompt that continues another, or begins like it, stored in any way."""
         draw = self.draw
         start = list(draw.choice(self.prompts)) if self.prompts and draw.random() < 0.7 else []
         if draw.random() < 0.4:
@@ -185,9 +185,7 @@ class _TreeAndNaive:
 
 @pytest.mark.parametrize("small", [0, 3])
 @pytest.mark.parametrize("seed", range(25))
-def test_segments_are_what_single_keys_are(
-    seed: int, small: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_segments_equal_single_keys(seed: int, small: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(segments, "SMALL", small)
     monkeypatch.setattr(segments, "_LOOSE_MAX", 3)
     monkeypatch.setattr(segments, "_LEFT_MAX", 2)
@@ -200,7 +198,7 @@ def test_segments_are_what_single_keys_are(
 
 
 class _Counting(dict[Key, Segment]):
-    """Counts looks for single keys, and changes of them."""
+    """Counts lookups and changes of single keys."""
 
     looks = changes = 0
 
@@ -232,7 +230,7 @@ def test_a_long_request_is_not_touched_key_by_key() -> None:
     assert (changes, counting.changes) == (len(more), len(more))
 
 
-def test_an_evicted_tail_is_cut_off_without_a_look_at_each_key() -> None:
+def test_an_evicted_tail_is_cut_off_without_touching_each_key() -> None:
     policy = AdaptivePolicy()
     keys = list(range(LONG))
     policy.insert_all(keys[::-1], [INFO] * LONG)
@@ -248,8 +246,8 @@ def test_an_evicted_tail_is_cut_off_without_a_look_at_each_key() -> None:
     assert len(segment.keys) < LONG, "what has left is not kept forever"
 
 
-def test_a_recovered_tier_is_not_looked_through_because_of_a_hole() -> None:
-    """All of its keys are of a time before anybody knew whose they were."""
+def test_a_recovered_tier_is_not_scanned_because_of_a_hole() -> None:
+    """All of its keys are from before the restart, so their owners are unknown."""
     policy = AdaptivePolicy()
     keys = list(range(50_000))
     policy.insert_all(dict.fromkeys(keys), [INFO] * len(keys))
@@ -263,7 +261,7 @@ def test_a_recovered_tier_is_not_looked_through_because_of_a_hole() -> None:
     assert max(len(segment.keys) for segment in counting.values()) <= 5000
 
 
-def test_few_keys_at_a_time_are_one_segment() -> None:
+def test_few_keys_at_a_time_form_one_segment() -> None:
     policy = AdaptivePolicy()
     for key in range(1000):
         policy.insert_all([key], [INFO])
@@ -275,7 +273,7 @@ def test_few_keys_at_a_time_are_one_segment() -> None:
 
 
 @pytest.mark.parametrize("how", ["touched", "evicted"])
-def test_what_has_left_is_freed_at_once(how: str) -> None:
+def test_departed_keys_are_freed_at_once(how: str) -> None:
     """Without the collector of cycles, which a server runs rarely."""
     policy = AdaptivePolicy()
     gc.collect()

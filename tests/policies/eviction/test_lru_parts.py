@@ -1,4 +1,5 @@
-"""LRU's parts: small ones, so that they are joined and swept all the time, against the simplest."""
+"""LRU's parts, made small so that they are constantly joined and swept, compared with the simplest
+LRU."""
 
 from __future__ import annotations
 
@@ -34,7 +35,7 @@ class _Naive:
 
 
 class _Pins:
-    """As the index's: asked one by one or at once."""
+    """Like the index's test: one by one or at once."""
 
     def __init__(self, pinned: set[int]) -> None:
         self.pinned = pinned
@@ -101,7 +102,7 @@ def _touched_often(seed: int) -> None:
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_places_that_keys_have_left_are_bounded(seed: int) -> None:
+def test_stale_entries_are_bounded(seed: int) -> None:
     _touched_often(seed)
 
 
@@ -111,7 +112,7 @@ def test_parts_are_in_the_order_of_use(seed: int) -> None:
 
 
 def _one_stays(after_restart: bool) -> None:
-    """The oldest key is pinned for good, and all others come and go behind it."""
+    """The oldest key is pinned permanently, and all others come and go behind it."""
     policy = LruPolicy()
     keys = list(range(600))
     policy.insert_all(dict.fromkeys(keys, 4096) if after_restart else keys, [INFO] * 600)
@@ -124,11 +125,11 @@ def _one_stays(after_restart: bool) -> None:
 
 
 @pytest.mark.parametrize("after_restart", [False, True])
-def test_victims_behind_a_key_that_stays_are_not_passed_for_ever(after_restart: bool) -> None:
+def test_victims_behind_a_pinned_key_are_not_skipped_forever(after_restart: bool) -> None:
     _one_stays(after_restart)
 
 
-def test_a_key_that_is_touched_again_and_again_makes_few_parts(
+def test_a_key_that_is_touched_repeatedly_makes_few_parts(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(lru, "PART_PLACES", 8)
@@ -174,7 +175,7 @@ def _never_tidied(patch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("fault", [_double_places, _open_for_all, _never_swept, _never_tidied])
-def test_planted_faults_are_seen(
+def test_planted_faults_are_detected(
     fault: Callable[[pytest.MonkeyPatch], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     fault(monkeypatch)

@@ -1,7 +1,8 @@
 """The simulator agrees with libcachesim, cache by cache, on streams of single blocks.
 
-Skipped where it is not installed: ``pip install -e .[rivals]``, which ``./run test`` does not do.
-Single blocks, because libcachesim knows no requests: a prompt there may evict its own blocks.
+Skipped if it is not installed: ``pip install -e .[rivals]``, which ``./run test`` does not run. The
+streams consist of single blocks, because libcachesim does not know requests: a prompt there may
+evict its own blocks.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ CAPACITIES = (10, 60, 150)
 
 
 def _stream(seed: int, length: int = 6000) -> list[int]:
-    """Skewed uses whose favourites drift, with a scan now and then."""
+    """Skewed uses whose favourites drift, with occasional scans."""
     rng = random.Random(seed)
     blocks: list[int] = []
     while len(blocks) < length:
@@ -73,8 +74,8 @@ def test_hits_are_equal(name: str, policy: type, capacity: int, seed: int) -> No
 @pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize("capacity", CAPACITIES)
 def test_arc_agrees_to_three_thousandths(capacity: int, seed: int) -> None:
-    """Not exactly: the target size is a fraction, which the two round differently. Our ARC equals
-    a naive one exactly (``test_oracles``)."""
+    """Not exactly: the target size is a fraction, which the two implementations round differently.
+    Our ARC equals a naive one exactly (``test_oracles``)."""
     blocks = _stream(seed)
     difference = _ours(ArcPolicy(), blocks, capacity) - _theirs("ARC", blocks, capacity)
     assert abs(difference) <= 0.003 * len(blocks)
@@ -82,15 +83,15 @@ def test_arc_agrees_to_three_thousandths(capacity: int, seed: int) -> None:
 
 @pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize("capacity", CAPACITIES)
-def test_the_optimum_is_beladys_plus_what_bypass_gains(capacity: int, seed: int) -> None:
+def test_the_optimum_is_beladys_plus_the_gain_of_bypass(capacity: int, seed: int) -> None:
     blocks = _stream(seed)
     gained = sum(optimum_hits(_trace(blocks), capacity)) - _theirs("Belady", blocks, capacity)
     assert 0 <= gained <= 0.02 * len(blocks)
 
 
 @pytest.mark.parametrize("name", ["LRU", "FIFO", "ARC"])
-def test_another_policy_is_seen(name: str) -> None:
-    """The agreement above is no accident of streams on which all caches are alike."""
+def test_a_different_policy_is_detected(name: str) -> None:
+    """The agreement above is not due to streams on which all caches are alike."""
     blocks = _stream(0)
     others = {"LRU": FifoPolicy, "FIFO": LruPolicy, "ARC": LruPolicy}
     difference = _ours(others[name](), blocks, 60) - _theirs(name, blocks, 60)

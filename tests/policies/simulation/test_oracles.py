@@ -43,7 +43,7 @@ def _leading(blocks: list[int], held: object) -> int:
 
 
 def _best_by_search(prompts: list[list[int]], capacity: int) -> int:
-    """All choices of what to keep after each request, exhaustively."""
+    """All choices of the blocks to keep after each request, exhaustively."""
     best = {frozenset[int](): 0}
     for blocks in prompts:
         following: dict[frozenset[int], int] = {}
@@ -60,13 +60,13 @@ def _best_by_search(prompts: list[list[int]], capacity: int) -> int:
 
 @pytest.mark.parametrize("capacity", [1, 2, 3, 4])
 @pytest.mark.parametrize("seed", range(12))
-def test_optimum_is_what_exhaustive_search_finds(seed: int, capacity: int) -> None:
+def test_the_optimum_equals_an_exhaustive_search(seed: int, capacity: int) -> None:
     prompts = _tiny(seed)
     assert sum(optimum_hits(_trace(prompts), capacity)) == _best_by_search(prompts, capacity)
 
 
 class _NaiveTier:
-    """Lists and rescans: one request at a time, own code for every rule."""
+    """Lists and rescans: one request at a time, with separate code for every rule."""
 
     def __init__(self, capacity: int) -> None:
         self.capacity = capacity
@@ -121,7 +121,7 @@ class _NaiveFifo(_NaiveLru):
 
 
 class _NaiveArc(_NaiveTier):
-    """T1, T2, B1, B2 as lists, oldest first, after the paper; adapted when a ghost comes back."""
+    """T1, T2, B1, B2 as lists, oldest first, as in the paper; adapted when a ghost returns."""
 
     def __init__(self, capacity: int) -> None:
         super().__init__(capacity)
@@ -192,7 +192,7 @@ def test_hits_equal_those_of_a_naive_implementation(policy, naive, seed, capacit
     assert sum(log) > 0
 
 
-def test_infinite_cache_equals_lru_with_room_for_all() -> None:
+def test_an_infinite_cache_equals_lru_with_space_for_all() -> None:
     trace = synthetic_trace(9)
     log: list[int] = []
     simulate(trace, LruPolicy(), trace.unique_blocks(), hit_log=log)

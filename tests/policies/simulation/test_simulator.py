@@ -25,7 +25,7 @@ def _hits(policy, capacity, **more):
     return simulate(TRACE, policy, capacity, **more).hit_blocks
 
 
-def test_counts_by_hand() -> None:
+def test_counts_computed_by_hand() -> None:
     requests = [
         Request(0, 40, ((0, 2),)),
         Request(1, 64, ((0, 4),)),
@@ -49,7 +49,7 @@ def test_a_prompt_larger_than_the_tier_keeps_its_head() -> None:
     assert log == [0, 4]
 
 
-def test_write_through_and_inclusive_equal_the_lower_capacity_exclusive_the_sum() -> None:
+def test_capacities_of_write_through_inclusive_and_exclusive() -> None:
     def two(mode, **more):
         return simulate_two(TRACE, LruPolicy(), LruPolicy(), (40, 120), mode, **more)
 
@@ -72,7 +72,7 @@ def test_modes_are_checked() -> None:
         simulate_two(TRACE, LruPolicy(), LruPolicy(), (4, 9), MODES[0], admission=AdmitAll())
 
 
-def test_hints_of_a_trace_are_told_by_level() -> None:
+def test_hints_of_a_trace_reach_policies_by_level() -> None:
     request = Request(
         0, 64, ((0, 4),), 0, 7, "tool_use", last=True, return_s=9.0, one_shot=True, pinned=1
     )
@@ -108,7 +108,7 @@ def test_write_budget_is_a_token_bucket_on_the_trace_time() -> None:
     assert [budget.admit(key, INFO) for key in range(4)] == [True, True, False, False]
     now[0] = 1000.0
     assert [budget.admit(key, INFO) for key in range(5)] == [True, True, True, False, False]
-    now[0] = -99.0  # a clock that jumps back gives nothing and breaks nothing
+    now[0] = -99.0  # a clock that jumps back adds nothing and breaks nothing
     assert not budget.admit(9, INFO)
     result = simulate(TRACE, LruPolicy(), 100, admission=WriteBudget(2.0, 5.0))
     assert result.stored_blocks <= 2 * TRACE.requests[-1].time_s + 5
@@ -142,7 +142,7 @@ def test_ttl_expires_and_holds() -> None:
     ("text", "blocks"),
     [("5%", 50), ("0.01%", 1), ("800blocks", 800), ("2 MiB", 128), ("1GiB", 65536)],
 )
-def test_capacities(text: str, blocks: int) -> None:
+def test_capacities_are_parsed(text: str, blocks: int) -> None:
     assert parse_capacity(text, 1000, 16384) == blocks
 
 
@@ -152,11 +152,11 @@ def test_capacities(text: str, blocks: int) -> None:
         ("0.01%", "capacity 0.01% is 0.10 blocks: 1 block is used"),
         ("1.5blocks", "capacity 1.5blocks is 1.50 blocks: 1 block is used"),
         ("100KiB", "capacity 100KiB is 6.25 blocks: 6 blocks are used"),
-        ("12.34%", ""),  # 123.4 blocks: nobody would see the difference
+        ("12.34%", ""),  # 123.4 blocks: the difference does not matter
         ("5%", ""),
     ],
 )
-def test_a_capacity_that_is_rounded_is_named(text: str, words: str) -> None:
+def test_a_rounded_capacity_is_reported(text: str, words: str) -> None:
     assert rounding_note(text, 1000, 16384) == words
 
 
@@ -244,17 +244,20 @@ def test_command_line_with_two_tiers(trace_file) -> None:
         (["--part", "0.5:0.2"], 'part "0.5:0.2" must be like 0.5:1'),
         (["--part", "0:0.001"], "holds no request"),
         (["--csv", "no/such/o.csv"], "no folder no/such to write o.csv in"),
-        (["--json", "o.json"], "--json takes no name of a file, it prints: o.json was taken for a"),
-        (["--json", "-"], "--json takes no name of a file, it prints: - was taken for a trace"),
+        (
+            ["--json", "o.json"],
+            "--json takes no file name, because it prints to stdout: o.json was",
+        ),
+        (["--json", "-"], "--json takes no file name, because it prints to stdout: - was read"),
     ],
 )
-def test_command_line_says_what_is_wrong(trace_file, arguments, text) -> None:
+def test_command_line_reports_what_is_wrong(trace_file, arguments, text) -> None:
     done = CliRunner().invoke(app, [str(trace_file), *arguments, "--jobs", "1"])
     assert done.exit_code == 2
     assert text in " ".join(done.output.replace("│", " ").split())
 
 
-def test_what_was_rounded_stands_below_the_table_and_in_the_json(trace_file) -> None:
+def test_rounding_is_reported_below_the_table_and_in_the_json(trace_file) -> None:
     arguments = [str(trace_file), "--capacity", "0.001%", "--policy", "lru", "--jobs", "1"]
     shown = CliRunner().invoke(app, arguments)
     words = "note: synthetic: capacity 0.001% is 0.0"
@@ -263,7 +266,7 @@ def test_what_was_rounded_stands_below_the_table_and_in_the_json(trace_file) -> 
     assert note.endswith("1 block is used")
 
 
-def test_results_are_printed_before_a_file_that_cannot_be_written_is_told(trace_file) -> None:
+def test_results_are_printed_before_an_unwritable_file_is_reported(trace_file) -> None:
     arguments = [str(trace_file), "--capacity", "5%", "--jobs", "1", "--json"]
     done = CliRunner().invoke(app, [*arguments, "--csv", "/dev/full"])
     assert done.exit_code == 1

@@ -18,7 +18,7 @@ def _lines(path, rows):
 
 
 @pytest.mark.parametrize("suffix", [".jsonl", ".jsonl.gz"])
-def test_what_is_written_is_read(tmp_path, suffix) -> None:
+def test_a_written_trace_is_read_back(tmp_path, suffix) -> None:
     trace = synthetic_trace(1, requests=50)
     path = tmp_path / f"own{suffix}"
     with TraceWriter(path, trace.name, 16, licence="CC0") as writer:
@@ -64,7 +64,7 @@ def test_bailian_follows_parents_to_a_session(tmp_path) -> None:
     trace = read_trace(_lines(tmp_path / "b.jsonl", rows))
     assert [request.session for request in trace.requests] == [0, 1, 0]
     assert trace.block_tokens == 16
-    assert trace.unique_blocks() == 3  # of three ids each, two are full blocks
+    assert trace.unique_blocks() == 3  # of three ids each, of which two are full blocks
 
 
 def test_kv_events_rebuild_the_chains(tmp_path) -> None:
@@ -125,7 +125,7 @@ def test_kv_events_as_vllm_makes_them(tmp_path) -> None:
         ('{"meta": {"block_tokens": 16}}\n', "no request"),
     ],
 )
-def test_a_bad_file_says_what_is_wrong(tmp_path, text, complaint) -> None:
+def test_a_bad_file_is_reported_with_its_fault(tmp_path, text, complaint) -> None:
     path = tmp_path / "bad.jsonl"
     path.write_text(text)
     with pytest.raises(TraceError, match=r"bad\.jsonl") as caught:
@@ -133,8 +133,9 @@ def test_a_bad_file_says_what_is_wrong(tmp_path, text, complaint) -> None:
     assert complaint in str(caught.value)
 
 
-def test_a_line_that_a_server_is_writing_is_left_out(tmp_path) -> None:
-    """A trace ends in the middle of a line while its server runs, or for good if it was killed."""
+def test_an_incomplete_last_line_is_ignored(tmp_path) -> None:
+    """A trace ends in the middle of a line while its server runs, or permanently if the server was
+    killed."""
     trace = synthetic_trace(1, requests=5)
     path = tmp_path / "own.jsonl"
     with TraceWriter(path, trace.name, 16) as writer:
@@ -144,7 +145,7 @@ def test_a_line_that_a_server_is_writing_is_left_out(tmp_path) -> None:
     for end in (1, 5, len(whole.splitlines()[-1])):
         path.write_text(whole[: -1 - end])
         assert read_trace(path).requests == list(trace.requests)[:-1], end
-    path.write_text(whole[:-1])  # all of it but the end of the line
+    path.write_text(whole[:-1])  # everything except the end of the line
     assert read_trace(path).requests == list(trace.requests)
     lines = whole.splitlines(keepends=True)
     path.write_text("".join([*lines[:2], lines[2][:-5] + "\n", *lines[3:]]))
@@ -174,7 +175,7 @@ def test_part_takes_a_share_of_the_requests() -> None:
     assert trace.part(0.5, 1).requests[-1] == trace.requests[-1]
 
 
-def test_an_own_trace_says_itself_how_long_its_blocks_are(tmp_path) -> None:
+def test_a_trace_of_our_format_contains_its_block_size(tmp_path) -> None:
     trace = tmp_path / "own.jsonl"
     trace.write_text(
         '{"meta": {"block_tokens": 16}}\n{"t": 1, "in": 32, "out": 1, "r": [[0, 2]]}\n'

@@ -1,4 +1,4 @@
-"""The kit finds holes in prefixes, and policies leave them only where they promise nothing."""
+"""The kit finds holes in prefixes, and policies leave holes only if they promise nothing."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def test_a_hole_is_an_absent_key_before_a_present_one() -> None:
     assert find_hole([], held.__contains__) is None
 
 
-def test_fifo_breaks_prefixes_and_says_so() -> None:
+def test_fifo_breaks_prefixes_and_does_not_promise_otherwise() -> None:
     assert not FifoPolicy.keeps_prefixes_closed
     tier = SimTier(FifoPolicy(), 120)
     holes = 0
@@ -41,7 +41,7 @@ def _after_pinned_eviction(policy) -> set[str]:
 
 
 def test_a_pinned_tail_keeps_its_prefix() -> None:
-    """Plain LRU takes what is before a pinned tail; the leaf-first one and ours do not."""
+    """Plain LRU evicts keys before a pinned tail; the leaf-first policy and ours do not."""
     assert _after_pinned_eviction(LruPolicy()) == set("abdz")
     assert _after_pinned_eviction(LeafLruPolicy()) == set("abcd")
     assert _after_pinned_eviction(make_policy("adaptive")) == set("abcd")

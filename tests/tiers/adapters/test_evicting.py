@@ -69,7 +69,7 @@ async def test_evicting_ahead_leaves_room_for_the_next_write() -> None:
     await put(tier, [key_of(n) for n in range(80)], 1000)
     assert not inner.calls["delete"]
     await put(tier, [key_of(80)], 1000)
-    await asyncio.sleep(0)  # the background task runs, the memory tier never waits
+    await asyncio.sleep(0)  # the background task runs; the memory tier itself never waits
     assert inner.calls["delete"] > 0
     left = [stored.key for stored in await all_keys(tier)]
     assert left == [key_of(n) for n in range(31, 81)]

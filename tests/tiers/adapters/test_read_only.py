@@ -1,4 +1,5 @@
-"""The read-only tier over what others have; its sources here are dicts that can break or hang."""
+"""The read-only tier over other engines' stores; the sources here are dicts that can fail or
+hang."""
 
 from __future__ import annotations
 
@@ -19,7 +20,7 @@ SIZE = 4096
 
 
 class Shelf:
-    """A source: ``byte`` fills every payload; keys are used in the order in which they stand."""
+    """A source: ``byte`` fills every payload; the keys count as used in their order."""
 
     def __init__(self, byte: int, *keys: bytes) -> None:
         self.byte, self.held = byte, list(keys)
@@ -70,7 +71,7 @@ async def over(*shelves: Shelf, asked: bool = False) -> AsyncIterator[ReadOnlyTi
         assert [shelf.closed for shelf in shelves] == [1] * len(shelves)
 
 
-async def test_the_first_source_is_asked_and_uses_are_in_order() -> None:
+async def test_the_first_source_is_used_and_uses_are_in_order() -> None:
     late, early = Shelf(2, b"b", b"c"), Shelf(1, b"a", b"b")
     async with over(late, early) as tier:
         assert [key for key, _ in await all_keys(tier)] == [b"a", b"b", b"c"]
@@ -87,7 +88,7 @@ async def test_the_first_source_is_asked_and_uses_are_in_order() -> None:
     assert threading.get_ident() not in late.threads
 
 
-async def test_one_that_is_asked_knows_what_came_later() -> None:
+async def test_a_queried_tier_finds_records_stored_later() -> None:
     first, second = Shelf(1, b"a"), Shelf(2, b"b")
     async with over(first, second, asked=True) as tier:
         assert await all_keys(tier) == []
@@ -100,7 +101,7 @@ async def test_one_that_is_asked_knows_what_came_later() -> None:
             assert (payload == byte).all()
         first.held.remove(b"a")
         assert (await fetch(tier, b"a", SIZE))[0] is ReadOutcome.MISS
-        await tier.delete([b"b"])  # it was damaged, and still lies there
+        await tier.delete([b"b"])  # it was damaged, and is still there
         assert await tier.present([b"b", b"c"]) == [False, True]
         await tier.reset(1)
         assert await tier.present([b"b", b"c"]) == [False, False]
@@ -109,7 +110,7 @@ async def test_one_that_is_asked_knows_what_came_later() -> None:
     assert first.threads == second.threads
 
 
-async def test_a_broken_source_costs_its_records_only() -> None:
+async def test_a_broken_source_loses_only_its_records() -> None:
     broken, good = Shelf(1, b"a"), Shelf(2, b"b")
     broken.error = RuntimeError("no database")
     async with over(broken, good) as tier:
@@ -120,7 +121,7 @@ async def test_a_broken_source_costs_its_records_only() -> None:
             await fetch(tier, b"b", SIZE)
 
 
-async def test_a_cancelled_read_ends_when_nobody_writes_any_more() -> None:
+async def test_a_cancelled_read_ends_when_its_buffer_is_no_longer_written() -> None:
     slow = Shelf(7, b"a")
     async with over(slow) as tier:
         slow.go.clear()

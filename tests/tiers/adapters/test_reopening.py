@@ -1,4 +1,4 @@
-"""A tier whose medium goes away and comes back, on a real disk."""
+"""A tier whose medium disappears and returns, on a real disk."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class TestReopeningTier(TierContract):
         return ReopeningTier(make(), make)
 
 
-async def test_a_disk_that_comes_back_is_used_as_it_was(disk: Disk) -> None:
+async def test_a_disk_that_comes_back_is_reused_as_it_was(disk: Disk) -> None:
     disk.unplug()
     await disk.fails()
     for attempt in range(3):
@@ -50,8 +50,9 @@ async def test_a_disk_that_comes_back_is_used_as_it_was(disk: Disk) -> None:
 
 
 @pytest.mark.parametrize("epoch", [0, 6, 7, 8])
-async def test_another_disk_begins_empty_and_says_so(disk: Disk, epoch: int) -> None:
-    """Whatever its epoch: a key does not tell by which weights a record was computed."""
+async def test_another_disk_begins_empty_and_is_reported(disk: Disk, epoch: int) -> None:
+    """This does not depend on its epoch: a key does not reveal with which weights a record was
+    computed."""
     await disk.tier.reset(7)
     await put(disk.tier, KEYS, SIZE)
     await disk.replace(epoch)
@@ -65,8 +66,8 @@ async def test_another_disk_begins_empty_and_says_so(disk: Disk, epoch: int) -> 
     assert disk.kept == disk.tier.stats()["epoch"] == 20
 
 
-async def test_an_older_copy_by_older_weights_begins_empty(disk: Disk) -> None:
-    """The same file id: a snapshot that was restored."""
+async def test_an_older_copy_with_older_weights_begins_empty(disk: Disk) -> None:
+    """It has the same file id, because it is a snapshot that was restored."""
     shutil.copytree(disk.path, disk.mount / "copy")
     await disk.tier.reset(3)
     await put(disk.tier, KEYS[:2], SIZE)
@@ -78,10 +79,10 @@ async def test_an_older_copy_by_older_weights_begins_empty(disk: Disk) -> None:
     assert disk.kept == disk.tier.stats()["epoch"] == 3
 
 
-async def test_a_few_records_less_are_misses_and_no_loss(disk: Disk) -> None:
+async def test_a_few_missing_records_are_misses_and_no_loss(disk: Disk) -> None:
     await disk.tier.reset(7)
     await put(disk.tier, KEYS, SIZE)
-    shutil.copytree(disk.path, disk.elsewhere / "tier")  # as of now
+    shutil.copytree(disk.path, disk.elsewhere / "tier")  # the present state
     await put(disk.tier, NEW, SIZE)
     shutil.rmtree(disk.mount)
     assert await put(disk.tier, [key_of(200)], SIZE) == [WriteOutcome.FAILED]
@@ -94,8 +95,9 @@ async def test_a_few_records_less_are_misses_and_no_loss(disk: Disk) -> None:
     assert disk.kept == disk.tier.stats()["epoch"] == 7
 
 
-async def test_a_reset_that_failed_means_the_same_epoch_when_it_is_repeated(disk: Disk) -> None:
-    """Not one beyond, which the caller does not know of and might begin with other weights."""
+async def test_a_repeated_reset_after_a_failure_means_the_same_epoch(disk: Disk) -> None:
+    """It must not begin a further epoch, which the caller does not know and might use for other
+    weights."""
     disk.unplug()
     for _ in range(2):
         with pytest.raises(TierIoError):
@@ -110,7 +112,7 @@ async def test_a_reset_that_failed_means_the_same_epoch_when_it_is_repeated(disk
     assert disk.kept == disk.tier.stats()["epoch"] == 6
 
 
-async def test_nothing_is_stored_under_an_epoch_that_cannot_be_noted(disk: Disk) -> None:
+async def test_nothing_is_stored_under_an_epoch_that_cannot_be_recorded(disk: Disk) -> None:
     disk.notes = False
     with pytest.raises(TierIoError, match="read-only"):
         await disk.tier.reset(5)
@@ -122,7 +124,7 @@ async def test_nothing_is_stored_under_an_epoch_that_cannot_be_noted(disk: Disk)
     assert disk.kept == disk.tier.stats()["epoch"] == 5
 
 
-async def test_a_removed_folder_is_made_anew(disk: Disk) -> None:
+async def test_a_removed_folder_is_created_again(disk: Disk) -> None:
     shutil.rmtree(disk.path)
     await disk.fails()
     assert await put(disk.tier, NEW, SIZE) == [WriteOutcome.OK] * len(NEW)
@@ -141,7 +143,7 @@ async def test_a_late_failure_of_the_old_tier_does_not_close_the_new_one(
 
     monkeypatch.setattr(disk.tier._tier, "read", fail_late)
     late = asyncio.ensure_future(assert_holds(disk.tier, KEYS, SIZE))
-    await asyncio.sleep(0)  # it is on its way
+    await asyncio.sleep(0)  # it has started
     disk.unplug()
     await disk.fails()
     disk.plug()
@@ -163,7 +165,7 @@ async def test_a_closed_tier_is_not_opened_again(disk: Disk) -> None:
     assert disk.made == 0
 
 
-async def test_operations_that_come_meanwhile_share_one_attempt(disk: Disk) -> None:
+async def test_concurrent_operations_share_one_attempt(disk: Disk) -> None:
     disk.unplug()
     await disk.fails()
     disk.plug()
@@ -181,8 +183,8 @@ async def test_attempts_are_rare(disk: Disk, monkeypatch: pytest.MonkeyPatch) ->
     assert disk.made == 1
 
 
-async def test_trouble_with_one_operation_only_is_passed_on(tmp_path: Path) -> None:
-    """A tier that was never open is the caller's mistake, not the medium's."""
+async def test_an_error_of_a_single_operation_is_passed_on(tmp_path: Path) -> None:
+    """Using a tier that was never open is the caller's mistake, not the medium's."""
     made: list[int] = []
 
     def make(epoch: int) -> Tier:
@@ -201,7 +203,7 @@ async def test_trouble_with_one_operation_only_is_passed_on(tmp_path: Path) -> N
 async def shared(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> AsyncIterator[tuple[SharedReopeningTier, Tier]]:
-    """A tier that is opened again when it fails, and one of another engine over the same folder."""
+    """A tier that is reopened when it fails, and another engine's tier over the same folder."""
     monkeypatch.setattr(reopening, "RETRY_S", 0.0)
 
     def make(epoch: int = 0) -> SharedFileTier:
@@ -216,7 +218,7 @@ async def shared(
 
 
 async def fail_to_reset(tier: Tier, epoch: int, times: int) -> None:
-    """The medium fails as a whole each time, so that the next attempt opens the tier again."""
+    """The medium fails completely each time, so that the next attempt reopens the tier."""
 
     def fail(*_arguments: object, **_options: object) -> None:
         raise OSError("planted")
@@ -229,7 +231,7 @@ async def fail_to_reset(tier: Tier, epoch: int, times: int) -> None:
 
 
 @pytest.mark.parametrize("times", [1, 2])
-async def test_a_repeated_reset_takes_the_old_records_from_those_who_share_the_medium(
+async def test_a_repeated_reset_removes_the_old_records_for_all_sharers(
     shared: tuple[SharedReopeningTier, Tier], times: int
 ) -> None:
     tier, other = shared
@@ -247,7 +249,7 @@ async def test_a_repeated_reset_takes_the_old_records_from_those_who_share_the_m
     await assert_misses(other, KEYS[1:], SIZE)
 
 
-async def test_a_repeated_reset_of_one_that_was_reset_before_takes_nothing_from_others(
+async def test_a_repeated_reset_of_a_tier_that_was_reset_before_keeps_others_records(
     shared: tuple[SharedReopeningTier, Tier],
 ) -> None:
     tier, other = shared

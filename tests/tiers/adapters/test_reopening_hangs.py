@@ -1,4 +1,4 @@
-"""A disk that hangs while its tier is closed or opened again."""
+"""A disk that hangs while its tier is being closed or reopened."""
 
 from __future__ import annotations
 
@@ -31,10 +31,10 @@ async def disk(
 
 
 @pytest.mark.parametrize("disk", [{}, {"close_timeout_s": 0.05}], indirect=True)
-async def test_a_tier_whose_thread_hung_is_opened_again_when_that_has_ended(
+async def test_a_tier_whose_thread_hung_is_reopened_when_the_thread_has_ended(
     disk: Disk, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Not before: the thread may still write to the files."""
+    """Not earlier, because the thread may still write to the files."""
     monkeypatch.setattr(reopening, "CLOSE_WAIT_S", 0.01)
     disk.io.gate.clear()
     reading = asyncio.ensure_future(assert_holds(disk.tier, KEYS, SIZE))
@@ -57,7 +57,7 @@ async def test_a_tier_whose_thread_hung_is_opened_again_when_that_has_ended(
 async def test_closing_does_not_wait_for_a_disk_that_hangs_while_it_is_opened(
     disk: Disk, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """And what is opened after all is closed again."""
+    """A tier that opens later all the same is closed again."""
     hanging, released = threading.Event(), threading.Event()
 
     def hang(epoch: int) -> Tier:
@@ -71,7 +71,7 @@ async def test_closing_does_not_wait_for_a_disk_that_hangs_while_it_is_opened(
     disk.plug()
     waiting = asyncio.ensure_future(disk.tier.touch(KEYS))
     await in_thread(hanging.wait)
-    monkeypatch.setattr(reopening, "CLOSE_WAIT_S", 0.05)  # what closed before did not hang
+    monkeypatch.setattr(reopening, "CLOSE_WAIT_S", 0.05)  # what was closed before did not hang
     await disk.tier.aclose()
     assert not waiting.done()
     released.set()
@@ -123,7 +123,7 @@ def test_the_process_ends_while_opening_hangs(tmp_path: Path, hangs: str) -> Non
 
 @pytest.mark.parametrize("is_back", [False, True])
 async def test_closing_while_it_is_being_opened(disk: Disk, is_back: bool) -> None:
-    """Nothing stays open: the folder can be opened by another tier at once."""
+    """No file stays open: another tier can open the folder at once."""
     disk.unplug()
     await disk.fails()
     if is_back:

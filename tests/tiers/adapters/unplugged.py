@@ -1,4 +1,4 @@
-"""A disk that can be unplugged, replaced and made to hang below a tier that is opened again."""
+"""A disk that can be unplugged, replaced and made to hang below a tier that reopens."""
 
 from __future__ import annotations
 
@@ -37,8 +37,9 @@ class GatedIo(DiskIo):
 
 
 class Disk:
-    """A folder that can be unplugged. ``made`` counts the attempts to open a tier again. Closing
-    waits for a disk that hangs as long as ``close_timeout_s``; one that works must make it."""
+    """A folder that can be unplugged. ``made`` counts the attempts to reopen the tier. Closing
+    waits up to ``close_timeout_s`` for a disk that hangs; a working disk must close within that
+    time."""
 
     def __init__(self, folder: Path, close_timeout_s: float = 30.0) -> None:
         self.mount = folder / "mount"
@@ -85,7 +86,7 @@ class Disk:
         self.elsewhere.rename(self.mount)
 
     async def replace(self, epoch: int) -> None:
-        """Another disk lies there, with the same keys by other weights, of this epoch."""
+        """Mount another disk, which has the same keys with other weights, in this epoch."""
         self.unplug()
         await self.fails()
         self.mount.mkdir()
@@ -95,7 +96,7 @@ class Disk:
         await other.aclose()
 
     async def fails(self) -> None:
-        """A commit finds no file; from then on the tier is of no use."""
+        """Make a commit fail because a file is missing; after that the tier cannot be used."""
         assert await put(self.tier, NEW, SIZE) == [WriteOutcome.FAILED] * len(NEW)
         with pytest.raises(TierIoError):
             await self.tier.touch(KEYS)
@@ -103,7 +104,7 @@ class Disk:
 
 @asynccontextmanager
 async def opened(folder: Path, **options: float) -> AsyncIterator[Disk]:
-    """A disk with an open tier that holds ``KEYS``."""
+    """A disk with an open tier that contains ``KEYS``."""
     found = Disk(folder, **options)
     await found.tier.open()
     await put(found.tier, KEYS, SIZE)
@@ -112,7 +113,8 @@ async def opened(folder: Path, **options: float) -> AsyncIterator[Disk]:
 
 
 async def assert_free(disk: Disk) -> None:
-    """Nothing stays open: another tier opens the folder, and holds what was stored."""
+    """Assert that no file stayed open: another tier can open the folder, and finds what was
+    stored."""
     other = disk.lmdb()
     await other.open()
     await assert_holds(other, KEYS, SIZE)

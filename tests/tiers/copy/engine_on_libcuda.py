@@ -20,8 +20,8 @@ MODEL_STREAM = 0
 
 
 class SimulatedGpu:
-    """A GPU with one cache, a pinned slab and an engine. ``options`` are the library's;
-    ``failing`` names a function and which call of it fails."""
+    """A GPU with one cache, a pinned slab and an engine. ``options`` are the library's; ``failing``
+    names a function and the number of the call that fails."""
 
     def __init__(
         self,

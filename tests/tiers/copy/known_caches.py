@@ -27,7 +27,7 @@ class Cache:
         return self.storage[start : start + region.page_bytes]
 
     def block(self, block: int) -> Bytes:
-        """All pages of a block one after the other, as they lie in a slot (a copy)."""
+        """All pages of a block one after the other, as they are stored in a slot (a copy)."""
         return np.concatenate([self.page(region, block) for region in self.regions.regions])
 
     def chunk(self, blocks: Sequence[int]) -> Bytes:

@@ -1,6 +1,6 @@
-"""The CUDA engine over the libcuda in host memory, by the real ctypes calls: bytes, order, errors.
+"""The CUDA engine over the libcuda in host memory, through real ctypes calls: bytes, order, errors.
 
-What only a GPU can show (that the real driver agrees, and the speed) is in tests/gpu.
+tests/gpu has the tests that only a GPU can run (agreement with the real driver, and speed).
 """
 
 from __future__ import annotations
@@ -76,8 +76,8 @@ async def test_a_store_waits_for_the_forward_pass(world: SimulatedGpu) -> None:
     assert await store_behind_a_forward_pass(world, wait=True)
 
 
-async def test_without_the_event_it_would_not(world: SimulatedGpu) -> None:
-    """The library can show the fault that the test above looks for."""
+async def test_without_the_event_a_store_would_read_old_bytes(world: SimulatedGpu) -> None:
+    """The library can show the fault for which the test above looks."""
     assert not await store_behind_a_forward_pass(world, wait=False)
 
 
@@ -98,7 +98,7 @@ async def test_a_load_waits_for_the_readers_of_its_blocks(world: SimulatedGpu) -
 
 @pytest.mark.parametrize("path", list(CopyPath))
 async def test_order_holds_under_random_delays(cache: Cache, path: CopyPath) -> None:
-    """Forward passes, stores of what they wrote and loads of it, on three streams at once."""
+    """Forward passes, stores of their output and loads of it, on three streams at once."""
     for seed in range(4):
         world = SimulatedGpu(cache, seed=seed, path=path, delay_us=500)
         try:
@@ -122,8 +122,9 @@ async def test_order_holds_under_random_delays(cache: Cache, path: CopyPath) -> 
 
 
 @pytest.mark.parametrize("blocks", [BATCH_COPIES_MAX // 4, BATCH_COPIES_MAX])
-async def test_no_call_holds_more_copies_than_drivers_bear(blocks: int) -> None:
-    """A job of any length goes out in calls of ``BATCH_COPIES_MAX``; the library refuses more."""
+async def test_no_call_has_more_copies_than_drivers_can_handle(blocks: int) -> None:
+    """A job of any length is submitted in calls of ``BATCH_COPIES_MAX``; the library refuses
+    more."""
     cache = separate_layers([32, 16, 48], blocks, chunk_blocks=blocks // 4)
     world = SimulatedGpu(
         cache, path=CopyPath.BATCH, slots=4, batch_limit=BATCH_COPIES_MAX, delay_us=0
@@ -163,10 +164,10 @@ async def test_a_ticket_is_done_only_when_the_bytes_have_arrived(world: Simulate
     await second.completed()
 
 
-async def test_lists_of_copies_are_held_until_the_copies_have_run(
+async def test_lists_of_copies_are_kept_until_the_copies_have_run(
     world: SimulatedGpu, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Nothing says that the driver has read its arrays when the call returns."""
+    """Nothing guarantees that the driver has read its arrays when the call returns."""
     lists: list[weakref.ref[np.ndarray]] = []
     copy_batch = Driver.copy_batch
 
@@ -178,7 +179,7 @@ async def test_lists_of_copies_are_held_until_the_copies_have_run(
     world.cuda.hold()
     first = world.engine.submit_store([batch([0], [[0, 1]])])
     second = world.engine.submit_store([batch([1], [[2, 3]])])
-    # The thread that submits has left the first job when it submits the second.
+    # The submitting thread has finished the first job when it submits the second.
     await asyncio.to_thread(world.cuda.await_call, "cuMemcpyBatchAsync", 2)
     gc.collect()
     assert [array() is not None for array in lists[:3]] == [True] * 3
@@ -187,7 +188,7 @@ async def test_lists_of_copies_are_held_until_the_copies_have_run(
     await second.completed()
 
 
-async def test_a_batch_that_fails_half_way_is_reported_when_nothing_moves_any_more(
+async def test_a_batch_that_fails_half_way_is_reported_when_all_its_copies_have_ended(
     world: SimulatedGpu,
 ) -> None:
     world.cuda.hold()
@@ -197,7 +198,7 @@ async def test_a_batch_that_fails_half_way_is_reported_when_nothing_moves_any_mo
         slot[:] = 0xEE
     ticket = world.engine.submit_store([batch([0, 1, 2], [[0, 1], [2, 3], [4, 5]])])
     behind = world.engine.submit_store([])
-    # If nothing waits for the first job, something waits for the next one.
+    # If nothing waits for the first job, the next job still has something to wait for.
     await asyncio.to_thread(world.cuda.await_call, "cuEventSynchronize")
     assert not ticket.done()
     world.cuda.release()
@@ -210,7 +211,9 @@ async def test_a_batch_that_fails_half_way_is_reported_when_nothing_moves_any_mo
     np.testing.assert_array_equal(slots[0], world.cache.chunk([0, 1]))
 
 
-async def test_a_batch_out_of_range_moves_nothing_and_the_lane_goes_on(world: SimulatedGpu) -> None:
+async def test_a_batch_out_of_range_moves_nothing_and_the_lane_continues(
+    world: SimulatedGpu,
+) -> None:
     world.slot(0)[:] = 0xEE
     bad = world.engine.submit_store([batch([0], [[0, 1]]), batch([1], [[0, BLOCKS]])])
     with pytest.raises(TransferError, match="block 12 asked for"):
@@ -221,7 +224,7 @@ async def test_a_batch_out_of_range_moves_nothing_and_the_lane_goes_on(world: Si
     await world.engine.submit_store([batch([0], [[0, 1]])]).completed()
 
 
-async def test_a_broken_gpu_fails_tickets_rather_than_hanging_them(world: SimulatedGpu) -> None:
+async def test_a_broken_gpu_fails_tickets_instead_of_hanging(world: SimulatedGpu) -> None:
     world.cuda.configure(event_failure=700)
     with pytest.raises(TransferError, match="cuEventSynchronize: unknown error"):
         await world.engine.submit_store([batch([0], [[0, 1]])]).completed()
@@ -258,11 +261,11 @@ async def test_a_job_without_an_event_for_its_end_does_not_begin(world: Simulate
     await world.engine.submit_store([batch([0], [[0, 1]])]).completed()
 
 
-async def test_a_failure_that_repeats_is_logged_at_the_first_and_the_tenth_time(
+async def test_a_repeated_failure_is_logged_the_first_and_the_tenth_time(
     world: SimulatedGpu, caplog: pytest.LogCaptureFixture
 ) -> None:
     world.cuda.fail("half of cuMemcpyBatchAsync", 1)
-    for count in range(2, 14):  # the text differs, the kind does not
+    for count in range(2, 14):  # the text differs, but the kind does not
         job = [batch([n % SLOTS], [[0, 1]]) for n in range(count)]
         with pytest.raises(TransferError, match="cuMemcpyBatchAsync"):
             await world.engine.submit_store(job).completed()
@@ -283,16 +286,16 @@ async def test_a_failure_that_repeats_is_logged_at_the_first_and_the_tenth_time(
     world.cuda.configure(event_failure=0)
 
 
-async def test_the_event_is_of_the_caches_device_whatever_the_caller_has_made_current(
+async def test_events_belong_to_the_caches_device_whatever_context_is_current(
     world: SimulatedGpu,
 ) -> None:
-    """In this thread no context is current, as on one whose model runs on another device."""
+    """No context is current in this thread, as in a thread whose model runs on another device."""
     after = await asyncio.to_thread(world.engine.record_event)
     await world.engine.submit_store([batch([0], [[0, 1]])], after).completed()
     np.testing.assert_array_equal(world.slot(0), world.cache.chunk([0, 1]))
 
 
-async def test_an_event_of_something_else_is_refused(world: SimulatedGpu) -> None:
+async def test_an_event_of_another_engine_is_refused(world: SimulatedGpu) -> None:
     with pytest.raises(TypeError, match="not an event of this engine"):
         world.engine.submit_store([], object())
 
@@ -307,7 +310,7 @@ async def test_closing_finishes_the_work_and_frees_everything(cache: Cache) -> N
     assert all(ticket.done() for ticket in tickets)
     assert world.cuda.count("streams") == 0
     del held
-    assert world.cuda.count("events") == 1  # the one that the caller still held
+    assert world.cuda.count("events") == 1  # the one that the caller still holds
     assert world.cuda.count("retained") == 1  # the registrar's
     assert world.cuda.count("allocated") == 0
     late = world.engine.submit_load([])
@@ -332,9 +335,7 @@ async def test_closing_finishes_the_work_and_frees_everything(cache: Cache) -> N
         ("cuStreamWaitEvent", 2),
     ],
 )
-def test_what_was_set_up_is_released_when_a_later_step_fails(
-    cache: Cache, name: str, nth: int
-) -> None:
+def test_a_failed_start_releases_what_was_set_up(cache: Cache, name: str, nth: int) -> None:
     world = SimulatedGpu(cache)
     world.engine.close()
     threads = set(threading.enumerate())
@@ -347,7 +348,7 @@ def test_what_was_set_up_is_released_when_a_later_step_fails(
         assert world.cuda.count("retained") == retained
         assert set(threading.enumerate()) <= threads
         assert world.cuda.library.kvt_depth() == 1, "the caller's own context is current again"
-        world.open_engine()  # the same works when nothing fails
+        world.open_engine()  # the same start works if nothing fails
     finally:
         world.close()
 
@@ -359,7 +360,7 @@ async def test_events_are_reused(world: SimulatedGpu) -> None:
     assert world.cuda.count("events") <= 6
 
 
-async def test_threads_keep_out_of_the_way_of_graph_capture(world: SimulatedGpu) -> None:
+async def test_threads_do_not_disturb_graph_capture(world: SimulatedGpu) -> None:
     await world.engine.submit_store([batch([0], [[0, 1]])]).completed()
     await world.engine.submit_load([batch([0], [[0, 1]])]).completed()
     lanes = {"kvtiers-store", "kvtiers-store-wait", "kvtiers-load", "kvtiers-load-wait"}
@@ -381,10 +382,10 @@ async def test_an_older_driver_copies_one_by_one(cache: Cache) -> None:
 
 
 @pytest.mark.parametrize("path", [None, *CopyPath])
-async def test_where_the_gpu_has_other_addresses_for_host_memory_nothing_uses_ours(
+async def test_without_shared_host_addresses_neither_batch_nor_kernel_is_used(
     cache: Cache, path: CopyPath | None
 ) -> None:
-    """Attribute 91 is 0 on WSL2: one batch or kernel there, and every later call fails."""
+    """Attribute 91 is 0 on WSL2: a single batch or kernel there makes every later call fail."""
     world = SimulatedGpu(cache, path=path, host_pointers=0)
     try:
         assert world.paths() == (CopyPath.EACH, CopyPath.EACH)

@@ -1,5 +1,5 @@
-"""The copy kernel without a GPU: its bytes (the source, compiled for the host), its code for four
-generations of GPUs, and its lists while launches wait to run."""
+"""Tests the copy kernel without a GPU: its bytes (the source, compiled for the host), its code for
+four generations of GPUs, and its lists while launches wait to run."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def test_the_kernel_is_assembled_without_spills(architecture: int, tmp_path: Pat
     assert (tmp_path / "kernel.cubin").stat().st_size > 0
 
 
-def test_the_kernel_moves_16_bytes_at_once_and_asks_for_no_new_driver() -> None:
+def test_the_kernel_moves_16_bytes_at_once_and_needs_no_new_driver() -> None:
     ptx = (COPY / "copy_list.ptx").read_text()
     assert re.search(r"^\.version 7\.0$", ptx, re.MULTILINE)
     assert re.search(r"^\.target sm_80$", ptx, re.MULTILINE)
@@ -53,12 +53,12 @@ def test_the_kernel_moves_16_bytes_at_once_and_asks_for_no_new_driver() -> None:
     }
 
 
-def test_the_ptx_was_made_from_the_source() -> None:
+def test_the_ptx_was_compiled_from_the_source() -> None:
     digest = hashlib.sha256((COPY / "copy_list.cu").read_bytes()).hexdigest()
     assert (COPY / "copy_list.ptx").read_text().partition("\n")[0].endswith(digest)
 
 
-def test_making_the_ptx_again_gives_the_same(tmp_path: Path) -> None:
+def test_compiling_the_ptx_again_gives_the_same(tmp_path: Path) -> None:
     if not shutil.which("nvcc"):
         missing("nvcc is not installed")
     script, made = ROOT / "scripts/copy_kernel.sh", tmp_path / "made.ptx"
@@ -134,7 +134,7 @@ async def test_a_list_is_written_again_only_when_its_launch_has_run(world: Simul
 
 
 async def until(is_so: Callable[[], bool]) -> None:
-    """Wait for what another thread does."""
+    """Wait for another thread to do this."""
     while not is_so():  # noqa: ASYNC110  # set by a thread
         await asyncio.sleep(0.001)
 
@@ -150,7 +150,7 @@ async def test_a_list_whose_launch_left_no_event_is_kept_until_its_stream_has_ru
     world.cuda.fail("cuEventRecord", 2, nth=1)
     tickets = [world.engine.submit_load([batch([0], rows_of(0))]) for _ in range(LISTS)]
     await until(lambda: world.cuda.calls("cuLaunchKernel") == launches + LISTS)
-    world.cuda.launch(lambda: None)  # on the model's stream, which stands still
+    world.cuda.launch(lambda: None)  # on the model's stream, which is blocked
     late = world.engine.submit_load([batch([5], rows_of(5))], world.engine.record_event())
     await until(
         lambda: (
@@ -213,7 +213,8 @@ async def test_lists_stay_right_after_a_launch_that_failed(world: SimulatedGpu, 
 async def test_without_the_kernel_the_batch_copies_everything(
     name: str, nth: int, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Wherever its set-up fails, what was set up is let go (``strict_cuda`` counts)."""
+    """Wherever its set-up fails, everything that was set up is released (``strict_cuda``
+    counts)."""
     cache = separate_layers([4096, 8192], BLOCKS, chunk_blocks=2)
     with caplog.at_level(logging.WARNING, "tiers.copy.cuda_engine"):
         world = SimulatedGpu(cache, failing=(name, nth))

@@ -47,10 +47,10 @@ def slow(cache: Cache) -> Iterator[SimulatedGpu]:
 
 
 @pytest.mark.parametrize("seed", range(5))
-async def test_copies_of_slots_that_are_not_pinned_yet_go_the_slow_way(
+async def test_copies_of_slots_that_are_not_pinned_yet_use_the_slow_path(
     slow: SimulatedGpu, seed: int
 ) -> None:
-    """Every copy ends while the pinning stands still."""
+    """Every copy ends although the pinning is blocked."""
     rng = np.random.default_rng(seed)
     rows = rng.permutation(BLOCKS).reshape(SLOTS, 2).tolist()
     slots = rng.permutation(SLOTS).tolist()
@@ -72,7 +72,7 @@ async def test_copies_of_slots_that_are_not_pinned_yet_go_the_slow_way(
     assert slow.cuda.calls("cuMemcpyAsync") == 2 * 4 * (SLOTS - 1), "all are pinned now"
 
 
-async def test_a_copy_of_a_slot_that_is_not_pinned_holds_up_nobody(slow: SimulatedGpu) -> None:
+async def test_a_copy_of_an_unpinned_slot_delays_no_other_copy(slow: SimulatedGpu) -> None:
     first = slow.engine.submit_load([batch([5], [[0, 1]])])
     second = slow.engine.submit_load([batch([0], [[2, 3]])])
     both = asyncio.gather(first.completed(), second.completed())
@@ -80,7 +80,7 @@ async def test_a_copy_of_a_slot_that_is_not_pinned_holds_up_nobody(slow: Simulat
     assert slow.slab.pinned_slots == 1
 
 
-async def test_closing_does_not_wait_for_the_pinning(slow: SimulatedGpu) -> None:
+async def test_closing_does_not_wait_for_pinning(slow: SimulatedGpu) -> None:
     ticket = slow.engine.submit_store([batch([5], [[0, 1]])])
     await asyncio.wait_for(asyncio.to_thread(slow.engine.close), PATIENCE_S)
     assert ticket.done()
@@ -95,7 +95,8 @@ async def test_closing_does_not_wait_for_the_pinning(slow: SimulatedGpu) -> None
 
 
 async def test_pieces_pinned_before_a_failure_stay_fast(cache: Cache) -> None:
-    """With the fallback: slots before the failed piece go by the batch, the others one by one."""
+    """With the fallback, slots before the failed piece are copied in batches, the others one by
+    one."""
     with strict_cuda() as cuda:
         cuda.on_device(cache.storage.ctypes.data, cache.storage.nbytes)
         cuda.make_current()
@@ -159,8 +160,9 @@ async def test_a_slab_whose_pinning_failed_fails_copies_with_the_reason(cache: C
         slab.close()
 
 
-async def test_memory_that_was_unregistered_too_early_is_noticed(cache: Cache) -> None:
-    """The control of every test here: the library sees a slab that goes before its copies."""
+async def test_unregistering_memory_too_early_is_detected(cache: Cache) -> None:
+    """The control for all tests here: the library detects a slab that is released before its copies
+    have ended."""
     world = SimulatedGpu(cache, path=CopyPath.BATCH)
     world.cuda.hold()
     ticket = world.engine.submit_store([batch([0], [[0, 1]])])

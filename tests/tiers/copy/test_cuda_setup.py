@@ -1,4 +1,4 @@
-"""How the CUDA engine chooses its way of copying, and pinning through the driver."""
+"""Tests how the CUDA engine chooses its way of copying, and how it pins through the driver."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ ALL = Means(batch=True, kernel=True)
         (CopyShape(32, SMALL, 4096), ALL, EACH, (EACH,)),
     ],
 )
-def test_what_is_compared_follows_from_page_size_and_means(
+def test_the_compared_paths_depend_on_page_size_and_capabilities(
     shape: CopyShape, means: Means, wanted: CopyPath | None, paths: tuple[CopyPath, ...]
 ) -> None:
     assert possible_paths(shape, means, wanted) == paths
@@ -74,10 +74,10 @@ def test_the_kernel_must_be_clearly_faster(
     assert choose(paths, rates) == Choice(path, rates)
 
 
-async def test_each_direction_takes_what_was_faster_and_the_log_says_so(
+async def test_each_direction_uses_the_faster_path_and_logs_it(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    """Here the kernel wins for loads and loses for stores, as on an H100."""
+    """Here the kernel is faster for loads and slower for stores, as on an H100."""
     cache = separate_layers([4096, 8192], BLOCKS, chunk_blocks=2)
     before = cache.storage.copy()
     with caplog.at_level(logging.INFO, "tiers.copy.cuda_engine"):
@@ -114,7 +114,7 @@ async def test_each_direction_takes_what_was_faster_and_the_log_says_so(
 
 
 async def test_the_measurement_waits_for_the_model_to_clear_its_cache() -> None:
-    """vLLM's zeroes may still be under way: what is copied back must not be older."""
+    """vLLM's zeroing may still be under way, so what is copied back must not be older."""
     cache = separate_layers([4096, 8192], BLOCKS, chunk_blocks=2)
     world = SimulatedGpu(cache)
     world.engine.close()
@@ -134,7 +134,7 @@ async def test_the_measurement_waits_for_the_model_to_clear_its_cache() -> None:
 
 @pytest.mark.parametrize("nth", [3, 4, 9])
 async def test_without_a_measurement_the_size_decides(nth: int) -> None:
-    """A copy that fails while it is timed: cuStreamSynchronize 1 and 2 belong to the kernel."""
+    """A copy fails while it is timed: cuStreamSynchronize 1 and 2 belong to the kernel."""
     cache = separate_layers([4096, 8192], BLOCKS, chunk_blocks=2)
     world = SimulatedGpu(cache, failing=("cuStreamSynchronize", nth))
     try:
@@ -144,7 +144,7 @@ async def test_without_a_measurement_the_size_decides(nth: int) -> None:
         world.close()
 
 
-def test_registration_goes_through_the_driver_and_reports_its_words() -> None:
+def test_registration_uses_the_driver_and_reports_its_error() -> None:
     with strict_cuda() as cuda:
         slab = HostSlab(
             4096,
@@ -163,7 +163,7 @@ def test_registration_goes_through_the_driver_and_reports_its_words() -> None:
             CudaRegistrar(7, cuda.driver)
 
 
-def test_the_registrar_takes_the_context_of_the_caller() -> None:
+def test_the_registrar_uses_the_context_of_the_caller() -> None:
     with strict_cuda() as cuda:
         cuda.make_current()
         CudaRegistrar(None, cuda.driver).close()
@@ -172,7 +172,8 @@ def test_the_registrar_takes_the_context_of_the_caller() -> None:
 
 @pytest.fixture
 def machine(tmp_path: Path) -> Path:
-    """/sys of a machine with two nodes: ordinal 0 on node 1, ordinal 1 on a bus of no node."""
+    """/sys of a machine with two nodes: ordinal 0 is on node 1, ordinal 1 on a bus without a
+    node."""
     (tmp_path / "has_memory").write_text("0-1\n")
     for bus, node in [("0000:65:00.0", "1\n"), ("0000:a3:00.0", "-1\n")]:
         (tmp_path / bus).mkdir()
@@ -192,7 +193,7 @@ def test_the_slab_goes_to_the_node_of_its_gpu(machine: Path) -> None:
         assert gpu_node(0, driver=driver, nodes=machine, devices=machine) is None
 
 
-def test_a_registrar_lets_go_of_what_it_opened_and_of_nothing_else() -> None:
+def test_a_registrar_releases_what_it_opened_and_nothing_else() -> None:
     with strict_cuda() as cuda:
         one = CudaRegistrar(1, cuda.driver)
         assert cuda.count("retained") == 1

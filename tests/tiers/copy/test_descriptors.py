@@ -1,4 +1,4 @@
-"""Descriptors: which bytes go where, compared with one copy per page, and bounds."""
+"""Descriptors: which bytes are copied where, compared with one copy per page, and bounds."""
 
 from __future__ import annotations
 
@@ -98,12 +98,12 @@ def test_adjacent_layers_become_one_copy_and_dense_blocks_one_run() -> None:
     assert copies.nbytes == 160
 
 
-def test_padded_blocks_do_not_run_together() -> None:
+def test_padded_blocks_are_not_joined() -> None:
     build = builder(group_of([PageRegion("layer.0", 1000, 48, 40)], chunk_blocks=2))
     assert build.build([batch([0], [[5, 6]])]).sizes.tolist() == [40, 40]
 
 
-def test_a_skipped_block_ends_a_run_and_leaves_its_place() -> None:
+def test_a_skipped_block_ends_a_run_and_keeps_its_place() -> None:
     build = builder(group_of([PageRegion("layer.0", 1000, 40, 40)], chunk_blocks=4))
     copies = build.build([batch([0], [[-1, 0, -1, 2]])])
     assert copies.blocks.tolist() == [1000, 1080]
@@ -135,8 +135,8 @@ def test_no_batches_are_no_copies() -> None:
 @pytest.mark.parametrize(
     ("one", "message"),
     [
-        (batch([0], [[BLOCKS]]), "block 20 asked for, the KV cache has 20"),
-        (batch([SLOTS], [[0]]), "slots 6 to 6 asked for, the slab has 6"),
+        (batch([0], [[BLOCKS]]), "block 20 requested, the KV cache has 20"),
+        (batch([SLOTS], [[0]]), "slots 6 to 6 requested, the slab has 6"),
         (batch([0, -1], [[0], [1]]), "slots -1 to 0 asked for"),
         (batch([0], [[0, 1]]), r"blocks of shape \(1, 2\)"),
         (CopyBatch(0, np.zeros((2, 1), np.int64), np.zeros(1, np.int64)), "shape"),
@@ -149,7 +149,7 @@ def test_anything_out_of_range_is_refused(one: CopyBatch, message: str) -> None:
         build.build([one])
 
 
-def test_groups_that_cannot_be_right_are_refused() -> None:
+def test_invalid_groups_are_refused() -> None:
     with pytest.raises(ValueError, match=r"chunk of group 0 has 8200 bytes, a slot .* only 8192"):
         builder(group_of([PageRegion("a", 0, 4100, 4100)], chunk_blocks=2))
     one = group_of([PageRegion("a", 0, 10, 10)])
@@ -161,10 +161,10 @@ def test_groups_that_cannot_be_right_are_refused() -> None:
         builder(group_of([PageRegion("a", 0, 10, 10), PageRegion("b", 100, 10, 0)]))
 
 
-def test_alignment_is_that_of_the_worst_number() -> None:
+def test_alignment_is_the_smallest_of_all_numbers() -> None:
     pages = [PageRegion("a", 4096, 512, 256), PageRegion("b", 8192, 512, 256)]
     shape = builder(group_of(pages)).shape(0)
     assert (shape.copies_per_block, shape.smallest_bytes) == (2, 256)
-    assert shape.alignment == 128  # of the slab's address here, 10,000,000
+    assert shape.alignment == 128  # the alignment of the slab's address here, 10,000,000
     pages[1] = PageRegion("b", 8200, 512, 256)
     assert builder(group_of(pages)).shape(0).alignment == 8

@@ -75,7 +75,7 @@ async def test_stored_bytes_are_right_and_come_back(name: str, cache: Cache, loo
                 expected = before[page] if touched[block] else np.uint8(0xEE)
                 assert (cache.storage[page] == expected).all()
                 before[page] = 0xEE
-        # What remains of ``before`` is padding, which nobody may touch.
+        # The rest of ``before`` is padding, which no copy may touch.
         padding = before != 0xEE
         assert (cache.storage[padding] == 0xEE).all()
     finally:
@@ -129,7 +129,7 @@ async def test_a_batch_out_of_range_fails_its_ticket_and_moves_nothing(
             await engine.submit_load(job).completed()
     assert all((slab.slot(i) == 0xEE).all() for i in range(4))
     assert (cache.storage == before).all()
-    await engine.submit_store([batch([0], [[0, 1]])]).completed()  # the lane goes on
+    await engine.submit_store([batch([0], [[0, 1]])]).completed()  # the lane continues
 
 
 class HeldLoop:
@@ -189,7 +189,7 @@ async def test_cancelling_the_wait_does_not_cancel_the_copy(cache: Cache, slab: 
         engine.close()
 
 
-async def test_an_unforeseen_error_fails_one_ticket_only(
+async def test_an_unexpected_error_fails_only_one_ticket(
     cache: Cache, slab: HostSlab, caplog: pytest.LogCaptureFixture
 ) -> None:
     class Broken:
@@ -227,14 +227,14 @@ async def test_closing_finishes_what_was_submitted_and_refuses_more(
             await late.completed()
 
 
-def test_the_native_loop_really_compiles_here() -> None:
-    """Otherwise every other test would quietly run on the slow loop."""
+def test_the_native_loop_compiles_on_this_machine() -> None:
+    """Otherwise every other test would silently use the slow loop."""
     assert copy_loop() is not memmove_loop
 
 
-def test_compiling_leaves_no_module_object_that_breaks_scans_of_modules() -> None:
-    """vLLM's CPU worker calls ``vars(x).get`` on every object of every module that has
-    ``__dict__``; after llvmlite is imported one of them used to break it."""
+def test_compiling_leaves_no_object_that_breaks_scans_of_modules() -> None:
+    """vLLM's CPU worker calls ``vars(x).get`` on every object with ``__dict__`` in every module;
+    after an import of llvmlite, one of these objects used to break that."""
     copy_loop()
     assert "llvmlite.binding.ffi" in sys.modules
     for name, module in list(sys.modules.items()):
@@ -263,7 +263,8 @@ def test_without_a_compiler_the_slow_loop_is_used_with_one_warning(
 
 @pytest.mark.parametrize("loop", LOOPS)
 def test_every_length_and_alignment_is_copied_exactly(loop: str) -> None:
-    """Around the streaming threshold and step, with every byte outside the target untouched."""
+    """Lengths around the streaming threshold and step; every byte outside the target must be
+    untouched."""
     copy = LOOPS[loop]()
     source = random_bytes(16384, seed=3)
     target = np.empty(16384, dtype=np.uint8)

@@ -1,8 +1,8 @@
 """Four processes share one folder of files, and two of them are killed.
 
 The capacity is kept within the bound that ``shared_folder`` states, no record is lost or wrong, and
-unfinished files of the dead are removed. ``KVTIERS_SHARED_SEEDS=50`` runs more seeds than the
-suite.
+unfinished files of the killed processes are removed. ``KVTIERS_SHARED_SEEDS=50`` runs more seeds
+than the suite.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ SMALL_FILES_BYTES = 64 << 10
 
 @pytest.fixture(autouse=True)
 def _faults_are_taken_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Undo after the test what ``plant`` changes in this process."""
+    """After the test, undo what ``plant`` changes in this process."""
     for name in ("no-cap", "no-sweep"):
         owner, attribute, _instead = shared_world.FAULTS[name]
         monkeypatch.setattr(owner, attribute, getattr(owner, attribute))
@@ -45,7 +45,7 @@ def unfinished(folder: Path) -> list[str]:
 
 
 def run_world(folder: Path, capacity: int, count: int, seed: int, fault: str = "none") -> None:
-    """Two are killed: one at a random moment, one in the middle of writing a file."""
+    """Two processes are killed: one at a random moment, one in the middle of writing a file."""
     shared_world.plant(fault)
     rng = random.Random(seed)
     arguments = (capacity, SIZE)
@@ -91,12 +91,12 @@ async def check(folder: Path, capacity: int, by_child: list[list[int]]) -> None:
 
 
 @pytest.mark.parametrize("seed", SEEDS)
-def test_nothing_is_lost_where_there_is_room(tmp_path: Path, seed: int) -> None:
+def test_nothing_is_lost_while_there_is_space(tmp_path: Path, seed: int) -> None:
     run_world(tmp_path / "tier", ROOMY, 60, seed)
 
 
 @pytest.mark.parametrize("seed", SEEDS)
-def test_the_cap_holds_where_there_is_none(tmp_path: Path, seed: int) -> None:
+def test_the_cap_is_kept_when_space_runs_out(tmp_path: Path, seed: int) -> None:
     run_world(tmp_path / "tier", TIGHT, 120, 1000 + seed)
 
 
@@ -104,7 +104,7 @@ def test_the_cap_holds_where_there_is_none(tmp_path: Path, seed: int) -> None:
     ("fault", "seen", "capacity", "count"),
     [("no-cap", "bytes, seed", TIGHT, 90), ("no-sweep", "files of the dead", ROOMY, 24)],
 )
-def test_a_planted_fault_is_seen(
+def test_a_planted_fault_is_detected(
     tmp_path: Path, fault: str, seen: str, capacity: int, count: int
 ) -> None:
     with pytest.raises(AssertionError, match=seen):

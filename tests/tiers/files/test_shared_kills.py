@@ -1,5 +1,5 @@
 """A process that shares a folder of files is killed before each of its steps on the file system.
-The others find complete records or none, and nothing of the dead process stays."""
+The others find complete records or none, and nothing of the killed process remains."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def store(shared: SharedFolder, keys: list[Key], size: int = SIZE) -> list[Write
 
 
 def fetch(shared: SharedFolder, key: Key, size: int = SIZE) -> ReadOutcome:
-    """Raise ``AssertionError`` for other bytes than those of the key."""
+    """Raise ``AssertionError`` for bytes that do not belong to the key."""
     into = aligned(size)
     outcome = shared.fetch(key, shared.epoch, into)
     assert outcome is not ReadOutcome.OK or np.array_equal(into, payload_of(key, size))
@@ -71,7 +71,7 @@ def gets_other_weights(shared: SharedFolder, say: Callable[[str], None]) -> None
 
 def until_killed(life: Callable[[Callable[[str], None]], None], step: int) -> tuple[bool, str]:
     """Run this in a separate process, killed before its step of this number. Returns True if it was
-    killed, and its output by then."""
+    killed, and its output until then."""
     reading, writing = os.pipe()
     child = os.fork()
     if not child:
@@ -106,7 +106,7 @@ def until_killed(life: Callable[[Callable[[str], None]], None], step: int) -> tu
 
 def nothing_of_the_dead_is_left(folder: Path, shared: SharedFolder) -> None:
     """Two things are kept for an hour: an epoch that no engine claims any more, and the file of an
-    engine that had not announced anything yet."""
+    engine that had not announced itself yet."""
     for path in folder.glob("epoch-[1-9]*"):
         os.utime(path, (1, 1))
     shared.scan()
@@ -162,7 +162,7 @@ def makes_a_folder(folder: Path, _say: Callable[[str], None]) -> None:
     store(opened(folder), KEPT[:1])
 
 
-def test_killed_before_each_step_of_making_a_folder(tmp_path: Path) -> None:
+def test_killed_before_each_step_of_creating_a_folder(tmp_path: Path) -> None:
     step, was_killed = 0, True
     while was_killed:
         step += 1

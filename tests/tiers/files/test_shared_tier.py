@@ -1,4 +1,4 @@
-"""The file tier that engines share keeps the contract of such tiers."""
+"""The file tier that engines share fulfils the contract of shared tiers."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ async def engines(folder: Path, count: int = 2) -> AsyncIterator[list[SharedFile
             await tier.aclose()
 
 
-async def test_what_one_stored_the_other_reads(tmp_path: Path) -> None:
+async def test_engines_read_each_others_records(tmp_path: Path) -> None:
     keys = [key_of(n) for n in range(6)]
     async with engines(tmp_path / "tier") as (one, two):
         assert await put(one, keys[:4], SIZE) == [OK] * 4
@@ -61,8 +61,8 @@ async def test_what_one_stored_the_other_reads(tmp_path: Path) -> None:
         await assert_misses(one, keys[:1], SIZE)
 
 
-async def test_many_engines_leave_room_for_records(tmp_path: Path) -> None:
-    """A hundred of another machine: what each may write unseen becomes less."""
+async def test_many_engines_leave_space_for_records(tmp_path: Path) -> None:
+    """With a hundred engines of another machine, each may write less between two scans."""
     folder = tmp_path / "tier"
     async with engines(folder, 1) as (one,):
         for number in range(100):
@@ -72,7 +72,7 @@ async def test_many_engines_leave_room_for_records(tmp_path: Path) -> None:
         await assert_holds(one, keys, 100)
 
 
-async def test_a_reset_by_one_forgets_for_all_and_parts_them(tmp_path: Path) -> None:
+async def test_a_reset_by_one_engine_forgets_for_all_and_separates_them(tmp_path: Path) -> None:
     old, new = [key_of(1), key_of(2)], [key_of(3)]
     async with engines(tmp_path / "tier", 3) as (one, two, three):
         await put(two, old, SIZE)
@@ -99,8 +99,8 @@ async def test_a_damaged_file_is_removed_for_all(tmp_path: Path) -> None:
         await assert_holds(two, [key_of(1)], SIZE)
 
 
-async def test_what_engines_of_other_machines_left_goes_when_it_is_old(tmp_path: Path) -> None:
-    """They are judged by the clock of the file server only: their pids mean nothing here."""
+async def test_files_left_by_engines_of_other_machines_are_removed_when_old(tmp_path: Path) -> None:
+    """Only the clock of the file server counts for them: their pids have no meaning here."""
     folder = tmp_path / "tier"
     silent, busy = f"{'0' * 12}-1-1-{'a' * 8}", f"{'1' * 12}-1-1-{'b' * 8}"
     async with engines(folder, 1):
@@ -124,7 +124,7 @@ async def test_what_engines_of_other_machines_left_goes_when_it_is_old(tmp_path:
         assert present[busy, 7200].exists(), "its engine lives"
 
 
-async def test_a_question_that_hangs_holds_up_nobody_else(
+async def test_a_query_that_hangs_delays_no_other(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     gate = threading.Event()
@@ -153,7 +153,7 @@ async def test_a_question_that_hangs_holds_up_nobody_else(
 async def test_reads_do_not_wait_for_a_scan(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of a million files on a slow server it takes minutes, and all who store wait for it."""
+    """With a million files on a slow server a scan takes minutes, and all writers wait for it."""
     gate, reached = threading.Event(), threading.Event()
     tier = SharedFileTier(tmp_path / "tier", 4 << 20, depth=2)
     await tier.open()
@@ -197,7 +197,7 @@ async def test_a_reset_that_failed_can_be_repeated(
 
 
 @pytest.mark.parametrize("at", ["announce", "rename", "fsync"])
-async def test_a_reset_that_is_repeated_takes_the_old_records_from_the_others(
+async def test_a_repeated_reset_removes_the_old_records_for_the_others(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, at: str
 ) -> None:
     async with engines(tmp_path / "tier") as (one, two):
@@ -219,7 +219,7 @@ async def test_a_reset_that_is_repeated_takes_the_old_records_from_the_others(
 
 
 class WatchedLock:
-    """Counts who has come to the lock, whether or not they have it."""
+    """Counts the threads that have come to the lock, whether or not they hold it."""
 
     def __init__(self) -> None:
         self.came = threading.Semaphore(0)
@@ -233,7 +233,7 @@ class WatchedLock:
         self._lock.release()
 
 
-async def test_two_resets_at_once_are_both_done(
+async def test_two_concurrent_resets_both_succeed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     gate, reached, real = threading.Event(), threading.Event(), SharedFolder._retire
@@ -262,10 +262,10 @@ async def test_two_resets_at_once_are_both_done(
         await assert_holds(one, [key_of(0)], SIZE)
 
 
-async def test_writes_under_way_at_a_reset_are_read_by_nobody(
+async def test_writes_under_way_at_a_reset_are_never_read(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Some wait for a thread, some are just written, and the others store meanwhile."""
+    """Some wait for a thread, some have just been written, and other engines store meanwhile."""
     gate, reached = threading.Event(), threading.Event()
     real = record_files._write_all
 
@@ -283,7 +283,7 @@ async def test_writes_under_way_at_a_reset_are_read_by_nobody(
             assert await asyncio.to_thread(reached.wait, PATIENCE_S)
             await one.reset(1)
             patched.setattr(record_files, "_write_all", real)
-            assert await put(two, [key_of(99)], SIZE) == [OK]  # the common folder is there again
+            assert await put(two, [key_of(99)], SIZE) == [OK]  # the common folder exists again
             gate.set()
             assert await writing == [WriteOutcome.FAILED] * 60
         assert await two.present(keys) == [False] * 60
@@ -321,10 +321,10 @@ async def test_the_capacity_of_the_first_engine_counts_for_all(
 
 
 @pytest.mark.parametrize("what", ["announced", "touched", "process"])
-async def test_an_engine_that_cannot_be_looked_at_now_keeps_its_epoch(
+async def test_an_engine_that_cannot_be_checked_now_keeps_its_epoch(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, what: str
 ) -> None:
-    """Its records would be gone for good, for an error that passes."""
+    """Otherwise a temporary error would lose its records permanently."""
     folder = tmp_path / "tier"
     async with engines(folder) as (one, two):
         await one.reset(1)
@@ -365,7 +365,7 @@ def _fails(*_arguments: object, **_options: object) -> None:
     raise OSError(errno.EIO, "planted")
 
 
-async def test_one_that_does_not_share_is_kept_out_and_the_other_way_round(tmp_path: Path) -> None:
+async def test_exclusive_and_shared_tiers_exclude_each_other(tmp_path: Path) -> None:
     folder = tmp_path / "tier"
     alone, shared = FileTier(folder, 1 << 20), SharedFileTier(folder, 1 << 20)
     await alone.open()
@@ -380,7 +380,7 @@ async def test_one_that_does_not_share_is_kept_out_and_the_other_way_round(tmp_p
     await shared.aclose()
 
 
-async def test_records_of_changed_weights_are_not_taken_over(tmp_path: Path) -> None:
+async def test_records_of_changed_weights_are_not_adopted(tmp_path: Path) -> None:
     alone = FileTier(tmp_path / "tier", 1 << 20)
     await alone.open()
     await alone.reset(1)
@@ -390,7 +390,7 @@ async def test_records_of_changed_weights_are_not_taken_over(tmp_path: Path) -> 
         await SharedFileTier(tmp_path / "tier", 1 << 20).open()
 
 
-def test_a_pid_that_was_given_out_anew_is_another_process(tmp_path: Path) -> None:
+def test_a_reused_pid_is_another_process(tmp_path: Path) -> None:
     fd = os.open(tmp_path, os.O_RDONLY)
     living = LiveEngines(fd, engine_name())
     living.announce(0)

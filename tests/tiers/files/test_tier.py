@@ -1,4 +1,4 @@
-"""The file tier keeps the contract; temporary, foreign and damaged files are never served."""
+"""The file tier fulfils the contract; temporary, foreign and damaged files are never served."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ async def reopened(folder: Path, **options: int) -> FileTier:
 
 
 async def filled(folder: Path) -> Path:
-    """The folder of the records of a closed tier that holds ``KEYS``."""
+    """The folder of a closed tier's records, which contains ``KEYS``."""
     tier = await reopened(folder)
     assert await put(tier, KEYS, SIZE) == [WriteOutcome.OK] * 6
     await tier.aclose()
@@ -74,7 +74,7 @@ async def test_without_the_check_damage_would_be_served(
     await tier.aclose()
 
 
-async def test_what_is_no_whole_record_is_removed_at_open(tmp_path: Path) -> None:
+async def test_incomplete_records_are_removed_at_open(tmp_path: Path) -> None:
     records = await filled(tmp_path / "tier")
     os.truncate(records / record_name(KEYS[0]), 5000)
     os.rename(records / record_name(KEYS[1]), records / record_name(KEYS[0] + b"x"))
@@ -91,7 +91,7 @@ async def test_what_is_no_whole_record_is_removed_at_open(tmp_path: Path) -> Non
 
 
 async def test_a_lost_epoch_file_forgets_everything(tmp_path: Path) -> None:
-    """The epoch is unknown, so nothing may be served."""
+    """The epoch is unknown then, so nothing may be served."""
     await filled(tmp_path / "tier")
     for damage in (lambda path: path.write_text("x"), lambda path: path.unlink()):
         damage(tmp_path / "tier" / "epoch")
@@ -108,7 +108,7 @@ async def test_another_rank_sees_nothing(tmp_path: Path) -> None:
     await tier.aclose()
 
 
-async def test_one_owner(tmp_path: Path) -> None:
+async def test_a_folder_has_one_owner(tmp_path: Path) -> None:
     tier = await reopened(tmp_path / "tier")
     with pytest.raises(TierIoError, match=f"process {os.getpid()}"):
         await FileTier(tmp_path / "tier", 1 << 20).open()

@@ -1,4 +1,5 @@
-"""A file tier whose mount hangs, is removed or exchanged: the loop turns, no wrong byte is read."""
+"""A file tier whose mount hangs, is removed or exchanged: the loop keeps running, and no wrong byte
+is read."""
 
 from __future__ import annotations
 
@@ -31,8 +32,8 @@ GONE = r"removed or exchanged|cannot be read"
 
 
 class Gate:
-    """A system call that hangs while the gate is shut. ``held`` is set when one does. The thread
-    that makes the gate must never come here."""
+    """A system call that hangs while the gate is shut. ``held`` is set when a call hangs. The
+    thread that creates the gate must never make such a call."""
 
     def __init__(self, call: Any) -> None:
         self._call = call
@@ -64,7 +65,7 @@ OPERATIONS: dict[str, tuple[str, Callable[[Tier], Awaitable[object]]]] = {
 async def test_a_mount_that_hangs_does_not_stop_the_loop(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
-    """Everything that touches the disk happens in threads: the loop turns, here as the test."""
+    """All disk accesses run in threads: the loop keeps running, here as part of the test."""
     call, operation = OPERATIONS[name]
     records = await filled(tmp_path / "tier")
     if name == "drop":
@@ -81,7 +82,7 @@ async def test_a_mount_that_hangs_does_not_stop_the_loop(
         gate.open()
         await running
         await closing
-    other = await reopened(tmp_path / "tier")  # the lock was given back
+    other = await reopened(tmp_path / "tier")  # the lock was released
     await other.aclose()
 
 
@@ -116,7 +117,7 @@ def test_the_process_ends_while_the_mount_hangs(tmp_path: Path) -> None:
     assert done.stdout == "ends\n", done.stderr
 
 
-async def test_closing_goes_on_when_nobody_waits_for_it(
+async def test_closing_continues_when_no_caller_waits(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     await filled(tmp_path / "tier")
@@ -156,10 +157,10 @@ def exchanged(path: Path) -> None:
 
 @pytest.mark.parametrize("happens", [removed, emptied, without_records, exchanged])
 @pytest.mark.parametrize("first", ["write", "read"])
-async def test_a_folder_that_is_gone_is_opened_again(
+async def test_a_missing_folder_is_reopened(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, happens: Callable[[Path], None], first: str
 ) -> None:
-    """And nothing of another disk's is given out, not even before the tier has noticed."""
+    """No record of another disk is returned, even before the tier has noticed the exchange."""
     monkeypatch.setattr(reopening, "RETRY_S", 0.0)
     path, losses = tmp_path / "tier", []
     other = await reopened(tmp_path / "other")
@@ -173,7 +174,8 @@ async def test_a_folder_that_is_gone_is_opened_again(
     await put(tier, KEYS[:3], SIZE)
     happens(path)
     if first == "read" and happens is exchanged:
-        await assert_holds(tier, KEYS[:3], SIZE)  # of the disk that was taken out: still ours
+        # from the disk that was removed: still this tier's records
+        await assert_holds(tier, KEYS[:3], SIZE)
     elif first == "read":
         with pytest.raises(TierIoError, match=GONE):
             await fetch(tier, KEYS[0], SIZE)
@@ -189,7 +191,7 @@ async def test_a_folder_that_is_gone_is_opened_again(
 
 
 async def test_a_later_epoch_never_begins_with_records(tmp_path: Path) -> None:
-    """A folder with its name may lie there already."""
+    """A folder with the epoch's name may already exist there."""
     records = await filled(tmp_path / "tier")
     tier = await reopened(tmp_path / "tier")
     shutil.copytree(records, records.with_name("epoch-1"))
@@ -201,7 +203,7 @@ async def test_a_later_epoch_never_begins_with_records(tmp_path: Path) -> None:
 async def test_a_record_that_is_being_removed_can_be_written_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The removal must not hit what was written after it."""
+    """The removal must not affect a record that was written after it."""
     records = await filled(tmp_path / "tier")
     flip(records / record_name(KEYS[0]))
     tier = await reopened(tmp_path / "tier")

@@ -1,5 +1,5 @@
-"""Opening and closing a tier, cancelled at every moment, several times over, and by a loop that
-ends: nothing is left open, and a cancelled closing can be repeated."""
+"""Opening and closing a tier, cancelled at every moment, several times, and by a loop that ends:
+nothing is left open, and a cancelled close can be repeated."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from tiers.testing import key_of, put
 
 
 class Listed(Source):
-    """A source of others with nothing in it."""
+    """An empty source of other engines' records."""
 
     def keys(self) -> list[Any]:
         return []
@@ -66,7 +66,8 @@ async def turns(count: int) -> None:
 
 
 async def rest(before: object) -> None:
-    """Wait until as much is held as before; what was cancelled may have left that to a thread."""
+    """Wait until the tier holds as much as before; a cancelled call may have left that to a
+    thread."""
     deadline = time.monotonic() + PATIENCE_S
     while (held(), Source.opened) != before:
         assert time.monotonic() < deadline, (held(), Source.opened)
@@ -74,7 +75,7 @@ async def rest(before: object) -> None:
 
 
 async def free(kind: str, path: Path) -> None:
-    """Another tier can be opened at the same place."""
+    """Assert that another tier can be opened at the same place."""
     tier = ALL[kind](path)
     await tier.open()
     await tier.aclose()
@@ -103,10 +104,10 @@ async def test_a_cancelled_opening_leaves_nothing_open(
 
 @pytest.mark.parametrize("kind", ALL)
 @pytest.mark.parametrize(("by", "times"), [("caller", 1), ("caller", 3), ("loop", 3)])
-async def test_a_cancelled_closing_is_said_and_can_be_repeated(
+async def test_a_cancelled_close_raises_and_can_be_repeated(
     tmp_path: Path, kind: str, by: str, times: int
 ) -> None:
-    """A loop that ends cancels all tasks, also those that a tier has made for itself."""
+    """A loop that ends cancels all tasks, including those that a tier has created for itself."""
     before = held(), Source.opened
     for moment in MOMENTS[1:]:
         tier = ALL[kind](tmp_path)

@@ -15,7 +15,7 @@ from tiers.folders.folder import FolderError, OwnerLock, file_system_of, prepare
 IS_ROOT = os.geteuid() == 0
 
 
-def test_what_is_created_is_private(tmp_path: Path) -> None:
+def test_created_files_are_private(tmp_path: Path) -> None:
     prepare(tmp_path / "a" / "b")
     assert stat.S_IMODE((tmp_path / "a" / "b").stat().st_mode) == 0o700
 
@@ -28,7 +28,7 @@ def test_a_symbolic_link_is_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.skipif(not IS_ROOT, reason="only root can give links away")
-def test_a_path_through_somebody_elses_link_is_refused(tmp_path: Path) -> None:
+def test_a_path_through_another_users_link_is_refused(tmp_path: Path) -> None:
     (tmp_path / "real" / "tier").mkdir(parents=True)
     (tmp_path / "link").symlink_to(tmp_path / "real")
     prepare(tmp_path / "link" / "tier")
@@ -37,7 +37,7 @@ def test_a_path_through_somebody_elses_link_is_refused(tmp_path: Path) -> None:
         prepare(tmp_path / "link" / "tier")
 
 
-def test_a_file_is_no_folder(tmp_path: Path) -> None:
+def test_a_file_is_not_a_folder(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("x")
     with pytest.raises(FolderError):
         prepare(tmp_path / "file")
@@ -53,7 +53,7 @@ def test_a_folder_that_others_can_write_is_refused(tmp_path: Path, mode: int) ->
 
 
 @pytest.mark.skipif(not IS_ROOT, reason="only root can give folders away")
-def test_a_folder_of_somebody_else_is_refused(tmp_path: Path) -> None:
+def test_another_users_folder_is_refused(tmp_path: Path) -> None:
     (tmp_path / "theirs").mkdir(mode=0o700)
     os.chown(tmp_path / "theirs", 12345, 12345)
     with pytest.raises(FolderError, match="12345"):
@@ -99,7 +99,7 @@ def test_a_network_file_system_is_refused(tmp_path: Path, monkeypatch: pytest.Mo
         prepare(tmp_path / "tier", allow_network=True)
 
 
-def test_a_second_owner_hears_the_pid_of_the_first(tmp_path: Path) -> None:
+def test_a_second_owner_gets_the_pid_of_the_first(tmp_path: Path) -> None:
     code = "import sys; from pathlib import Path; from tiers.folders.folder import OwnerLock\n"
     code += "lock = OwnerLock(Path(sys.argv[1])); print('held', flush=True); sys.stdin.read()"
     owner = subprocess.Popen(
@@ -116,7 +116,7 @@ def test_a_second_owner_hears_the_pid_of_the_first(tmp_path: Path) -> None:
     OwnerLock(tmp_path).release()
 
 
-def test_a_lock_is_let_go_once(tmp_path: Path) -> None:
+def test_a_lock_is_released_once(tmp_path: Path) -> None:
     lock = OwnerLock(tmp_path)
     with pytest.raises(FolderError, match=f"process {os.getpid()}"):
         OwnerLock(tmp_path)

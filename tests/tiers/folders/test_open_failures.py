@@ -1,4 +1,4 @@
-"""A process that may have no more threads: opening a tier fails then, and leaves nothing behind."""
+"""A process that cannot create more threads: opening a tier fails, and leaves nothing behind."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ MAKERS: dict[str, Callable[[Path], Tier]] = {
 
 
 class Scarce:
-    """``threading.Thread.start`` as it is where the process may have ``left`` threads more."""
+    """``threading.Thread.start`` in a process that can create only ``left`` more threads."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.left = 0
@@ -56,14 +56,14 @@ def held() -> tuple[set[str], int]:
     """Threads of tiers, and open files."""
     threads = {thread for thread in threading.enumerate() if thread.name.startswith("tier-")}
     for thread in list(threads):
-        if re.match("tier-[_A-Z]", thread.name):  # for one function, which has returned
+        if re.match("tier-[_A-Z]", thread.name):  # used by one function, which has returned
             thread.join()
             threads.discard(thread)
     return {thread.name for thread in threads}, len(os.listdir("/proc/self/fd"))
 
 
 @pytest.mark.parametrize("kind", MAKERS)
-async def test_nothing_is_left_of_a_tier_that_got_no_threads(
+async def test_a_tier_without_threads_leaves_nothing_behind(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
 ) -> None:
     tier = MAKERS[kind](tmp_path / "tier")
@@ -88,10 +88,10 @@ async def test_nothing_is_left_of_a_tier_that_got_no_threads(
     await tier.aclose()
 
 
-async def test_a_tier_that_got_no_threads_is_opened_again_later(
+async def test_a_tier_without_threads_can_be_reopened_later(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """One that failed, and whose opening fails once more for another reason than its disk."""
+    """Its medium failed, and then opening it fails once more, for a reason other than the disk."""
     monkeypatch.setattr(reopening, "RETRY_S", 0.0)
     async with opened(tmp_path) as disk:
         disk.unplug()
@@ -112,7 +112,7 @@ async def test_a_tier_that_got_no_threads_is_opened_again_later(
 
 
 class Source:
-    """A store of others, or a client of one, that only counts how often it is open."""
+    """A store of other engines, or a client of a store, that only counts how often it is open."""
 
     def __init__(self, *_settings: object) -> None:
         Source.opened += 1
@@ -120,7 +120,7 @@ class Source:
     opened = 0
 
     def look(self) -> None:
-        """Nobody is there."""
+        """Connects to nothing."""
 
     def close(self) -> None:
         Source.opened -= 1
@@ -128,7 +128,7 @@ class Source:
 
 @pytest.mark.parametrize("kind", ["remote", "mooncake"])
 async def test_the_client_of_a_store_is_closed(monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
-    """Of tiers over the stores of others it is the client that must not be left open."""
+    """For tiers over other engines' stores, it is the client that must not stay open."""
     monkeypatch.setattr(mooncake_tier, "MooncakeClient", Source)
     before = held()
     threads = Scarce(monkeypatch)
@@ -170,10 +170,11 @@ async def test_an_index_that_cannot_be_read_once_it_is_open(
 
 @pytest.mark.parametrize("kind", ["lmdb", "shared lmdb"])
 @pytest.mark.parametrize("is_new", [True, False])
-async def test_an_index_that_the_disk_has_no_room_for(
+async def test_an_index_that_does_not_fit_on_the_disk(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str, is_new: bool
 ) -> None:
-    """The disk fills up while the index is being allocated, and keeps what it gave until then."""
+    """The disk fills up while the index is being allocated, and keeps the blocks allocated until
+    then."""
     path = tmp_path / "tier"
     if not is_new:
         tier = MAKERS[kind](path)

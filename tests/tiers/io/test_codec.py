@@ -40,7 +40,7 @@ def new_key() -> str:
 
 
 def bfloat16_like(count: int) -> Buffer:
-    """Normal numbers cut to 16 bits: what a KV cache looks like."""
+    """Normally distributed numbers cut to 16 bits, which resemble a KV cache."""
     numbers = np.random.default_rng(3).normal(size=count).astype(np.float32)
     data = aligned(2 * count)
     data[:] = (numbers.view(np.uint32) >> 16).astype(np.uint16).view(np.uint8)
@@ -68,7 +68,7 @@ def in_room(codec: Codec, stored: Buffer, payload_bytes: int) -> Buffer:
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("length", [2, 3, 4096, 50_001, 200_000])
-def test_there_and_back(tmp_path: Path, kind: str, length: int) -> None:
+def test_encoded_payloads_decode_to_the_same_bytes(tmp_path: Path, kind: str, length: int) -> None:
     codec = codecs(tmp_path / "keys")[kind]
     payload = bfloat16_like(length // 2 + 1)[:length]
     header, stored = codec.encode(KEY, 3, payload, np.zeros(codec.scratch_bytes(length), np.uint8))
@@ -88,7 +88,7 @@ def test_there_and_back(tmp_path: Path, kind: str, length: int) -> None:
 
 
 @pytest.mark.parametrize("kind", ["compressed", "encrypted", "both"])
-def test_every_damage_is_caught(tmp_path: Path, kind: str) -> None:
+def test_every_damage_is_detected(tmp_path: Path, kind: str) -> None:
     codec = codecs(tmp_path / "keys")[kind]
     payload = bfloat16_like(5_000)
     size = payload.nbytes
@@ -99,7 +99,7 @@ def test_every_damage_is_caught(tmp_path: Path, kind: str) -> None:
         scratch = in_room(codec, stored, size)
         scratch[rng.integers(stored.nbytes)] ^= 1 << rng.integers(8)
         same = codec.decode(header, KEY, 3, scratch, into)
-        # A frame of zstd has bits that mean nothing; then the payload must be whole.
+        # A zstd frame has bits without meaning; if only those differ, the payload must be intact.
         assert not same or (kind == "compressed" and np.array_equal(into, payload))
     for bit in range(8 * len(header)):
         raw = bytearray(header)
@@ -119,7 +119,7 @@ def test_nonces_never_repeat_and_namespaces_do_not_share_keys(tmp_path: Path) ->
     assert len(nonces) == 1000
 
 
-def test_compression_stops_where_it_does_not_pay_and_tries_again() -> None:
+def test_compression_pauses_when_it_does_not_pay_and_tries_again() -> None:
     planes = BytePlanes()
     noise = np.random.default_rng(1).integers(0, 256, 8192, np.uint8)
     good = bfloat16_like(65_536)
@@ -145,7 +145,7 @@ def tier_at(folder: Path, **options: object) -> LmdbTier:
 
 
 async def test_rotation_and_wrong_keys(tmp_path: Path) -> None:
-    """The old key still reads, a lost one is a miss, and so is no key at all."""
+    """The old key still reads; without the right key, or without any key, a record is a miss."""
     old, new = new_key(), new_key()
     keys = [key_of(n) for n in range(6)]
     tier = tier_at(tmp_path, key_file=key_file(tmp_path / "keys", old))

@@ -43,14 +43,15 @@ def test_allocations_are_disjoint_and_nothing_is_lost(
         )
 
 
-def test_records_written_together_lie_together() -> None:
+def test_records_written_together_are_adjacent() -> None:
     space = ExtentMap(100, gaps(100, []))
     allocations = [space.allocate(4) for _ in range(10)]
     assert allocations == [(Extent(4 * n, 4),) for n in range(10)]
 
 
 def test_eviction_by_age_keeps_whole_runs() -> None:
-    """Churn at 90 % full: no place is ever cut in pieces, because ages lie in order."""
+    """Under churn at 90 % full, no allocation is ever split, because records are stored in order of
+    age."""
     space = ExtentMap(1000, gaps(1000, []))
     live: list[Extents] = []
     for _ in range(5000):
@@ -62,32 +63,32 @@ def test_eviction_by_age_keeps_whole_runs() -> None:
         live.append(extents)
 
 
-def test_a_record_is_cut_only_when_no_run_is_long_enough() -> None:
+def test_a_record_is_split_only_when_no_free_extent_is_long_enough() -> None:
     space = ExtentMap(10, [Extent(0, 3), Extent(5, 3)])
     assert space.allocate(5) == (Extent(0, 3), Extent(5, 2))
     assert space.allocate(2) is None
     assert space.free_pages == 1
 
 
-def test_too_many_pieces_are_refused_whole() -> None:
+def test_too_many_pieces_are_refused_completely() -> None:
     space = ExtentMap(1000, [Extent(2 * n, 1) for n in range(EXTENTS_PER_RECORD_MAX + 1)])
     assert space.allocate(EXTENTS_PER_RECORD_MAX + 1) is None
     assert space.free_pages == EXTENTS_PER_RECORD_MAX + 1
 
 
-def test_growing_joins_the_free_end() -> None:
+def test_growing_merges_with_the_free_end() -> None:
     space = ExtentMap(10, gaps(10, [Extent(0, 8)]))
     space.extend(5)
     assert space.free_extents() == [Extent(8, 7)]
 
 
 @pytest.mark.parametrize("used", [[Extent(0, 4), Extent(3, 2)], [Extent(8, 3)]])
-def test_impossible_use_is_refused(used: list[Extent]) -> None:
+def test_invalid_calls_are_refused(used: list[Extent]) -> None:
     with pytest.raises(ValueError, match="overlap"):
         gaps(10, used)
 
 
-def test_a_place_is_free_only_after_commit_and_last_read() -> None:
+def test_an_extent_is_free_only_after_commit_and_last_read() -> None:
     allocations = Allocations(5, [Extent(1, 4)])
     extents = allocations.allocate(4)
     assert extents is not None
@@ -123,7 +124,7 @@ def test_clearing_frees_all_but_reads_and_writes_under_way() -> None:
     allocations.check([being_written])
 
 
-def test_what_a_shorter_record_leaves_is_free() -> None:
+def test_the_rest_left_by_a_shorter_record_is_free() -> None:
     allocations = Allocations(11, [Extent(1, 10)])
     extents = allocations.allocate(6)
     assert extents is not None

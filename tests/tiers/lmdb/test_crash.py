@@ -36,9 +36,9 @@ SIZE = 150_000
 CAPACITY = 24 << 20
 KNOWN_FILES = {"data.mdb", "lock.mdb", "owner.lock", "payload.data"}
 STORED_MAX = 120
-"""Records that a child has stored, at most, when it is killed."""
+"""Maximum number of records that a child has stored when it is killed."""
 BATCH = 6
-"""Records that the child has in flight at once."""
+"""Number of records that the child has in flight at once."""
 CHILD = Path(__file__).with_name("crash_child.py")
 
 
@@ -72,13 +72,13 @@ class Expected:
 
     @property
     def in_flight(self) -> set[int]:
-        """Records that may be stored although the child has not said so."""
+        """Records that may be stored although the child has not reported them."""
         return set(range(self.next_number, self.next_number + BATCH))
 
 
 @contextmanager
 def running_child(folder: Path, first: int) -> Iterator[subprocess.Popen[bytes]]:
-    """Start a child that has opened its tier; it is killed at the end."""
+    """Start a child that has opened its tier; it is killed when the context ends."""
     command = [sys.executable, str(CHILD), str(folder), str(CAPACITY), str(SIZE), str(first)]
     environment = {**os.environ, "PYTHONPATH": str(CHILD.parents[3])}
     with subprocess.Popen(command, stdout=subprocess.PIPE, env=environment) as child:
@@ -105,7 +105,8 @@ def collect(child: subprocess.Popen[bytes], stored: int) -> bytes:
 
 
 def check_after_crash(folder: Path, expected: Expected) -> set[int]:
-    """Check the files, reopen, and compare with the promises. Returns the numbers present."""
+    """Check the files, reopen, and compare the result with the promises. Returns the numbers
+    present."""
     assert {path.name for path in folder.iterdir()} <= KNOWN_FILES, "stray files"
     assert sum(path.stat().st_size for path in folder.iterdir()) <= CAPACITY + (64 << 10)
     return asyncio.run(compare(folder, expected))
@@ -155,7 +156,7 @@ def test_kill_9_during_writes(tmp_path: Path) -> None:
 
 @pytest.fixture
 def loop_mount(tmp_path: Path) -> Iterator[tuple[Path, Path]]:
-    """A freshly mounted ext4 image: the image and the mount point."""
+    """A freshly formatted ext4 image: the image and its mount point."""
     if os.geteuid() != 0 or not shutil.which("mkfs.ext4"):
         pytest.skip("needs root and mkfs.ext4 to mount an image")
     image, point = tmp_path / "image", tmp_path / "mnt"
@@ -172,7 +173,7 @@ def loop_mount(tmp_path: Path) -> Iterator[tuple[Path, Path]]:
 
 
 def test_power_cuts(loop_mount: tuple[Path, Path], tmp_path: Path) -> None:
-    """A copy of the image under a stopped writer has the state after a power cut."""
+    """A copy of the image under a stopped writer is in the state after a power cut."""
     image, point = loop_mount
     rng = random.Random(SEED)
     expected = Expected()
@@ -198,7 +199,7 @@ def test_power_cuts(loop_mount: tuple[Path, Path], tmp_path: Path) -> None:
 
 
 def test_a_reset_is_durable_at_once(tmp_path: Path) -> None:
-    """Killed right after ``reset`` returned: no earlier record comes back."""
+    """If the process is killed right after ``reset`` returned, no earlier record comes back."""
     code = (
         "import asyncio, os, signal, sys\n"
         "from tiers.lmdb.tier import LmdbTier\n"
@@ -225,7 +226,7 @@ def test_a_reset_is_durable_at_once(tmp_path: Path) -> None:
     asyncio.run(check())
 
 
-async def test_a_start_that_was_killed_before_there_was_an_index_is_no_damage(
+async def test_a_start_killed_before_the_index_existed_is_not_damage(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Either the first start, or one that had moved a damaged index aside."""

@@ -34,7 +34,7 @@ CHILD = Path(__file__).with_name("strace_child.py")
 
 
 class FailingIo(DiskIo):
-    """Fails the nth call, counted over all kinds, with one errno."""
+    """Fails the nth call, counted over all kinds, with one error number."""
 
     def __init__(self, number: int, code: int = errno.EIO) -> None:
         self.calls = 0
@@ -115,7 +115,7 @@ async def test_eio_on_the_nth_call(tmp_path: Path, number: int) -> None:
 def test_eio_on_the_nth_system_call_of_the_index_too(
     tmp_path: Path, call: str, number: int
 ) -> None:
-    """Injected below Python, so that LMDB's own calls fail as well. strace counts per thread."""
+    """Injected below Python, so that LMDB's own calls fail as well; strace counts per thread."""
     if not shutil.which("strace"):
         pytest.skip("needs strace")
     command = ["strace", "-f", "-qq", "-o", str(tmp_path / "trace"), "-e", f"trace={call}"]
@@ -196,9 +196,9 @@ class CountingIo(DiskIo):
                 self._now -= 1
 
 
-async def test_the_device_has_as_many_requests_as_configured_and_no_more(tmp_path: Path) -> None:
+async def test_the_device_gets_exactly_the_configured_number_of_requests(tmp_path: Path) -> None:
     io = CountingIo(expected=3)
-    size = 256 << 10  # a job each
+    size = 256 << 10  # one job each
     tier = LmdbTier(tmp_path / "tier", 16 << 20, reserve_bytes=0, io=io, io_threads=3)
     await tier.open()
     assert await put(tier, KEYS, size) == [WriteOutcome.OK] * len(KEYS)
@@ -228,7 +228,7 @@ class NotedIo(DiskIo):
 async def test_payloads_are_flushed_before_the_index_names_them(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Otherwise a power cut would leave records whose bytes were never there."""
+    """Otherwise a power cut would leave records whose bytes were never written."""
     io = NotedIo()
     tier = LmdbTier(tmp_path / "tier", 8 << 20, reserve_bytes=0, io=io)
     await tier.open()
@@ -250,7 +250,7 @@ async def test_payloads_are_flushed_before_the_index_names_them(
     await tier.aclose()
 
 
-async def test_an_index_that_could_not_be_written_is_not_written_again(
+async def test_an_index_after_a_failed_write_is_not_written_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The effect of the failed transaction on the disk is unknown until the index is opened
@@ -275,8 +275,8 @@ async def test_an_index_that_could_not_be_written_is_not_written_again(
     await tier.aclose()
 
 
-async def test_a_read_that_a_reset_has_overtaken_finds_nothing(tmp_path: Path) -> None:
-    """The bytes that it has read are of the old weights."""
+async def test_a_read_overtaken_by_a_reset_finds_nothing(tmp_path: Path) -> None:
+    """The bytes that it has read belong to the old weights."""
     io = GatedIo()
     tier = LmdbTier(tmp_path / "tier", 4 << 20, reserve_bytes=0, io=io)
     await tier.open()
@@ -300,12 +300,12 @@ def await_commit(tier: LmdbTier, before: int) -> None:
         time.sleep(0.001)
 
 
-async def test_a_write_that_was_committed_when_a_reset_began_is_forgotten(tmp_path: Path) -> None:
-    """The event loop hears of the commit after the reset; the number of the epoch was used
+async def test_a_write_committed_when_a_reset_begins_is_forgotten(tmp_path: Path) -> None:
+    """The event loop is notified of the commit after the reset; the epoch number was used
     before."""
     tier = LmdbTier(tmp_path / "tier", 4 << 20, reserve_bytes=0)
     await tier.open()
-    assert await put(tier, KEYS[1:2], SIZE) == [WriteOutcome.OK]  # the file has room now
+    assert await put(tier, KEYS[1:2], SIZE) == [WriteOutcome.OK]  # the file has space now
     before, commits = tier.epoch, tier.stats()["commits"]
     writing = asyncio.create_task(put(tier, KEYS[:1], SIZE))
     await asyncio.sleep(0)
@@ -320,7 +320,7 @@ async def test_a_write_that_was_committed_when_a_reset_began_is_forgotten(tmp_pa
     await tier.aclose()
 
 
-async def test_a_place_is_not_reused_while_it_is_read(tmp_path: Path) -> None:
+async def test_an_extent_is_not_reused_while_it_is_read(tmp_path: Path) -> None:
     """A slow read of a deleted record gets its own bytes, not those of the next owner."""
     io = GatedIo()
     tier = LmdbTier(tmp_path / "tier", 4 << 20, reserve_bytes=0, io=io)
@@ -346,7 +346,7 @@ async def test_a_place_is_not_reused_while_it_is_read(tmp_path: Path) -> None:
     await tier.aclose()
 
 
-async def test_a_hung_disk_refuses_more_than_its_queue_holds(tmp_path: Path) -> None:
+async def test_a_hung_disk_refuses_writes_beyond_its_queue(tmp_path: Path) -> None:
     io = GatedIo()
     tier = LmdbTier(tmp_path / "tier", 8 << 20, reserve_bytes=0, io=io, queue_records=16)
     await tier.open()
@@ -370,7 +370,9 @@ async def test_a_hung_disk_refuses_more_than_its_queue_holds(tmp_path: Path) -> 
     await tier.aclose()
 
 
-async def test_a_cancelled_read_returns_only_when_nobody_writes_its_buffer(tmp_path: Path) -> None:
+async def test_a_cancelled_read_returns_only_when_its_buffer_is_no_longer_written(
+    tmp_path: Path,
+) -> None:
     io = GatedIo()
     tier = LmdbTier(tmp_path / "tier", 8 << 20, reserve_bytes=0, io=io)
     await tier.open()
@@ -417,7 +419,7 @@ async def test_the_reserve_of_the_file_system_is_respected(tmp_path: Path) -> No
 
 
 class Quota(DiskIo):
-    """A used-up quota: nothing can be allocated, and after that nothing can be written."""
+    """An exhausted quota: nothing can be allocated, and after that nothing can be written."""
 
     def __init__(self) -> None:
         self.used_up: set[str] = set()
@@ -433,7 +435,7 @@ class Quota(DiskIo):
         return super().pwritev(fd, views, offset)
 
 
-async def test_a_quota_that_is_used_up_is_full_and_passes(tmp_path: Path) -> None:
+async def test_an_exhausted_quota_is_full_and_temporary(tmp_path: Path) -> None:
     io = Quota()
     tier = LmdbTier(tmp_path / "tier", 32 << 20, reserve_bytes=0, grow_bytes=1 << 20, io=io)
     await tier.open()

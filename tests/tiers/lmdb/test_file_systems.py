@@ -36,8 +36,8 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
     subprocess.run(["umount", str(point)], check=True)
 
 
-async def test_a_full_disk_is_an_outcome_and_passes(small_disk: Path) -> None:
-    """Others fill the disk: writes are FULL, reads continue, and freed space is used again."""
+async def test_a_full_disk_is_an_outcome_and_temporary(small_disk: Path) -> None:
+    """Other files fill the disk: writes are FULL, reads continue, and freed space is used again."""
     tier = LmdbTier(small_disk / "tier", 32 << 20, reserve_bytes=0, grow_bytes=1 << 20)
     await tier.open()
     assert await put(tier, KEYS, SIZE) == [WriteOutcome.OK] * 12
@@ -56,7 +56,7 @@ async def test_a_full_disk_is_an_outcome_and_passes(small_disk: Path) -> None:
     await tier.aclose()
 
 
-async def test_a_disk_too_small_to_open(small_disk: Path) -> None:
+async def test_a_disk_too_small_for_the_tier(small_disk: Path) -> None:
     with pytest.raises(TierIoError):
         await LmdbTier(small_disk / "tier", 4 << 30, reserve_bytes=0).open()
     tier = LmdbTier(small_disk / "tier", 16 << 20, reserve_bytes=0, grow_bytes=1 << 20)
@@ -98,8 +98,8 @@ async def test_a_read_only_disk_cannot_be_opened(own_disk: Path) -> None:
     await tier.aclose()
 
 
-async def test_a_disk_that_turns_read_only_while_open(own_disk: Path) -> None:
-    """By default ext4 turns read-only after an internal error: reads continue, writes fail."""
+async def test_a_disk_that_becomes_read_only_while_open(own_disk: Path) -> None:
+    """By default ext4 becomes read-only after an internal error: reads continue, writes fail."""
     remount(own_disk, "errors=remount-ro")
     tier = LmdbTier(own_disk / "tier", 16 << 20, reserve_bytes=0)
     await tier.open()

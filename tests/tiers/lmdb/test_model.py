@@ -109,7 +109,7 @@ class TierAgainstDict(RuleBasedStateMachine):
     @invariant()
     def every_page_has_one_owner(self) -> None:
         self.tier.check()
-        # Extents of deleted records are free when that is durable, soon after ``delete``.
+        # Extents of deleted records are free once that is durable, soon after ``delete``.
         used = self.tier.used_bytes // 4096
         assert self.used_pages() <= used <= self.used_pages() + self.leaving_pages
 

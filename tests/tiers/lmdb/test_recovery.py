@@ -1,4 +1,4 @@
-"""How an LMDB tier handles the files it finds: intact, old, foreign, truncated, overwritten."""
+"""How an LMDB tier treats the files that it finds: intact, old, foreign, truncated, overwritten."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from tiers.testing import assert_holds, assert_misses, fetch, key_of, put
 
 SIZE = 12_000
 CAPACITY = 24 << 20
-DAMAGED = int(os.environ.get("KVTIERS_DAMAGED", "1000"))  # of each kind
+DAMAGED = int(os.environ.get("KVTIERS_DAMAGED", "1000"))  # number of records of each kind
 KEYS = [key_of(n) for n in range(30)]
 SEED = 20261121
 
@@ -42,7 +42,7 @@ async def filled(folder: Path, **options: object) -> Path:
 
 
 async def assert_starts_empty(folder: Path, **options: object) -> None:
-    """The tier opens empty, says that it moved files aside, and works."""
+    """The tier opens empty, reports that it moved files aside, and works."""
     tier = tier_at(folder, **options)
     info = await tier.open()
     assert info.record_count == 0
@@ -81,7 +81,7 @@ async def test_a_truncated_index_is_moved_aside(tmp_path: Path, length: int) -> 
 @pytest.mark.parametrize("page", range(2, 8))
 @pytest.mark.parametrize("offset", [0, 16, 2000])
 async def test_random_bytes_inside_the_index(tmp_path: Path, page: int, offset: int) -> None:
-    """Whatever is overwritten: no crash, and never a wrong byte."""
+    """Whatever is overwritten, the tier never crashes and never returns a wrong byte."""
     folder = await filled(tmp_path)
     scribble(folder / "data.mdb", page * 4096 + offset, 2000)
     tier = tier_at(tmp_path)
@@ -100,8 +100,8 @@ async def test_random_bytes_as_index(tmp_path: Path) -> None:
     await assert_starts_empty(tmp_path)
 
 
-async def test_the_walk_is_what_protects_an_index_of_the_right_length(tmp_path: Path) -> None:
-    """Both meta pages are intact, a later page is not: only the walk can tell."""
+async def test_only_the_walk_protects_an_index_of_the_right_length(tmp_path: Path) -> None:
+    """Both meta pages are intact and a later page is not: only the walk can detect that."""
     folder = await filled(tmp_path)
     for page in range(2, 12):
         scribble(folder / "data.mdb", page * 4096, 4096)
@@ -109,8 +109,8 @@ async def test_the_walk_is_what_protects_an_index_of_the_right_length(tmp_path: 
 
 
 @pytest.mark.parametrize("is_empty", [False, True])
-async def test_an_index_that_is_gone_is_damage(tmp_path: Path, is_empty: bool) -> None:
-    """The payload file was written to, so this cannot be a new tier."""
+async def test_a_missing_index_is_damage(tmp_path: Path, is_empty: bool) -> None:
+    """The payload file contains data, so this cannot be a new tier."""
     folder = await filled(tmp_path)
     (folder / "data.mdb").unlink()
     if is_empty:
@@ -231,7 +231,7 @@ async def damaged_outcomes(
     folder: Path, damage: Callable[[Path, int], None], count: int
 ) -> list[ReadOutcome]:
     keys = [key_of(n) for n in range(count)]
-    capacity = max(CAPACITY, 6 * SIZE * count)  # the index has room for so many too
+    capacity = max(CAPACITY, 6 * SIZE * count)  # the index has space for that many records too
     tier = tier_at(folder, capacity)
     await tier.open()
     await put_all(tier, keys)
@@ -252,7 +252,7 @@ async def damaged_outcomes(
 
 
 @pytest.mark.parametrize("damage", DAMAGE)
-async def test_every_damaged_record_is_caught(
+async def test_every_damaged_record_is_detected(
     tmp_path: Path, damage: Callable[[Path, int], None]
 ) -> None:
     outcomes = await damaged_outcomes(tmp_path, damage, DAMAGED)
@@ -263,7 +263,7 @@ async def test_every_damaged_record_is_caught(
 async def test_without_the_check_damage_would_be_served(
     tmp_path: Path, damage: Callable[[Path, int], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Without the verification nothing is caught, so the test above can fail."""
+    """Without verification no damage is detected, so the test above can fail."""
     monkeypatch.setattr(codec, "verify", lambda *_: True)
     outcomes = await damaged_outcomes(tmp_path, damage, 20)
     assert outcomes == [ReadOutcome.OK] * 20
@@ -272,7 +272,7 @@ async def test_without_the_check_damage_would_be_served(
 # -- modes, identity, epochs -------------------------------------------------------------------
 
 
-async def test_strict_refuses_damage_and_touches_nothing(tmp_path: Path) -> None:
+async def test_strict_refuses_damage_and_changes_nothing(tmp_path: Path) -> None:
     folder = await filled(tmp_path)
     cut(folder / "data.mdb", 20000)
     before = (folder / "data.mdb").read_bytes()
@@ -306,7 +306,7 @@ async def test_another_namespace_or_rank_never_sees_the_records(tmp_path: Path) 
     await assert_starts_empty(tmp_path, namespace=bytes(range(16)), rank=1)
 
 
-async def test_a_later_epoch_at_open_forgets_what_came_before(tmp_path: Path) -> None:
+async def test_a_later_epoch_at_open_forgets_earlier_records(tmp_path: Path) -> None:
     await filled(tmp_path)
     tier = tier_at(tmp_path, epoch=7)
     assert (await tier.open()).record_count == 0
@@ -340,7 +340,7 @@ asyncio.run(main())
 
 async def test_two_processes_on_one_folder(tmp_path: Path) -> None:
     command = [sys.executable, "-c", CHILD, str(tmp_path / "tier")]
-    # Blocking on the other process is what this test wants: nothing else runs in this loop.
+    # This test blocks on the other process on purpose: nothing else runs in this loop.
     with subprocess.Popen(  # noqa: ASYNC220  # nothing else runs on this loop
         command, stdin=subprocess.PIPE, stdout=subprocess.PIPE
     ) as owner:

@@ -78,7 +78,7 @@ def told(found: list[Scrubbed]) -> set[bytes]:
 
 
 @pytest.mark.parametrize("options", [{}, {"compress": True}, {"direct_io": False}])
-async def test_a_pass_reads_everything_once_and_drops_what_is_damaged(
+async def test_a_pass_reads_every_record_once_and_drops_damaged_ones(
     tmp_path: Path, options: dict[str, Any]
 ) -> None:
     tier = await filled(tmp_path, **options)
@@ -102,7 +102,7 @@ async def test_a_pass_reads_everything_once_and_drops_what_is_damaged(
     await tier.aclose()
 
 
-async def test_damage_is_gone_for_the_next_start_too(tmp_path: Path) -> None:
+async def test_damage_stays_removed_after_a_restart(tmp_path: Path) -> None:
     tier = await filled(tmp_path)
     damage(tier, tmp_path, 5)
     assert told(await scrubbed(tier)) == {key_of(5)}
@@ -112,7 +112,7 @@ async def test_damage_is_gone_for_the_next_start_too(tmp_path: Path) -> None:
     await tier.aclose()
 
 
-async def test_a_pass_goes_on_where_the_last_server_ended(tmp_path: Path) -> None:
+async def test_a_pass_continues_where_the_last_server_ended(tmp_path: Path) -> None:
     """The next pass begins when its time has come."""
     now = [1e9]
     read = 0
@@ -144,7 +144,7 @@ async def test_a_pass_goes_on_where_the_last_server_ended(tmp_path: Path) -> Non
     [b"", b"x", b"[]", b"{}", b'{"begun": 1, "last": 7}', b'{"begun": "x", "last": ""}',
      b'{"begun": NaN, "last": "' + b"ff" * 600 + b'"}', b'{"begun": 1e99, "last": ""}'],
 )  # fmt: skip
-async def test_a_damaged_mark_costs_a_pass(tmp_path: Path, content: bytes) -> None:
+async def test_a_damaged_position_file_only_repeats_a_pass(tmp_path: Path, content: bytes) -> None:
     (tmp_path / "tier").mkdir(mode=0o700)
     (tmp_path / "tier" / MARK_NAME).write_bytes(content)
     tier = await filled(tmp_path)
@@ -178,7 +178,7 @@ async def test_a_sector_that_cannot_be_read_is_damage(tmp_path: Path) -> None:
     await tier.aclose()
 
 
-async def test_a_medium_that_cannot_be_read_costs_no_record(tmp_path: Path) -> None:
+async def test_a_failing_medium_loses_no_record(tmp_path: Path) -> None:
     io = SickIo()
     tier = await filled(tmp_path, io)
     damage(tier, tmp_path, 1)
@@ -193,7 +193,7 @@ async def test_a_medium_that_cannot_be_read_costs_no_record(tmp_path: Path) -> N
     await tier.aclose()
 
 
-async def test_a_bit_that_is_wrong_in_memory_once_is_no_damage(
+async def test_a_single_wrong_read_is_not_damage(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A record that reads correctly the second time is kept."""
@@ -223,7 +223,9 @@ class SlowIo(DiskIo):
 
 
 @pytest.mark.parametrize("happens", ["deleted", "reset", "deleted and written", "cancelled"])
-async def test_what_changes_while_it_is_read_is_no_damage(tmp_path: Path, happens: str) -> None:
+async def test_records_that_change_while_they_are_read_are_not_damage(
+    tmp_path: Path, happens: str
+) -> None:
     """Extents that are being read are not written to, and removed records are not reported."""
     io = SlowIo()
     tier = await filled(tmp_path, io)
@@ -259,7 +261,7 @@ async def test_what_changes_while_it_is_read_is_no_damage(tmp_path: Path, happen
     await tier.aclose()
 
 
-async def test_reads_of_requests_go_on_beside_a_scrub(tmp_path: Path) -> None:
+async def test_requests_read_while_a_scrub_runs(tmp_path: Path) -> None:
     tier = await filled(tmp_path)
     for number in range(0, COUNT, 9):
         damage(tier, tmp_path, number)

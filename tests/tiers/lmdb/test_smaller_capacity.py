@@ -28,7 +28,7 @@ def kind(request: pytest.FixtureRequest) -> Kind:
     return found
 
 
-async def test_a_smaller_capacity_keeps_what_lies_inside(tmp_path: Path, kind: Kind) -> None:
+async def test_a_smaller_capacity_keeps_the_records_that_fit(tmp_path: Path, kind: Kind) -> None:
     tier = kind(tmp_path / "tier", 64 << 20, reserve_bytes=0)
     await tier.open()
     keys = [key_of(n) for n in range(40)]
@@ -48,14 +48,15 @@ async def test_a_smaller_capacity_of_an_index_that_is_full(
     tmp_path: Path, kind: Kind, share: float
 ) -> None:
     """Each page of the index has records to delete, and the map cannot hold copies of all pages.
-    The index keeps its size, and the capacity is kept all the same."""
+    The index keeps its size, and the new capacity is respected all the same."""
     options = LmdbOptions(reserve_bytes=0, record_bytes=4096, grow_bytes=8 << 20)
     tier = kind(tmp_path / "tier", 40 << 20, options=options)
     info = await tier.open()
     keys = [key_of(n) for n in range(info.capacity_bytes // 4096)]
-    random.Random(5).shuffle(keys)  # records that lie together are not neighbours in the index
+    # records that are adjacent on disk are not neighbours in the index
+    random.Random(5).shuffle(keys)
     page = aligned(4096)
-    for start in range(0, len(keys), 4000):  # more than fit the map in one transaction
+    for start in range(0, len(keys), 4000):  # more than one transaction's changes fit into the map
         some = keys[start : start + 4000]
         assert set(await tier.write(some, [page] * len(some))) == {WriteOutcome.OK}
     await tier.aclose()
@@ -98,11 +99,11 @@ def test_a_capacity_too_small_for_anything() -> None:
         payload_capacity_bytes(1 << 20)
 
 
-async def test_what_does_not_fit_the_map_at_once_is_committed_in_halves(
+async def test_changes_that_do_not_fit_the_map_are_committed_in_halves(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A transaction needs copies of all pages that it touches; here one record is always too
-    many."""
+    """A transaction needs copies of all pages that it touches; here one record at a time is already
+    too many."""
     apply = LmdbIndex.apply
     keys = [key_of(number) for number in range(1200)]
 

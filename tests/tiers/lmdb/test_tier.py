@@ -1,4 +1,4 @@
-"""The LMDB tier keeps the contract, and its additional guarantees."""
+"""The LMDB tier fulfils the contract and gives additional guarantees."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class TestLmdbTier(TierContract):
 async def test_a_deletion_shares_the_commit_of_the_next_write(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It does not delay writes that need its space."""
+    """The deletion does not delay writes that need its space."""
     monkeypatch.setattr(commit_thread, "LAZY_S", 60.0)
     tier = LmdbTier(tmp_path / "tier", (2 << 20) + (1 << 20), reserve_bytes=0)
     await tier.open()
@@ -41,9 +41,9 @@ async def test_a_deletion_shares_the_commit_of_the_next_write(
     await tier.aclose()
 
 
-async def test_deletions_from_an_index_without_room(tmp_path: Path) -> None:
-    """Keys that take twice the space reserved for them: a full index takes no more records, but
-    deletes some however many pages that touches."""
+async def test_deletions_from_an_index_without_space(tmp_path: Path) -> None:
+    """The keys take twice the space reserved for them: a full index accepts no more records, but it
+    can delete some, however many pages that touches."""
     rng = random.Random(20261122)
     tier = LmdbTier(tmp_path / "tier", 24 << 20, record_bytes=4096, reserve_bytes=0)
     await tier.open()
@@ -56,7 +56,7 @@ async def test_deletions_from_an_index_without_room(tmp_path: Path) -> None:
     async with asyncio.timeout(PATIENCE_S):
         while tier.used_bytes == used_bytes:
             await asyncio.sleep(0.01)
-            await tier.touch([])  # which raises if the index cannot be written any more
+            await tier.touch([])  # this raises if the index cannot be written any more
     await tier.reset(1)
     assert await tier.write([rng.randbytes(480)], [page]) == [WriteOutcome.OK]
     tier.check()

@@ -1,4 +1,4 @@
-"""Mooncake for tests, where it can be used."""
+"""Mooncake for tests, if it can be used on this machine."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tiers.mooncake.client import MooncakeSettings
 
 
 def skip_without_mooncake() -> None:
-    """Skip the module that says so while it is imported, where Mooncake is missing."""
+    """While it is imported, skip the calling module with the reason if Mooncake cannot be used."""
     if missing := mooncake.why_not():
         pytest.skip(missing, allow_module_level=True)
 
@@ -28,19 +28,21 @@ class Master(mooncake.Master):
         return MooncakeSettings(self.address, self.metadata, segment_bytes, host="127.0.0.1")
 
     def stop(self) -> None:
-        """SIGSTOP: it takes connections and answers nothing, from the return of this on."""
+        """Send SIGSTOP: from the return of this call on, the master accepts connections but does
+        not respond."""
         assert self._process is not None
         self._process.send_signal(signal.SIGSTOP)
         os.waitpid(self._process.pid, os.WUNTRACED)
 
     def resume(self) -> None:
-        """SIGCONT."""
+        """Send SIGCONT."""
         assert self._process is not None
         self._process.send_signal(signal.SIGCONT)
 
 
 class OneClient:
-    """One of many tiers' shares of a store's client: joining and leaving take a second each."""
+    """A store client shared by the tiers of many tests, because joining and leaving take a second
+    each."""
 
     def __init__(self, store: Any) -> None:
         self._store = store
@@ -64,7 +66,7 @@ class OneClient:
 
 @contextmanager
 def one_store(master: Master) -> Iterator[Any]:
-    """A client of the store for ``OneClient``."""
+    """Return the shared client in place of a new one, for ``OneClient``."""
     store = mooncake_client._joined(master.settings())
     try:
         yield store

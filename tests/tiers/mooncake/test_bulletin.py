@@ -1,4 +1,4 @@
-"""Documents on boards of a real Mooncake store: two that post at once, eviction, loss."""
+"""Documents on boards of a real Mooncake store: concurrent posts, eviction, loss."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def contents_of(client: MooncakeClient, board: str) -> list[bytes]:
     return [posted.content for posted in read_boards(client, [board])[0]]
 
 
-def test_what_is_posted_is_there_once(client: MooncakeClient) -> None:
+def test_a_posted_document_exists_once(client: MooncakeClient) -> None:
     assert contents_of(client, "empty") == []
     for _ in range(2):
         assert post(client, "one", b"a")
@@ -56,7 +56,7 @@ def test_what_is_posted_is_there_once(client: MooncakeClient) -> None:
     assert read_boards(client, ["one", "empty", "one"]) == [both, [], both]
 
 
-def test_whom_nobody_has_looked_after_for_a_day_is_not_alive(
+def test_a_document_not_checked_for_a_day_is_not_alive(
     client: MooncakeClient, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def alive() -> list[bool]:
@@ -73,7 +73,7 @@ def test_whom_nobody_has_looked_after_for_a_day_is_not_alive(
     assert alive() == [False, True]
 
 
-def test_a_full_board_takes_no_more(client: MooncakeClient) -> None:
+def test_a_full_board_accepts_no_more(client: MooncakeClient) -> None:
     contents = [b"%d" % number for number in range(SLOTS_PER_BOARD)]
     for content in contents:
         assert post(client, "full", content)
@@ -84,8 +84,9 @@ def test_a_full_board_takes_no_more(client: MooncakeClient) -> None:
 
 
 @pytest.mark.parametrize("number", range(5))
-def test_many_that_post_at_once_are_all_there(client: MooncakeClient, number: int) -> None:
-    """None overwrites another, and none believes that it is there when it is not."""
+def test_many_concurrent_posts_are_all_there(client: MooncakeClient, number: int) -> None:
+    """No post overwrites another, and no author believes that its document is there when it is
+    not."""
     contents = [b"%d" % poster * 3000 for poster in range(8)]
     gate = threading.Barrier(len(contents))
     posted: dict[bytes, bool] = {}
@@ -103,9 +104,9 @@ def test_many_that_post_at_once_are_all_there(client: MooncakeClient, number: in
     assert set(contents_of(client, f"crowd {number}")) == set(contents)
 
 
-async def test_it_outlives_the_stores_eviction(tmp_path: Path) -> None:
-    """Far more records than there is room for: the oldest go, the notice stays. What was asked for
-    is kept for the time of a lease, here none."""
+async def test_a_document_survives_the_stores_eviction(tmp_path: Path) -> None:
+    """Far more records are stored than fit: the oldest are evicted, the notice stays. Requested
+    records are kept for the time of a lease, which is zero here."""
     with Master(tmp_path / "log", "--default_kv_lease_ttl=1") as own:
         tier = MooncakeTier(own.settings(32 << 20), notice=Notice("board", b"document"))
         await tier.open()
@@ -117,14 +118,14 @@ async def test_it_outlives_the_stores_eviction(tmp_path: Path) -> None:
             assert await tier.present([key_of(0)]) == [False], "nothing was evicted"
             place = slots_of("board")[0]
             [found] = client.documents([place])
-            while found == b"":  # the lease has ended while it was read
+            while found == b"":  # the lease has ended while the document was read
                 [found] = client.documents([place])
             assert found == b"document"
         finally:
             await tier.aclose()
 
 
-def test_it_outlives_the_server_in_whose_memory_it_lies(tmp_path: Path) -> None:
+def test_a_document_survives_the_server_that_holds_it(tmp_path: Path) -> None:
     with Master(tmp_path / "log") as own:
         stays = MooncakeClient(own.settings(32 << 20), Identity(), None)
         leaves = MooncakeClient(own.settings(32 << 20), Identity(), None)
@@ -136,7 +137,7 @@ def test_it_outlives_the_server_in_whose_memory_it_lies(tmp_path: Path) -> None:
         stays.close()
 
 
-async def test_what_the_store_has_lost_is_posted_again(
+async def test_a_document_that_the_store_has_lost_is_posted_again(
     client: MooncakeClient, master: Master, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(mooncake_board, "KEEP_S", 0.02)
@@ -162,10 +163,10 @@ async def test_what_the_store_has_lost_is_posted_again(
     assert not [name for name in threads if name.startswith("tier-mooncake-keep")]
 
 
-async def test_no_room_is_said_and_harms_nothing(
+async def test_a_full_store_is_reported_and_does_no_harm(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """A store to which nobody has given memory yet."""
+    """A store to which no engine has contributed memory yet."""
     with Master(tmp_path / "log") as own:
         tier = MooncakeTier(own.settings(0), notice=Notice("board", b"document"))
         await tier.open()

@@ -1,5 +1,5 @@
-"""A master or another engine of a Mooncake store that is there and does not answer: every call
-ends, none says "absent", and what comes late harms nothing."""
+"""A master or another engine of a Mooncake store that exists but does not respond: every call ends,
+none reports "absent", and late data does no harm."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from tiers.testing import key_of
 skip_without_mooncake()
 
 
-def test_a_master_that_hangs_has_failed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_hanging_master_counts_as_failed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MC_RPC_TIMEOUT_MS", "300")
     data = [np.zeros(4096, np.uint8)]
     with Master(tmp_path / "log") as master:
@@ -44,7 +44,7 @@ def test_a_master_that_hangs_has_failed(tmp_path: Path, monkeypatch: pytest.Monk
             client.get([key_of(0)], 0, data)
         with pytest.raises(TierIoError, match="does not answer"):
             client.remove([key_of(0)], 0)
-        client.close()  # which would stop every thread of the process for 90 s, were it tried
+        client.close()  # if tried, this would stop every thread of the process for 90 s
         master.resume()
         client._store.close()  # now, not at the end of the process
 
@@ -67,7 +67,7 @@ os._exit(0)
 
 
 class StopsOther:
-    """A store whose other end is stopped when the first bytes of a read have come."""
+    """A store whose peer is stopped when the first bytes of a read have arrived."""
 
     def __init__(self, store: Any, other: subprocess.Popen[bytes]) -> None:
         self._store = store
@@ -100,12 +100,12 @@ class StopsOther:
 @pytest.mark.skipif(
     "KVTIERS_MOONCAKE_HANGS" not in os.environ, reason="KVTIERS_MOONCAKE_HANGS=1: over a minute"
 )
-def test_what_arrives_late_is_not_written_into_slots(
+def test_late_bytes_are_not_written_into_slots(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Mooncake gives a transfer up after a minute; when its other end goes on, so does the
-    transfer. By then the slots may hold other blocks."""
-    monkeypatch.setattr(bounce_buffers, "ROOM_BYTES", RECORDS * SIZE)  # all in one call
+    """Mooncake abandons a transfer after a minute; when the peer continues, so does the transfer.
+    By then the slots may hold other blocks."""
+    monkeypatch.setattr(bounce_buffers, "ROOM_BYTES", RECORDS * SIZE)  # all of them in one call
     slab = np.zeros(RECORDS * SIZE, np.uint8)
     slots = [slab[n * SIZE : (n + 1) * SIZE] for n in range(RECORDS)]
     keys = [key_of(n) for n in range(RECORDS)]
@@ -124,7 +124,7 @@ def test_what_arrives_late_is_not_written_into_slots(
             slab[:] = 0xEE  # other blocks
             other.send_signal(signal.SIGCONT)
             while stopping.written() == before:
-                pass  # it does go on: else the test would show nothing
+                pass  # the transfer does continue, otherwise the test would show nothing
             other.kill()
         assert (slab == 0xEE).all()
         client.close()

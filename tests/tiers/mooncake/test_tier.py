@@ -90,7 +90,7 @@ class TestContract(TierContract):
         return MooncakeTier(settings, namespace=namespace_of(folder))
 
 
-async def test_what_one_has_stored_others_find(master: Master, tmp_path: Path) -> None:
+async def test_engines_find_each_others_records(master: Master, tmp_path: Path) -> None:
     async with (
         opened(master.settings(), tmp_path) as one,
         opened(master.settings(0), tmp_path) as other,
@@ -107,7 +107,7 @@ async def test_what_one_has_stored_others_find(master: Master, tmp_path: Path) -
 @pytest.mark.parametrize(
     "different", [{"namespace": b"x" * 16}, {"rank": 1}, {"epoch": 3}], ids=lambda d: next(iter(d))
 )
-async def test_others_find_nothing(
+async def test_engines_with_another_identity_find_nothing(
     master: Master, tmp_path: Path, different: dict[str, Any]
 ) -> None:
     async with (
@@ -119,7 +119,7 @@ async def test_others_find_nothing(
         await assert_misses(other, KEYS[:3], SIZE)
 
 
-async def test_a_reset_parts_one_from_the_others(master: Master, tmp_path: Path) -> None:
+async def test_a_reset_separates_an_engine_from_the_others(master: Master, tmp_path: Path) -> None:
     async with (
         opened(master.settings(), tmp_path) as one,
         opened(master.settings(0), tmp_path) as other,
@@ -135,7 +135,7 @@ async def test_a_reset_parts_one_from_the_others(master: Master, tmp_path: Path)
         assert np.array_equal(data, payload_of(KEYS[0], SIZE)), "of the weights it has"
 
 
-async def test_the_slab_is_used_where_it_lies(
+async def test_payloads_are_written_from_the_slab_without_a_copy(
     master: Master, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Writes do not copy payloads: only the slab, the headers and one bounce buffer for reads are
@@ -165,7 +165,7 @@ async def test_the_slab_is_used_where_it_lies(
 
 
 class GivesUp:
-    """A store that gives up each read, and notes where it was to go."""
+    """A store that abandons each read, and records the buffers that the reads used."""
 
     def __init__(self, store: Any) -> None:
         self._store = store
@@ -179,10 +179,11 @@ class GivesUp:
         return [-800] * len(names)
 
 
-async def test_what_a_transfer_was_given_up_into_is_never_used_again(
+async def test_the_buffer_of_an_abandoned_transfer_is_never_reused(
     master: Master, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It may still arrive. Nothing goes straight into a slot; what has failed soon has ended."""
+    """Its bytes may still arrive. Nothing is transferred directly into a slot; a call that failed
+    quickly has ended."""
     slab = np.zeros(32 * SIZE, np.uint8)
     memory = range(slab.ctypes.data, slab.ctypes.data + slab.nbytes)
     slots = [slab[n * SIZE : (n + 1) * SIZE] for n in range(16)]
@@ -211,7 +212,8 @@ async def test_what_a_transfer_was_given_up_into_is_never_used_again(
 
 
 class ComesLate:
-    """A store that gives up the first transfer, which goes on just when the next one has ended."""
+    """A store that abandons the first transfer, which continues just when the next one has
+    ended."""
 
     def __init__(self, store: Any) -> None:
         self._store = store
@@ -235,10 +237,11 @@ class ComesLate:
         return codes
 
 
-async def test_late_bytes_of_a_read_damage_no_other(
+async def test_late_bytes_of_a_read_damage_no_other_read(
     master: Master, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Neither its payload nor its header: healthy records would be removed for everybody."""
+    """They affect neither its payload nor its header; otherwise healthy records would be removed
+    for all engines."""
     monkeypatch.setattr(bounce_buffers, "GIVEN_UP_AFTER_S", 0.0)
     async with opened(master.settings(), tmp_path, threads=1) as tier:
         assert await put(tier, KEYS[:4], SIZE) == [OK] * 4
@@ -250,7 +253,7 @@ async def test_late_bytes_of_a_read_damage_no_other(
         await assert_holds(tier, KEYS[:4], SIZE)
 
 
-async def test_a_write_that_goes_on_late_has_its_own_header(
+async def test_a_write_that_continues_late_has_its_own_header(
     master: Master, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(bounce_buffers, "GIVEN_UP_AFTER_S", 0.0)
@@ -263,7 +266,7 @@ async def test_a_write_that_goes_on_late_has_its_own_header(
         await assert_holds(tier, KEYS[:4], SIZE)
 
 
-async def test_damage_is_seen_and_can_be_removed(master: Master, tmp_path: Path) -> None:
+async def test_damage_is_detected_and_can_be_removed(master: Master, tmp_path: Path) -> None:
     async with opened(master.settings(), tmp_path) as tier:
         await put(tier, KEYS[:2], SIZE)
         store = tier._client._store
@@ -280,7 +283,7 @@ async def test_damage_is_seen_and_can_be_removed(master: Master, tmp_path: Path)
         await assert_holds(tier, KEYS[:2], SIZE)
 
 
-async def test_records_exchanged_are_not_taken_for_each_other(
+async def test_swapped_records_are_not_mistaken_for_each_other(
     master: Master, tmp_path: Path
 ) -> None:
     async with opened(master.settings(), tmp_path) as tier:
@@ -295,8 +298,9 @@ async def test_records_exchanged_are_not_taken_for_each_other(
             assert (await fetch(tier, key, SIZE))[0] is ReadOutcome.CORRUPT
 
 
-async def test_the_store_makes_room_by_itself(master: Master, tmp_path: Path) -> None:
-    """Far more than the segments hold: what has gone is a miss, what is there is right."""
+async def test_the_store_evicts_by_itself(master: Master, tmp_path: Path) -> None:
+    """Far more is stored than the segments can hold: evicted records are misses, the others are
+    right."""
     own = Master(tmp_path / "log")
     own.start()
     try:
@@ -316,7 +320,7 @@ async def test_the_store_makes_room_by_itself(master: Master, tmp_path: Path) ->
         own.kill()
 
 
-async def test_no_master_is_said_at_once() -> None:
+async def test_a_missing_master_is_reported_at_once() -> None:
     nobody = f"127.0.0.1:{free_port()}"
     settings = MooncakeSettings(nobody, f"http://{nobody}/metadata", 16 << 20)
     with pytest.raises(TierIoError, match=nobody):
@@ -324,7 +328,8 @@ async def test_no_master_is_said_at_once() -> None:
 
 
 class Transfers:
-    """A store whose writes are watched, to kill the master while one is under way."""
+    """A store that shows when a write is under way, so that the test can kill the master during
+    it."""
 
     def __init__(self, store: Any) -> None:
         self._store = store
@@ -343,7 +348,7 @@ class Transfers:
         return codes
 
     def kill_into_one(self, master: Master) -> None:
-        """Kill the master, as well as it can be aimed, in the middle of a write."""
+        """Kill the master in the middle of a write, as precisely as possible."""
         self._began.clear()
         assert self._began.wait(PATIENCE_S), "nothing is written"
         time.sleep(self._took_s / 2)
@@ -357,7 +362,7 @@ and was gone when the write ended."""
 
 @dataclass
 class Load:
-    """Writes and reads large records until it is stopped; nothing that is read may be wrong."""
+    """Writes and reads large records until it is stopped; no read may be wrong."""
 
     failures: int = 0
     served: int = 0
@@ -390,8 +395,9 @@ class Load:
 async def test_a_master_killed_and_restarted_under_load(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """No call hangs, none answers wrongly; when it is back, empty, the tier says so and works. It
-    is killed until that has broken a transfer."""
+    """No call hangs, and none returns a wrong result; when the master is back, empty, the tier
+    reports the loss and works. The master is killed again until a kill has interrupted a
+    transfer."""
     load = Load()
     said = ""
     with Master(tmp_path / "log") as master:
@@ -420,8 +426,9 @@ async def test_a_master_killed_and_restarted_under_load(
 async def test_a_master_that_stalls_under_load(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It takes connections and answers nothing, at any moment of reads and writes; then it goes on.
-    No call waits for it for long, none answers wrongly, and closing meanwhile is bounded."""
+    """At random moments of reads and writes, the master accepts connections but does not respond;
+    then it continues. No call waits for it for long, none returns a wrong result, and closing
+    meanwhile is bounded."""
     monkeypatch.setenv("MC_RPC_TIMEOUT_MS", "300")
     rng = random.Random(1)
     load = Load()
@@ -449,7 +456,7 @@ async def test_a_master_that_stalls_under_load(
 
 
 async def _grown(load: Load, counter: str, by: int, loads: list[asyncio.Task[None]]) -> None:
-    """Wait until a counter is so much larger."""
+    """Wait until a counter has grown by this much."""
     wanted = getattr(load, counter) + by
     await _until(lambda: getattr(load, counter) >= wanted, loads)
 

@@ -1,4 +1,4 @@
-"""Another process looks at an LMDB tier: what it costs its owner, also when it is killed."""
+"""Another process reads an LMDB tier: what that costs the owner, also if the reader is killed."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ ROOT = Path(__file__).resolve().parents[3]
 SIZE = 4096
 CAPACITY = 8 << 20
 ROUNDS = 700
-"""Commits; each takes some of the index's 512 pages again."""
+"""Number of commits, each of which uses up some of the index's 512 pages if they are not reused."""
 
 HELD = """
 import sys
@@ -43,7 +43,8 @@ def tier_in(folder: Path) -> LmdbTier:
 
 
 async def churn(tier: LmdbTier, rounds: int) -> list[int]:
-    """Write and delete; every write must do. The numbers that are left."""
+    """Write and delete; every write must succeed. Returns the numbers of the records that are
+    left."""
     live: list[int] = []
     for number in range(rounds):
         assert await put(tier, [key_of(number)], SIZE) == [WriteOutcome.OK], number
@@ -79,7 +80,7 @@ async def test_a_killed_reader_does_not_fill_the_index(tmp_path: Path) -> None:
     await with_killed_reader(tmp_path / "tier")
 
 
-async def test_without_looking_for_killed_readers_it_would(
+async def test_without_the_check_for_killed_readers_the_index_fills_up(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Shows that the test above can fail."""
@@ -104,7 +105,7 @@ def look(folder: Path) -> list[int]:
     return [int(word) for word in out.split()]
 
 
-async def test_what_is_seen_is_what_was_committed(tmp_path: Path) -> None:
+async def test_a_reader_sees_what_was_committed(tmp_path: Path) -> None:
     tier = tier_in(tmp_path / "tier")
     await tier.open()
     try:
@@ -125,7 +126,7 @@ async def fill(folder: Path) -> None:
     await tier.aclose()
 
 
-async def test_files_that_are_moved_away_are_noticed(tmp_path: Path) -> None:
+async def test_files_that_are_moved_away_are_detected(tmp_path: Path) -> None:
     await fill(tmp_path / "tier")
     reader = LmdbReader(tmp_path / "tier", is_owned=False)
     assert reader.count() == 3
@@ -142,7 +143,7 @@ async def test_files_that_are_moved_away_are_noticed(tmp_path: Path) -> None:
 
 
 async def test_a_file_shorter_than_its_index_is_refused(tmp_path: Path) -> None:
-    """Also as if a live owner had just checked it: LMDB would end this process."""
+    """Also if a live owner seems to have just checked it: LMDB would kill this process."""
     await fill(tmp_path / "tier")
     data = tmp_path / "tier" / "data.mdb"
     os.truncate(data, 3 * 4096)
@@ -151,7 +152,7 @@ async def test_a_file_shorter_than_its_index_is_refused(tmp_path: Path) -> None:
             LmdbReader(tmp_path / "tier", is_owned=is_owned)
 
 
-async def test_a_file_tier_that_begins_an_epoch_is_noticed(tmp_path: Path) -> None:
+async def test_a_new_epoch_of_a_file_tier_is_detected(tmp_path: Path) -> None:
     tier = FileTier(tmp_path / "tier", CAPACITY)
     await tier.open()
     try:
@@ -168,7 +169,7 @@ async def test_a_file_tier_that_begins_an_epoch_is_noticed(tmp_path: Path) -> No
         await tier.aclose()
 
 
-def test_times_of_use_grow_whatever_the_clock_does() -> None:
+def test_times_of_use_grow_whatever_the_clock_shows() -> None:
     now = [100]
     clock = UseClock(40, lambda: now[0])
     assert list(clock.take(2)) == [100, 101]

@@ -7,7 +7,7 @@
     .0     it has stored all its records, and waits for its standard input to close
 
 Not a test itself; run as ``child.py <kind> <folder> <capacity> <size> <number> <count> <fault>``.
-``kind`` is ``lmdb`` or ``file``; with ``half-`` before it the disk hangs in the middle of a write
+``kind`` is ``lmdb`` or ``file``; with the prefix ``half-`` the disk hangs in the middle of a write
 after ``count`` records. ``fault`` names a fault of ``processes`` to plant, or none.
 """
 
@@ -56,7 +56,7 @@ class HangingIo(DiskIo):
         return super().pwritev(fd, views, offset)
 
     def write_all(self, fd: int, data: Buffer) -> None:
-        """Do the same in place of a file tier's function."""
+        """The same for a function of the file tier."""
         if self.hangs:
             os.write(fd, data[:4096].data)
             say(".", [0])
@@ -68,7 +68,7 @@ write_all = record_files._write_all
 
 
 async def look(tier: Tier, rng: random.Random, step: int, size: int) -> None:
-    """Read what this process or another one may have stored by now."""
+    """Read records that this process or another one may have stored by now."""
     numbers = [rng.randrange(4) * RANGE + rng.randrange(step + 1) for _ in range(4)]
     into = [aligned(size) for _ in numbers]
     outcomes = await tier.read([key_of(number) for number in numbers], into)
@@ -80,10 +80,10 @@ async def look(tier: Tier, rng: random.Random, step: int, size: int) -> None:
 async def main(kind: str, folder: str, *arguments: str) -> None:
     capacity_bytes, size, number, count = map(int, arguments[:4])
     shared_changes.READER_CHECK_EVERY = (
-        4  # so that live processes look for dead ones before they end
+        4  # so that live processes look for killed ones before they end
     )
     plant(arguments[4])
-    shared_lmdb_tier.READ_USE_S = 1e6  # the oldest written records are then evicted first
+    shared_lmdb_tier.READ_USE_S = 1e6  # so that the records written first are evicted first
     rng = random.Random(number)
     io = HangingIo()
     record_files._write_all = io.write_all
@@ -113,7 +113,7 @@ async def main(kind: str, folder: str, *arguments: str) -> None:
 
 
 async def read_byte() -> None:
-    """Wait for a byte, or for the end, on standard input."""
+    """Wait for a byte, or for the end of input, on standard input."""
     await asyncio.get_running_loop().run_in_executor(None, os.read, 0, 1)
 
 

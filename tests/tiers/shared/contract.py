@@ -12,8 +12,8 @@ OK = WriteOutcome.OK
 
 
 class SharedTierContract(TierContract):
-    """Inherit from it as from ``TierContract``. ``usable`` is the share of its capacity that a tier
-    is guaranteed to hold."""
+    """Inherit from this class as from ``TierContract``. ``usable`` is the share of its capacity
+    that a tier is guaranteed to hold."""
 
     usable = 1.0
     kept = 0.8

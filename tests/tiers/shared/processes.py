@@ -89,17 +89,17 @@ class Child:
         return [int(line[1:]) for line in lines if line[0] == sign and line.endswith("\n")]
 
     def go_on(self) -> None:
-        """Let it begin; on the second call, let it begin the second half."""
+        """Let it begin; the second call lets it begin the second half."""
         assert self.process.stdin is not None
         self.process.stdin.write(b"b")
         self.process.stdin.flush()
 
     def has_stored(self, count: int) -> bool:
-        """Return True if it has stored this many records, or has reached its middle without."""
+        """Return True if it has stored this many records, or has reached its middle before that."""
         return len(self.said("+")) >= count or len(self.said("@")) > 1
 
     def kill(self) -> None:
-        """Kill it at once, at any point."""
+        """Kill it at once, wherever it is."""
         self.process.kill()
         self.process.wait()
         self.listen()
@@ -114,7 +114,7 @@ class Child:
 
 @contextmanager
 def children(*wanted: Child) -> Iterator[list[Child]]:
-    """Start these children together; they are killed at the latest at the end."""
+    """Start these children together; they are killed at the end at the latest."""
     try:
         watch(list(wanted), lambda: all(child.said("@") for child in wanted), lambda: None)
         for child in wanted:

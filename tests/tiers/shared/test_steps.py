@@ -1,5 +1,4 @@
-"""Single steps of tiers that processes share, with the action of another process between two of
-them."""
+"""Single steps of tiers that processes share, with another process acting between two of them."""
 
 from __future__ import annotations
 
@@ -48,7 +47,7 @@ def folders(tmp_path: Path) -> Iterator[tuple[SharedFolder, SharedFolder]]:
 
 
 def meanwhile(patch: pytest.MonkeyPatch, owner: type, name: str, do: Callable[[], Any]) -> None:
-    """Make the next call of a method do this as well, after its own work."""
+    """Make the next call of a method also do this, after its own work."""
     usual, raw = getattr(owner, name), vars(owner)[name]
 
     def call(*arguments: Any) -> Any:
@@ -60,7 +59,7 @@ def meanwhile(patch: pytest.MonkeyPatch, owner: type, name: str, do: Callable[[]
     patch.setattr(owner, name, staticmethod(call) if isinstance(raw, staticmethod) else call)
 
 
-def test_a_record_that_was_stored_anew_outlives_the_damaged_one(
+def test_a_record_that_was_stored_again_survives_the_removal_of_the_damaged_one(
     folders: tuple[SharedFolder, SharedFolder], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """One engine reads damage; before it removes the file, another has stored an intact one."""
@@ -79,7 +78,7 @@ def test_a_record_that_was_stored_anew_outlives_the_damaged_one(
     assert one.fetch(KEY, COMMON, into) is ReadOutcome.OK
 
 
-def test_a_record_of_old_weights_is_not_published_in_a_folder_made_anew(
+def test_a_record_of_old_weights_is_not_published_in_a_recreated_folder(
     folders: tuple[SharedFolder, SharedFolder], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     one, two = folders
@@ -95,10 +94,10 @@ def test_a_record_of_old_weights_is_not_published_in_a_folder_made_anew(
     assert two.are_there([KEY, other], COMMON) == [False, True]
 
 
-async def test_a_read_that_a_reset_has_overtaken_finds_nothing(
+async def test_a_read_overtaken_by_a_reset_finds_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The bytes that it has read are of the old weights."""
+    """The bytes that it has read belong to the old weights."""
     tier = SharedFileTier(tmp_path / "kv", CAPACITY)
     await tier.open()
     assert await put(tier, [KEY], SIZE) == [OK]
@@ -123,8 +122,8 @@ async def test_a_read_that_a_reset_has_overtaken_finds_nothing(
 def test_engines_that_write_at_the_same_time_stay_below_the_cap(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Each has scanned the folder before the others write their grants."""
-    monkeypatch.setattr(os, "fsync", lambda fd: None)  # no power fails here
+    """Each has scanned the folder before the others use their grants."""
+    monkeypatch.setattr(os, "fsync", lambda fd: None)  # there are no power failures in this test
     engines = [SharedFolder(tmp_path / "kv", Identity(), CAPACITY, False) for _ in range(5)]
     page = payload_of(KEY, 4096)
     most = number = 0
@@ -144,7 +143,7 @@ Step = tuple[str, int]
 
 @pytest.fixture
 def steps(monkeypatch: pytest.MonkeyPatch) -> list[Step]:
-    """Record flushes and renames, each with the inode that it concerns."""
+    """Record flushes and renames, each with the inode concerned."""
     done: list[Step] = []
     fsync = os.fsync
 
@@ -180,7 +179,7 @@ def test_a_reset_is_durable(
     assert flushed in steps[steps.index(renamed) :], steps
 
 
-async def test_a_file_is_flushed_before_it_has_its_name_and_its_folder_afterwards(
+async def test_a_file_is_flushed_before_its_rename_and_its_folder_after(
     tmp_path: Path, steps: list[Step]
 ) -> None:
     tier = FileTier(tmp_path / "kv", CAPACITY)
@@ -220,7 +219,7 @@ def put_of(changes: WriteTransaction, files: SharedLmdbFiles, own_epoch: int | N
     return made
 
 
-async def test_a_place_that_was_given_to_another_is_not_published(tier: SharedLmdbTier) -> None:
+async def test_an_extent_reused_by_another_process_is_not_published(tier: SharedLmdbTier) -> None:
     """Other processes considered this one dead and reused its extents."""
     files = store_of(tier)
     number = files.sharer.number
@@ -232,17 +231,17 @@ async def test_a_place_that_was_given_to_another_is_not_published(tier: SharedLm
     assert files.index.find([KEY], None)[1] == [None]
 
 
-async def test_what_was_written_under_old_weights_is_not_published(tier: SharedLmdbTier) -> None:
+async def test_records_written_under_old_weights_are_not_published(tier: SharedLmdbTier) -> None:
     files = store_of(tier)
     with changing(files.index, files.sharer.number) as changes:
         one = put_of(changes, files)
-        changes.begin_epoch(None)  # by another engine: the common epoch is another one now
+        changes.begin_epoch(None)  # by another engine: the common epoch is a different one now
         changes.publish([one], None)
     assert one.outcome is WriteOutcome.FAILED
     assert files.index.find([KEY], None)[1] == [None]
 
 
-async def test_damage_that_was_seen_before_removes_no_record_stored_since(
+async def test_damage_detected_earlier_removes_no_record_stored_since(
     tier: SharedLmdbTier,
 ) -> None:
     files = store_of(tier)
@@ -261,7 +260,7 @@ async def test_damage_that_was_seen_before_removes_no_record_stored_since(
     assert files.index.find([KEY], None)[1] == [None]
 
 
-def test_a_sharer_lives_until_it_lets_go(tmp_path: Path) -> None:
+def test_a_sharer_counts_as_alive_until_it_releases_the_folder(tmp_path: Path) -> None:
     one = Member(tmp_path)
     one.join()
     two = Member(tmp_path)

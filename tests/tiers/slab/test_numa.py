@@ -47,11 +47,11 @@ def test_the_tightest_group_above_the_process_decides(proc: Path, tmp_path: Path
     assert available_bytes(proc, groups) == 0
 
 
-def test_a_machine_that_says_nothing_sets_no_limit(tmp_path: Path) -> None:
+def test_a_machine_without_information_sets_no_limit(tmp_path: Path) -> None:
     assert available_bytes(tmp_path, tmp_path) is None
 
 
-def test_this_machine_says_something() -> None:
+def test_this_machine_reports_its_memory() -> None:
     room = available_bytes()
     assert room is None or room > 0
 
@@ -76,7 +76,7 @@ def test_nodes_and_pci_devices(tmp_path: Path) -> None:
 
 
 def policy_of(address: int) -> str:
-    """The kernel's own word on a mapping (/proc/self/numa_maps), empty if it keeps none."""
+    """The kernel's own description of a mapping (/proc/self/numa_maps), empty if there is none."""
     try:
         lines = Path("/proc/self/numa_maps").read_text().splitlines()
     except OSError:
@@ -86,7 +86,7 @@ def policy_of(address: int) -> str:
     return starts[max(below)]
 
 
-def test_a_slab_prefers_the_node_that_it_is_given() -> None:
+def test_a_slab_prefers_the_given_node() -> None:
     if not Path("/proc/self/numa_maps").exists():
         pytest.skip("this kernel was built without NUMA")
     slab = HostSlab(4096, 16, numa_node=0, background=False)
@@ -96,7 +96,7 @@ def test_a_slab_prefers_the_node_that_it_is_given() -> None:
         slab.close()
 
 
-def test_a_node_that_does_not_exist_is_a_warning(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_missing_node_is_a_warning(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING):
         slab = HostSlab(4096, 4, numa_node=500, background=False)
     try:

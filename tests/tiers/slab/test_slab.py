@@ -60,12 +60,12 @@ def test_slots_are_aligned_disjoint_and_cover_the_size(slot_bytes: int) -> None:
         slab.close()
 
 
-def test_memory_is_private_prefaulted_and_of_the_asked_size() -> None:
+def test_memory_is_private_prefaulted_and_of_the_requested_size() -> None:
     slab = HostSlab(3 * 4096, 1000, background=False)
     try:
         entry = mapping_of(slab.address)
         assert entry["flags"] == "rw-p"
-        assert entry["path"] == ""  # anonymous: nothing in /dev/shm
+        assert entry["path"] == ""  # anonymous: no files in /dev/shm
         flags = entry["VmFlags"].split()
         assert "dd" in flags, "must stay out of core dumps"
         assert "dc" in flags, "must not be copied to forked children"
@@ -138,7 +138,7 @@ def test_no_thread_is_left() -> None:
 
 
 class RecordingRegistrar:
-    """Keeps what is registered; fails from the ``fail_at``-th registration on; can be held."""
+    """Records what is registered; fails from the ``fail_at``-th registration on; can block."""
 
     def __init__(self, fail_at: int | None = None) -> None:
         self.live: dict[int, int] = {}
@@ -191,7 +191,7 @@ def test_pieces_cover_the_slab_exactly_and_never_cut_a_slot(registrar: Recording
     ("slot_bytes", "slots"), [(4096, 100), (5000, 33), (65536, 5), (69632, 17)]
 )
 def test_on_a_machine_with_larger_pages_pieces_are_whole_pages(slot_bytes: int, slots: int) -> None:
-    """The library registers whole pages of 64 KiB only, and no page twice."""
+    """The library registers only whole pages of 64 KiB, and no page twice."""
     with strict_cuda(page=65536) as cuda:
         slab = HostSlab(
             slot_bytes,
@@ -214,7 +214,7 @@ def test_on_a_machine_with_larger_pages_pieces_are_whole_pages(slot_bytes: int, 
 
 
 class Slow(RecordingRegistrar):
-    """Takes a while, and notes how long it was left alone between two calls."""
+    """Takes a while, and records for how long it was left alone between two calls."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -231,12 +231,12 @@ class Slow(RecordingRegistrar):
         self.took.append(self._ended - began)
 
 
-def test_between_pieces_the_driver_is_left_alone_as_long_as_a_piece_took() -> None:
+def test_the_driver_is_left_alone_between_pieces_for_as_long_as_a_piece_took() -> None:
     registrar = Slow()
     slab = HostSlab(4096, 4, pin=True, registrar=registrar, piece_bytes=4096)
     assert slab.wait_ready()
     slab.close()
-    # A pause is measured from outside, so it is never shorter than what was asked for.
+    # A pause is measured from outside, so it is never shorter than requested.
     for took, pause in zip(registrar.took, registrar.pauses[1:], strict=False):
         assert pause >= 0.9 * took
 
@@ -250,7 +250,7 @@ def test_closing_does_not_wait_for_a_pause(monkeypatch: pytest.MonkeyPatch) -> N
     assert registrar.calls == 1
 
 
-def test_slots_are_for_use_once_they_are_pinned(registrar: RecordingRegistrar) -> None:
+def test_slots_are_usable_once_they_are_pinned(registrar: RecordingRegistrar) -> None:
     registrar.held = True
     slab = HostSlab(4096, 4, pin=True, registrar=registrar, piece_bytes=4096)
     assert slab.usable_slots == 0
@@ -263,14 +263,16 @@ def test_slots_are_for_use_once_they_are_pinned(registrar: RecordingRegistrar) -
     slab.close()
 
 
-def test_without_pinning_every_slot_is_for_use_at_once() -> None:
+def test_without_pinning_every_slot_is_usable_at_once() -> None:
     slab = HostSlab(4096, 4)
     assert slab.usable_slots == 4
     slab.close()
 
 
 @pytest.mark.parametrize(("fallback", "usable"), [(True, 5), (False, 2)])
-def test_after_a_failed_registration_the_rest_is_used_if_asked(fallback: bool, usable: int) -> None:
+def test_after_a_failed_registration_the_rest_is_used_if_configured(
+    fallback: bool, usable: int
+) -> None:
     registrar = RecordingRegistrar(fail_at=3)
     slab = HostSlab(4096, 5, pin=True, pin_fallback=fallback, registrar=registrar, piece_bytes=4096)
     slab._thread.join()
@@ -290,7 +292,7 @@ def test_slots_become_ready_in_order_while_the_rest_is_being_pinned(
     registrar.held = True
     slab = HostSlab(4096, 4, pin=True, registrar=registrar, piece_bytes=4096)
     assert not slab.wait_ready(1, timeout_s=0)
-    slab.slot(3)[:] = 9  # usable by the CPU all the same
+    slab.slot(3)[:] = 9  # still usable by the CPU
     registrar.gate.release()
     assert slab.wait_ready(1)
     assert slab.pinned_slots == 1
@@ -333,7 +335,7 @@ def test_preparing_can_be_stopped_without_waiting(
     slab.wait_ready(1)
     while registrar.asked < 2:
         time.sleep(0.001)
-    slab.stop_preparing()  # returns, though a registration is under way and held
+    slab.stop_preparing()  # returns although a registration is under way and blocked
     with pytest.raises(SlabError, match="closed while it was being prepared"):
         slab.wait_ready()
     assert slab.wait_ready(1), "what is prepared stays usable"
@@ -349,7 +351,7 @@ def test_a_failed_registration_is_an_error_with_the_numbers() -> None:
     assert not registrar.live
 
 
-def test_a_failed_registration_falls_back_if_asked(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_failed_registration_falls_back_if_configured(caplog: pytest.LogCaptureFixture) -> None:
     registrar = RecordingRegistrar(fail_at=3)
     slab = HostSlab(
         4096,
@@ -364,12 +366,12 @@ def test_a_failed_registration_falls_back_if_asked(caplog: pytest.LogCaptureFixt
     assert slab.pinned_slots == 2
     assert not slab.pinned
     assert registrar.calls == 3, "one failure is enough to know"
-    assert caplog.text.count("Going on with pageable memory") == 1
+    assert caplog.text.count("Continuing with pageable memory") == 1
     slab.close()
     assert not registrar.live
 
 
-def test_pinning_without_cuda_says_so() -> None:
+def test_pinning_without_cuda_is_an_error_that_says_so() -> None:
     if Path("/dev/nvidiactl").exists():
         pytest.skip("this machine has a CUDA driver")
     with pytest.raises(

@@ -1,4 +1,4 @@
-"""Wrappers pass on what they should, inject what they say, and count it."""
+"""The fault wrappers pass calls on, inject what they promise, and count it."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ async def test_holding_until_released() -> None:
     await tier.aclose()
 
 
-async def test_slow_is_slow_and_right() -> None:
+async def test_a_slow_tier_is_slow_and_right() -> None:
     tier = SlowTier(await filled(), 0.001, 0.001)
     await assert_holds(tier, KEYS, SIZE)
     await put(tier, KEYS, SIZE)

@@ -1,4 +1,4 @@
-"""The memory tiers keep the contract, and detect damage to their records."""
+"""The memory tiers fulfil the contract, and detect damage to their records."""
 
 from __future__ import annotations
 

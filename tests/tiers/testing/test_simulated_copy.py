@@ -1,8 +1,8 @@
-"""The simulated engine: right programs come out right under every seed, and each way of not
-waiting comes out wrong under some seed.
+"""The simulated engine: correct programs give correct bytes under every seed, and each missing wait
+gives wrong bytes under some seed.
 
-Every faulty program below is the right one with a single wait left out; the planted fault must be
-seen as wrong bytes.
+Every faulty program below is a correct one without a single wait; the planted fault must show as
+wrong bytes.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def slab(cache: Cache) -> Iterator[HostSlab]:
 
 
 class CacheAndSlab:
-    """A cache, a slab and an engine, and what a model would do with them."""
+    """A cache, a slab and an engine, used as a model would use them."""
 
     def __init__(self, cache: Cache, slab: HostSlab, seed: int) -> None:
         self.cache = cache
@@ -74,8 +74,8 @@ class CacheAndSlab:
 
 
 Program = Callable[[CacheAndSlab, bool], Awaitable[bool]]
-"""A little program: a world, and whether to leave out the wait that it is about. Returns
-whether all bytes came out right."""
+"""A small program: a world, and whether to omit the wait in question. Returns True if all bytes
+were right."""
 
 
 async def store_after_compute(world: CacheAndSlab, faulty: bool) -> bool:
@@ -97,7 +97,7 @@ async def load_after_compute(world: CacheAndSlab, faulty: bool) -> bool:
 
 
 async def free_slot_after_load(world: CacheAndSlab, faulty: bool) -> bool:
-    """A slot may be given away only when the load that reads it has ended."""
+    """A slot may be reused only when the load that reads it has ended."""
     world.slab.slot(1)[:] = 7
     ticket = world.engine.submit_load([batch([1], [[3, 4]])])
     if not faulty:
@@ -108,12 +108,12 @@ async def free_slot_after_load(world: CacheAndSlab, faulty: bool) -> bool:
 
 
 async def free_slot_after_store(world: CacheAndSlab, faulty: bool) -> bool:
-    """An aborted store still writes: its slot may be given away only when it has ended."""
+    """An aborted store still writes: its slot may be reused only when the store has ended."""
     world.cache.storage[:] = 7
     ticket = world.engine.submit_store([batch([1], [[3, 4]])])
     if not faulty:
         await ticket.completed()
-    world.slab.slot(1)[:] = 9  # the next owner, say a read from disk
+    world.slab.slot(1)[:] = 9  # the next owner, for example a read from disk
     await ticket.completed()
     return world.slot_values(1) == [9]
 
@@ -153,7 +153,8 @@ async def load_after_store(world: CacheAndSlab, faulty: bool) -> bool:
 
 
 async def one_job_per_slot(world: CacheAndSlab, faulty: bool) -> bool:
-    """A slot goes to the next job only when the last one has ended: here a load still reads it."""
+    """A slot may be given to the next job only when the last one has ended: here a load still reads
+    it."""
     world.slab.slot(1)[:] = 7
     first = world.engine.submit_load([batch([1], [[3, 4]])])
     if not faulty:
@@ -164,8 +165,8 @@ async def one_job_per_slot(world: CacheAndSlab, faulty: bool) -> bool:
 
 
 async def two_stores_on_a_slot(world: CacheAndSlab, faulty: bool) -> bool:
-    """The same lane keeps two stores in order; but when the first one's owner reads the slot, it
-    may already hold the bytes of the second."""
+    """The same lane keeps two stores in order, but when the owner of the first one reads the slot,
+    the slot may already contain the bytes of the second."""
     world.cache.storage[:] = 7
     first = world.engine.submit_store([batch([1], [[3, 4]])])
     if faulty:
@@ -194,7 +195,7 @@ BY_NAME = [pytest.param(program, id=program.__name__) for program in PROGRAMS]
 
 
 async def outcomes(program: Program, cache: Cache, slab: HostSlab, faulty: bool) -> list[int]:
-    """The seeds under which the program came out wrong."""
+    """The seeds under which the program gave wrong bytes."""
     wrong = []
     for seed in SEEDS:
         world = CacheAndSlab(cache, slab, seed)
@@ -214,7 +215,7 @@ async def test_a_program_that_waits_is_right_under_every_seed(
 
 
 @pytest.mark.parametrize("program", BY_NAME)
-async def test_a_program_that_does_not_wait_is_found(
+async def test_a_program_that_does_not_wait_is_detected(
     program: Program, cache: Cache, slab: HostSlab
 ) -> None:
     assert len(await outcomes(program, cache, slab, faulty=True)) >= len(SEEDS) // 8
@@ -225,14 +226,14 @@ class EarlyEngine(SimulatedCopyEngine):
 
     def submit_load(self, batches: list[CopyBatch], after: object | None = None) -> Ticket:  # type: ignore[override]  # narrower on purpose, for the test
         super().submit_load(batches, after)
-        return super().submit_store([])  # the other lane's ticket: done too early
+        return super().submit_store([])  # the other lane's ticket: finished too early
 
 
 @pytest.mark.parametrize("engine", [SimulatedCopyEngine, EarlyEngine])
-async def test_an_engine_that_reports_loads_early_is_found(
+async def test_an_engine_that_reports_loads_early_is_detected(
     engine: type[SimulatedCopyEngine], cache: Cache, slab: HostSlab
 ) -> None:
-    """With the engine as it is nothing is found, so what is found is the early report."""
+    """With the engine as it is, nothing is found, so the finding is the early report."""
     found = []
     for seed in SEEDS:
         world = CacheAndSlab(cache, slab, seed)
@@ -271,7 +272,7 @@ async def test_jobs_that_share_a_block_are_named(cache: Cache, slab: HostSlab) -
     world = CacheAndSlab(cache, slab, seed=0)
     engine = world.engine
     engine.submit_store([batch([0], [[3, 4]])])
-    engine.submit_store([batch([1], [[4, 5]])])  # two readers: fine
+    engine.submit_store([batch([1], [[4, 5]])])  # two readers are allowed
     assert engine.hazards == []
     engine.submit_load([batch([2], [[5, 6]])])
     assert engine.hazards == ["store job 2 and load job 3 share blocks [(0, 5)]"]
@@ -302,7 +303,7 @@ async def test_the_same_seed_gives_the_same_run(cache: Cache, slab: HostSlab) ->
 
 @pytest.mark.parametrize("seed", range(5))
 async def test_many_jobs_move_the_right_bytes(seed: int) -> None:
-    """Without any fault it is a copy engine like the others."""
+    """Without any fault, it is an ordinary copy engine."""
     cache = contiguous_blocks([300, 5000], BLOCKS, chunk_blocks=3)
     slab = HostSlab(cache.regions.chunk_bytes, SLOTS)
     engine = SimulatedCopyEngine([cache.regions], slab, num_blocks=BLOCKS, seed=seed)

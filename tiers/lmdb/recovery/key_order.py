@@ -1,4 +1,4 @@
-"""All keys of an index in the order of their last use, as columns."""
+"""Lists all keys of an index in the order of their last use, as columns."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class Part:
     rows: _Numbers | None = None
 
     def keys(self) -> KeyColumn:
-        """Their keys."""
+        """The keys of these rows."""
         column = self.table.key_column()
         return column if self.rows is None else column[self.rows]
 
@@ -68,7 +68,7 @@ def _joined(parts: list[npt.NDArray[Any]]) -> npt.NDArray[Any]:
 
 
 def rising(numbers: _Numbers) -> _Numbers:
-    """Return what ``argsort`` returns; equal values come in any order.
+    """Return the same as ``argsort``; equal values come in any order.
 
     It sorts numbers that carry their index in the low bits, in a fifth to a half of the time: numpy
     sorts with the vector units of most processors, but argsorts with those of few. Where the index

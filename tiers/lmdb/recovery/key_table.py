@@ -7,10 +7,10 @@ costs most of a microsecond, several times a dict's. Keys can be removed but not
     slots     u64 each: (home + 1) << 32 | number of the row + 1; 0 is empty
     home      (the key as a little-endian number) mod (2**61 - 1) mod the number of homes
 
-Open addressing: an entry lies in the first free slot from its home on, and does not wrap around:
-some slots after the last home take what belongs there, and the last slot is always empty. A removed
-key leaves its slot behind without a row. The first remainder is Python's own ``hash`` of a number
-(``sys.hash_info.modulus``), and cheap for arrays: 2**64 is 8 there.
+The table uses open addressing: an entry is in the first free slot from its home on. It does not
+wrap around: a few slots after the last home take entries that did not fit, and the last slot is
+always empty. A removed key leaves its slot behind without a row. The first remainder is Python's
+own ``hash`` of a number (``sys.hash_info.modulus``), and cheap for arrays: 2**64 is 8 there.
 
 Owned by one thread at a time.
 """
@@ -29,7 +29,7 @@ MODULUS = (1 << 61) - 1
 assert sys.hash_info.modulus == MODULUS, "a 64-bit Python"
 HOMES_PER_KEY = 2
 AT_ONCE = 1 << 12
-"""Rows hashed at a time: they stay in the processor's cache."""
+"""Number of rows hashed at a time, so that they stay in the processor's cache."""
 
 _Numbers = npt.NDArray[np.int64]
 _Words = npt.NDArray[np.uint64]
@@ -37,7 +37,7 @@ _LOW = (1 << 32) - 1
 
 
 class KeySlots:
-    """See the module. ``count`` keys are in the table, of at most 2**32 - 2."""
+    """See the module's docstring. ``count`` keys are in the table, of at most 2**32 - 2."""
 
     def __init__(self, rows: Rows, key_bytes: int, numbers: _Numbers | None = None) -> None:
         """Build the table over these rows, in ascending order (``None``: all). Their keys are

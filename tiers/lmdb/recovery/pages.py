@@ -1,8 +1,9 @@
-"""LMDB's file format, as far as an index needs it (LMDB 0.9, data version 1, 64 bit).
+"""LMDB's file format, as far as an index uses it (LMDB 0.9, data version 1, 64 bit).
 
-A file is pages of one size, numbered from 0. Pages 0 and 1 are the two meta pages, of which the
-one with the later transaction counts. All other pages are part of exactly one B+tree (of the list
-of free pages, of the main database, of a named database inside it) or listed as free.
+A file consists of pages of one size, numbered from 0. Pages 0 and 1 are the two meta pages, of
+which the one with the later transaction counts. Every other page either belongs to exactly one
+B+tree (the list of free pages, the main database, or a named database inside it) or is listed as
+free.
 
     page      number u64, pad u16, flags u16, lower u16, upper u16, then one u16 per node: its
               offset in the page. ``lower`` is where these offsets end, ``upper`` where nodes begin.
@@ -15,8 +16,8 @@ of free pages, of the main database, of a named database inside it) or listed as
     meta      page header, magic u32, version u32, address u64, map size u64, tree of the free list,
               main tree, last page u64, transaction u64; the first tree's pad is the page size
 
-Numbers are in the processor's own order. Source: ``struct MDB_page`` and what follows it in
-LMDB's ``mdb.c``.
+Numbers are in the processor's byte order. Source: ``struct MDB_page`` and what follows it in LMDB's
+``mdb.c``.
 """
 
 from __future__ import annotations
@@ -55,7 +56,7 @@ Numbers = npt.NDArray[np.int64]
 
 
 class UnsoundError(Exception):
-    """The file is not what LMDB writes, or of a kind that this module does not understand."""
+    """LMDB would not write such a file, or this module does not understand files of this kind."""
 
 
 class DamagedError(UnsoundError):
@@ -88,7 +89,7 @@ class Tree(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Meta:
-    """The meta page that counts."""
+    """The meta page that is valid."""
 
     page_bytes: int
     free: Tree
@@ -98,7 +99,7 @@ class Meta:
 
 
 class PageFile:
-    """The file, read without a memory map: a short file is an error and no SIGBUS."""
+    """The file, read without a memory map, so that a short file causes an error and not SIGBUS."""
 
     def __init__(self, fd: int) -> None:
         """Raises ``UnsoundError``, and ``OSError`` as all methods do."""
@@ -117,7 +118,7 @@ class PageFile:
         require(not first.transaction & 1, "meta page 0 has an odd transaction")
         require(second.transaction & 1 or not second.transaction, "meta page 1 has an even one")
         meta = second if first.transaction < second.transaction else first
-        # Pages at the end that were freed before they were ever written are not in the file.
+        # Pages at the end that were freed before they were ever written are missing from the file.
         require(
             META_PAGES <= meta.page_count <= 2 * (self.file_bytes // page_bytes),
             f"{meta.page_count} pages in {self.file_bytes} bytes",
@@ -186,20 +187,20 @@ class Nodes:
         return self.windows(starts, int(lengths[0])).tolist()  # type: ignore[no-any-return]  # a void's item is bytes
 
     def windows(self, starts: Numbers, length: int) -> npt.NDArray[np.void]:
-        """``length`` bytes from each of these even offsets on."""
+        """``length`` bytes at each of these even offsets."""
         count = (self.flat.nbytes - length) // 2 + 1
         found = np.ndarray((count,), f"V{length}", self.flat, strides=(2,))
         return found[starts // 2]
 
     def data(self, node: int) -> bytes:
-        """The data of one leaf node, or of an overflowing one the number of its first page."""
+        """The data of one leaf node, or for an overflowing node the number of its first page."""
         start = int(self.at[node]) + NODE_BYTES + int(self.key_bytes[node])
         length = 8 if self.flags[node] & BIG_DATA else int(self.word[node])
         return bytes(self.flat[start : start + length])
 
 
 def nodes_of(pages: Pages, rows: Numbers, numbers: Numbers, kind: int) -> Nodes:
-    """Return the nodes of pages of one kind, which are these rows of ``pages``. Raises
+    """Return the nodes of the pages at these rows of ``pages``, which are all of one kind. Raises
     ``UnsoundError`` if a page does not match its number and kind, or a node reaches beyond its
     page."""
     page_bytes = pages.shape[1]

@@ -53,7 +53,7 @@ class RecordTable:
 
     @property
     def count(self) -> int:
-        """Rows, also those that hold no record any more."""
+        """The number of rows, including rows that no longer contain a record."""
         return self.memory.count
 
     def key_column(self) -> KeyColumn:
@@ -62,7 +62,7 @@ class RecordTable:
         return self.memory.array().view(layout)["key"]
 
     def keys(self, chosen: Any = slice(None)) -> list[Key]:
-        """The keys, in the order of rows; of all rows or some."""
+        """The keys of all rows or of some, in the order of the rows."""
         return self.key_column()[chosen].tolist()  # type: ignore[no-any-return]  # a void's item is bytes
 
     def value(self, row: int) -> bytes:

@@ -5,7 +5,7 @@ objects and a tenth of the time. Records written later are objects in a dict, wh
 use. Once half of the rows have been deleted, the others move to the dict, a few at a time, and
 their memory is released.
 
-Owned by one thread at a time: first the one that opens the tier, then the event loop's.
+One thread at a time owns this: first the one that opens the tier, then the event loop's thread.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ class Records:
         return value
 
     def add(self, key: Key, value: bytes) -> None:
-        """Enter a key that is not there."""
+        """Add a key that is not present."""
         self._objects[key] = value
 
     def pop(self, key: Key) -> bytes | None:

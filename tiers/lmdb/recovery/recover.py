@@ -1,4 +1,4 @@
-"""Recovery at open: which records of an index a tier can trust.
+"""Recovery at open: decides which records of an index a tier can trust.
 
 Records come as tables and are checked as arrays, some thousand rows at a time, which stay in the
 processor's cache. A record is dropped unless its header is of this format, identity and epoch, and
@@ -24,7 +24,7 @@ from tiers.record import COMPRESSED, ENCRYPTED, MAGIC, VERSION, Identity
 
 ROWS_AT_ONCE = 1 << 12
 _PAGES_BITS = 24
-"""An extent is shorter than 64 GiB, and a file shorter than 4 EiB."""
+"""An extent is shorter than 64 GiB, and a file is shorter than 4 EiB."""
 _Mask = npt.NDArray[np.bool_]
 _Rows = npt.NDArray[np.int64]
 
@@ -43,8 +43,8 @@ class Recovered:
 @dataclass(frozen=True, slots=True)
 class Expected:
     """The properties of a good record. ``file_pages`` is the length of the payload file; page 0 is
-    its own header and belongs to no record. ``key_ids`` are the encryption keys at hand: if there
-    are any, only records encrypted by one of them are good; if not, only unencrypted ones."""
+    its own header and belongs to no record. ``key_ids`` are the available encryption keys: if there
+    are any, only records encrypted with one of them are good; otherwise only unencrypted ones."""
 
     identity: Identity
     epoch: int
@@ -84,7 +84,7 @@ def _parts(table: RecordTable) -> Iterator[tuple[slice, npt.NDArray[Any]]]:
 def _check(
     tables: Sequence[RecordTable], expected: Expected
 ) -> tuple[list[_Mask], _Rows, _Rows, int]:
-    """Return which records are good by themselves, their extents (starts and ends), and the last
+    """Determine which records are good by themselves, their extents (starts and ends), and the last
     use of any."""
     good = [np.empty(table.count, np.bool_) for table in tables]
     extents = _ExtentList(sum(table.count * table.extent_count for table in tables))
@@ -132,8 +132,8 @@ class _ExtentList:
 
 
 def _drop_sharers(tables: Sequence[RecordTable], good: Sequence[_Mask]) -> None:
-    """Drop records that share a page from ``good``: at least one of them is wrong, and it is
-    unknown which."""
+    """Drop records that share a page from ``good``: at least one of them is wrong, but it cannot be
+    determined which."""
     starts, ends, owners = list[_Rows](), list[_Rows](), list[_Rows]()
     for table, mask, first in zip(tables, good, _firsts(tables), strict=True):
         extents = table.fields()["extents"][mask]
@@ -151,7 +151,7 @@ def _drop_sharers(tables: Sequence[RecordTable], good: Sequence[_Mask]) -> None:
 
 
 def _firsts(tables: Sequence[RecordTable]) -> list[int]:
-    """The number of each table's first row among all."""
+    """The number of each table's first row when all rows are numbered together."""
     return list(accumulate((table.count for table in tables[:-1]), initial=0))[: len(tables)]
 
 
@@ -170,9 +170,7 @@ def _fits(fields: npt.NDArray[Any], expected: Expected) -> _Mask:
         good &= np.isin(fields["key_id"], known)
     extents = fields["extents"]
     total = np.zeros(fields.size, np.uint64)
-    for number in range(
-        extents.shape[1]
-    ):  # by columns: along rows of one each costs ten times more
+    for number in range(extents.shape[1]):  # by columns: row by row, this takes ten times as long
         starts, pages = extents["start"][:, number], extents["pages"][:, number].astype(np.uint64)
         good &= (pages > 0) & (pages < 1 << _PAGES_BITS)
         good &= (starts >= 1) & (starts < expected.file_pages)
@@ -180,13 +178,13 @@ def _fits(fields: npt.NDArray[Any], expected: Expected) -> _Mask:
         total += pages
     stored, payload = fields["stored_bytes"], fields["payload_bytes"]
     good &= np.where(fields["flags"] & COMPRESSED, stored < payload, stored == payload)
-    # As signed numbers: a length near 2**64 is no length of this many pages either.
+    # As signed numbers: a length near 2**64 is not a length of that many pages either.
     good &= total.view(np.int64) == -(-fields["stored_bytes"].astype(np.int64) // ALIGNMENT)
     return good
 
 
 def _free_extents(starts: _Rows, ends: _Rows, file_pages: int) -> list[Extent]:
-    """Return what sorted, disjoint extents leave of the file."""
+    """Return the parts of the file that sorted, disjoint extents leave free."""
     stop = max(file_pages, 1)
     if not starts.size:
         return [Extent(1, stop - 1)] if stop > 1 else []

@@ -1,8 +1,8 @@
-"""Memory for very many rows of equal length, numbered from 0.
+"""Memory for a very large number of rows of equal length, numbered from 0.
 
-It is one private mapping: growing moves pages and no bytes, and rows that were never written take
-no memory. It avoids huge pages: they would be faster to use, but a virtual machine that has none at
-hand takes several times longer to find them than to find small pages.
+It is one private mapping: growing it moves pages instead of bytes, and rows that were never written
+take no memory. It avoids huge pages: they would be faster to use, but a virtual machine that has
+none at hand takes several times longer to find them than to find small pages.
 
 Owned by one thread at a time.
 """
@@ -18,8 +18,8 @@ BYTES_MIN = 1 << 16
 
 
 class Rows:
-    """See the module. ``memory`` may be read and written in place, row ``n`` at ``n * width``; it
-    stays the same object."""
+    """See the module's docstring. ``memory`` may be read and written in place, row ``n`` at ``n *
+    width``; it stays the same object."""
 
     def __init__(self, width: int, rows: int = 0) -> None:
         """``width`` is the bytes per row; memory for ``rows`` rows is allocated at once."""
@@ -30,7 +30,7 @@ class Rows:
         self.memory = mmap.mmap(-1, self._bytes, flags=flags)
 
     def array(self) -> npt.NDArray[np.void]:
-        """All rows, in place. Nothing may hold the array when rows are added."""
+        """All rows, in place. No reference to the array may exist when rows are added."""
         return np.frombuffer(self.memory, f"V{self.width}", self.count)
 
     def extend(self, rows: npt.NDArray[np.void]) -> None:

@@ -1,16 +1,16 @@
-"""One pass over the file of an index at open: it reads all records, and proves that LMDB can open
-it.
+"""Walks once over the file of an index at open: reads all records, and proves that LMDB can open
+the file.
 
 LMDB trusts its file and crashes on a garbled one. This walk visits every page without LMDB, in
 arrays of a thousand pages, and checks the invariants that LMDB's write paths assume. They are those
 of py-lmdb's own verifier (``lmdb.verify``), which needs four seconds per million records: every
 page in use is reached once, has the right number and kind, and holds nodes that lie inside it in
 the order of their keys; the counters of every tree are right; each other page is listed as free,
-once. The records are read on the way, so they need no second pass through LMDB's cursor.
+once. The walk also reads the records, so that no second pass through LMDB's cursor is needed.
 
-It is stricter than LMDB only where an index never goes: no duplicates, and no overflow pages except
-in the list of free pages. The caller lets ``lmdb.verify`` decide over a file that this walk
-rejects.
+The walk is stricter than LMDB only about features that an index never uses: it allows no
+duplicates, and no overflow pages except in the list of free pages. For a file that this walk
+rejects, the caller lets ``lmdb.verify`` decide.
 """
 
 from __future__ import annotations
@@ -46,14 +46,15 @@ from tiers.lmdb.recovery.pages import (
 from tiers.lmdb.recovery.record_table import RecordTable
 
 BATCH_BYTES = 2 << 20
-"""Bytes of the file that are checked together, so that they stay in the processor's cache."""
+"""Number of bytes of the file that are checked together, so that they stay in the processor's
+cache."""
 _OnLeaf = Callable[[Nodes], None]
 
 
 def walk(path: Path, name: bytes) -> list[RecordTable]:
-    """Return all entries of the named database after the whole file proved sound.
+    """Return all entries of the named database, after the whole file was found sound.
 
-    Raises ``UnsoundError`` if it did not, and ``OSError`` if it cannot be read.
+    Raises ``UnsoundError`` if the file is not sound, and ``OSError`` if it cannot be read.
     """
     fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
     try:
@@ -68,7 +69,7 @@ class _Walk:
     def __init__(self, file: PageFile) -> None:
         self._file = file
         self._batch_pages = max(1, BATCH_BYTES // file.meta.page_bytes)
-        # Twice the size, for pages that lie between those of a batch.
+        # Twice the size, to include pages between those of a batch.
         self._buffer: Pages = np.empty((2 * self._batch_pages, file.meta.page_bytes), np.uint8)
         self._owned = np.zeros(file.meta.page_count, np.bool_)
         self._owned[:META_PAGES] = True
@@ -124,7 +125,7 @@ class _Walk:
         require(counted == tree[3:7], f"a tree with {counted} pages and entries, not {tree[3:7]}")
 
     def _leaves(self, numbers: Numbers, on_leaf: _OnLeaf, *, is_list: bool) -> int:
-        """All leaves of one tree, given in the order of keys but visited in that of the file."""
+        """All leaves of one tree, given in key order but visited in file order."""
         by_place = np.argsort(numbers)
         firsts, lasts = list[bytes](), list[bytes]()
         entries = 0
@@ -147,14 +148,14 @@ class _Walk:
         return entries
 
     def _nodes(self, numbers: Numbers, kind: int) -> Iterator[Nodes]:
-        """The nodes of these pages, part by part. The next part reuses the memory."""
+        """The nodes of these pages, part by part. The memory is reused for the next part."""
         for start in range(0, numbers.size, self._batch_pages):
             part = numbers[start : start + self._batch_pages]
             pages, rows = self._file.gather(part, self._buffer)
             yield nodes_of(pages, rows, part, kind)
 
     def _free_lists(self, nodes: Nodes) -> Iterator[Numbers]:
-        """Each entry: transaction -> count u64, then page numbers, falling."""
+        """Each entry: transaction -> count u64, then page numbers in descending order."""
         require(not (nodes.flags & ~BIG_DATA).any(), "a list of free pages with flags")
         everything = np.arange(nodes.at.size)
         for node, key in zip(everything.tolist(), nodes.keys(everything), strict=True):
@@ -200,7 +201,7 @@ def _is_before(one: bytes, two: bytes, is_list: bool) -> bool:
 
 
 def _require_order(nodes: Nodes, first: Numbers, *, is_list: bool, skip: int = 0) -> None:
-    """Require that the keys of each page rise from its node ``skip`` on. ``first`` are the pages'
+    """Require that the keys of each page ascend from its node ``skip`` on. ``first`` are the pages'
     first nodes.
 
     Compares the first eight bytes of neighbours as numbers, and the whole keys only where that
@@ -247,7 +248,7 @@ class _Tables:
         return list(self._by_shape.values())
 
     def add(self, nodes: Nodes) -> None:
-        """Take keys and values: they lie side by side, so each pair is one copy."""
+        """Add keys and values, which are adjacent, so that each pair is copied at once."""
         _require_plain(nodes)
         some = slice(1) if nodes.same else slice(None)
         shapes = nodes.key_bytes[some] << 32 | nodes.word[some]

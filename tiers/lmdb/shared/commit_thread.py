@@ -1,8 +1,8 @@
-"""The thread of a process that commits to a shared index, and how the event loop asks it to.
+"""The thread of a process that commits to a shared index, and the event loop's side of its queue.
 
-Requests queue up while a commit runs, and the next transaction does all of them, so the number of
-flushes adapts to the speed of the disk. LMDB lets one process write at a time: this thread waits
-for the others, and no other thread does.
+Requests queue up while a commit runs, and the next transaction carries out all of them, so the
+number of flushes adapts to the speed of the disk. LMDB lets one process write at a time: this
+thread waits for the others, and no other thread does.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ class Asking:
 
 
 GATHER_S = 0.002
-"""Time that a transaction waits for more changes, unless a change must be alone."""
+"""Time for which a transaction waits for more changes, unless a change must be alone."""
 ASKED_MAX = 64
 
 
@@ -84,8 +84,8 @@ class Ask:
 
 
 class SharedCommits:
-    """The commit thread. ``failure`` is the reason why the index cannot be written any more, if so;
-    once set, it stays."""
+    """The commit thread. ``failure`` is the reason why the index cannot be written any more, or
+    empty; once set, it stays."""
 
     def __init__(self, index: SharedIndex, number: int, flush: Callable[[], None]) -> None:
         """``flush`` makes payloads durable. Raises ``OSError``."""
@@ -103,7 +103,7 @@ class SharedCommits:
         self._asked.put(ask)
 
     def stop(self) -> None:
-        """Do the queued changes and end. Blocks as long as the thread hangs."""
+        """Carry out the queued changes and end. Blocks as long as the thread hangs."""
         self._asked.put(None)
         self._thread.join()
 

@@ -6,8 +6,8 @@ does, and rebuilds the tables of free extents and of the order of use from the r
 frees what killed processes had reserved. Processes that join later trust the tables that the others
 use.
 
-Everything here blocks and runs in one thread at a time, before the tier's threads start or after
-they ended, except ``grow``.
+Every function here blocks. They run in one thread at a time, before the tier's threads start or
+after they have ended; ``grow`` is the exception.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ from tiers.record import Identity
 logger = logging.getLogger(__name__)
 
 SMALL_FILES_BYTES = (SHARERS_MAX + 8) * ALIGNMENT
-"""Disk space of the locks of as many processes as possible, and of LMDB's reader table."""
+"""Disk space of the locks of the maximum number of processes, and of LMDB's reader table."""
 GROW_BYTES_MAX = 64 << 20
 """The file grows inside a transaction, and other processes wait for it."""
 
@@ -110,7 +110,7 @@ class SharedLmdbFiles:
             changes.roll_back(self.sharer.is_alive)
             return changes.begin_epoch(own_epoch=0) if is_own else None
 
-    # -- the first -------------------------------------------------------------------------
+    # -- the first process ----------------------------------------------------------------------
 
     def _open_alone(self, undo: contextlib.ExitStack) -> None:
         is_strict = self._options.recovery is Recovery.STRICT
@@ -164,7 +164,7 @@ class SharedLmdbFiles:
                 noted = int.from_bytes(value[:USE_BYTES], "big")
                 use = max(noted, last + 1)
                 packed = use.to_bytes(USE_BYTES, "big")
-                if use != noted:  # times of use must differ
+                if use != noted:  # times of use must be distinct
                     txn.put(key, with_use(value, use), db=tables.records)
                 txn.put(packed, key, db=tables.order, append=True)
                 last = use
@@ -172,11 +172,11 @@ class SharedLmdbFiles:
             state.rebuild(len(found.records), free_pages, max(found.next_use, last + 1))
             txn.put(b"state", state.dump(), db=tables.meta)
 
-    # -- all others ------------------------------------------------------------------------
+    # -- processes that join --------------------------------------------------------------------
 
     def _open_beside(self, undo: contextlib.ExitStack) -> None:
         if not index_exists(self.folder):
-            raise IndexUnusableError("its index was removed under those who share it")
+            raise IndexUnusableError("its index was removed while other processes used it")
         self._open_files(self._divide(), undo)
         with self.index.reading() as txn:
             manifest, limits = self.index.manifest_in(txn), self.index.limits_in(txn)
@@ -186,7 +186,7 @@ class SharedLmdbFiles:
         if manifest.identity != self._identity:
             raise IndexUnusableError("it belongs to another namespace or rank")
         if read_id(self.folder / PAYLOAD_NAME) != manifest.file_id:
-            raise IndexUnusableError("its payload file is that of another index")
+            raise IndexUnusableError("its payload file belongs to another index")
         if limits != self._limits:
             logger.warning(
                 "kvtiers: %s is shared with a capacity of %d bytes for records of %d and more; "
@@ -205,7 +205,7 @@ class SharedLmdbFiles:
         self.file = PayloadFile(path, self._io, direct=self._options.direct_io)
         undo.callback(self.file.close)
 
-    # -- while it is open ------------------------------------------------------------------
+    # -- while the files are open ---------------------------------------------------------------
 
     @property
     def medium(self) -> str:
@@ -228,7 +228,7 @@ class SharedLmdbFiles:
         return gain
 
     def close(self) -> None:
-        """Release everything when no thread uses the files any more. Blocks."""
+        """Release everything once no thread uses the files any more. Blocks."""
         try:
             self.index.close()
             self.file.close()

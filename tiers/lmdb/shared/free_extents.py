@@ -6,7 +6,7 @@ No two extents are adjacent. As in ``io.extents``, each allocation starts where 
 whichever process made it: records written together lie together, and eviction by age frees them
 together.
 
-Everything here runs inside a transaction of the caller and is part of it.
+Every function here runs inside a transaction of the caller and is part of it.
 """
 
 from __future__ import annotations
@@ -72,8 +72,8 @@ class FreeExtents:
         return tuple(extents)
 
     def _cut(self, start: int, length: int, pages: int) -> Extent:
-        # In this order: LMDB gives up the page of a table that becomes empty until the commit, and
-        # a transaction that empties the table for each record would use up the whole map.
+        # In this order: LMDB releases the page of a table that becomes empty only at the commit,
+        # and a transaction that empties the table for each record would use up the whole map.
         if length > pages:
             self._txn.put(_number(start + pages), _number(length - pages), db=self._database)
         self._txn.delete(_number(start), db=self._database)
@@ -101,7 +101,7 @@ class FreeExtents:
                     if before + length == start:
                         start = before
             self._txn.put(_number(start), _number(end - start), db=self._database)
-            if start < after < end:  # only now, or the table might be empty for a moment
+            if start < after < end:  # only now, otherwise the table might be empty for a moment
                 self._txn.delete(_number(after), db=self._database)
 
 

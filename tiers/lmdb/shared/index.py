@@ -1,5 +1,5 @@
-"""The index of an LMDB tier that several processes share. It holds everything that one process must
-know of the others, and no process caches any of it between transactions.
+"""The index of an LMDB tier that several processes share. It contains everything that one process
+must know about the others, and no process caches any of it between transactions.
 
     meta      b"manifest", b"limits" as in ``lmdb.index``; b"epoch" -> the common epoch;
               b"state" -> ``State``
@@ -8,12 +8,13 @@ know of the others, and no process caches any of it between transactions.
     free      free extents, see ``shared.free_extents``
     intents   sharer (2 bytes) and first page (8 bytes), big-endian -> an allocation it is filling
 
-Every page of the payload file but the first belongs to exactly one record, intent or free extent in
-every committed transaction; ``check`` verifies that. ``shared.transaction`` makes the changes.
+In every committed transaction, every page of the payload file except the first belongs to exactly
+one record, intent or free extent; ``check`` verifies that. ``shared.transaction`` makes the
+changes.
 
-A record exists for the processes that work under its epoch. All sharers whose weights are those of
-the model's files work under the common epoch. A process that was given other weights works under an
-epoch that no other process uses.
+A record exists only for the processes that work under its epoch. All sharers whose weights are
+those of the model's files work under the common epoch. A process that was given other weights works
+under an epoch that no other process uses.
 
 Ownership: any thread may begin transactions; one process at a time writes (``writing``).
 """
@@ -50,7 +51,7 @@ from tiers.lmdb.shared.free_extents import free_extents
 WRITING_NAME = "writing.lock"
 """The process whose write transaction is open holds this lock (flock)."""
 READERS_MAX = 256
-"""Slots in LMDB's reader table, for all processes together."""
+"""Number of slots in LMDB's reader table, for all processes together."""
 SHARED_RECORD_INDEX_BYTES = 768
 """Index space reserved per record: ``lmdb.index`` takes 512, and a record is also in ``order``."""
 _EPOCH_AT = USE_BYTES + 16
@@ -151,7 +152,7 @@ class State:
     def load(cls, raw: bytes | None) -> State:
         """Decode a state. Raises ``IndexUnusableError``."""
         if raw is None or len(raw) != _STATE.size:
-            raise IndexUnusableError("it was not shared by the processes that made it")
+            raise IndexUnusableError("the processes that made it did not share it")
         return cls(*_STATE.unpack(raw))
 
 
@@ -217,10 +218,10 @@ class SharedIndex:
 
     @contextmanager
     def writing(self) -> Iterator[Any]:
-        """Begin a write transaction, durable at the end. Processes take turns by a ``flock``, so
-        that no two wait for LMDB's own lock. That lock is a robust futex: if a waiter is killed
-        just when it was woken, the others can sleep forever although the lock is free. A ``flock``
-        has no such gap."""
+        """Begin a write transaction, durable at the end. Processes take turns through a ``flock``,
+        so that no two of them wait for LMDB's own lock. That lock is a robust futex: if a waiter is
+        killed just when it was woken, the others can sleep forever although the lock is free. A
+        ``flock`` has no such gap."""
         self.see_file()
         with self._turn:
             fcntl.flock(self._turns, fcntl.LOCK_EX)

@@ -4,7 +4,7 @@
     <folder>/sharer-<n>.lock    held (flock) by the process with number n; its pid, for messages
 
 A number becomes free when its process ends, for whatever reason: the kernel releases the lock. So
-neither a reused pid nor a process of another container can be mistaken for it. The files remain and
+neither a reused pid nor a process in another container can be mistaken for it. The files remain and
 have no meaning.
 """
 
@@ -21,7 +21,7 @@ from tiers.folders.folder import LOCK_NAME, LOCK_WAIT_S, FolderError, try_flock
 SHARERS_MAX = 64
 OPENING_NAME = "opening.lock"
 OPENING_WAIT_S = 120.0
-"""Longer than the first process needs to check the files."""
+"""Longer than the first process takes to check the files."""
 _FLAGS = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
 
 
@@ -49,7 +49,7 @@ class Member:
         self._common = _open(folder / LOCK_NAME)
         self._own = self.number = -1
         self.is_alone = try_flock(self._common, fcntl.LOCK_EX)
-        """True while no other process has the folder, until ``join``."""
+        """True as long as no other process uses the folder, until ``join``."""
         try:
             if not self.is_alone and not try_flock(self._common, fcntl.LOCK_SH, LOCK_WAIT_S):
                 owner = os.pread(self._common, 32, 0).decode("ascii", "replace").strip()
@@ -67,7 +67,7 @@ class Member:
             fd = _open(_path(self._folder, number))
             if try_flock(fd, fcntl.LOCK_EX):
                 self._own, self.number = fd, number
-                with contextlib.suppress(OSError):  # a full disk: the lock holds anyway
+                with contextlib.suppress(OSError):  # a full disk: the lock is held anyway
                     os.ftruncate(fd, 0)
                     os.pwrite(fd, f"{os.getpid()}\n".encode(), 0)
                 return

@@ -20,7 +20,7 @@ from tiers.lmdb.recovery.record_table import USE_BYTES
 from tiers.lmdb.shared.index import SharedIndex
 
 ATTEMPTS = 5
-"""Lookups of a record that changes during the read."""
+"""Maximum number of lookups of a record that changes during the read."""
 
 
 @dataclass(slots=True)
@@ -53,7 +53,7 @@ class SharedReadJob:
         self.uses = [0] * len(self.keys)
         try:
             self._read(scratch)
-        except Exception as error:  # the call needs an answer, and the thread must go on
+        except Exception as error:  # the call needs an answer, and the thread must continue
             self.failure = error
 
     def notify(self) -> None:
@@ -99,7 +99,7 @@ class SharedReadJob:
                 self.outcomes[number] = ReadOutcome.CORRUPT
                 self.damaged.append((item.key, item.value))
             else:
-                self.outcomes[number] = ReadOutcome.MISS  # unless another lookup says more
+                self.outcomes[number] = ReadOutcome.MISS  # unless another lookup shows otherwise
                 failed[number] = mark
                 again.append(number)
         return again

@@ -6,11 +6,11 @@ in the index here, and every change is a transaction that all processes see:
     write   reserve extents -> I/O threads write -> flush, publish -> present for everybody
     read    I/O threads look the keys up, read, verify, and look again if that fails
 
-A shared tier evicts by itself, because no planner knows what the other engines use. A write that
-finds no space first reclaims what killed processes had reserved, then lets the file grow, and then
-deletes the least recently used records of all engines until ``low_watermark`` of the capacity is in
-use. Uses are recorded within ``TOUCH_FLUSH_S``; a read is recorded only if the last use is older
-than ``READ_USE_S``.
+A shared tier evicts by itself, because no planner knows which records the other engines use. A
+write that finds no space first reclaims what killed processes had reserved, then lets the file
+grow, and then deletes the least recently used records of all engines until ``low_watermark`` of the
+capacity is in use. Uses are recorded within ``TOUCH_FLUSH_S``; a read is recorded only if the last
+use is older than ``READ_USE_S``.
 
 ``reset`` means that this process has other weights from now on: it continues under a new epoch of
 which it is the only user, and earlier records exist for no process. The others continue under a new
@@ -137,10 +137,10 @@ class SharedLmdbTier(FolderTier[SharedLmdbFiles], SharedTier):
         """Look something up in the index. Raises ``TierIoError``."""
         try:
             return await settled(self._lookups.run(function, *arguments))
-        except Exception as error:  # on any error of LMDB nothing can be found
+        except Exception as error:  # after any error of LMDB, nothing can be found
             raise TierIoError(f"the index in {self._folder} cannot be read: {error!r}") from error
 
-    # -- what it says of itself ------------------------------------------------------------
+    # -- information about the tier -----------------------------------------------------------
 
     def footprint_bytes(self, payload_bytes: int) -> int:
         return pages_for(payload_bytes) * ALIGNMENT

@@ -9,7 +9,7 @@ A record is stored in three steps, so that a process may be killed at any moment
 Any process can roll back the intent of an ended one, which frees its extents. A process that
 publishes without its intent publishes nothing.
 
-Extents may be reused while a reader still reads the old contents. Readers are not asked: they
+Extents may be reused while a reader still reads the old contents. Readers are not queried: they
 detect it by the checksum, which covers key and epoch, and look the key up again (``shared.reads``).
 """
 
@@ -31,7 +31,7 @@ from tiers.lmdb.shared.free_extents import FreeExtents
 from tiers.lmdb.shared.index import SharedIndex, epoch_of
 
 EVICTED_AT_ONCE = 1024
-"""Most records that one transaction evicts, because other processes wait for it."""
+"""Maximum number of records that one transaction evicts, because other processes wait for it."""
 READER_CHECK_EVERY = 64
 _EXTENT = struct.Struct("<QI")
 assert _EXTENT.size == EXTENT_BYTES, "the layout of an extent"
@@ -39,14 +39,14 @@ _INTENT = struct.Struct(">HQ")
 
 Grow = Callable[[int, int], int]
 """``grow(file_pages, pages)`` extends the file by at least ``pages`` and returns the pages gained
-(0: it cannot)."""
+(0 if it cannot grow)."""
 
 
 @dataclass(slots=True)
 class Reservation:
     """``allocations[i]`` belongs to the i-th record; ``None`` if there is no space or the record is
-    ``present[i]`` already. ``epoch`` is what the records must be sealed with, ``uses[i]`` their
-    time of use."""
+    ``present[i]`` already. ``epoch`` is the epoch with which the records must be sealed,
+    ``uses[i]`` their time of use."""
 
     epoch: int
     allocations: list[Extents | None]
@@ -77,7 +77,7 @@ class WriteTransaction:
     def _epoch(self, own_epoch: int | None) -> int:
         return self._index.common_epoch_in(self._txn) if own_epoch is None else own_epoch
 
-    # -- a record's way into the store -----------------------------------------------------
+    # -- storing records ----------------------------------------------------------------------
 
     def reserve(
         self,
@@ -118,7 +118,7 @@ class WriteTransaction:
         return _INTENT.pack(self._number, extents[0].start)
 
     def publish(self, puts: Sequence[Put], own_epoch: int | None) -> None:
-        """Name records whose payloads are flushed, and set their outcomes."""
+        """Make records visible whose payloads are flushed, and set their outcomes."""
         epoch = self._epoch(own_epoch)
         for put in puts:
             put.end(self._publish(put, epoch))
@@ -158,7 +158,7 @@ class WriteTransaction:
     def _next_use(self) -> int:
         return self.state.take_use(time.time_ns())
 
-    # -- and out of it ---------------------------------------------------------------------
+    # -- deleting records ---------------------------------------------------------------------
 
     def _forget(self, key: Key, value: bytes) -> None:
         self._free.give(extents_of(value))
@@ -207,7 +207,7 @@ class WriteTransaction:
         self.state.evict(count)
         return count
 
-    # -- others ----------------------------------------------------------------------------
+    # -- other processes ----------------------------------------------------------------------
 
     def roll_back(self, is_alive: Callable[[int], bool]) -> int:
         """Free the allocations of ended sharers and return their number."""

@@ -22,7 +22,7 @@ from tiers.lmdb.shared.files import SharedLmdbFiles
 from tiers.lmdb.shared.transaction import Reservation, WriteTransaction
 
 SPACE_ATTEMPTS = 8
-"""Evictions per write, if other processes take the space first."""
+"""Maximum number of evictions per write, in case other processes take the space first."""
 
 Record = tuple[Put, Buffer]
 
@@ -46,7 +46,7 @@ class SharedWrites:
         self.threads = IoThreads("tier-write", options.io_threads)
         self.filling: dict[Key, Put] = {}
         self._epochs_ended = 0
-        self._unused: list[Extents] = []  # to be freed; the index had no space for that
+        self._unused: list[Extents] = []  # to be freed: the index had no space to record that
 
     def end_epoch(self) -> None:
         """End the epoch: records being written belong to the old one and will fail."""
@@ -98,7 +98,7 @@ class SharedWrites:
         self._settle(left, WriteOutcome.FULL)
 
     async def _place_all(self, own: list[Record], own_epoch: int | None) -> list[Record]:
-        """Write all records for which there is space, or for which space can be made. Returns the
+        """Write all records for which there is space, or for which space can be freed. Returns the
         rest."""
         pages_max, epochs_ended = self._files.pages_max - 1, self._epochs_ended
         left = [record for record in own if pages_for(record[1].nbytes) <= pages_max]
@@ -141,7 +141,7 @@ class SharedWrites:
             return True
         most = files.pages_max - 1
         ahead = most - int(most * self._low_watermark)
-        # Not for all of a long call at once, or it might evict everything.
+        # Not for all of a long call at once, otherwise it might evict everything.
         free_pages = max(ahead, max(pages), min(sum(pages), most // 2))
         records_most = int(files.records_max * self._low_watermark)
         evicted = await self._asking.ask(lambda changes: changes.evict(free_pages, records_most))
@@ -150,7 +150,7 @@ class SharedWrites:
     def _send(
         self, records: list[Record], found: Reservation, own_epoch: int | None
     ) -> list[Record]:
-        """Hand the records that got an allocation to the I/O threads. Returns the others."""
+        """Pass the records that got an allocation to the I/O threads. Returns the others."""
         left: list[Record] = []
         jobs: list[list[tuple[Put, Buffer, int]]] = []
         most = job_bytes(self._options, sum(data.nbytes for _put, data in records))
@@ -193,7 +193,7 @@ class SharedWrites:
 
     def _abandon(self, allocations: Sequence[Extents]) -> None:
         """Free allocations to which nothing was written. If the index has no space for that, it is
-        tried again when a record finds none; until then they are unusable."""
+        tried again when a record finds no space; until then the allocations are unusable."""
         given, self._unused = [*self._unused, *allocations], []
 
         def end(is_done: bool) -> None:

@@ -1,4 +1,5 @@
-"""KV cache dtypes that a platform plugin registers, and what a newer version adds to a spec."""
+"""KV cache dtypes that a platform plugin registers, and fields that a newer version adds to a
+spec."""
 
 from __future__ import annotations
 
@@ -34,8 +35,9 @@ class _Noted(FullAttentionSpec):
     note: bool = dataclasses.field(default=False, compare=False)
 
 
-def test_a_field_that_makes_no_spec_another_makes_no_namespace_another() -> None:
-    """As `AttentionSpec.is_draft` of 0.33, of which a merged spec has that of one of its layers."""
+def test_a_field_that_does_not_change_a_spec_does_not_change_the_namespace() -> None:
+    """An example is `AttentionSpec.is_draft` of 0.33: a merged spec has the value of one of its
+    layers."""
     values = {"block_size": 32, "num_kv_heads": 2, "head_size": 8, "dtype": torch.bfloat16}
     one, other = _Noted(**values, note=True), _Noted(**values)
     assert one == other
@@ -72,8 +74,8 @@ def namespace_with(handler: type[Handler], name: str, model: Path) -> Any:
 
 
 @since_33
-def test_a_registered_dtype_counts_with_its_handler(registry: None, tmp_path: Path) -> None:
-    """The modes of all of them are one, and that is the mode of a dtype of vLLM, too."""
+def test_a_registered_dtype_is_identified_with_its_handler(registry: None, tmp_path: Path) -> None:
+    """All such dtypes have the same mode, which is also the mode of a dtype of vLLM."""
     assert KVQuantMode.CUSTOM is KVQuantMode.OCTAVE_K3V4
     model = make_model(tmp_path / "model")
     mine = namespace_with(Handler, "mine", model)

@@ -1,4 +1,4 @@
-"""Sources for the tests of the contract: made of text, and real ones with text exchanged."""
+"""Sources for the tests of the contract: made from text, and real ones with replaced text."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class Texts(Source):
 
 
 class Edited(Source):
-    """Another source with texts exchanged; each old text must be there."""
+    """Another source with replaced texts; each old text must exist."""
 
     def __init__(self, whole: Source, edits: Mapping[str, tuple[tuple[str, str], ...]]) -> None:
         super().__init__(whole.package, f"{whole.label}, edited")

@@ -1,4 +1,4 @@
-"""The contract with the vLLM that is installed: whole, kept, and seen when it is broken."""
+"""The contract with the installed vLLM: it is complete and kept, and breaks are detected."""
 
 from __future__ import annotations
 
@@ -98,7 +98,7 @@ NAMED = {
         "offload/connector/scheduler/kv_events.py",
     ),
 }
-"""How each is named, whether it stops a server, and where of ours it hits."""
+"""The name of each, whether it stops a server, and the place in our code that it affects."""
 
 
 @cache
@@ -119,8 +119,8 @@ def same_minor() -> Contract:
 
 
 def test_the_kept_contract_is_that_of_the_installed_version() -> None:
-    """Where this fails after a change of ours: ``python -m offload.connector.contract WHEEL --keep
-    VERSION`` for each kept version (docs/versions.md)."""
+    """If this fails after a change of our code, run ``python -m offload.connector.contract WHEEL
+    --keep VERSION`` for each kept version (docs/versions.md)."""
     before = same_minor()
     assert now().facts == before.facts
     assert now().needs == before.needs
@@ -144,8 +144,8 @@ def test_each_break_that_is_planted_in_vllm_is_named_with_its_place() -> None:
             assert int(line) <= len((kept.ours().read(path) or "").splitlines())
 
 
-def test_a_start_sees_what_the_whole_check_stops_at() -> None:
-    """The start does without deriving and without parsing the runners."""
+def test_a_start_detects_the_breaks_that_stop_the_whole_check() -> None:
+    """The start does so without deriving uses and without parsing the runners."""
     before = same_minor()
     assert stopping(installed(), before) == []
     found = stopping(Edited(installed(), PLANTED), before)
@@ -153,7 +153,7 @@ def test_a_start_sees_what_the_whole_check_stops_at() -> None:
         assert any(str(each).startswith(text) for each in found) is stops, text
 
 
-def test_orders_read_off_text_are_those_of_the_parser() -> None:
+def test_orders_read_from_text_equal_those_of_the_parser() -> None:
     library = Library(installed())
     for order in declared().orders:
         node = calls.function_at(library, order.at)
@@ -166,7 +166,7 @@ def test_orders_read_off_text_are_those_of_the_parser() -> None:
         assert steps or "sleep" in order.at or "wake" in order.at
 
 
-def test_modules_are_cut_where_the_parser_cuts_them() -> None:
+def test_modules_are_cut_like_by_the_parser() -> None:
     library = Library(installed())
     for name in {at.partition(":")[0] for at in now().classes.values()} | {*now().modules}:
         module = library.module(name)
@@ -182,7 +182,7 @@ def test_modules_are_cut_where_the_parser_cuts_them() -> None:
 
 
 class Renamed(Edited):
-    """The installed vLLM under another version."""
+    """The installed vLLM, presented as another version."""
 
     def version(self) -> str:
         return "9.9.1+cpu"
@@ -195,29 +195,30 @@ def fresh_check(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
     return monkeypatch
 
 
-def test_a_tested_version_is_not_looked_at(fresh_check: pytest.MonkeyPatch) -> None:
+def test_a_tested_version_is_not_examined(fresh_check: pytest.MonkeyPatch) -> None:
     fresh_check.setattr(at_start, "stopping", None)
     assert check_installed() == ""
 
 
-def test_an_unknown_version_is_used_and_the_log_says_so(
+def test_an_unknown_version_is_used_and_logged(
     fresh_check: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     fresh_check.setattr(at_start, "open_source", lambda where: Renamed(installed(), {}))
     said = check_installed()
     assert said.startswith("vLLM 9.9.1 was not tested")
     assert same_minor().version in said
-    setup = object.__new__(ServerSetup)  # what follows needs a server
+    setup = object.__new__(ServerSetup)  # the rest needs a server
     with caplog.at_level(logging.WARNING, "offload"), pytest.raises(AttributeError):
         setup.announce()
     assert f"kvtiers: {said}" in caplog.text
     check_installed.cache_clear()
 
 
-def test_an_unknown_version_without_what_we_need_is_refused(
+def test_an_unknown_version_that_lacks_what_we_need_is_refused(
     fresh_check: pytest.MonkeyPatch,
 ) -> None:
-    """Before our connector is imported, which such a version may not even allow."""
+    """It is refused before our connector is imported, which may be impossible with such a
+    version."""
     broken = Renamed(installed(), PLANTED)
     fresh_check.setattr(at_start, "open_source", lambda where: broken)
     with pytest.raises(VersionError) as refused:
@@ -228,7 +229,7 @@ def test_an_unknown_version_without_what_we_need_is_refused(
     check_installed.cache_clear()
 
 
-def test_a_check_that_fails_does_not_stop_a_server(fresh_check: pytest.MonkeyPatch) -> None:
+def test_a_failing_check_does_not_stop_a_server(fresh_check: pytest.MonkeyPatch) -> None:
     fresh_check.setattr(at_start, "open_source", lambda where: Renamed(installed(), {}))
 
     def fail(*_: object) -> None:
@@ -271,7 +272,7 @@ def test_the_command_imports_neither_vllm_nor_torch() -> None:
     assert said["compared"] > 300
 
 
-def test_the_command_says_what_breaks(
+def test_the_command_reports_what_breaks(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr("offload.connector.contract.__main__.check", lambda *_: planted())
@@ -281,7 +282,7 @@ def test_the_command_says_what_breaks(
     assert "offload/connector/scheduler/block_tables.py:" in said
 
 
-def test_the_command_says_what_it_cannot_read(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command_reports_what_it_cannot_read(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["no-such.whl"]) == UNREADABLE
     assert "there is no such file" in capsys.readouterr().err
     assert main(["installed", "--against", "0.1"]) == UNREADABLE

@@ -1,4 +1,4 @@
-"""Every kind of break, planted in a small package and in the wheel that is made of it."""
+"""Every kind of break, planted in a small package and in a wheel made from it."""
 
 from __future__ import annotations
 
@@ -163,7 +163,7 @@ PLANTED = {
     "hook with a new parameter": (
         "vllm/base.py",
         ("def begin(self, config, tokens=0)", "def begin(self, config, tokens=0, late=False)"),
-        "Base.begin: parameter late is new, and ours does not take it",
+        "Base.begin: parameter late is new, and our method does not accept it",
         "offload/connector/ours.py:9",
         True,
     ),
@@ -208,15 +208,15 @@ PLANTED = {
     "hook called with something else": (
         "vllm/runner.py",
         ("begin(output, tokens=3)", "begin(output, tokens=3, late=True)"),
-        "calls of Base.begin: vllm.runner:Runner.step calls it with (1 late tokens), which ours "
-        "does not take",
+        "calls of Base.begin: vllm.runner:Runner.step calls it with (1 late tokens), which our "
+        "method does not accept",
         "offload/connector/ours.py:9",
         True,
     ),
     "hook that nobody calls": (
         "vllm/runner.py",
         ("self.connector.end(output)", "pass"),
-        "calls of Base.end: nobody calls it any more",
+        "calls of Base.end: vLLM no longer calls it",
         "offload/connector/ours.py:14",
         True,
     ),
@@ -234,7 +234,7 @@ def kept() -> Contract:
     return contract_of(Texts("vllm", VLLM), Texts("offload", OURS), TABLE)
 
 
-def test_what_is_the_same_is_not_a_break(kept: Contract) -> None:
+def test_equal_versions_have_no_breaks(kept: Contract) -> None:
     assert compared(kept, Texts("vllm", VLLM)) == []
 
 
@@ -249,7 +249,7 @@ def test_each_kind_of_break_is_named_with_its_place(kept: Contract, name: str) -
     assert has_gone or place in named[0].places
 
 
-def test_what_moves_behind_a_name_that_stays_is_no_break(kept: Contract) -> None:
+def test_a_definition_that_moves_behind_its_name_is_no_break(kept: Contract) -> None:
     moved = dict(VLLM)
     moved["vllm/config/deep.py"] = moved["vllm/config/whole.py"]
     moved["vllm/config/whole.py"] = "from vllm.config.deep import *\n"
@@ -262,7 +262,7 @@ def test_an_optional_parameter_of_a_function_is_no_break(kept: Contract) -> None
     assert compared(kept, Edited(Texts("vllm", VLLM), {"vllm/config/whole.py": (change,)})) == []
 
 
-def test_a_wheel_and_a_folder_say_what_their_texts_say(kept: Contract, tmp_path: Path) -> None:
+def test_a_wheel_and_a_folder_contain_their_texts(kept: Contract, tmp_path: Path) -> None:
     wheel = tmp_path / "vllm-7.1.0-py3-none-any.whl"
     with zipfile.ZipFile(wheel, "w") as file:
         for path, text in VLLM.items():
@@ -278,7 +278,7 @@ def test_a_wheel_and_a_folder_say_what_their_texts_say(kept: Contract, tmp_path:
         assert compared(kept, source) == []
 
 
-def test_what_is_no_wheel_is_one_sentence(tmp_path: Path) -> None:
+def test_an_invalid_wheel_gives_one_sentence(tmp_path: Path) -> None:
     (tmp_path / "torn.whl").write_bytes(b"PK\x03\x04 torn")
     with pytest.raises(SourceError, match="not a wheel that can be read"):
         open_source(str(tmp_path / "torn.whl"))

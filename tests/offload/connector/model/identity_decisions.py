@@ -1,6 +1,7 @@
-"""Decisions about vLLM's settings: these count, because they were not shown to be harmless.
+"""Decisions about vLLM's settings: the settings listed here count, because they were not shown to
+be harmless.
 
-For each class of its configuration the fields, and for its environment the variables. A setting
+For each class of vLLM's configuration the fields, and for its environment the variables. A setting
 that is neither here nor in `offload.connector.model.cannot_change_kv` has not been examined: it
 counts, and `tests.offload.connector.model.test_identity_sweep` fails.
 """
@@ -158,8 +159,8 @@ WHOLE = (
     "ModelArchitectureConfig QuantSpec QuantizationConfigArgs Range SpeechToTextConfig "
     "SpeechToTextParams WeightTransferConfig"
 )
-"""Classes beside vLLM's configuration objects whose fields are not looked at one by one: they are
-values that count as a whole, derived, or a request's."""
+"""Classes beside vLLM's configuration objects whose fields are not examined one by one: values that
+count as a whole, derived values, or values of a request."""
 
 OTHERS_HARMLESS: dict[str, str] = {
     "where things are kept or found": "CONDA_PREFIX CRIU_CUDA_PLUGIN_DIR CUDA_PATH "
@@ -213,7 +214,7 @@ READ_BY_MODELS: dict[str, str] = {
     "SchedulerConfig.enable_chunked_prefill ModelConfig.served_model_name "
     "ModelConfig.skip_tokenizer_init",
 }
-"""Harmless settings that the code of some model reads all the same, by what it does with them."""
+"""Harmless settings that the code of some models reads, grouped by what the code does with them."""
 
 _BACKENDS = "v1/attention/backends"
 LENGTH_OUTSIDE_MODELS: dict[str, str] = {
@@ -240,4 +241,4 @@ LENGTH_OUTSIDE_MODELS: dict[str, str] = {
     "how many tokens a step may have": "platforms/cpu.py",
     "a check, which changes nothing": "platforms/interface.py",
 }
-"""Code beside the models' own that names ``max_model_len``, by what it does with it."""
+"""Code outside the models that mentions ``max_model_len``, grouped by what it does with it."""

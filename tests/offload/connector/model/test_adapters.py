@@ -1,5 +1,5 @@
-"""LoRA adapters count by the content that the workers have loaded: real files, vLLM's real
-scheduler, and its LoRA manager where it loads."""
+"""LoRA adapters are identified by the content that the workers have loaded: real files, vLLM's real
+scheduler, and its LoRA manager for loading."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def make_adapter(folder: Path, content: bytes) -> LoRARequest:
 
 
 def digest(request: LoRARequest, during: Any = lambda: None) -> bytes:
-    """A worker's report of an adapter; ``during`` happens while vLLM loads it."""
+    """A worker's report of an adapter; ``during`` runs while vLLM loads it."""
     watch = AdapterWatch(LoRAConfig())
     watch.load(request, during)
     [(name, digests)] = watch.take().items()
@@ -46,7 +46,7 @@ def digest(request: LoRARequest, during: Any = lambda: None) -> bytes:
 # -- the worker ----------------------------------------------------------------------------------
 
 
-def test_adapters_differ_by_content_and_not_by_place(tmp_path: Path) -> None:
+def test_adapters_differ_by_content_and_not_by_path(tmp_path: Path) -> None:
     request = make_adapter(tmp_path / "one", b"one")
     one = digest(request)
     assert len(one) == 32
@@ -58,18 +58,18 @@ def test_adapters_differ_by_content_and_not_by_place(tmp_path: Path) -> None:
     assert digest(mixed) != one
 
 
-def test_files_that_change_while_they_are_loaded_are_not_known(tmp_path: Path) -> None:
+def test_files_that_change_while_they_are_loaded_have_no_known_content(tmp_path: Path) -> None:
     request = make_adapter(tmp_path / "one", b"one")
     weights = tmp_path / "one" / "adapter_model.safetensors"
     assert digest(request, lambda: weights.write_bytes(b"two")) == b""
     assert digest(request) != b""
 
 
-def test_files_that_cannot_be_found_are_not_known(tmp_path: Path) -> None:
+def test_missing_files_have_no_known_content(tmp_path: Path) -> None:
     assert digest(LoRARequest("adapter", 1, str(tmp_path / "absent"))) == b""
 
 
-def test_a_load_that_fails_is_reported_to_vllm_alone(tmp_path: Path) -> None:
+def test_a_failed_load_is_reported_only_to_vllm(tmp_path: Path) -> None:
     def fail() -> None:
         raise ValueError("not an adapter")
 
@@ -79,8 +79,10 @@ def test_a_load_that_fails_is_reported_to_vllm_alone(tmp_path: Path) -> None:
     assert watch.take() == {}
 
 
-def test_vllms_manager_tells_what_it_loads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every load of its LRU manager, of the engine that the watch belongs to."""
+def test_vllms_manager_reports_what_it_loads(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """This covers every load by the LRU manager of the engine to which the watch belongs."""
     loads: list[str] = []
     assert "_load_adapter" in vars(WorkerLoRAManager), "vLLM loads in another way"
     monkeypatch.setattr(
@@ -117,7 +119,7 @@ def test_an_adapter_is_known_when_every_rank_has_reported_the_same() -> None:
     assert book.identity_of(asker(lora=("adapter", "/elsewhere"))) is None
 
 
-def test_reports_of_ranks_are_put_together() -> None:
+def test_reports_of_ranks_are_combined() -> None:
     book = AdapterBook()
     book.expect(2)
     book.take(joined({NAME: (ONE,)}, {NAME: (ONE,), ("b", "/b"): (TWO,)}))
@@ -125,7 +127,7 @@ def test_reports_of_ranks_are_put_together() -> None:
     assert book.identity_of(asker(lora=("b", "/b"))) is None
 
 
-def test_ranks_that_have_loaded_different_files_are_not_believed() -> None:
+def test_ranks_that_have_loaded_different_files_are_not_trusted() -> None:
     book = AdapterBook()
     book.expect(2)
     book.take({NAME: (ONE, TWO)})
@@ -133,7 +135,7 @@ def test_ranks_that_have_loaded_different_files_are_not_believed() -> None:
     assert not book.may_come(asker())
 
 
-def test_an_adapter_that_is_loaded_again_as_it_was_stays_known() -> None:
+def test_an_adapter_loaded_again_unchanged_stays_known() -> None:
     book = AdapterBook()
     book.take({NAME: (ONE,)})
     book.begin(asker(), ONE)
@@ -142,7 +144,7 @@ def test_an_adapter_that_is_loaded_again_as_it_was_stays_known() -> None:
     assert book.assumed == {NAME: ONE}
 
 
-def test_an_adapter_that_changes_leaves_until_everything_is_forgotten(
+def test_a_changed_adapter_is_excluded_until_everything_is_forgotten(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     book = AdapterBook()
@@ -160,7 +162,7 @@ def test_an_adapter_that_changes_leaves_until_everything_is_forgotten(
     assert book.identity_of(asker()) == ONE
 
 
-def test_what_nobody_can_say_is_said_once(caplog: pytest.LogCaptureFixture) -> None:
+def test_unknown_content_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:
     book = AdapterBook()
     for _ in range(3):
         book.take({NAME: (b"",)})
@@ -169,7 +171,7 @@ def test_what_nobody_can_say_is_said_once(caplog: pytest.LogCaptureFixture) -> N
     assert sum("is not known" in line for line in caplog.messages) == 1
 
 
-def test_a_request_is_asked_again_a_few_times() -> None:
+def test_a_request_is_looked_up_again_a_few_times() -> None:
     book = AdapterBook()
     assert [book.may_come(asker("a")) for _ in range(ASKS_MAX + 1)] == [True] * ASKS_MAX + [False]
     assert book.may_come(asker("b"))
@@ -187,7 +189,7 @@ def world(tmp_path: Path) -> Iterator[OracleEngine]:
 
 
 def serve(world: OracleEngine, name: str, lora: LoRARequest) -> RequestRecord:
-    """Serve one request alone; what is known of its lookup."""
+    """Serve one request alone; return the record of its lookup."""
     world._salts[name] = None
     sampling = SamplingParams(max_tokens=4, ignore_eos=True, temperature=0.0)
     request = Request(name, PROMPT, sampling, None, lora_request=lora, block_hasher=world._hasher)
@@ -206,9 +208,7 @@ def loaded_by_worker(world: OracleEngine, lora: LoRARequest) -> None:
     watch.load(lora, lambda: None)
 
 
-def test_requests_of_an_adapter_that_nobody_knows_stay_outside(
-    world: OracleEngine, tmp_path: Path
-) -> None:
+def test_requests_of_an_unknown_adapter_are_excluded(world: OracleEngine, tmp_path: Path) -> None:
     lora = make_adapter(tmp_path / "one", b"one")
     for name in ("a", "b"):
         miss = serve(world, name, lora).miss
@@ -216,21 +216,19 @@ def test_requests_of_an_adapter_that_nobody_knows_stay_outside(
     assert not world.planner.cpu.resident
 
 
-def test_a_report_that_is_under_way_is_waited_for(world: OracleEngine, tmp_path: Path) -> None:
+def test_a_report_on_its_way_is_waited_for(world: OracleEngine, tmp_path: Path) -> None:
     """The first request after a start finds what an earlier server has stored."""
     lora = make_adapter(tmp_path / "one", b"one")
-    loaded_by_worker(world, lora)  # reported with the next step's answers
+    loaded_by_worker(world, lora)  # reported with the next step's results
     assert serve(world, "a", lora).miss.reason is Reason.NEVER_STORED
     assert serve(world, "b", lora).loaded == {"cpu": 60}
-    loaded_by_worker(world, lora)  # vLLM had it evicted: it is what it was
+    loaded_by_worker(world, lora)  # vLLM had evicted it and loaded it again unchanged
     assert serve(world, "c", lora).loaded == {"cpu": 60}
 
 
-def test_copies_for_an_adapter_that_was_loaded_again_are_refused(
-    world: OracleEngine, tmp_path: Path
-) -> None:
-    """The scheduler hears of it after the step in which the load is planned; here it takes until
-    the request has ended."""
+def test_copies_for_a_reloaded_adapter_are_refused(world: OracleEngine, tmp_path: Path) -> None:
+    """The scheduler gets the report only after the step in which the load is planned; here, only
+    after the request has ended."""
     lora = make_adapter(tmp_path / "one", b"one")
     loaded_by_worker(world, lora)
     serve(world, "a", lora)
@@ -250,7 +248,7 @@ def test_copies_for_an_adapter_that_was_loaded_again_are_refused(
     assert serve(world, "e", lora).loaded == {"cpu": 60}
 
 
-def test_what_is_stored_while_an_adapter_changes_is_not_kept(
+def test_chunks_stored_while_an_adapter_changes_are_not_kept(
     world: OracleEngine, tmp_path: Path
 ) -> None:
     lora = make_adapter(tmp_path / "one", b"one")

@@ -1,4 +1,5 @@
-"""Real tensors of vLLM in every layout, described, and chunks of one translated to the other."""
+"""Real tensors of vLLM in every layout are described, and chunks of one are translated to
+another."""
 
 from __future__ import annotations
 
@@ -63,7 +64,7 @@ class Worker:
 
     def record(self, logical: dict[str, np.ndarray], blocks: list[int]) -> np.ndarray:
         """Write a chunk of the logical cache ``[heads, tokens, bytes]`` into these blocks as a
-        kernel would, and read what a slot would hold of it."""
+        kernel would, and return the resulting content of a slot."""
         for name, cache in self.caches.items():
             view = cache.view(torch.uint8)
             heads, tokens = view.shape[1], view.shape[2]
@@ -118,7 +119,7 @@ def test_every_layout_to_every_other_and_to_other_ranks(stored: Layout, now: Lay
 
 
 @pytest.mark.parametrize(("stored", "now"), [(16, 32), (64, 16), (16, 64)])
-def test_other_kernel_blocks(stored: int, now: int) -> None:
+def test_other_kernel_block_sizes(stored: int, now: int) -> None:
     logical = logical_cache(HEADS_ALL, 2 * HEAD_SIZE * 2)
     writer = Worker(attention(1, 64), Layout.LBNHC, kernel_tokens=stored)
     reader = Worker(attention(2, 64), Layout.LBHNC, kernel_tokens=now, ranks=2, rank=1)
@@ -126,7 +127,7 @@ def test_other_kernel_blocks(stored: int, now: int) -> None:
     assert is_exact([writer], reader, logical)
 
 
-def test_a_kernel_that_orders_a_heads_tokens_itself() -> None:
+def test_a_kernel_that_orders_a_heads_tokens_in_its_own_way() -> None:
     """vLLM's CPU attention: heads can be distinguished, tokens cannot."""
     logical = logical_cache(HEADS_ALL, 2 * HEAD_SIZE * 2)
     one = Worker(attention(1, 32), kernel="CPU_ATTN")
@@ -138,7 +139,7 @@ def test_a_kernel_that_orders_a_heads_tokens_itself() -> None:
     [problem] = obstacles(one.geometry, other.geometry)
     assert problem.field == "groups[0].kernel_block_size"
     by_token = Worker(attention(1, 32), Layout.LBNHC, kernel="CPU_ATTN")
-    assert by_token.layer.split == OWN  # heads lie between tokens: not as the kernel wants them
+    assert by_token.layer.split == OWN  # heads lie between tokens, which does not suit the kernel
 
 
 def test_padding_is_not_part_of_a_page() -> None:
@@ -175,8 +176,8 @@ def test_latents() -> None:
     ],
     ids=["kernel", "quantised", "state"],
 )
-def test_what_is_not_known_stays_whole(spec, kernel: str) -> None:
-    """Such pages are read by ranks of the same shape, and refused to all others."""
+def test_unknown_kernels_are_described_as_a_whole(spec, kernel: str) -> None:
+    """Ranks of the same shape read such pages; all others are refused."""
     same = Worker(spec, kernel=kernel, ranks=2, rank=1).geometry
     assert same.groups[0].layers[0].split == OWN
     assert obstacles(same, same) == []

@@ -1,4 +1,4 @@
-"""The identity of a model, from vLLM configurations that vLLM itself makes of files made here."""
+"""The identity of a model, from configurations that vLLM itself makes for files created here."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def test_two_starts_of_one_server_share_a_namespace(model: Path, tmp_path: Path)
     write_manifest(tmp_path, one)
 
 
-def test_the_number_of_blocks_and_what_vllm_measures_do_not_matter(model: Path) -> None:
+def test_the_number_of_blocks_and_vllms_measurements_do_not_count(model: Path) -> None:
     few = namespace_of(config_of(model), kv_config(num_blocks=8))
     many = namespace_of(
         config_of(model, gpu_memory_utilization=0.5, max_num_seqs=3, seed=7), kv_config(10_000)
@@ -94,13 +94,14 @@ def test_a_flag_that_changes_blocks_changes_the_namespace(
 
 
 def test_each_parallel_size_counts(model: Path) -> None:
-    """All that the sweep over vLLM's settings says are named (``test_every_field_is_decided``)."""
+    """All parallel sizes that the sweep over vLLM's settings lists are covered
+    (``test_every_field_is_decided``)."""
     plain = namespace_of(config_of(model))
     names = FIELDS["ParallelConfig"][NAMED].split()
     assert len(names) >= 7
     for name in names:
         config = config_of(model)
-        config.parallel_config.is_moe_model = None  # replicas of other models compute alone
+        config.parallel_config.is_moe_model = None  # replicas of other models are independent
         setattr(config.parallel_config, name, 2)
         assert len(differing_fields(plain, namespace_of(config))) == 1, name
     config = config_of(model)
@@ -134,7 +135,7 @@ def test_geometry_counts(
 
 
 def test_scheduler_and_workers_agree_on_layers_with_different_pages(model: Path) -> None:
-    """vLLM flattens such a group for the scheduler; the pages are still distinguished."""
+    """vLLM flattens such a group for the scheduler; the pages are distinguished all the same."""
 
     def worker_config(wide: int) -> KVCacheConfig:
         specs = {"a": full(32), "b": full(32, num_kv_heads=wide)}
@@ -160,7 +161,7 @@ def test_scheduler_and_workers_agree_on_layers_with_different_pages(model: Path)
 
 @pytest.mark.parametrize("offset", [0, HEAD_BYTES + 100, WEIGHT_BYTES - 1])
 def test_weights_swapped_at_the_same_path_change_the_namespace(offset: int, model: Path) -> None:
-    """Also with size and time of modification put back; the changed byte lies in a sample."""
+    """Even if size and modification time are restored; the changed byte is in a sample."""
     before = namespace_of(config_of(model))
     weights = model / "model.safetensors"
     found = weights.stat()
@@ -172,8 +173,9 @@ def test_weights_swapped_at_the_same_path_change_the_namespace(offset: int, mode
     assert differing(before, after) == ["model.weights.digest"]
 
 
-def test_a_newer_time_alone_changes_the_namespace(model: Path) -> None:
-    """A change between the samples shows by its time: better cold than wrong."""
+def test_a_newer_modification_time_alone_changes_the_namespace(model: Path) -> None:
+    """The modification time reveals a change between the samples: a cold cache is better than a
+    wrong one."""
     before = namespace_of(config_of(model))
     os.utime(model / "model.safetensors", ns=(10**18, 10**18 + 1))
     assert namespace_of(config_of(model)) != before
@@ -197,7 +199,7 @@ def make_hub(cache: Path, commit: str, blob: str) -> None:
     link.symlink_to(Path("../../blobs") / blob)
 
 
-def test_a_model_of_the_hub_is_known_by_its_blobs(tmp_path: Path) -> None:
+def test_a_model_of_the_hub_is_identified_by_its_blobs(tmp_path: Path) -> None:
     make_hub(tmp_path, "1" * 40, "a" * 64)
     place = find_model("org/tiny", None, str(tmp_path))
     first = weights_identity(place)
@@ -210,7 +212,7 @@ def test_a_model_of_the_hub_is_known_by_its_blobs(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["s3://bucket/model", "org/absent", "../../absent", "a/b/c", ""])
-def test_what_is_not_there_has_no_identity(name: str, tmp_path: Path) -> None:
+def test_missing_files_have_no_identity(name: str, tmp_path: Path) -> None:
     assert find_model(name, None, str(tmp_path)) is None
     assert weights_identity(None) == {"kind": "unknown"}
 
@@ -218,8 +220,8 @@ def test_what_is_not_there_has_no_identity(name: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "size", [1, 2, HEAD_BYTES, HEAD_BYTES + 12 * SAMPLE_BYTES, WEIGHT_BYTES], ids=str
 )
-def test_large_files_are_sampled_and_small_ones_read_whole(size: int, tmp_path: Path) -> None:
-    """No byte of the head, and none of the last sample, goes unseen."""
+def test_large_files_are_sampled_and_small_ones_read_completely(size: int, tmp_path: Path) -> None:
+    """A change of any byte in the head or in the last sample is detected."""
     file = tmp_path / "model.safetensors"
     places = {0, min(size, HEAD_BYTES) - 1, max(0, size - SAMPLE_BYTES), size - 1}
     digests = set()
@@ -234,8 +236,8 @@ def test_large_files_are_sampled_and_small_ones_read_whole(size: int, tmp_path: 
 
 
 @pytest.mark.parametrize("part", range(12))
-def test_samples_lie_everywhere_in_a_large_file(part: int, tmp_path: Path) -> None:
-    """Whichever twelfth of the weights is another, it shows."""
+def test_samples_are_spread_over_a_large_file(part: int, tmp_path: Path) -> None:
+    """A change of any twelfth of the weights is detected."""
     file = tmp_path / "model.safetensors"
     size = 12 * WEIGHT_BYTES
     digests = []
@@ -269,7 +271,7 @@ def test_a_draft_model_counts_with_its_weights(model: Path, tmp_path: Path) -> N
     assert differing(first, with_draft()) == ["draft.weights.digest"]
 
 
-def test_a_random_hash_seed_makes_every_start_a_namespace_of_its_own(
+def test_a_random_hash_seed_gives_every_start_a_separate_namespace(
     model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def start(engine: str) -> Namespace:
@@ -332,7 +334,8 @@ def test_a_role_that_only_stores_or_only_loads_is_refused(model: Path) -> None:
 
 
 def test_failed_loads_are_recomputed_whatever_the_configuration_says(model: Path) -> None:
-    """vLLM's default ends their requests. Its scheduler looks after it has made the connector."""
+    """vLLM's default ends requests whose load fails. Its scheduler reads the setting after it has
+    created the connector."""
     config = config_of(model, engine="alone")
     assert config.kv_transfer_config is not None
     assert config.kv_transfer_config.kv_load_failure_policy == "fail"
@@ -342,7 +345,7 @@ def test_failed_loads_are_recomputed_whatever_the_configuration_says(model: Path
 
 
 def test_failed_loads_of_a_connector_within_a_connector_are_recomputed(model: Path) -> None:
-    """It has a copy of the configuration; vLLM's scheduler looks at the outer one."""
+    """An inner connector has a copy of the configuration; vLLM's scheduler reads the outer one."""
     outer = config_of(model, engine="nested")
     entry = {"kv_connector": "OffloadConnector", "kv_role": "kv_both",
              "kv_connector_module_path": "offload.connector"}  # fmt: skip

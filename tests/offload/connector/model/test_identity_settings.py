@@ -54,18 +54,18 @@ def between(one: VllmConfig, other: VllmConfig) -> list[str]:
 # -- the model's code ----------------------------------------------------------------------------
 
 
-def test_llama4_under_another_max_model_len_is_another_namespace(llama4: Path) -> None:
+def test_llama4_with_another_max_model_len_is_another_namespace(llama4: Path) -> None:
     """Its queries are scaled from position 8,191 on if ``max_model_len`` is above 32,768."""
     short, long = config_of(llama4, max_model_len=16384), config_of(llama4, max_model_len=65536)
     assert between(short, long) == ["model.max_model_len"]
 
 
-def test_max_model_len_does_not_count_for_code_that_does_not_name_it(model: Path) -> None:
+def test_max_model_len_does_not_count_for_code_that_does_not_mention_it(model: Path) -> None:
     assert between(config_of(model), config_of(model, max_model_len=256)) == []
 
 
 def test_long_rope_counts_max_model_len(model: Path, tmp_path: Path) -> None:
-    """Of whatever model: that is in a layer."""
+    """This holds for every model, because a layer reads it."""
     make_model(model, note="longrope")
     assert between(config_of(model), config_of(model, max_model_len=256)) == ["model.max_model_len"]
     plain = make_model(tmp_path / "plain")
@@ -77,7 +77,7 @@ def test_long_rope_counts_max_model_len(model: Path, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("where", ["override", "file", "folder"])
 def test_llama4_reads_the_generation_defaults(where: str, llama4: Path, tmp_path: Path) -> None:
-    """``attn_temperature_tuning`` may be set there, too."""
+    """``attn_temperature_tuning`` may be set there too."""
     before = config_of(llama4)
     changes: dict[str, Any] = {}
     text = json.dumps({"attn_temperature_tuning": True})
@@ -103,7 +103,7 @@ def test_other_models_do_not_read_the_generation_defaults(model: Path) -> None:
     assert differing(before, after) == []
 
 
-def test_code_that_cannot_be_found_reads_everything(
+def test_code_that_cannot_be_found_is_assumed_to_read_everything(
     model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(model_code, "_source", lambda module: None)
@@ -128,7 +128,7 @@ def test_code_that_cannot_be_found_reads_everything(
         ("model.settings.trust_remote_code", {"trust_remote_code": True}),
     ],
 )  # fmt: skip
-def test_a_flag_that_nobody_has_shown_to_be_harmless_counts(
+def test_a_flag_that_is_not_known_to_be_harmless_counts(
     field: str, changes: dict[str, Any], model: Path
 ) -> None:
     assert field in between(config_of(model), config_of(model, **changes))
@@ -164,7 +164,8 @@ def test_an_environment_variable_counts_unless_it_is_harmless(
 def test_another_version_of_vllm_is_another_namespace(
     version: str, model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Also a patch version: it may change a kernel or a model's code behind equal names."""
+    """This includes patch versions, which may change a kernel or a model's code under the same
+    names."""
     config = config_of(model)
     before = namespace_of(config)
     monkeypatch.setattr(vllm, "__version__", version)
@@ -184,7 +185,7 @@ def test_another_version_of_a_library_that_computes_is_another_namespace(
     assert before.fields["libraries"]["torch"] == torch.__version__
 
 
-def test_values_are_plain_and_hold_no_credentials() -> None:
+def test_values_are_plain_and_contain_no_credentials() -> None:
     secret = {"s3_access_key_id": "A", "s3_secret_access_key": "B", "uri": "s3://me:pass@host/x"}
     text = json.dumps(settings.plain({"a": secret, "b": {3, 1}, "c": torch.float32, "d": object()}))
     assert "A" not in text.split('"')
@@ -199,7 +200,7 @@ def test_values_are_plain_and_hold_no_credentials() -> None:
 
 
 def with_media(model: Path, **media: Any) -> VllmConfig:
-    """A configuration with vLLM's own of a model that takes media."""
+    """A configuration with vLLM's own configuration of a model that takes media."""
     config = config_of(model)
     config.model_config.multimodal_config = MultiModalConfig(**media)
     return config
@@ -217,8 +218,8 @@ def with_media(model: Path, **media: Any) -> VllmConfig:
         ("mm_device_do_normalize", {"mm_device_do_normalize": False}),
     ],
 )
-def test_how_media_are_prepared_counts(field: str, media: dict[str, Any], model: Path) -> None:
-    """The media's hash in the keys covers what the request says of it, not the server."""
+def test_settings_for_preparing_media_count(field: str, media: dict[str, Any], model: Path) -> None:
+    """The hash of the media in the keys covers the request's arguments, not the server's."""
     found = between(with_media(model), with_media(model, **media))
     assert any(f"model.media.{field}".startswith(name) for name in found)
     assert len(found) == 1
@@ -228,7 +229,9 @@ def test_how_media_are_prepared_counts(field: str, media: dict[str, Any], model:
     "name",
     ["preprocessor_config.json", "processor_config.json", "video_preprocessor_config.json"],
 )
-def test_the_files_of_a_media_processor_count_where_media_are_taken(name: str, model: Path) -> None:
+def test_the_files_of_a_media_processor_count_for_models_that_take_media(
+    name: str, model: Path
+) -> None:
     text, media = config_of(model), with_media(model)
     before = [namespace_of(text), namespace_of(media)]
     (model / name).write_text('{"size": 1}')
@@ -271,7 +274,7 @@ def test_the_address_of_tensorized_weights_counts(model: Path) -> None:
     one, two = tensorized(model, "s3://weights/one"), tensorized(model, "s3://weights/two")
     assert between(one, two) == ["model.loader.tensorizer_uri"]
     again = tensorized(model, "s3://weights/one", engine="later")
-    assert between(one, again) == ["model.weights.engine"]  # its content now is unknown
+    assert between(one, again) == ["model.weights.engine"]  # the file's present content is unknown
 
 
 def test_tensorized_weights_on_this_machine_count_by_content(model: Path, tmp_path: Path) -> None:
@@ -283,7 +286,7 @@ def test_tensorized_weights_on_this_machine_count_by_content(model: Path, tmp_pa
     assert differing(before, namespace_of(tensorized(model, str(file)))) == ["model.weights.digest"]
 
 
-def test_a_loader_that_vllm_does_not_know_may_take_weights_from_anywhere(model: Path) -> None:
+def test_an_unknown_loader_may_take_weights_from_anywhere(model: Path) -> None:
     one, two = (loaded_by(model, "mine", {}, engine) for engine in ("a", "b"))
     assert between(one, two) == ["model.weights.engine"]
 
@@ -294,11 +297,11 @@ def test_threads_of_a_loader_do_not_count(model: Path) -> None:
 
 
 @pytest.mark.parametrize("how", ["dummy", "pushed"])
-def test_weights_that_may_be_pushed_before_the_first_request_are_one_starts_alone(
+def test_weights_that_may_be_pushed_before_the_first_request_are_separate_for_each_start(
     how: str, model: Path
 ) -> None:
-    """Nothing is cached yet, so nobody has reason to reset anything; the next start is pushed
-    others. An engine's id of the operator's choice stands for the weights."""
+    """Nothing is cached at that time, so there is no reason for a reset; after the next start,
+    other weights are pushed. An engine id chosen by the operator identifies the weights."""
 
     def start(engine: str) -> VllmConfig:
         config = config_of(model, engine=engine)
@@ -322,7 +325,7 @@ def said_by(rank: int, namespace: Namespace) -> RankState:
     return RankState(rank, namespace, 0, 1, 4096, ())
 
 
-def test_the_scheduler_takes_the_namespace_of_the_workers(
+def test_the_scheduler_adopts_the_namespace_of_the_workers(
     model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """vLLM sets variables in its workers, and models change their configuration there."""

@@ -1,7 +1,7 @@
 """Every setting of vLLM counts for the namespace, unless a developer has decided that it cannot
 change KV.
 
-New settings of a newer vLLM fail here until they are classified; until then they count.
+New settings of a newer vLLM make this test fail until they are classified; until then they count.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ def classes() -> Mapping[str, type[Any]]:
 
 @cache
 def texts() -> Mapping[str, str]:
-    """vLLM's sources by their path within it."""
+    """vLLM's source files, by their path within vLLM."""
     return {str(file.relative_to(ROOT)): file.read_text() for file in ROOT.rglob("*.py")}
 
 
@@ -96,7 +96,8 @@ def test_every_field_is_decided(name: str) -> None:
 
 
 def test_every_class_is_decided() -> None:
-    """Also those that are looked through, and those that are no part of a server."""
+    """This includes classes whose fields are searched, and classes that are not part of a
+    server."""
     known = {*cannot_change_kv.FIELDS, *decided.FIELDS, *decided.WHOLE.split()}
     assert known - decided.ABSENT == set(classes()), DECIDE
 
@@ -123,7 +124,7 @@ def test_variables_that_vllm_reads_without_listing_them_are_decided() -> None:
     assert found <= {*envs.environment_variables, *others}, DECIDE
 
 
-def test_harmless_settings_are_read_by_no_model_unless_somebody_has_looked() -> None:
+def test_no_model_reads_harmless_settings_unless_that_was_reviewed() -> None:
     pattern = re.compile(rf"\b_?({'|'.join(CLASS_OF)})(?:\(\))?\s*\.\s*(?=(\w+))")
     found = set()
     for path, text in texts().items():
@@ -136,8 +137,8 @@ def test_harmless_settings_are_read_by_no_model_unless_somebody_has_looked() -> 
     assert found == set(words(decided.READ_BY_MODELS)) - decided.ABSENT, DECIDE
 
 
-def test_what_else_reads_the_longest_length_has_been_looked_at() -> None:
-    """Layers, kernels and platforms, which all models have in common."""
+def test_other_code_that_reads_the_maximum_length_was_reviewed() -> None:
+    """Layers, kernels and platforms, which all models share."""
     places = ("model_executor/layers/", "model_executor/kernels/", "kernels/", "ir/", "platforms/",
               "v1/attention/", "lora/")  # fmt: skip
     found = {
@@ -149,9 +150,9 @@ def test_what_else_reads_the_longest_length_has_been_looked_at() -> None:
 
 
 @pytest.mark.parametrize("word", ["max_model_len", "generation_config"])
-def test_code_of_models_that_names_a_setting_is_found_to_read_it(word: str) -> None:
-    """From the other side than the code under test: every module with the word in it. Of models
-    that take media everything counts."""
+def test_models_whose_code_mentions_a_setting_are_found_to_read_it(word: str) -> None:
+    """This approaches it from the other side than the code under test: every module that contains
+    the word. For models that take media, everything counts."""
     named = {path for path, text in texts().items() if re.search(rf"\.\w*{word}\b", text)}
     checked = 0
     for architecture, (module, _) in _TEXT_GENERATION_MODELS.items():
@@ -163,7 +164,7 @@ def test_code_of_models_that_names_a_setting_is_found_to_read_it(word: str) -> N
 
 
 def test_models_that_import_a_reader_read_too() -> None:
-    """AXK1 takes its attention from DeepSeek V2, whose code names the length."""
+    """AXK1 takes its attention from DeepSeek V2, whose code mentions the length."""
     module = ModelRegistry.models["AXK1ForCausalLM"].module_name
     own = model_code._names(model_code.ast.parse(texts()["model_executor/models/AXK1.py"]), "")
     assert not own.found.may_read("max_model_len")
@@ -177,21 +178,21 @@ PLAIN = (
 
 
 @pytest.mark.parametrize("architecture", PLAIN.split())
-def test_plain_models_read_none_of_it(architecture: str) -> None:
+def test_plain_models_read_none_of_these_settings(architecture: str) -> None:
     code = model_code._closure(ModelRegistry.models[architecture].module_name)
     assert not code.may_read("max_model_len", "generation_config", "tokenizer", "image_processor")
 
 
-def test_what_nearly_every_model_imports_reads_none_of_it() -> None:
-    """These modules are left out of what a model's code names. The hooks in ``config`` are looked
-    at one by one."""
+def test_modules_that_nearly_every_model_imports_read_none_of_these_settings() -> None:
+    """These modules are left out of the names in a model's code. The hooks in ``config`` are
+    checked one by one."""
     for module in sorted(model_code.COMMON - {f"{model_code.MODELS}.config"}):
         path = module.replace(".", "/").removeprefix("vllm/") + ".py"
         assert not re.search("max_model_len|generation_config", texts()[path]), path
 
 
 def other(value: Any) -> Iterator[Any]:
-    """Another value of this kind."""
+    """Another value of the same kind."""
     if isinstance(value, bool):
         yield not value
     elif isinstance(value, int | float):
@@ -205,7 +206,7 @@ def other(value: Any) -> Iterator[Any]:
 
 
 def parts(config: Any) -> Iterator[Any]:
-    """A configuration object and those within it that are looked through."""
+    """A configuration object and the objects in it that are searched."""
     yield config
     harmless = cannot_change_kv.fields_of(type(config).__name__)
     for field in dataclasses.fields(config):
@@ -214,8 +215,8 @@ def parts(config: Any) -> Iterator[Any]:
             yield from parts(value)
 
 
-def test_every_setting_that_counts_shows_under_its_name(tmp_path: Path) -> None:
-    """And a harmless one does not: every field of every object is set to something else."""
+def test_every_counting_setting_appears_under_its_name(tmp_path: Path) -> None:
+    """A harmless one does not: every field of every object is set to another value."""
     config = config_of(make_model(tmp_path / "model"), enable_lora=True)
     seen: Counter[str] = Counter()
     for part in parts(config):
@@ -235,7 +236,7 @@ def test_every_setting_that_counts_shows_under_its_name(tmp_path: Path) -> None:
     assert seen.total() > 70
 
 
-def test_variables_that_count_show_under_their_name() -> None:
+def test_counting_variables_appear_under_their_names() -> None:
     for name in envs.environment_variables:
         found = environment_of({name: "1"})
         assert found == ({} if name in cannot_change_kv.variables() else {name: "1"})
@@ -256,7 +257,7 @@ HUB_FILES = (
 def test_every_file_of_a_models_folder_counts_or_is_harmless(
     may_read: bool, tmp_path: Path
 ) -> None:
-    """By changing one after the other. Unknown ones count."""
+    """Changes one file after the other. Unknown ones count."""
     code = model_code.CodeNames(whole=not may_read)
     folder = make_model(tmp_path / "model")
     harmless = words(FILES) + ([] if may_read else words(FILES_UNLESS_READ))

@@ -1,6 +1,6 @@
-"""vLLM's own configurations and allocations, read into our types.
+"""vLLM's own configurations and allocations, translated into our types.
 
-``allocate_kv_cache`` is vLLM's: it makes the tensors that a worker hands to a connector.
+``allocate_kv_cache`` is vLLM's: it creates the tensors that a worker passes to a connector.
 """
 
 import dataclasses
@@ -96,7 +96,7 @@ def check_pages(registration, caches: dict[str, torch.Tensor]) -> None:
 
 
 @pytest.mark.parametrize("layout", list(KVCacheLayout), ids=lambda layout: layout.name)
-def test_every_layout_of_vllm(layout):
+def test_every_layout_of_vllm_is_registered(layout):
     groups = [KVCacheGroupSpec(["a", "b", "c"], full(16))]
     check_pages(*registered(placed(groups, layout), layout))
 
@@ -184,7 +184,7 @@ def test_rules_and_windows():
     assert layout_input(config_of(retained), vllm_config(), 1).groups[0].window_tokens == 102
 
 
-def test_draft_groups_are_those_vllm_drops_from():
+def test_draft_groups_are_those_whose_last_block_vllm_drops():
     specs = [full(32), sliding(32, 64), sliding(32, 64)]
     marked = layout_input(config_of(groups_of(*specs, drafts={1})), vllm_config(), 1)
     assert [group.draft for group in marked.groups] == [False, True, True]
@@ -253,7 +253,7 @@ def test_missing_and_unknown_layers_are_named():
 
 
 def test_tensors_in_the_wrong_place_are_named():
-    """Layers whose tensors were exchanged, and a tensor with another stride."""
+    """Layers whose tensors were swapped, and a tensor with another stride."""
     config = placed([KVCacheGroupSpec(["a", "b", "c"], full(16))], KVCacheLayout.LBHNC)
     caches = allocate_kv_cache(config, torch.device("cpu"), KVCacheLayout.LBHNC)
     caches["a"], caches["b"] = caches["b"], caches["a"]

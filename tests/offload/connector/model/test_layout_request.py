@@ -1,4 +1,4 @@
-"""The layout of the KV cache that is requested from vLLM, and the result of vLLM's own rule."""
+"""The KV cache layout that the connector requests from vLLM, and the result of vLLM's own rule."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ ALL = ["LBNHC", "LBHNC", "BLHNC"]
 
 
 def config(**extra: Any) -> Any:
-    """As much of a ``VllmConfig`` as the question needs."""
+    """The part of a ``VllmConfig`` that the rule needs."""
     transfer = KVTransferConfig(
         kv_connector="OffloadConnector",
         kv_connector_module_path="offload.connector",
@@ -28,14 +28,14 @@ def config(**extra: Any) -> Any:
 @pytest.mark.parametrize(
     ("extra", "supported", "resolved"),
     [
-        ({}, ALL, "LBNHC"),  # nothing is asked for: vLLM's first choice
+        ({}, ALL, "LBNHC"),  # nothing is requested: vLLM's first choice
         ({"kv_layout": "vllm"}, ALL, "LBNHC"),
         ({"kv_layout": "block_contiguous"}, ALL, "BLHNC"),
-        # A backend that cannot read it: vLLM warns and takes its own; the server starts.
+        # If a backend cannot read the layout, vLLM warns and uses its own; the server starts.
         ({"kv_layout": "block_contiguous"}, ["LBHNC"], "LBHNC"),
     ],
 )
-def test_vllm_resolves_what_we_ask_for(
+def test_vllm_resolves_the_requested_layout(
     extra: dict[str, Any], supported: list[str], resolved: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv("VLLM_KV_CACHE_LAYOUT", raising=False)

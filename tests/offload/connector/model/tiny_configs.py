@@ -33,7 +33,7 @@ WEIGHT_BYTES = 5 * 1024 * 1024
 
 
 def make_model(folder: Path, **changes: Any) -> Path:
-    """A folder with a configuration and weights of a few MiB, which nobody can load."""
+    """A folder with a configuration and weights of a few MiB, which cannot be loaded."""
     folder.mkdir(exist_ok=True)
     (folder / "config.json").write_text(json.dumps(CONFIG | changes))
     weights = folder / "model.safetensors"

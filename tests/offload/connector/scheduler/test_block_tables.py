@@ -1,4 +1,4 @@
-"""The blocks that a step may rewrite, group by group and for every kind of request."""
+"""The blocks that a step may overwrite, group by group and for every kind of request."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ TABLES = BlockTables(ModelLayout(100, 4, 8, GROUPS))
 
 
 def output(**more: Any) -> Any:
-    """A step of vLLM's scheduler, of which only what is read here is filled in."""
+    """A step of vLLM's scheduler with only the fields that are read here."""
     nobody = SimpleNamespace(
         req_ids=[], new_block_ids=[], resumed_req_ids=set(), num_computed_tokens=[]
     )
@@ -29,14 +29,14 @@ def output(**more: Any) -> Any:
 
 def test_only_whole_blocks_before_the_computed_tokens_keep_their_content() -> None:
     tables = ([1, 2, 3], [11, 12], [21, 22])
-    others = [11, 12, 21, 22]  # states and what is not offloaded: all of it
+    others = [11, 12, 21, 22]  # states and groups that are not offloaded: every block
     assert list(TABLES.beyond(tables, 0)) == [1, 2, 3, *others]
     assert list(TABLES.beyond(tables, 4)) == [2, 3, *others]
     assert list(TABLES.beyond(tables, 7)) == [2, 3, *others], "the second block is half computed"
     assert list(TABLES.beyond(tables, 12)) == others
 
 
-def test_a_step_writes_what_it_gives_to_requests_and_what_precedes_it() -> None:
+def test_a_step_writes_the_blocks_of_its_requests_and_of_work_before_it() -> None:
     new = SimpleNamespace(block_ids=([1, 2], [3], [4]), num_computed_tokens=4)
     cached = SimpleNamespace(
         req_ids=["running", "without", "resumed"],

@@ -1,4 +1,4 @@
-"""A listener of vLLM's KV events knows at any time which tier holds which block."""
+"""A listener to vLLM's KV events knows at any time which tier holds which block."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ Held = set[tuple[str, str | None, int, Any]]
 
 
 class Follower:
-    """Gets what vLLM publishes, as a router would, and keeps count."""
+    """Receives what vLLM publishes, as a router would, and keeps count."""
 
     def __init__(self, world: OracleEngine) -> None:
         self.held: Held = set()
@@ -37,8 +37,8 @@ class Follower:
         world.scheduler.kv_event_publisher.publish = self.publish
 
     def taking(self) -> list[Any]:
-        """Marks our events that everything was cleared: vLLM publishes others like them, which are
-        meant for the GPU's cache alone."""
+        """Marks our events that clear everything: vLLM publishes equal events that apply only to
+        the GPU's cache."""
         found = list(self._take_events())
         self._clears += [event for event in found if isinstance(event, AllBlocksCleared)]
         return found
@@ -109,7 +109,7 @@ def differences(name: str, folder: Path, seed: int) -> list[str]:
 
 @pytest.mark.parametrize("seed", range(2))
 @pytest.mark.parametrize("name", ["full", "sliding_full", "mamba1_full"])
-def test_a_follower_knows_what_the_tiers_hold(
+def test_a_listener_knows_what_the_tiers_hold(
     name: str, seed: int, tmp_path: Path, publishing: None
 ) -> None:
     assert differences(name, tmp_path, seed) == []
@@ -142,7 +142,7 @@ def chunks(events: list[Any]) -> int:
 
 
 def portions_of(events: KvEvents) -> list[int]:
-    """The number of chunks that each call tells of, as the calls come."""
+    """The number of chunks in the events of each call."""
     portions: list[int] = []
     take = events.take
 
@@ -156,8 +156,8 @@ def portions_of(events: KvEvents) -> list[int]:
 
 
 def differences_after_losses(folder: Path, seed: int = 3) -> list[str]:
-    """Between the tiers' chunks and those of a follower that got all of them again, in portions,
-    because too many changes waited."""
+    """The difference between the tiers' chunks and those of a listener that got all of them again,
+    in portions, because too many changes waited."""
     for world, follower in followed("sliding_full", folder, seed):
         events: KvEvents = world.connector._events  # type: ignore[assignment]  # it is set here
         portions = portions_of(events)
@@ -183,21 +183,22 @@ def small_bound(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kv_events, "WAITING_MAX", 12)
 
 
-def test_changes_beyond_the_bound_are_told_as_a_new_beginning(
+def test_changes_beyond_the_bound_become_a_clear_and_a_full_listing(
     tmp_path: Path, publishing: None, small_portions: None, small_bound: None
 ) -> None:
     assert differences_after_losses(tmp_path) == []
 
 
 def differences_after_a_restart(folder: Path) -> list[str]:
-    """As above, for a listener of the chunks found at a start, while half of them go."""
+    """The same for a listener to the chunks found at a start, half of which are removed
+    meanwhile."""
     for world, follower in followed("full", folder, 1):
         live(world, 60)
         world.drain()
         planner = world.planner
         assert world.connector._scheduler is not None
         events = KvEvents(world.connector._scheduler.layout, planner)
-        follower.held, follower.cleared = set(), 1  # removals of unknown chunks are fine
+        follower.held, follower.cleared = set(), 1  # removals of unknown chunks are allowed
         portions = []
         count = len(planner.cpu) + len(planner.lower[0])
         planner.forget(list(planner.lower[0].resident)[::2])
@@ -212,7 +213,7 @@ def differences_after_a_restart(folder: Path) -> list[str]:
     raise AssertionError
 
 
-def test_what_was_found_is_told_in_portions_unless_it_is_gone(
+def test_chunks_found_at_start_are_published_in_portions_unless_removed(
     tmp_path: Path, publishing: None, small_portions: None
 ) -> None:
     assert differences_after_a_restart(tmp_path) == []
@@ -231,7 +232,7 @@ def _nothing_is_told_anew(patch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("fault", [_nothing_is_cleared, _nothing_is_told_anew])
-def test_planted_faults_of_the_new_beginning_are_seen(
+def test_planted_faults_of_the_full_listing_are_detected(
     fault: Callable[[pytest.MonkeyPatch], None],
     tmp_path: Path,
     publishing: None,
@@ -244,7 +245,7 @@ def test_planted_faults_of_the_new_beginning_are_seen(
         assert differences_after_losses(tmp_path) == []
 
 
-def test_without_a_look_what_is_gone_would_be_told(
+def test_without_a_check_removed_chunks_would_be_published(
     tmp_path: Path, publishing: None, small_portions: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(KvEvents, "_still_resident", lambda self, tier, keys: keys)
@@ -260,7 +261,7 @@ def _promotions_lost(patch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("fault", [_removals_lost, _promotions_lost])
-def test_planted_faults_are_seen(
+def test_planted_faults_are_detected(
     fault: Callable[[pytest.MonkeyPatch], None], tmp_path: Path, publishing: None
 ) -> None:
     for seed in range(3):

@@ -1,4 +1,4 @@
-"""The numbers on ``/metrics`` add up to the counters, and every number has a place on the page."""
+"""The numbers on ``/metrics`` equal the counters, and every number appears on the page."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ Page = dict[str, float]
 
 
 class Scraped:
-    """A page of metrics, fed with what vLLM takes from the connector."""
+    """A metrics page, fed with what vLLM takes from the connector."""
 
     def __init__(self, world: OracleEngine) -> None:
         self._registry = CollectorRegistry()
@@ -61,12 +61,13 @@ class Scraped:
 
 
 def differences(folder: Path) -> dict[str, tuple[float, float]]:
-    """The values on the page and the counters, where they differ."""
+    """The values on the page and the counters, if they differ."""
     with OracleEngine(MODELS["full"], Conditions(slots=20, fault_rate=0.1), folder, 3) as world:
         scraped = Scraped(world)
         live(world, 150)
         collector: Any = world.connector._collector
-        collector._gauges_at = time.monotonic() - 10.0  # what is published now and then is due
+        # makes numbers due that are published only from time to time
+        collector._gauges_at = time.monotonic() - 10.0
         scraped.take()
         page = scraped.page()
         scheduler: Any = world.connector._scheduler
@@ -90,9 +91,9 @@ def test_the_page_adds_up(tmp_path: Path) -> None:
     assert differences(tmp_path) == {}
 
 
-def test_counters_stand_on_the_page_before_they_count(tmp_path: Path) -> None:
-    """``increase`` of a series that begins with 1 is 0: an alert would sleep through the first
-    fault, and a quotient of rates through one of whose sides nothing was counted yet."""
+def test_counters_are_on_the_page_before_they_count(tmp_path: Path) -> None:
+    """``increase`` of a series that begins with 1 is 0, so an alert would miss the first fault, and
+    so would a quotient of rates with a missing series."""
     with OracleEngine(MODELS["full"], Conditions(slots=20, fault_rate=0.1), tmp_path, 3) as world:
         scraped = Scraped(world)
         first = scraped.page()
@@ -111,8 +112,10 @@ def test_counters_stand_on_the_page_before_they_count(tmp_path: Path) -> None:
             assert there or not METRICS[name].counter or name == "hook_calls", rule["alert"]
 
 
-def test_a_tier_that_begins_empty_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """And when: a counter that was 1 from the start has not grown."""
+def test_a_tier_that_begins_empty_is_counted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The time is published as well, because a counter that is 1 from the start has not grown."""
     before = time.time()
     specs = TierFolders.specs
     for count in (0, 1):
@@ -124,7 +127,7 @@ def test_a_tier_that_begins_empty_is_told(tmp_path: Path, monkeypatch: pytest.Mo
         with OracleEngine(MODELS["full"], Conditions(slots=20), tmp_path / str(count), 3) as world:
             scraped = Scraped(world)
             live(world, 30)
-            world.executor._lose(0)  # and once while it runs
+            world.executor._lose(0)  # and once while the server runs
             live(world, 30)
             scraped.take()
             page = scraped.page()
@@ -133,7 +136,8 @@ def test_a_tier_that_begins_empty_is_told(tmp_path: Path, monkeypatch: pytest.Mo
 
 
 def test_a_gauge_is_one_number_however_many_api_servers_there_are(tmp_path: Path) -> None:
-    """They share a page; the default of prometheus_client is one series per process."""
+    """Several API servers share a page; the default of prometheus_client is one series per
+    process."""
     modes: list[Any] = []
 
     def gauge(**about: Any) -> Gauge:
@@ -149,8 +153,8 @@ def test_a_gauge_is_one_number_however_many_api_servers_there_are(tmp_path: Path
     assert set(modes) == {"mostrecent"}
 
 
-def test_a_number_that_cannot_be_published_costs_no_other(tmp_path: Path) -> None:
-    """An exception would end vLLM's engine for everybody."""
+def test_a_number_that_cannot_be_published_does_not_affect_others(tmp_path: Path) -> None:
+    """An exception would end vLLM's engine for all requests."""
     with OracleEngine(MODELS["full"], Conditions(slots=20), tmp_path, 3) as world:
         scraped = Scraped(world)
     wrong = {"no_such": 1.0, "loads": -1.0, "misses": 2.0, "used_ratio:cpu:x": 0.5}
@@ -177,7 +181,8 @@ def test_what_ranks_report_between_two_scrapes_adds_up(tmp_path: Path) -> None:
 
 
 def test_stats_of_several_steps_add_up() -> None:
-    """vLLM adds up what it has no time to publish: counters are summed, gauges are the last."""
+    """vLLM combines stats that it has no time to publish: counters are summed, and for gauges the
+    last value counts."""
     first = OffloadStats(data={"loads": 2, "used_ratio:cpu": 0.5})
     second = OffloadStats(data={"loads": 3, "used_ratio:cpu": 0.7, "misses:evicted": 1})
     assert first.aggregate(second).data == {"loads": 5, "used_ratio:cpu": 0.7, "misses:evicted": 1}
@@ -205,7 +210,7 @@ def _changes_unnoticed(patch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("fault", [_sent_again, _changes_unnoticed])
-def test_planted_faults_are_seen(fault: Any, tmp_path: Path) -> None:
+def test_planted_faults_are_detected(fault: Any, tmp_path: Path) -> None:
     with pytest.MonkeyPatch.context() as patch:
         fault(patch)
         assert differences(tmp_path) != {}

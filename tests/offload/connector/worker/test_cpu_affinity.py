@@ -1,4 +1,5 @@
-"""Where our threads may run when OpenMP has bound a worker's main thread to a core."""
+"""The processors on which our threads may run if OpenMP has bound a worker's main thread to a
+core."""
 
 from __future__ import annotations
 
@@ -18,7 +19,7 @@ pytestmark = pytest.mark.skipif(len(CPUS) < 2, reason="needs two processors")
 
 
 def _masks() -> list[frozenset[int]]:
-    """Of a thread started now, and of the calling thread."""
+    """The processors of a thread started now, and of the calling thread."""
     found = []
     thread = threading.Thread(target=lambda: found.append(frozenset(os.sched_getaffinity(0))))
     thread.start()
@@ -27,7 +28,7 @@ def _masks() -> list[frozenset[int]]:
 
 
 def _worker(results: multiprocessing.Queue, variable: str) -> None:
-    """A worker as vLLM starts them: bound to a core by the environment."""
+    """A worker as vLLM starts it, bound to a core by environment variables."""
     os.sched_setaffinity(0, ONE)
     if variable:
         os.environ[variable] = str(min(CPUS))
@@ -46,10 +47,10 @@ def _in_worker(variable: str) -> tuple[frozenset[int], list[frozenset[int]]]:
     return inside, after
 
 
-def test_threads_of_a_bound_worker_may_use_what_its_parent_may() -> None:
+def test_threads_of_a_bound_worker_may_use_its_parents_processors() -> None:
     inside, after = _in_worker("GOMP_CPU_AFFINITY")
     assert inside == CPUS
-    assert after == [ONE, ONE]  # the model's own thread is bound as before
+    assert after == [ONE, ONE]  # the model's own thread stays bound
 
 
 def test_a_mask_that_openmp_has_not_set_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -67,7 +67,7 @@ def ended(one: WorkerSide, job: int) -> Drained:
 
 
 def store_and_load(one: WorkerSide, cuda: Cuda, caches: dict[str, torch.Tensor]) -> None:
-    """Blocks 1 to 3 go to slots and come back to blocks 5 to 7."""
+    """Blocks 1 to 3 are stored into slots and loaded into blocks 5 to 7."""
     compute(caches, keys(3), [1, 2, 3])
     one.post(StepPlan(stores=(StoreJob(1, 0, [1, 2, 3], [0, 1, 2]),)))
     assert not ended(one, 1).report.results[1].failed
@@ -77,7 +77,7 @@ def store_and_load(one: WorkerSide, cuda: Cuda, caches: dict[str, torch.Tensor])
     assert wrong_blocks(caches, keys(3), [5, 6, 7]) == []
 
 
-def test_a_worker_stores_loads_and_lets_go_of_everything(cuda: Cuda) -> None:
+def test_a_worker_stores_loads_and_releases_everything(cuda: Cuda) -> None:
     caches = kv_caches()
     one = worker()
     one.register(registered(cuda, caches), [])
@@ -91,7 +91,7 @@ def test_the_ways_of_copying_become_gauges(cuda: Cuda) -> None:
     one.register(registered(cuda, kv_caches()), [])
     state = one.state()
     assert state is not None
-    # Pages of 3,000 bytes are not aligned to 16: there is nothing to compare.
+    # Pages of 3,000 bytes are not aligned to 16, so there is nothing to compare.
     assert copy_gauges([state]) == {"copy_groups:store:batch": 1, "copy_groups:load:batch": 1}
     one.shutdown()
     ways = (
@@ -106,7 +106,7 @@ def test_the_ways_of_copying_become_gauges(cuda: Cuda) -> None:
     }
 
 
-def test_without_pinning_it_works_too(cuda: Cuda) -> None:
+def test_a_worker_also_works_without_pinning(cuda: Cuda) -> None:
     caches = kv_caches()
     one = worker(pin="off")
     one.register(registered(cuda, caches), [])
@@ -116,7 +116,8 @@ def test_without_pinning_it_works_too(cuda: Cuda) -> None:
 
 
 def test_slots_are_reported_as_they_are_pinned(cuda: Cuda, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The scheduler hears of the first slots at the start and of the others when they are ready."""
+    """The scheduler learns of the first slots at the start and of the others when they are
+    ready."""
     gate = threading.Semaphore(1)
     register = cuda_registrar.CudaRegistrar.register
 

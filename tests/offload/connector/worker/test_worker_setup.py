@@ -44,7 +44,7 @@ def file_tier(folder: Path) -> TierSpec:
 
 @pytest.fixture
 def slabs(monkeypatch: pytest.MonkeyPatch) -> list[HostSlab]:
-    """Every slab that a worker makes."""
+    """Every slab that a worker creates."""
     made: list[HostSlab] = []
 
     def make(*arguments: Any, **options: Any) -> HostSlab:
@@ -69,7 +69,7 @@ def assert_released(slabs: list[HostSlab], threads: set[threading.Thread]) -> No
         slabs[0].slot(0)
     left = set(threading.enumerate()) - threads
     for thread in left:
-        thread.join(PATIENCE_S)  # a loop's own pool ends without being waited for
+        thread.join(PATIENCE_S)  # a loop's own pool ends without being joined
     assert not [thread for thread in left if thread.is_alive()]
 
 
@@ -86,8 +86,10 @@ def test_a_tier_that_does_not_open_leaves_nothing_behind(
     one.shutdown()
 
 
-def test_a_share_that_is_too_small_has_its_place(tmp_path: Path, slabs: list[HostSlab]) -> None:
-    """Data of others below the path is seen only when it is claimed."""
+def test_a_share_that_is_too_small_is_reported_with_its_place(
+    tmp_path: Path, slabs: list[HostSlab]
+) -> None:
+    """Other servers' data below the path is seen only when the path is claimed."""
     threads = set(threading.enumerate())
     one = worker()
     config = TierConfig("lmdb", str(tmp_path), 1 << 24)
@@ -101,10 +103,10 @@ def test_a_share_that_is_too_small_has_its_place(tmp_path: Path, slabs: list[Hos
     one.shutdown()
 
 
-def test_an_engine_that_cannot_be_made_leaves_nothing_behind(slabs: list[HostSlab]) -> None:
+def test_an_engine_that_cannot_be_created_leaves_nothing_behind(slabs: list[HostSlab]) -> None:
     threads = set(threading.enumerate())
     one = worker()
-    # A KV cache on a device that this machine has no driver of.
+    # The KV cache is on a device for which this machine has no driver.
     with pytest.raises(Exception, match="CUDA"):
         _register_on_cuda(one)
     assert_released(slabs, threads)
@@ -119,7 +121,7 @@ def _register_on_cuda(one: WorkerSide) -> None:
     one.register(replace(registration(), tensors=(on_cuda,)), [])
 
 
-def test_what_could_be_set_up_stays(tmp_path: Path, slabs: list[HostSlab]) -> None:
+def test_a_successful_set_up_stays(tmp_path: Path, slabs: list[HostSlab]) -> None:
     """The control: the same without the fault."""
     threads = set(threading.enumerate())
     one = worker()
@@ -131,7 +133,7 @@ def test_what_could_be_set_up_stays(tmp_path: Path, slabs: list[HostSlab]) -> No
 
 
 def filled(path: Path, keys: list[bytes], size: int) -> list[int]:
-    """A closed LMDB tier with these records; where their payloads begin in its file."""
+    """A closed LMDB tier with these records, and the offsets of their payloads in its file."""
 
     async def fill() -> list[int]:
         tier = LmdbTier(path, 1 << 24, namespace=NAMESPACE, record_bytes=size, reserve_bytes=0)
@@ -148,7 +150,7 @@ def filled(path: Path, keys: list[bytes], size: int) -> list[int]:
 def test_an_idle_worker_finds_damage_and_reports_it(
     tmp_path: Path, scrub: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Nobody has asked for the record."""
+    """No request reads the record."""
     monkeypatch.setattr(idle_scrub, "QUIET_S", 0.01)
     folder, size = tmp_path / "rank-0", 8192
     keys = [bytes([n]) * 32 + bytes(4) for n in range(20)]

@@ -43,8 +43,8 @@ async def write(folder: Path, records: dict[bytes, int]) -> None:
     await tier.aclose()
 
 
-def test_records_that_fit_no_group_are_not_found(tmp_path: Path) -> None:
-    """They would be loaded into slots of another size, or into no group at all."""
+def test_records_that_fit_no_group_are_ignored(tmp_path: Path) -> None:
+    """Otherwise they would be loaded into slots of another size, or into no group at all."""
     size = record_bytes()
     ours, other = b"a" * 32 + group_suffix(0), b"b" * 32 + group_suffix(0)
     records = {
@@ -82,8 +82,9 @@ def test_counters_are_sent_once(one: WorkerSide, monkeypatch: pytest.MonkeyPatch
 
 
 @pytest.mark.parametrize("is_late", [False, True])
-def test_a_fence_that_comes_late_spoils_what_has_not_ended_before(is_late: bool) -> None:
-    """Model Runner V2 has overwritten the blocks by then, and a store may have read that."""
+def test_a_late_fence_fails_stores_that_have_not_ended_before(is_late: bool) -> None:
+    """Model Runner V2 has overwritten the blocks by then, and a store may have read the new
+    content."""
     one = worker()
     one._fence_is_late = is_late
     one.register(registration(), [])
@@ -99,10 +100,10 @@ def test_a_fence_that_comes_late_spoils_what_has_not_ended_before(is_late: bool)
 
 
 @pytest.mark.parametrize("what", ["the tiers do not close", "the loop does not stop"])
-def test_memory_that_somebody_may_still_use_is_not_freed(
+def test_memory_that_may_still_be_used_is_not_freed(
     what: str, one: WorkerSide, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A hung read or copy would write into whatever lies there next."""
+    """A hung read or copy would write into whatever is there next."""
 
     slab, executor, loop = one._slab, one._executor, one._loop
     assert slab is not None
@@ -119,11 +120,11 @@ def test_memory_that_somebody_may_still_use_is_not_freed(
     else:
         monkeypatch.setattr(loop, "stop", lambda timeout_s: stop(timeout_s) and False)
     one.shutdown()
-    slab.slot(0)[:] = 1  # it is still there
+    slab.slot(0)[:] = 1  # the memory is still there
     slab.close()
 
 
-def test_memory_that_nobody_uses_any_more_is_freed(one: WorkerSide) -> None:
+def test_memory_that_is_no_longer_used_is_freed(one: WorkerSide) -> None:
     slab = one._slab
     assert slab is not None
     one.shutdown()

@@ -76,7 +76,7 @@ def test_against_a_dict(count: int, seed: int) -> None:
     assert (len(records), list(records.by_use())) == (0, [])
 
 
-def test_rows_are_given_up_when_most_are_deleted() -> None:
+def test_rows_are_released_when_most_are_deleted() -> None:
     keys = [key_of(number) for number in range(1000)]
     tables = tables_of((key, value_of(key, 1 + n)) for n, key in enumerate(keys))
     records = Records(tables, [np.ones(1000, np.bool_)])
@@ -100,8 +100,8 @@ def test_remainders_are_those_of_python(key_bytes: int) -> None:
 
 
 @pytest.mark.parametrize("step", [0, 1, 2, 61, 1 << 40])
-def test_keys_that_crowd_are_found(step: int) -> None:
-    """All have one home, or the last homes, whose entries lie behind the end."""
+def test_keys_that_collide_are_found(step: int) -> None:
+    """All keys have the same home, or the last homes, whose entries go beyond the end."""
     count = 200
     homes = 2 * count | 1
     first = homes - 3
@@ -120,7 +120,7 @@ def test_keys_that_crowd_are_found(step: int) -> None:
 
 @pytest.mark.parametrize("bits", [1, 20, 40, 50, 60, 63])
 @pytest.mark.parametrize("count", [1, 2, 1000, 5000])
-def test_rising_is_an_argsort(bits: int, count: int) -> None:
+def test_sorting_by_time_equals_argsort(bits: int, count: int) -> None:
     """Times far apart and close together, and garbage with the highest bit set."""
     rng = np.random.default_rng(SEED)
     numbers = rng.integers(-(1 << bits), 1 << bits, count // 2 + 1)

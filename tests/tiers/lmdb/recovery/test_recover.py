@@ -1,4 +1,4 @@
-"""Recovery of an index, against the same rules applied to one record at a time."""
+"""Recovery of an index, compared with the same rules applied to one record at a time."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ EXPECTED = Expected(Identity(), 3, PAGES)
 
 
 def record(rng: random.Random) -> tuple[bytes, int, list[Extent], int]:
-    """Make key, use, extents and epoch, most of them good and some overlapping others."""
+    """Generate keys, uses, extents and epochs, most of them good and some overlapping others."""
     extents = [
         Extent(rng.randrange(PAGES), rng.choice([1, 1, 2, 5])) for _ in range(rng.choice([1, 3]))
     ]
@@ -73,11 +73,11 @@ KEY_ID, OTHER_KEY_ID = b"mine", b"lost"
     ],
 )
 @pytest.mark.parametrize("key_ids", [frozenset(), frozenset([KEY_ID])])
-def test_only_our_own_records_are_believed(
+def test_only_our_own_records_are_trusted(
     changed: dict[str, Any], is_good: bool, key_ids: frozenset[bytes]
 ) -> None:
-    """If records must be encrypted, only those by a key at hand are good; otherwise only plain
-    ones."""
+    """If records must be encrypted, only those encrypted with an available key are good; otherwise
+    only unencrypted ones."""
     told = {"identity": Identity(), "epoch": 3, "payload_bytes": 4096, **changed}
     if key_ids:
         told |= {"flags": ENCRYPTED, "key_id": KEY_ID}
@@ -88,8 +88,8 @@ def test_only_our_own_records_are_believed(
 
 
 @pytest.mark.parametrize("told", [{}, {"flags": ENCRYPTED, "key_id": OTHER_KEY_ID}])
-def test_records_that_no_key_at_hand_opens_are_not_believed(told: dict[str, Any]) -> None:
-    """They would be found, and each load of them would fail."""
+def test_records_that_no_available_key_opens_are_not_trusted(told: dict[str, Any]) -> None:
+    """Otherwise lookups would find them, and each load of them would fail."""
     value = pack_value(1, prefix(Identity(), b"key", 3, 4096, **told) + bytes(16), (Extent(1, 1),))
     expected = Expected(Identity(), 3, PAGES, frozenset([KEY_ID]))
     assert recover(tables_of([(b"key", value)]), expected).bad == [b"key"]
@@ -97,8 +97,8 @@ def test_records_that_no_key_at_hand_opens_are_not_believed(told: dict[str, Any]
 
 @pytest.mark.parametrize("flags", [0, COMPRESSED, ENCRYPTED, COMPRESSED | ENCRYPTED])
 @pytest.mark.parametrize("payload_bytes", [1, 4095, 4096, 4097, 1 << 62, (1 << 64) - 1])
-def test_a_length_that_the_stored_one_contradicts(flags: int, payload_bytes: int) -> None:
-    """Otherwise one flipped bit could use up the whole capacity in the sum of lengths."""
+def test_a_length_that_contradicts_the_stored_length(flags: int, payload_bytes: int) -> None:
+    """Otherwise one flipped bit in a length could use up the whole capacity."""
     key_ids = frozenset([bytes(4)] if flags & ENCRYPTED else [])
     header = prefix(Identity(), b"key", 3, payload_bytes, stored_bytes=4096, flags=flags)
     value = pack_value(1, header + bytes(16), (Extent(1, 1),))

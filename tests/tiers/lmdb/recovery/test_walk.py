@@ -26,7 +26,8 @@ from tiers.testing import key_of as number_key
 
 SEED = 20261121
 PAGE = 4096
-TRIES = int(os.environ.get("KVTIERS_DAMAGED_INDEXES", "60"))  # of each kind
+# number of files for each kind of damage
+TRIES = int(os.environ.get("KVTIERS_DAMAGED_INDEXES", "60"))
 NAME = b"records"
 WAYS = {"hashes": 36, "short keys": 3, "one prefix": 40}
 
@@ -75,7 +76,7 @@ def read_by_walk(folder: Path) -> dict[bytes, bytes]:
 
 @pytest.mark.parametrize("seed", range(SEED, SEED + 3))
 @pytest.mark.parametrize("way", WAYS)
-def test_it_reads_what_lmdb_reads(tmp_path: Path, way: str, seed: int) -> None:
+def test_the_walk_reads_what_lmdb_reads(tmp_path: Path, way: str, seed: int) -> None:
     rng = random.Random(seed)
     for steps in (1, 5, 30):
         grown(tmp_path, rng, way, steps)
@@ -124,8 +125,8 @@ def accepted_garbage(
     tries: int,
     damage: Callable[[bytearray, random.Random, int], None],
 ) -> tuple[int, int]:
-    """Count damaged files that the walk accepts although the verifier does not, and files that both
-    reject."""
+    """Count the damaged files that the walk accepts although the verifier rejects them, and the
+    files that both reject."""
     grown(folder, random.Random(SEED), "hashes", 12)
     with lmdb.open(str(folder), max_dbs=2) as env:
         used = (env.info()["last_pgno"] + 1) * PAGE
@@ -135,7 +136,7 @@ def accepted_garbage(
     for number in range(tries):
         rng = random.Random(f"{SEED} {number}")
         data = bytearray(raw)
-        # Half of them where the structure is: heads of pages, and the two meta pages.
+        # Half of the damage is in the structure: page headers, and the two meta pages.
         page = rng.choice([0, 1, rng.randrange(used // PAGE), rng.randrange(used // PAGE)])
         damage(data, rng, page * PAGE + rng.randrange(rng.choice([16, 160, PAGE])))
         broken.mkdir()
@@ -154,7 +155,7 @@ def accepted_garbage(
 
 
 @pytest.mark.parametrize("damage", DAMAGE)
-def test_it_accepts_nothing_that_the_verifier_refuses(
+def test_the_walk_accepts_nothing_that_the_verifier_rejects(
     tmp_path: Path, damage: Callable[[bytearray, random.Random, int], None]
 ) -> None:
     wrong, refused = accepted_garbage(tmp_path, TRIES, damage)
@@ -169,7 +170,7 @@ def another_number(raw: bytearray, page: int) -> None:
 
 
 def keys_swapped(raw: bytearray, page: int) -> None:
-    """Two nodes of a leaf, exchanged."""
+    """Two nodes of a leaf, swapped."""
     (flags,) = struct.unpack_from("=H", raw, page + 10)
     if flags == lmdb_pages.LEAF:
         at = page + lmdb_pages.HEAD_BYTES
@@ -177,13 +178,13 @@ def keys_swapped(raw: bytearray, page: int) -> None:
 
 
 def one_page_more(raw: bytearray, page: int) -> None:
-    """A page at the end that is neither in use nor free."""
+    """A page at the end that is neither in use nor listed as free."""
     if page < lmdb_pages.META_PAGES * PAGE:
-        raw[page + 136] += 1  # the number of the last page, of both meta pages: a small one
+        raw[page + 136] += 1  # the number of the last page, from both meta pages: a small one
 
 
 def one_record_more(raw: bytearray, page: int) -> None:
-    """A wrong counter: the main database's entry of the records."""
+    """A wrong counter in the main database's entry for the records."""
     at = raw.find(NAME, page, page + PAGE)
     if at >= 0:
         raw[at + len(NAME) + 32] ^= 1
@@ -198,10 +199,10 @@ SEEN_BY = {
 
 
 @pytest.mark.parametrize("damage", SEEN_BY)
-def test_without_the_check_that_sees_it_garbage_would_pass(
+def test_without_the_check_that_detects_it_damage_would_pass(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, damage: Callable[[bytearray, int], None]
 ) -> None:
-    """Each damage is detected by one check alone, so the test above can fail."""
+    """Only one check detects each damage, so the test above can fail."""
     grown(tmp_path, random.Random(SEED), "hashes", 4)
     path = tmp_path / "data.mdb"
     healthy = path.read_bytes()
@@ -217,7 +218,7 @@ def test_without_the_check_that_sees_it_garbage_would_pass(
         if raw == healthy:
             continue
         path.write_bytes(raw)
-        with contextlib.suppress(UnsoundError):  # a page that is not in use any more
+        with contextlib.suppress(UnsoundError):  # a page that is no longer in use
             walk(path, NAME)
             continue
         with monkeypatch.context() as patched:
@@ -232,7 +233,7 @@ def test_without_the_check_that_sees_it_garbage_would_pass(
 
 
 async def test_an_index_that_only_lmdb_understands_is_kept(tmp_path: Path) -> None:
-    """Intact, but not of the shape that our walk knows: LMDB's verifier decides."""
+    """The file is intact, but not of a shape that the walk knows: LMDB's verifier decides."""
     keys = [number_key(n) for n in range(30)]
     tier = LmdbTier(tmp_path / "tier", 8 << 20, reserve_bytes=0)
     await tier.open()
@@ -252,7 +253,7 @@ async def test_an_index_that_only_lmdb_understands_is_kept(tmp_path: Path) -> No
 
 @pytest.mark.parametrize("bit", range(3, 7))
 @pytest.mark.parametrize("lengths", [[108], [108, 108, 120]])
-def test_nodes_that_overlap_are_damage_even_if_the_verifier_sees_none(
+def test_overlapping_nodes_are_damage_even_if_the_verifier_accepts_them(
     tmp_path: Path, bit: int, lengths: list[int]
 ) -> None:
     """One flipped bit in the length of a key: still in order, still inside the page. LMDB would

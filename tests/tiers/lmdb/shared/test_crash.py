@@ -1,8 +1,8 @@
 """Four processes share one LMDB folder and one capacity, and two of them are killed.
 
-The capacity is kept at every sample, no record is lost or wrong, and space that the dead had
-reserved is reclaimed. ``KVTIERS_SHARED_SEEDS=50`` runs more seeds than the suite, and all planted
-faults.
+The capacity is kept at every sample, no record is lost or wrong, and space that the killed
+processes had reserved is reclaimed. ``KVTIERS_SHARED_SEEDS=50`` runs more seeds than the suite, and
+all planted faults.
 """
 
 from __future__ import annotations
@@ -33,14 +33,14 @@ __all__ = ["loop_mount"]
 SEEDS = range(int(os.environ.get("KVTIERS_SHARED_SEEDS", "1")))
 SIZE = 40_000
 ROOMY = 32 << 20
-"""Enough for everything that the children store, so nothing may be lost."""
+"""Enough capacity for everything that the children store, so nothing may be lost."""
 TIGHT = 6 << 20
 
 
 def run_world(folder: Path, capacity: int, count: int, seed: int, fault: str = "none") -> None:
-    """Two are killed: one at a random moment in the first half, one in the middle of writing a
-    payload. The others wait for that in their middle, so that they meet what the dead have left.
-    ``fault`` is planted in the children."""
+    """Two processes are killed: one at a random moment in the first half, one in the middle of
+    writing a payload. The others wait for this at their own middle, so that they meet what the
+    killed ones have left. ``fault`` is planted in the children."""
     rng = random.Random(seed)
     arguments = (capacity, SIZE)
     largest = 0
@@ -87,8 +87,9 @@ def run_world(folder: Path, capacity: int, count: int, seed: int, fault: str = "
 
 
 def check_what_the_living_did(folder: Path, dead: set[int]) -> None:
-    """They needed all extents since the others were killed: what those had reserved is free again,
-    and so are their rows in LMDB's reader table, although no process opened the tier."""
+    """Since the kills, the others have needed all extents: those reserved by the killed processes
+    are free again, and so are their rows in LMDB's reader table, although no process opened the
+    tier."""
     with lmdb.open(str(folder), readonly=True, max_dbs=5) as env:
         with env.begin(db=env.open_db(b"meta", create=False)) as txn:
             state = State.load(txn.get(b"state"))
@@ -129,17 +130,17 @@ def check_readers(env: lmdb.Environment, dead: set[int]) -> None:
 
 
 @pytest.mark.parametrize("seed", SEEDS)
-def test_nothing_is_lost_where_there_is_room(tmp_path: Path, seed: int) -> None:
+def test_nothing_is_lost_while_there_is_space(tmp_path: Path, seed: int) -> None:
     run_world(tmp_path / "tier", ROOMY, 60, seed)
 
 
 @pytest.mark.parametrize("seed", SEEDS)
-def test_the_cap_holds_where_there_is_none(tmp_path: Path, seed: int) -> None:
+def test_the_cap_is_kept_when_space_runs_out(tmp_path: Path, seed: int) -> None:
     run_world(tmp_path / "tier", TIGHT, 240, 1000 + seed)
 
 
-def test_a_pulled_plug(loop_mount: tuple[Path, Path], tmp_path: Path) -> None:
-    """A copy of the image under stopped writers has the state after a power cut."""
+def test_a_power_cut(loop_mount: tuple[Path, Path], tmp_path: Path) -> None:
+    """A copy of the image under stopped writers is in the state after a power cut."""
     image, point = loop_mount
     copy, second = tmp_path / "copy", tmp_path / "mnt2"
     second.mkdir()
@@ -185,8 +186,8 @@ PLANTED = {
 
 
 @pytest.mark.parametrize("fault", list(PLANTED)[: None if len(SEEDS) > 1 else 2])
-def test_a_planted_fault_is_seen(tmp_path: Path, fault: str) -> None:
-    """At least one seed must detect it: the final state depends on luck, also with a fault."""
+def test_a_planted_fault_is_detected(tmp_path: Path, fault: str) -> None:
+    """At least one seed must detect the fault: the final state is random even with a fault."""
     for seed in range(1, 30):
         try:
             run_world(tmp_path / str(seed), TIGHT, 240, seed, fault)

@@ -38,7 +38,7 @@ class FailingIo(DiskIo):
             raise OSError(self.error, os.strerror(self.error))
 
     def pwritev(self, fd: int, views: Sequence[Buffer], offset: int) -> int:
-        if offset:  # page 0 is written at open
+        if offset:  # page 0 is written when the file is opened
             self._fail("pwritev")
         return super().pwritev(fd, views, offset)
 
@@ -79,7 +79,7 @@ async def test_a_write_that_fails_leaves_nothing(
     tier = await opened(tmp_path / "tier", io)
     assert await put(tier, KEYS, SIZE) == [outcome] * 6
     await assert_misses(tier, KEYS, SIZE)
-    await tier.delete([])  # after the allocations that are freed
+    await tier.delete([])  # after freeing the allocations
     assert tier._files is not None
     assert tier._files.index.state().reserved == 0
     tier.check()
@@ -90,10 +90,11 @@ async def test_a_write_that_fails_leaves_nothing(
     await tier.aclose()
 
 
-async def test_places_that_cannot_be_given_back_at_once_are_given_back_later(
+async def test_extents_that_cannot_be_freed_at_once_are_freed_later(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The index is full at that moment; without this they would be lost until the process ends."""
+    """The index is full at that moment; otherwise the extents would be lost until the process
+    ends."""
 
     def full(_changes: object, allocations: object) -> None:
         raise lmdb.MapFullError(f"planted for {allocations}")
@@ -107,7 +108,7 @@ async def test_places_that_cannot_be_given_back_at_once_are_given_back_later(
         await tier.delete([])
         assert tier._files.index.state().reserved == 6
         io.error = 0
-        many = [key_of(n) for n in range(100, 400)]  # more than there is room for
+        many = [key_of(n) for n in range(100, 400)]  # more than fits
         assert await put(tier, many[:150], SIZE) == [WriteOutcome.OK] * 150
         assert tier._files.index.state().reserved == 6, "it was tried again, and failed again"
     assert await put(tier, many[150:], SIZE) == [WriteOutcome.OK] * 150
@@ -117,7 +118,7 @@ async def test_places_that_cannot_be_given_back_at_once_are_given_back_later(
     await tier.aclose()
 
 
-async def test_a_read_that_fails_is_no_wrong_answer(tmp_path: Path) -> None:
+async def test_a_failed_read_is_not_a_wrong_answer(tmp_path: Path) -> None:
     io = FailingIo("preadv", 0)
     tier = await opened(tmp_path / "tier", io)
     await put(tier, KEYS, SIZE)
@@ -126,12 +127,13 @@ async def test_a_read_that_fails_is_no_wrong_answer(tmp_path: Path) -> None:
     assert set(await tier.read(KEYS, into)) == {ReadOutcome.CORRUPT}
     io.error = 0
     await tier.delete([])
-    await assert_misses(tier, KEYS, SIZE)  # what cannot be read is forgotten, as anywhere
+    # records that cannot be read are forgotten, as everywhere
+    await assert_misses(tier, KEYS, SIZE)
     tier.check()
     await tier.aclose()
 
 
-async def test_a_truncated_index_is_an_error_and_no_signal(tmp_path: Path) -> None:
+async def test_a_truncated_index_is_an_error_and_not_a_signal(tmp_path: Path) -> None:
     tier = await opened(tmp_path / "tier", DiskIo())
     await put(tier, KEYS, SIZE)
     os.truncate(tmp_path / "tier" / "data.mdb", 8192)
@@ -182,7 +184,7 @@ async def test_a_reset_that_failed_can_be_repeated(
     await tier.aclose()
 
 
-async def test_a_reset_overtakes_writes_that_hang(tmp_path: Path) -> None:
+async def test_a_reset_takes_effect_before_hung_writes_end(tmp_path: Path) -> None:
     """They were computed with the old weights: no process ever sees them."""
     io = HangingIo()
     tier = await opened(tmp_path / "tier", io)
@@ -212,8 +214,9 @@ sys.stdin.read()
 """
 
 
-async def test_a_process_of_the_same_number_in_another_container(tmp_path: Path) -> None:
-    """LMDB takes a lock at the offset of its pid; here a process takes the one of ours."""
+async def test_a_process_with_the_same_pid_in_another_container(tmp_path: Path) -> None:
+    """LMDB takes a lock at the offset of its pid; here, another process takes the one for our
+    pid."""
     first = await opened(tmp_path, DiskIo())
     await first.aclose()
     arguments = ["-c", TWIN, str(tmp_path / "lock.mdb"), str(os.getpid())]

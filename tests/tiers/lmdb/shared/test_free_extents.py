@@ -15,7 +15,7 @@ PAGES = 400
 
 
 @pytest.mark.parametrize("seed", range(6))
-def test_random_places_tile_the_file(tmp_path: Path, seed: int) -> None:
+def test_random_allocations_tile_the_file(tmp_path: Path, seed: int) -> None:
     rng = random.Random(seed)
     held: list[Extents] = []
     free = set(range(1, PAGES))
@@ -52,7 +52,7 @@ def test_random_places_tile_the_file(tmp_path: Path, seed: int) -> None:
 
 
 @pytest.mark.parametrize("wrong", [Extent(10, 5), Extent(12, 1), Extent(5, 6), Extent(14, 3)])
-def test_what_is_free_cannot_be_given_back(tmp_path: Path, wrong: Extent) -> None:
+def test_free_extents_cannot_be_freed_again(tmp_path: Path, wrong: Extent) -> None:
     with lmdb.open(str(tmp_path), max_dbs=1) as env:
         table = env.open_db(b"free")
         with env.begin(write=True) as txn:
@@ -62,8 +62,8 @@ def test_what_is_free_cannot_be_given_back(tmp_path: Path, wrong: Extent) -> Non
                 space.give([wrong])
 
 
-def test_one_transaction_with_thousands_of_places_needs_few_pages(tmp_path: Path) -> None:
-    """LMDB does not reuse a table's page that was empty in between."""
+def test_one_transaction_with_thousands_of_extents_needs_few_pages(tmp_path: Path) -> None:
+    """LMDB does not reuse a table's page that was empty in the meantime."""
     with lmdb.open(str(tmp_path), max_dbs=1, map_size=64 * 4096) as env:
         table = env.open_db(b"free")
         with env.begin(write=True) as txn:

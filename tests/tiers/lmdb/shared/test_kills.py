@@ -1,6 +1,6 @@
 """Processes that share an LMDB folder are killed at random moments: while they open it, inside
 transactions, while LMDB commits, between the steps of a record. The others continue, never read
-wrong bytes, and reclaim what the dead had reserved.
+wrong bytes, and reclaim what the killed processes had reserved.
 
     KVTIERS_LMDB_KILLS=1000 python -m pytest tests/tiers/lmdb/shared/test_kills.py
 """
@@ -72,7 +72,7 @@ async def survive(folder: Path, kills: int, seed: int) -> None:
         while helper.poll() is None:
             await put(tier, rng.sample(RANGE, 4), SIZE)
             await look(tier, rng.sample(RANGE, 4))
-    many = [key_of(n) for n in range(1000, 1360)]  # more than there is room for
+    many = [key_of(n) for n in range(1000, 1360)]  # more than fits
     for start in range(0, len(many), 60):
         assert await put(tier, many[start : start + 60], SIZE) == [OK] * 60
     await assert_holds(tier, many[-30:], SIZE)

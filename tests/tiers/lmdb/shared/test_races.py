@@ -70,7 +70,7 @@ async def opened(folder: Path, io: DiskIo | None = None) -> SharedLmdbTier:
 
 
 async def read_while_the_place_is_reused(folder: Path) -> tuple[ReadOutcome, Buffer]:
-    """A read that found its record, but reaches the disk when other bytes lie there."""
+    """A read that found its record, but reaches the disk after other bytes were written there."""
     io = GatedIo()
     tier = await opened(folder, io)
     try:
@@ -87,7 +87,7 @@ async def read_while_the_place_is_reused(folder: Path) -> tuple[ReadOutcome, Buf
         await tier.aclose()
 
 
-async def test_a_place_reused_while_it_is_read_is_a_miss(tmp_path: Path) -> None:
+async def test_an_extent_reused_while_it_is_read_is_a_miss(tmp_path: Path) -> None:
     outcome, _data = await read_while_the_place_is_reused(tmp_path / "tier")
     assert outcome is ReadOutcome.MISS
     tier = await opened(tmp_path / "tier")
@@ -95,7 +95,7 @@ async def test_a_place_reused_while_it_is_read_is_a_miss(tmp_path: Path) -> None
     await tier.aclose()
 
 
-async def test_without_the_check_it_would_be_wrong_bytes(
+async def test_without_the_checksum_it_would_be_wrong_bytes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(Codec, "decode", lambda *_arguments: True)
@@ -104,7 +104,7 @@ async def test_without_the_check_it_would_be_wrong_bytes(
     assert not np.array_equal(data, payload_of(key_of(1), SIZE))
 
 
-async def test_what_one_stored_the_other_reads(tmp_path: Path) -> None:
+async def test_processes_read_each_others_records(tmp_path: Path) -> None:
     folder = tmp_path / "tier"
     tier = await opened(folder)
     keys = [key_of(n) for n in range(8)]
@@ -118,7 +118,7 @@ async def test_what_one_stored_the_other_reads(tmp_path: Path) -> None:
     await tier.aclose()
 
 
-async def test_a_reset_by_one_forgets_for_all_and_parts_them(tmp_path: Path) -> None:
+async def test_a_reset_by_one_process_forgets_for_all_and_separates_them(tmp_path: Path) -> None:
     """The process with other weights continues alone; the others continue together."""
     folder = tmp_path / "tier"
     tier = await opened(folder)
@@ -139,7 +139,7 @@ async def test_a_reset_by_one_forgets_for_all_and_parts_them(tmp_path: Path) -> 
 
 
 async def test_changed_weights_do_not_join_the_others(tmp_path: Path) -> None:
-    """A tier is reopened after its disk was away, by a server that was reset before."""
+    """A server that was reset reopens a tier after its disk was away."""
     folder = tmp_path / "tier"
     tier = await opened(folder)
     await put(tier, [key_of(1)], SIZE)
@@ -155,10 +155,11 @@ async def test_changed_weights_do_not_join_the_others(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("times", [1, 2])
-async def test_a_repeated_reset_takes_the_old_records_from_all(
+async def test_a_repeated_reset_removes_the_old_records_for_all(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, times: int
 ) -> None:
-    """Its transaction fails, and the tier with it, which is reopened for the next attempt."""
+    """The reset's transaction fails, and with it the tier, which is reopened for the next
+    attempt."""
     monkeypatch.setattr(reopening, "RETRY_S", 0.0)
     folder = tmp_path / "tier"
 
@@ -193,7 +194,7 @@ async def test_a_repeated_reset_takes_the_old_records_from_all(
     await tier.aclose()
 
 
-async def test_one_that_does_not_share_is_kept_out_and_the_other_way_round(tmp_path: Path) -> None:
+async def test_exclusive_and_shared_tiers_exclude_each_other(tmp_path: Path) -> None:
     folder = tmp_path / "tier"
     shared, alone = await opened(folder), LmdbTier(folder, CAPACITY, reserve_bytes=0)
     await put(shared, [key_of(1)], SIZE)
@@ -212,7 +213,7 @@ async def test_one_that_does_not_share_is_kept_out_and_the_other_way_round(tmp_p
     await shared.aclose()
 
 
-async def test_records_of_changed_weights_of_one_that_did_not_share_are_not_common(
+async def test_records_of_changed_weights_in_an_exclusive_folder_are_not_shared(
     tmp_path: Path,
 ) -> None:
     alone = LmdbTier(tmp_path / "tier", CAPACITY, reserve_bytes=0)
@@ -230,7 +231,8 @@ async def test_records_of_changed_weights_of_one_that_did_not_share_are_not_comm
 
 @pytest.mark.parametrize("at", ["reserve", "publish"])
 async def test_killed_in_the_middle_of_a_transaction(tmp_path: Path, at: str) -> None:
-    """It has changed tables and holds LMDB's lock; the others continue as if it had not begun."""
+    """The process has changed tables and holds LMDB's lock; the others continue as if its
+    transaction had not begun."""
     folder = tmp_path / "tier"
     tier = await opened(folder)
     await put(tier, [key_of(1)], SIZE)
@@ -249,7 +251,7 @@ async def test_killed_in_the_middle_of_a_transaction(tmp_path: Path, at: str) ->
     assert error.value.returncode == -signal.SIGKILL
     tier.check()
     assert await tier.present([key_of(n) for n in range(9)]) == [n == 1 for n in range(9)]
-    many = [key_of(n) for n in range(100, 160)]  # needs the reserved extents, if any
+    many = [key_of(n) for n in range(100, 160)]  # this needs the reserved extents, if there are any
     assert await put(tier, many, SIZE) == [OK] * 60
     await assert_holds(tier, many[-10:], SIZE)
     tier.check()
@@ -266,14 +268,14 @@ async def test_a_damaged_record_is_forgotten_for_all(tmp_path: Path) -> None:
         file.seek(4096 + 123)
         file.write(b"rot")
     assert (await fetch(tier, key_of(1), SIZE))[0] is ReadOutcome.CORRUPT
-    await tier.delete([])  # behind the removal
+    await tier.delete([])  # after the removal
     assert "False" in elsewhere(folder, "print(await tier.present([key_of(1)]))")
     assert await put(tier, [key_of(1)], SIZE) == [OK]
     await assert_holds(tier, [key_of(1)], SIZE)
     await tier.aclose()
 
 
-async def test_processes_take_turns_before_they_ask_lmdb_for_its_lock(tmp_path: Path) -> None:
+async def test_processes_take_turns_before_they_take_lmdbs_lock(tmp_path: Path) -> None:
     tier = SharedLmdbTier(tmp_path / "tier", 8 << 20, reserve_bytes=0)
     await tier.open()
     with (tmp_path / "tier" / WRITING_NAME).open("rb") as other:

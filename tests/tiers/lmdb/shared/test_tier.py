@@ -1,4 +1,4 @@
-"""The LMDB tier that processes share keeps the contract of such tiers."""
+"""The LMDB tier that processes share fulfils the contract of shared tiers."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class TestSharedLmdbTier(SharedTierContract):
         return SharedLmdbTier(folder, capacity_bytes, record_bytes=4096, reserve_bytes=0)
 
 
-async def test_strict_refuses_lost_records_and_touches_nothing(tmp_path: Path) -> None:
+async def test_strict_refuses_lost_records_and_changes_nothing(tmp_path: Path) -> None:
     def make(recovery: Recovery) -> SharedLmdbTier:
         return SharedLmdbTier(tmp_path / "tier", 4 << 20, reserve_bytes=0, recovery=recovery)
 
