@@ -160,8 +160,7 @@ class Executor:
     def _refuse_on_loop(self, loads: Sequence[LoadJob]) -> None:
         """Fail these loads' fills: no other load may join them or wait for their parts."""
         if loads and self._loop is not None:
-            with contextlib.suppress(RuntimeError):
-                # the loop is closed, so no load can join these loads
+            with contextlib.suppress(RuntimeError):  # closed loop: no load can join these
                 self._loop.call_soon_threadsafe(self._lane.refuse, loads)
 
     def before_step(self, plan: StepPlan) -> None:

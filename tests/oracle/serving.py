@@ -276,8 +276,7 @@ class OracleEngine:
             self.scheduler.reset_prefix_cache(reset_running_requests=True)
 
     def change_weights(self) -> None:
-        """Invalidate every byte computed so far; vLLM refuses to do so while loads are under
-        way."""
+        """Invalidate every byte computed so far; loads under way make vLLM refuse that."""
         while self._queue:
             self._take_output()
         try:
@@ -414,8 +413,7 @@ class OracleEngine:
         for new in scheduled.scheduled_new_reqs:
             prefix = Prefix(f"{self.weights}/{self._salts[new.req_id]}")
             tables = [list(table) for table in new.block_ids]
-            # V2: a resumed request is also new
-            tokens = new.prefill_token_ids or new.prompt_token_ids
+            tokens = new.prefill_token_ids or new.prompt_token_ids  # V2: also resumed requests
             self._runs[new.req_id] = Running(list(tokens), tables, prefix, new.num_computed_tokens)
         for position, name in enumerate(cached.req_ids):
             run, new_blocks = self._runs[name], cached.new_block_ids[position]
