@@ -15,6 +15,8 @@ import pytest
 
 import offload
 from offload.cli.serve import VLLM
+from policies.simulation.trace import TraceWriter
+from policies.testing import synthetic_trace
 from tests.patience import PATIENCE_S
 from tests.scripts import load_script
 
@@ -112,6 +114,38 @@ def test_the_served_process_takes_no_modules_from_the_current_folder(tmp_path: P
     env = os.environ | {"PYTHONPATH": str(ROOT)}
     done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True)
     assert done.stdout.strip() == str(ROOT / "tiers/__init__.py"), done.stderr
+
+
+@pytest.mark.parametrize(
+    ("words", "code"),
+    [
+        (["top", "127.0.0.1:1", "--once"], 1),  # nothing listens there
+        (["simulate", "trace.jsonl", "--capacity", "8blocks", "--jobs", "1"], 0),
+        (["plan", "--token-bytes", "128KiB", "--cpu", "1GiB"], 0),
+        (["check", '{"cpu": {"capacity": "64MiB"}}'], 0),
+        (["--help"], 0),
+    ],
+)
+def test_commands_that_need_no_torch_run_without_it(
+    words: list[str], code: int, tmp_path: Path
+) -> None:
+    """Importing torch takes seconds; these start in a fraction of one."""
+    with TraceWriter(tmp_path / "trace.jsonl", "t", 16) as writer:
+        for request in synthetic_trace(1, requests=20).requests:
+            writer.write(request)
+    program = (
+        "import sys\n"
+        "absent = ['torch', 'vllm', 'transformers', 'pandas', 'matplotlib']\n"
+        "sys.modules.update(dict.fromkeys(absent))\n"  # None: importing them fails
+        f"sys.argv = ['kvtiers', *{words}]\n"
+        "from offload.cli import main\n"
+        "main()\n"
+    )
+    env = os.environ | {"PYTHONPATH": str(ROOT)}
+    done = subprocess.run(
+        [sys.executable, "-c", program], cwd=tmp_path, env=env, capture_output=True, text=True
+    )
+    assert (done.returncode, "Traceback" in done.stderr) == (code, False), done.stderr
 
 
 def test_the_packages_are_typed_and_their_version_has_one_source() -> None:
