@@ -111,7 +111,7 @@ def rounding_note(text: str, unique_blocks: int, block_bytes: int) -> str:
     if abs(used - exact) <= ROUNDED_SILENTLY * used:
         return ""
     blocks = "1 block is" if used == 1 else f"{used:,} blocks are"
-    return f"capacity {text} is {exact:,.2f} blocks: {blocks} are used"
+    return f"capacity {text} is {exact:,.2f} blocks: {blocks} used"
 
 
 def exact_capacity(text: str, unique_blocks: int, block_bytes: int) -> float:

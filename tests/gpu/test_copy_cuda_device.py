@@ -214,7 +214,7 @@ def test_both_lanes_at_once_and_in_order(device: Device) -> None:
 
 
 def test_a_batch_out_of_range_is_refused_and_the_lane_continues(device: Device) -> None:
-    with pytest.raises(TransferError, match="block 64 asked for"):
+    with pytest.raises(TransferError, match="block 64 requested"):
         wait(device.engine.submit_load(device.job([0], [[0, BLOCKS]])))
     wait(device.engine.submit_store(device.job([0], [[0, 1]])))
     np.testing.assert_array_equal(device.slot(0), device.blocks([0, 1]))

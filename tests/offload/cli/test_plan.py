@@ -180,7 +180,7 @@ def test_a_plan_for_a_model_of_vllm(llama: Path) -> None:
     assert "1KiB per token on 1 rank; chunks of 32 tokens" in text
     assert len(text.splitlines()) < 24
     refused = kvtiers("plan", llama, "--cpu", "1GiB", "--no-such-flag-of-vllm", "3")
-    assert refused.code in (0, 1)
+    assert refused.code == 2
     assert "Traceback" not in refused.err
 
 

@@ -50,8 +50,8 @@ def run(life: Callable[[], Coroutine[Any, Any, None]]) -> None:
 
 
 WRONG_CALLS = {
-    "a key twice": ([b"a", b"b", b"a"], [1, 2, 3], "there twice: ['61']"),
-    "a key twice in a long call": ([bytes([n % 20]) for n in range(21)], range(21), "there twice"),
+    "a key twice": ([b"a", b"b", b"a"], [1, 2, 3], "occur twice: ['61']"),
+    "a key twice in a long call": ([bytes([n % 20]) for n in range(21)], range(21), "occur twice"),
     "a key without bytes": ([b""], [1], "a key has 1 to 507 bytes, got some of [0]"),
     "a key of 600 bytes": ([b"a", b"b" * 600], [1, 2], "1 to 507 bytes, got some of [600]"),
     "text for a key": (["a"], [1], "keys must be bytes, got ['a']"),

@@ -68,7 +68,7 @@ def test_capacities_of_write_through_inclusive_and_exclusive() -> None:
 def test_modes_are_checked() -> None:
     with pytest.raises(ValueError, match="write-through, inclusive, exclusive, selective"):
         simulate_two(TRACE, LruPolicy(), LruPolicy(), (4, 9), "both")
-    with pytest.raises(ValueError, match="goes with the mode selective"):
+    with pytest.raises(ValueError, match="valid only with the mode selective"):
         simulate_two(TRACE, LruPolicy(), LruPolicy(), (4, 9), MODES[0], admission=AdmitAll())
 
 

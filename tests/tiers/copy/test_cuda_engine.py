@@ -216,7 +216,7 @@ async def test_a_batch_out_of_range_moves_nothing_and_the_lane_continues(
 ) -> None:
     world.slot(0)[:] = 0xEE
     bad = world.engine.submit_store([batch([0], [[0, 1]]), batch([1], [[0, BLOCKS]])])
-    with pytest.raises(TransferError, match="block 12 asked for"):
+    with pytest.raises(TransferError, match="block 12 requested"):
         await bad.completed()
     assert (world.slot(0) == 0xEE).all()
     with pytest.raises(TransferError, match="group 5 is not registered"):

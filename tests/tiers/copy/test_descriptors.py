@@ -137,7 +137,7 @@ def test_no_batches_are_no_copies() -> None:
     [
         (batch([0], [[BLOCKS]]), "block 20 requested, the KV cache has 20"),
         (batch([SLOTS], [[0]]), "slots 6 to 6 requested, the slab has 6"),
-        (batch([0, -1], [[0], [1]]), "slots -1 to 0 asked for"),
+        (batch([0, -1], [[0], [1]]), "slots -1 to 0 requested"),
         (batch([0], [[0, 1]]), r"blocks of shape \(1, 2\)"),
         (CopyBatch(0, np.zeros((2, 1), np.int64), np.zeros(1, np.int64)), "shape"),
         (batch([0], [[0]], group=3), "group 3 is not registered"),

@@ -168,7 +168,7 @@ def test_unknown_content_is_logged_once(caplog: pytest.LogCaptureFixture) -> Non
         book.take({NAME: (b"",)})
     assert book.identity_of(asker()) is None
     assert not book.may_come(asker())
-    assert sum("is not known" in line for line in caplog.messages) == 1
+    assert sum("is unknown" in line for line in caplog.messages) == 1
 
 
 def test_a_request_is_looked_up_again_a_few_times() -> None:
