@@ -23,7 +23,7 @@ ENGINES: dict[tuple[str, str], dict[str, str]] = {
     ("0.33", "v1"): {},
     ("0.33", "v2"): {
         f"{KIND}[deepseek_v3_mtp]": "latent attention, with a draft layer in the same group",
-        f"{KIND}[qwen3_next]": "Gated DeltaNet states, whose blocks V2 zeroes before it reports that",
+        f"{KIND}[qwen3_next]": "Gated DeltaNet states, which V2 zeroes before it reports that",
     },
 }
 """The tests on real engines, and the purpose of each."""
