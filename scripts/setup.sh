@@ -9,8 +9,9 @@ fail() { say "$*"; exit 1; }
 
 # Prints the first usable Python. The upper bound is what vLLM has builds for.
 find_python() {
-    local candidate
-    for candidate in ${PYTHON:-python3 python3.12 python3.11 python3.13}; do
+    local candidate candidates=(python3 python3.12 python3.11 python3.13)
+    [ -z "${PYTHON:-}" ] || candidates=("$PYTHON")
+    for candidate in "${candidates[@]}"; do
         if "$candidate" -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] < (3, 14))' \
             >/dev/null 2>&1; then
             echo "$candidate"
@@ -146,12 +147,16 @@ repair_transformers() {
     "$VENV/bin/python" -c "from transformers import LlamaConfig"
 }
 
-# What some tests are skipped without. None of it needs root: Debian's packages are unpacked into the
-# environment, not installed. As good as it goes; tests say what they miss.
-install_extras() {
-    local log=$VENV/install-extras.log missing
+# Let programs find what was unpacked below $VENV/extras.
+use_extras() {
     export PATH="$VENV/extras/usr/bin:$PATH"
     export LD_LIBRARY_PATH="$VENV/extras/lib${LD_LIBRARY_PATH:+:$LD_LIBRARY_PATH}"
+}
+
+# Programs and libraries without which some tests are skipped. It takes no root: Debian's packages
+# are unpacked into the environment. What cannot be had here stays missing; -rs names those tests.
+install_extras() {
+    local log=$VENV/install-extras.log missing
     [ "$(cat "$VENV/extras.stamp" 2>/dev/null)" = "$STAMP" ] && return
     : >"$log"
     case " $(missing_extras) " in
@@ -181,7 +186,6 @@ missing_extras() {
 
 install_mooncake() {
     local log=$VENV/install-extras.log
-    export LD_LIBRARY_PATH="$VENV/extras/lib${LD_LIBRARY_PATH:+:$LD_LIBRARY_PATH}"
     "$VENV/bin/python" -c "import mooncake.store" >/dev/null 2>&1 && return
     step "installing Mooncake" \
         logged "$log" pip_install --no-deps mooncake-transfer-engine-non-cuda==0.3.13.post1 || true

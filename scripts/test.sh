@@ -17,6 +17,10 @@ everything=
 if [ "${1:-}" = --all ]; then everything=1; shift; fi
 # An engine with its ranks takes up to 3 GiB.
 workers=$(nproc)
+read -r quota period 2>/dev/null </sys/fs/cgroup/cpu.max || quota=max
+if [[ $quota =~ ^[0-9]+$ ]] && [ $(((quota + period - 1) / period)) -lt "$workers" ]; then
+    workers=$(((quota + period - 1) / period))  # a container's share of the processors
+fi
 free=$(awk '/^MemAvailable:/ { print $2 }' /proc/meminfo 2>/dev/null)
 most=$(cat /sys/fs/cgroup/memory.max 2>/dev/null)
 for bytes in "${free:+$((free * 1024))}" "$most"; do
@@ -66,7 +70,8 @@ else
     stage tests python -m pytest "${selected[@]}" -rs --durations=15 \
         --ignore=tests/test_tidy.py "${parallel[@]}"
     for each in ${KVTIERS_TEST_COMBINATIONS:-}; do
-        unset KVTIERS_ORACLE_SEEDS KVTIERS_SHARED_SEEDS KVTIERS_SIM_SEEDS KVTIERS_NTH
+        unset KVTIERS_ORACLE_SEEDS KVTIERS_SHARED_SEEDS KVTIERS_SIM_SEEDS
+        unset KVTIERS_NTH KVTIERS_KILLS KVTIERS_POWER_CUTS KVTIERS_LMDB_KILLS
         stage "vLLM ${each/\//, runner }" ./run test --vllm "${each%/*}" --runner "${each#*/}"
     done
 fi

@@ -8,6 +8,7 @@ import re
 import shutil
 import signal
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -125,3 +126,18 @@ def test_caches_lie_in_the_checkout_if_the_home_cannot_be_written(checkout: Path
     for name in names:
         assert f'{name}="{checkout}/.cache' in found.stdout
     assert found.stderr == ""
+
+
+def test_the_named_python_may_lie_in_a_folder_with_a_space(checkout: Path, tmp_path: Path) -> None:
+    python = tmp_path / "my tools" / "python"
+    python.parent.mkdir()
+    python.symlink_to(sys.executable)
+    done = bash(checkout, ". scripts/setup.sh; find_python", PYTHON=str(python))
+    assert done.stdout.splitlines() == [str(python)], done.stderr
+
+
+def test_programs_that_were_unpacked_are_found_by_every_command(checkout: Path) -> None:
+    script(checkout / ".venv/extras/usr/bin/promtool", "echo unpacked")
+    done = bash(checkout, ". scripts/setup.sh; VENV=$PWD/.venv; use_extras; promtool")
+    assert done.stdout == "unpacked\n", done.stderr
+    assert "\nuse_extras\n" in (ROOT / "run").read_text(encoding="utf-8")

@@ -186,6 +186,8 @@ class Workshop:
             self._plants += 1
             os.utime(path, (stamp, stamp + self._plants))
             run = self.run(mutant.tests, limit_s, stop_at_first=True)
+            if judge(run)[0] is Verdict.HUNG:  # or the machine stood still: a fault hangs twice
+                run = self.run(mutant.tests, limit_s, stop_at_first=True)
         finally:
             path.write_bytes(sound)
             os.utime(path, (stamp, stamp))

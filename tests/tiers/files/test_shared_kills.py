@@ -125,9 +125,8 @@ def nothing_of_the_dead_is_left(folder: Path, shared: SharedFolder) -> None:
     [
         (stores_and_removes, 7),
         (makes_room, 17),
-        (gets_other_weights, 5),
+        (gets_other_weights, 1),
         pytest.param(stores_and_removes, 1, marks=pytest.mark.thorough),
-        pytest.param(gets_other_weights, 1, marks=pytest.mark.thorough),
     ],
 )
 def test_killed_before_each_step(tmp_path: Path, life: Life, every: int) -> None:

@@ -110,7 +110,7 @@ async def test_eio_on_the_nth_call(tmp_path: Path, number: int) -> None:
     await tier.aclose()
 
 
-@pytest.mark.parametrize("number", range(1, 201, int(os.environ.get("KVTIERS_NTH", "150"))))
+@pytest.mark.parametrize("number", range(1, 201, int(os.environ.get("KVTIERS_NTH", "97"))))
 @pytest.mark.parametrize("call", ["pwrite64", "fdatasync"])
 def test_eio_on_the_nth_system_call_of_the_index_too(
     tmp_path: Path, call: str, number: int
