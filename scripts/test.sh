@@ -11,6 +11,9 @@
 # Tests run in as many processes as there are processors, fewer if memory is short
 # (KVTIERS_TEST_WORKERS sets the number). Each file stays in one process, and the longest come first
 # (tests/order.py). tests/test_tidy.py is one of the checks.
+#
+# A whole run ends with a table of versions, runners and what ran with them (tests/results.py);
+# KVTIERS_TEST_RESULTS is the folder of the files that it is made of, for who wants to keep them.
 set -uo pipefail
 
 everything=
@@ -59,7 +62,13 @@ stage() {
 if [ $# -gt 0 ]; then
     exec python -m pytest -m "not gpu" --durations=5 "$@"
 fi
-parallel=(-n "$workers" --dist loadfile --no-loadscope-reorder)
+parallel=(-n "$workers" --dist loadfile --no-loadscope-reorder -p tests.results)
+part=${KVTIERS_TEST_PART:-}
+if [ -z "${KVTIERS_TEST_RESULTS:-}" ]; then
+    KVTIERS_TEST_RESULTS=$(mktemp -d)
+    trap 'rm -rf "$KVTIERS_TEST_RESULTS"' EXIT
+fi
+export KVTIERS_TEST_RESULTS KVTIERS_TEST_PART=1
 if [ -n "$combination" ]; then
     chosen=$(python -m tests.combinations "$version" "$runner") || exit 1
     mapfile -t chosen <<<"$chosen"
@@ -78,4 +87,5 @@ fi
 
 echo "=== summary ($((SECONDS - start)) s)"
 for name in "${names[@]}"; do echo "$name: ${result[$name]}"; done
+[ -n "$part" ] || python -m tests.combinations --table "$KVTIERS_TEST_RESULTS"
 exit $status

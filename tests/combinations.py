@@ -1,7 +1,7 @@
 """Selects the tests that run again with another version of vLLM, or under Model Runner V2.
 
-    python -m tests.combinations 0.33 v2    # the arguments for pytest
-    python -m tests.combinations --table    # the table of docs/testing.md
+    python -m tests.combinations 0.33 v2          # the arguments for pytest
+    python -m tests.combinations --table FOLDER   # what ran, from the files of tests.results
 
 The quick tests are those that import vLLM. Under V2, only those count in which a model runner takes
 part. Each combination runs a few of the tests on real engines. Together, these cover each kind of
@@ -10,23 +10,52 @@ KV cache, drafts, preemption, a kill and two ranks.
 
 from __future__ import annotations
 
+import json
 import sys
+from pathlib import Path
+from typing import Any
 
 from tests.imports import ROOT, files_that_import
 
 FOLDERS = ("offload", "tiers", "policies", "bench", "demo", "examples", "tests")
 OF_RUNNERS = ("tests/oracle/", "tests/offload/connector/")
 KIND = "tests/vllm/test_kinds.py::test_one_of_each"
+SERVE = "tests/vllm/test_serve.py::test"
+VERIFY = "tests/vllm/test_verify.py::test"
 
 ENGINES: dict[tuple[str, str], dict[str, str]] = {
-    ("0.32", "v2"): {},
-    ("0.33", "v1"): {},
+    ("0.32", "v2"): {
+        f"{VERIFY}_whole_chunks_agree_and_planted_faults_do_not": "full attention",
+        f"{VERIFY}_a_block_overwritten_during_a_store_or_load_is_detected": (
+            "late fences: blocks that are overwritten under a copy"
+        ),
+        f"{KIND}[gemma3_chunks]": "sliding windows",
+        f"{KIND}[granite_hybrid]": "Mamba-2 states",
+        f"{SERVE}_two_ranks": "two ranks",
+    },
+    ("0.33", "v1"): {
+        f"{KIND}[llama_draft]": "a draft model whose pages have another size",
+        f"{KIND}[llama_fp8_e4m3]": "fp8",
+        f"{KIND}[gemma4]": "groups of two block sizes",
+        f"{KIND}[llama4]": "chunked local attention",
+        f"{KIND}[lfm2]": "short convolutions",
+        f"{KIND}[qwen3_next_tp2]": "Gated DeltaNet states, on two ranks",
+        f"{SERVE}_after_kill_9_in_the_middle_of_storing": "a kill",
+    },
     ("0.33", "v2"): {
+        f"{VERIFY}_whole_chunks_agree_and_planted_faults_do_not": "full attention, a kill",
         f"{KIND}[deepseek_v3_mtp]": "latent attention, with a draft layer in the same group",
-        f"{KIND}[qwen3_next]": "Gated DeltaNet states, which V2 zeroes before it reports that",
+        f"{KIND}[qwen3_next_ngram]": "Gated DeltaNet states, with n-gram drafts",
+        f"{SERVE}_more_requests_than_the_cache_can_hold": "preemption",
+        f"{SERVE}_requests_aborted_while_loading": "aborts",
     },
 }
 """The tests on real engines, and the purpose of each."""
+
+BASE = "0.32.0-v1.json"
+"""The results of ``./run test`` itself."""
+KEPT = ROOT / "tests/data/combinations"
+"""The last results of the combinations that somebody kept; docs/testing.md shows them."""
 
 
 def quick_files(runner: str) -> list[str]:
@@ -36,20 +65,57 @@ def quick_files(runner: str) -> list[str]:
     return [name for name in found if runner == "v1" or name.startswith(OF_RUNNERS)]
 
 
-def arguments(version: str, runner: str) -> list[str]:
-    """The arguments for pytest. A patch version counts as its minor version."""
+def engines_of(version: str, runner: str) -> dict[str, str]:
+    """The tests on real engines. A patch version counts as its minor version."""
     minor = ".".join(version.split(".")[:2])
-    return [*ENGINES.get((minor, runner), {}), *quick_files(runner)]
+    return ENGINES.get((minor, runner), {})
 
 
-def table() -> str:
-    """The combinations as a Markdown table."""
-    lines = ["| vLLM | runner | real engines |", "|---|---|---|"]
-    lines.append("| 0.32 | V1 | all of them |")
-    for (version, runner), engines in ENGINES.items():
-        lines.append(f"| {version} | {runner.upper()} | {'; '.join(engines.values())} |")
+def arguments(version: str, runner: str) -> list[str]:
+    """The arguments for pytest."""
+    return [*engines_of(version, runner), *quick_files(runner)]
+
+
+def table(folder: Path) -> str:
+    """Returns the outcomes in Markdown: one line for each combination."""
+    lines = ["| vLLM | runner | quick tests | real engines |", "|---|---|---|---|"]
+    files = sorted(folder.glob("*.json"))
+    if not any(path.name.endswith(BASE) for path in files):
+        lines.append("| 0.32.0 | V1 | all | all |")
+    for path in files:
+        ran = json.loads(path.read_text(encoding="utf-8"))
+        cells = (ran["vllm"], ran["runner"].upper(), _counted(ran["quick"]), _engines(ran))
+        lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines)
 
 
+def _engines(ran: dict[str, Any]) -> str:
+    """Names the purposes of the tests on real engines, and the outcome of those that failed."""
+    chosen = engines_of(ran["vllm"], ran["runner"])
+    outcomes = ran["engines"]
+    if not chosen:
+        found = list(outcomes.values())
+        return _counted({outcome: found.count(outcome) for outcome in set(found)})
+    said = []
+    for name, what in chosen.items():
+        outcome = outcomes.get(name, "not run")
+        said.append(what if outcome == "passed" else f"{what} ({outcome})")
+    return "; ".join(said)
+
+
+def _counted(outcomes: dict[str, int]) -> str:
+    counts = [f"{outcomes[outcome]:,} {outcome}" for outcome in sorted(outcomes)]
+    return ", ".join(counts) or "not run"
+
+
+def main(words: list[str]) -> int:
+    """Print the arguments or the table."""
+    if words[:1] == ["--table"]:
+        print(table(Path(words[1])))
+    else:
+        print("\n".join(arguments(*words)))
+    return 0
+
+
 if __name__ == "__main__":
-    print(table() if sys.argv[1:] == ["--table"] else "\n".join(arguments(*sys.argv[1:])))
+    sys.exit(main(sys.argv[1:]))

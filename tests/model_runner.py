@@ -9,6 +9,7 @@ and when it proposes drafts, are those of a GPU. It is slow.
 from __future__ import annotations
 
 import os
+from typing import Any
 
 RUNNER = os.environ.get("KVTIERS_TEST_RUNNER", "v1")
 IS_V2 = RUNNER == "v2"
@@ -36,3 +37,24 @@ def pretend() -> None:
         from triton.backends import backends
 
         backends["cpu"] = _InterpretingBackend
+        _take_any_mask()
+
+
+def _take_any_mask() -> None:
+    """Let the interpreter load and store with masks that are integers, as compiled kernels do.
+    vLLM's kernel for n-gram drafts has one; the interpreter refuses it (Triton 3.9)."""
+    from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
+
+    load, store = InterpreterBuilder.create_masked_load, InterpreterBuilder.create_masked_store
+
+    def as_bool(mask: Any) -> Any:
+        return TensorHandle(mask.data.astype(bool), mask.dtype)
+
+    def masked_load(builder: Any, ptrs: Any, mask: Any, *others: Any) -> Any:
+        return load(builder, ptrs, as_bool(mask), *others)
+
+    def masked_store(builder: Any, ptrs: Any, value: Any, mask: Any, *others: Any) -> Any:
+        return store(builder, ptrs, value, as_bool(mask), *others)
+
+    InterpreterBuilder.create_masked_load = masked_load
+    InterpreterBuilder.create_masked_store = masked_store

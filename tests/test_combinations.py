@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ast
+import json
 from pathlib import Path
 
 import pytest
@@ -9,11 +11,64 @@ import pytest
 from tests import combinations
 from tests.imports import ROOT, files_that_import, python_files
 
+pytest_plugins = ("pytester",)
+
 DOCS = ROOT / "docs/testing.md"
 
 
-def test_the_docs_show_what_runs() -> None:
-    assert combinations.table() in DOCS.read_text(encoding="utf-8")
+def one_of_each() -> set[str]:
+    """The keys of ``ONE_OF_EACH`` of ``tests/vllm/test_kinds.py``, read without importing vLLM."""
+    tree = ast.parse((ROOT / "tests/vllm/test_kinds.py").read_text(encoding="utf-8"))
+    for node in tree.body:
+        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "ONE_OF_EACH":
+            return set(ast.literal_eval(node.value))
+    raise AssertionError("ONE_OF_EACH is gone")
+
+
+def test_the_docs_show_what_ran() -> None:
+    """The last results that were kept. A whole run prints its own table."""
+    assert combinations.table(combinations.KEPT) in DOCS.read_text(encoding="utf-8")
+
+
+def test_a_run_writes_down_what_it_tested(
+    pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also that of a test that fails only when it is torn down."""
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    monkeypatch.setenv("KVTIERS_TEST_RESULTS", str(pytester.path / "results"))
+    pytester.path.joinpath("tests/vllm").mkdir(parents=True)
+    pytester.path.joinpath("tests/vllm/test_one.py").write_text(
+        "import pytest\n"
+        "@pytest.fixture\ndef bad():\n    yield\n    assert False\n"
+        "def test_good(): pass\ndef test_ends_badly(bad): pass\n"
+    )
+    pytester.path.joinpath("tests/test_two.py").write_text(
+        "import pytest\ndef test_a(): pass\ndef test_b(): pytest.skip()\n"
+    )
+    pytester.runpytest_subprocess("-p", "tests.results", "--import-mode=importlib")
+    (path,) = (pytester.path / "results").iterdir()
+    ran = json.loads(path.read_text())
+    assert path.name == f"{ran['vllm']}-{ran['runner']}.json"
+    assert ran["quick"] == {"passed": 1, "skipped": 1}
+    assert ran["engines"] == {
+        "tests/vllm/test_one.py::test_good": "passed",
+        "tests/vllm/test_one.py::test_ends_badly": "failed",
+    }
+
+
+def test_the_table_names_what_did_not_pass(tmp_path: Path) -> None:
+    chosen = combinations.engines_of("0.33.1", "v2")
+    outcomes = dict.fromkeys(chosen, "passed")
+    failed, missing, *_ = chosen
+    outcomes[failed] = "failed"
+    del outcomes[missing]
+    ran = {"vllm": "0.33.1", "runner": "v2", "quick": {"passed": 1200}, "engines": outcomes}
+    (tmp_path / "0.33.1-v2.json").write_text(json.dumps(ran))
+    row = combinations.table(tmp_path).splitlines()[-1]
+    assert row.startswith("| 0.33.1 | V2 | 1,200 passed | ")
+    assert f"{chosen[failed]} (failed)" in row
+    assert f"{chosen[missing]} (not run)" in row
+    assert row.count("(") == 2
 
 
 @pytest.mark.thorough
@@ -34,11 +89,14 @@ def test_every_engine_test_of_a_combination_is_there() -> None:
     }
     for engines in combinations.ENGINES.values():
         for name in engines:
-            file, _, test = name.partition("::")
-            if test:
-                assert name.partition("[")[0] in functions, name
-            else:
-                assert (ROOT / file).is_file(), name
+            test, _, kind = name.partition("[")
+            assert test in functions, name
+            assert not kind or kind.removesuffix("]") in one_of_each(), name
+
+
+def test_the_combinations_cover_every_kind_together() -> None:
+    names = {name for engines in combinations.ENGINES.values() for name in engines}
+    assert {f"{combinations.KIND}[{kind}]" for kind in one_of_each()} <= names
 
 
 def test_an_import_under_type_checking_does_not_count(
