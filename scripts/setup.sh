@@ -63,9 +63,10 @@ step() {
 }
 
 progress() {
-    local end=$'\n'
+    local end=$'\n' size
     [ -t 2 ] && end=""
-    printf '%s%s' "$([ -t 2 ] && printf '\r\033[K')run: $1 ($2, $(size_of "$VENV"))" "$end" >&2
+    size=$(size_of "$VENV")  # empty before the folder is there
+    printf '%s%s' "$([ -t 2 ] && printf '\r\033[K')run: $1 ($2${size:+, $size})" "$end" >&2
 }
 
 # Debian keeps ensurepip in a package of its own. Without it, a pip outside the environment can

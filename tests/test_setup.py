@@ -65,6 +65,8 @@ def test_each_step_is_a_line_with_its_time_and_a_size(checkout: Path) -> None:
     done = set_up(checkout, KVTIERS_NO_UV="1")
     assert done.returncode == 0, done.stderr
     first, *steps, last = done.stderr.splitlines()
+    for line in steps:  # there is no size before there is a folder
+        assert re.search(r" \(\d+ s(, \d+(\.\d+)?K)?\)$", line), line
     assert first.startswith(f"run: setting up in {checkout}/.venv with Python 3.")
     assert last == "run: set-up done"
     for what in (

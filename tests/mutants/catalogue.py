@@ -31,7 +31,7 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
 FAULTS = Path(__file__).resolve().parent / "faults"
-PRODUCT = ("offload", "tiers", "policies")
+PRODUCT = ("offload", "tiers", "policies", "demo")
 
 _GROUP_KEYS = {"file", "tests"}
 _NEEDED = {"breaks", "old", "new"}
