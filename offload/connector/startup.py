@@ -32,7 +32,7 @@ from offload.namespaces.folders import describe_neighbours
 from offload.namespaces.geometry import Geometry
 from offload.namespaces.manifest import Namespace
 from offload.namespaces.patience import Patience
-from offload.requests.miss_reasons import RequestLog
+from offload.requests.miss_reasons import RequestLog, Sink
 from offload.requests.request_log import RequestFile
 from offload.requests.trace_recorder import TraceRecorder
 from offload.worker.tier_factory import TierSpec
@@ -254,12 +254,18 @@ class ServerSetup:
         return TraceRecorder(self._own(path), recorded_group(self.layout).chunk_tokens)
 
     def request_log(self) -> RequestLog:
-        """The log of this server's lookups; it also writes a file if one is configured."""
+        """The log of this server's lookups, which also writes a file and sends spans if that is
+        configured."""
+        sinks: list[Sink] = []
         most, path = self.config.recent_requests, self.config.record_requests
-        if path is None:
-            return RequestLog(most)
-        self._requests = RequestFile(self._own(path), most)
-        return RequestLog(most, self._requests)
+        if path is not None:
+            self._requests = RequestFile(self._own(path), most)
+            sinks.append(self._requests)
+        if self.vllm_config.observability_config.otlp_traces_endpoint:
+            from offload.connector.scheduler.request_spans import RequestSpans
+
+            sinks.append(RequestSpans(self.layout.hash_tokens))
+        return RequestLog(most, *sinks)
 
     def _own(self, path: str) -> str:
         """A path for this data-parallel replica alone."""

@@ -226,6 +226,7 @@ class Lookups:
             wanted,
             hit,
             miss=self._miss(state, wanted, hit, limits),
+            trace_headers=request.trace_headers,
         )
         self._planner.stats.missed(wanted - hit)
         lookup.keep(record)

@@ -110,7 +110,8 @@ class RequestRecord:
 
     Token counts: ``gpu_tokens`` came from vLLM's own cache, ``wanted_tokens`` were looked up beyond
     them, and ``hit_tokens`` of those were found; ``loaded`` has the tokens loaded by tier.
-    ``time_s`` is Unix time. A ``final`` record no longer changes.
+    ``time_s`` is Unix time. A ``final`` record no longer changes. ``trace_headers`` name the span
+    of the client, if vLLM traces.
     """
 
     request: str
@@ -122,6 +123,7 @@ class RequestRecord:
     loaded: Mapping[str, int] = field(default_factory=dict)
     miss: Miss = field(default_factory=lambda: Miss(Reason.COMPLETE))
     final: bool = False
+    trace_headers: Mapping[str, str] | None = None
 
     def as_json(self) -> dict[str, Any]:
         """The record as plain values, as written to the file."""
@@ -272,17 +274,17 @@ class Sink(Protocol):
 class RequestLog:
     """Keeps the last ``most`` requests and counts all of them.
 
-    ``changes`` counts how often the totals have changed. ``sink`` gets each request's record when
-    its outcome is known.
+    ``changes`` counts how often the totals have changed. Each of ``sinks`` gets a request's record
+    when its outcome is known.
     """
 
-    def __init__(self, most: int = 256, sink: Sink | None = None) -> None:
+    def __init__(self, most: int = 256, *sinks: Sink) -> None:
         self.last: deque[RequestRecord] = deque(maxlen=most)
         self.requests: dict[Reason, int] = dict.fromkeys(Reason, 0)
         self.recomputed_tokens: dict[Reason, int] = dict.fromkeys(Reason, 0)
         self.wanted_tokens = 0
         self.changes = 0
-        self._sink = sink
+        self._sinks = sinks
 
     def add(self, record: RequestRecord) -> None:
         """Add the record of a request whose lookup is complete."""
@@ -302,13 +304,13 @@ class RequestLog:
         if loaded is not None:
             record.loaded = loaded
         record.final = True
-        if self._sink is not None:
-            self._sink(record)
+        for sink in self._sinks:
+            sink(record)
 
     def close(self) -> None:
         """Pass on all records, because the server stops."""
-        if self._sink is not None:
-            self._sink.close()
+        for sink in self._sinks:
+            sink.close()
 
     def _count(self, record: RequestRecord, tokens: int) -> None:
         self.requests[record.miss.reason] += 1
@@ -322,6 +324,6 @@ class RequestLog:
             totals[f"misses:{reason.value}"] = self.requests[reason]
             totals[f"recomputed_tokens:{reason.value}"] = self.recomputed_tokens[reason]
         del totals["misses:complete"], totals["recomputed_tokens:complete"]
-        lost = self._sink.dropped if self._sink is not None else 0
+        lost = sum(sink.dropped for sink in self._sinks)
         complete = self.requests[Reason.COMPLETE]
         return totals | {"complete_lookups": complete, "requests_lost": lost}

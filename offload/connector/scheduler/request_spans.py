@@ -1,0 +1,75 @@
+"""Sends a span per request through vLLM's tracing: which tiers served its prompt, and why no more.
+
+Only with ``--otlp-traces-endpoint``. vLLM makes its span ``llm_request`` in another process; this
+one, ``kv_cache``, has the same parent. It lasts from the moment when vLLM accepted the hit until
+its load has ended. vLLM's exporter has its own thread, so nothing waits here. The names are those
+proposed in vLLM's issue 53926, as far as it has some.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from typing import Any
+
+from vllm.tracing import SpanKind, extract_trace_context, instrument_manual
+
+from offload.requests.miss_reasons import Reason, RequestRecord
+
+logger = logging.getLogger(__name__)
+
+NAME = "kv_cache"
+GPU = "gpu"
+
+
+class RequestSpans:
+    """A sink of final records. Used on vLLM's scheduler thread; never raises."""
+
+    def __init__(self, block_tokens: int) -> None:
+        self._block_tokens = block_tokens
+        self.dropped = 0
+
+    def __call__(self, record: RequestRecord) -> None:
+        try:
+            self._send(record, time.time())
+        except Exception:  # an exporter's fault must not reach the scheduler
+            self.dropped += 1
+            if self.dropped == 1:
+                logger.exception("kvtiers: a request's span could not be sent")
+
+    def close(self) -> None:
+        """vLLM flushes its exporter at the end of the process."""
+
+    def _send(self, record: RequestRecord, now_s: float) -> None:
+        instrument_manual(
+            NAME,
+            start_time=int(record.time_s * 1e9),
+            end_time=int(max(now_s, record.time_s) * 1e9),
+            attributes=attributes_of(record, now_s, self._block_tokens),
+            context=extract_trace_context(record.trace_headers),
+            kind=SpanKind.INTERNAL,
+        )
+
+
+def attributes_of(record: RequestRecord, now_s: float, block_tokens: int) -> dict[str, Any]:
+    """The attributes of a request's span. All ``tokens_hit`` and ``tokens_missed`` together are the
+    prompt."""
+    hits = {GPU: record.gpu_tokens, **record.loaded}
+    hits = {tier: tokens for tier, tokens in hits.items() if tokens}
+    hit = sum(hits.values())
+    found: dict[str, Any] = {
+        "kv_cache.request_id": record.request,
+        "kv_cache.prompt_tokens": record.prompt_tokens,
+        "kv_cache.tier_hit": list(hits) or ["none"],
+        "kv_cache.tokens_missed": record.prompt_tokens - hit,
+        "kv_cache.blocks_hit": hit // block_tokens,
+        "kv_cache.blocks_missed": -(-record.prompt_tokens // block_tokens) - hit // block_tokens,
+    }
+    found |= {f"kv_cache.tokens_hit.{tier}": tokens for tier, tokens in hits.items()}
+    if record.hit_tokens:
+        found["kv_cache.promotion_latency_seconds"] = max(0.0, now_s - record.time_s)
+    if record.miss.reason is not Reason.COMPLETE:
+        found["kv_cache.miss_reason"] = record.miss.reason.value
+    if record.miss.tier:
+        found["kv_cache.miss_tier"] = record.miss.tier
+    return found
