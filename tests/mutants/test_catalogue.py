@@ -97,6 +97,7 @@ def test_runs_are_judged() -> None:
     assert judge(Run(1, "", {"a": "passed", "b": "failed"})) == (Verdict.KILLED, "b")
     assert judge(Run(1, "Timeout (>9.0s)", {"a": "failed"})) == (Verdict.HUNG, "a")
     assert judge(Run(None, "", last="c")) == (Verdict.HUNG, "c")
+    assert judge(Run(None, "")) == (Verdict.BROKEN, "no test had begun at the time limit")
     assert judge(Run(-11, "", last="c")) == (Verdict.KILLED, "c (signal 11)")
     assert judge(Run(2, "", {})) == (Verdict.BROKEN, "pytest ended with 2: ")
     assert judge(Run(4, "not found\n")) == (Verdict.BROKEN, "pytest ended with 4: not found")

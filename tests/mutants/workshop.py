@@ -205,7 +205,8 @@ def judge(run: Run) -> tuple[Verdict, str]:
     """The verdict of a run with a planted fault, and the test or the reason."""
     failed = [test for test, outcome in run.outcomes.items() if outcome == "failed"]
     if run.code is None:
-        return Verdict.HUNG, run.last
+        hung = Verdict.HUNG, run.last
+        return hung if run.last else (Verdict.BROKEN, "no test had begun at the time limit")
     if run.code < 0:
         return Verdict.KILLED, f"{run.last} (signal {-run.code})"
     if run.code == 1 and failed:
