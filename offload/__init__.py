@@ -67,7 +67,8 @@ _LAZY = {
 
 
 def _check_neighbours() -> None:
-    """The packages ``policies`` and ``tiers`` have common names: say so if others come first."""
+    """The packages ``policies`` and ``tiers`` have common names: report it if other packages come
+    first."""
     here = Path(__file__).resolve().parents[1]
     for name in ("policies", "tiers"):
         spec = importlib.util.find_spec(name)
@@ -75,8 +76,9 @@ def _check_neighbours() -> None:
         if here / name not in [Path(folder).resolve() for folder in found]:
             where = ", ".join(found) or (spec and spec.origin) or "nowhere"
             raise ImportError(
-                f"kvtiers: its package {name} is in {here / name}, but Python finds another one in "
-                f"{where}. Rename that, take its folder off PYTHONPATH, or start Python elsewhere"
+                f"kvtiers: its package {name} is in {here / name}, but Python finds another one "
+                f"in {where}. Rename that one, remove its folder from PYTHONPATH, or start "
+                "Python in another folder"
             )
 
 

@@ -1,5 +1,5 @@
-"""How ``./run`` sets up a bare machine: with the real scripts, in a copy of the checkout whose path
-has a space in it. Only what would be downloaded is left out, by stand-ins for pip and uv."""
+"""Tests how ``./run`` sets up a bare machine: with the real scripts, in a copy of the checkout
+whose path contains a space. Only downloads are left out: stand-ins replace pip and uv."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ ENVIRONMENT = """
 make_venv() { mkdir -p "$VENV/bin"; cp bin/python "$VENV/bin/python"; }
 repair_transformers() { :; }
 """
-"""An environment whose Python notes its arguments."""
+"""An environment whose Python records its arguments."""
 
 
 def script(path: Path, body: str) -> None:
@@ -61,7 +61,7 @@ def set_up(checkout: Path, more: str = "", **env: str) -> subprocess.CompletedPr
     return bash(checkout, f". scripts/setup.sh; {ENVIRONMENT} {more}\nsetup cpu", **env)
 
 
-def test_each_step_is_a_line_with_its_time_and_a_size(checkout: Path) -> None:
+def test_each_step_prints_a_line_with_its_time_and_size(checkout: Path) -> None:
     done = set_up(checkout, KVTIERS_NO_UV="1")
     assert done.returncode == 0, done.stderr
     first, *steps, last = done.stderr.splitlines()
@@ -86,7 +86,7 @@ def test_a_second_run_does_nothing(checkout: Path) -> None:
     assert (again.returncode, again.stdout, again.stderr) == (0, "", "")
 
 
-def test_a_set_up_that_was_killed_begins_again(checkout: Path) -> None:
+def test_a_set_up_that_was_killed_starts_again(checkout: Path) -> None:
     killed = set_up(checkout, more="install_vllm_cpu() { kill -KILL $$; }")
     assert killed.returncode == -signal.SIGKILL
     again = set_up(checkout, KVTIERS_NO_UV="1")
@@ -104,7 +104,7 @@ def test_a_failed_installation_shows_the_end_of_its_log(checkout: Path) -> None:
     assert not (checkout / ".venv/kvtiers.stamp").exists()
 
 
-def test_uv_is_used_where_it_is_and_pip_where_it_fails(checkout: Path) -> None:
+def test_uv_is_used_if_available_and_pip_if_uv_fails(checkout: Path) -> None:
     install = ". scripts/setup.sh; VENV=$PWD/.venv; pip_install package"
     script(checkout / ".venv/bin/python", 'echo "python: $*"')
     script(checkout / "bin/uv", 'echo "uv: $*"')
@@ -117,7 +117,7 @@ def test_uv_is_used_where_it_is_and_pip_where_it_fails(checkout: Path) -> None:
     assert bash(checkout, install, KVTIERS_NO_UV="1").stdout == pip
 
 
-def test_caches_lie_in_the_checkout_if_the_home_cannot_be_written(checkout: Path) -> None:
+def test_caches_are_in_the_checkout_if_the_home_folder_is_not_writable(checkout: Path) -> None:
     names = ("XDG_CACHE_HOME", "XDG_CONFIG_HOME", "PIP_CACHE_DIR", "UV_CACHE_DIR", "MPLCONFIGDIR")
     clean = f"unset {' '.join(names)}; . scripts/setup.sh; use_own_caches; export -p"
     fitting = bash(checkout, clean)

@@ -114,9 +114,9 @@ class Columns(NamedTuple):
 
     The blocks of all chunks are in one list; ``widths`` says how many each chunk has, with one
     number if all have the same. A long load has thousands of chunks. They are planned and pickled
-    on vLLM's scheduler thread and unpickled on its model runner's: flat lists cost a fraction there
-    of what an object per chunk costs. The rank that carries out the load builds rows from them, on
-    its own thread.
+    on vLLM's scheduler thread and unpickled on its model runner's: flat lists take a fraction of
+    the time there that one object per chunk would take. The rank that carries out the load builds
+    rows from them, on its own thread.
     """
 
     keys: Sequence[bytes]

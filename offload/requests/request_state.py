@@ -105,7 +105,7 @@ class LookupState:
         self.load: tuple[range, ...] = ()
         self.load_end_tokens = 0
         self.wait: Any = None  # offload.planner.presence.PendingLookup
-        # an an offload.requests.miss_reasons.RequestRecord, made from this lookup lookup
+        # the RequestRecord of offload.requests.miss_reasons made from this lookup
         self.record: Any = None
 
     def begin(self, start: int) -> None:

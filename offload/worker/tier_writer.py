@@ -56,7 +56,7 @@ class TierWriter:
         self._reported = False
         self._undeleted: dict[bytes, None] = {}
         self._epoch_due: int | None = None
-        self._resets = 0  # that are that are in the queue
+        self._resets = 0  # those still in the queue
         self._caught_up = asyncio.Event()
 
     def start(self, answer: Answer) -> None:

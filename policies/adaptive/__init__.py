@@ -73,9 +73,7 @@ class AdaptivePolicy(EvictionPolicy):
     def _start_over(self) -> None:
         self._tree = SpanTree()
         self._table = ReuseTable(self._prior)
-        self._queues: SpanQueues | None = (
-            None  # used used only while the density order is in charge
-        )
+        self._queues: SpanQueues | None = None  # used only while the density order is in charge
         self._by_time: OrderedDict[Span, None] = OrderedDict()
         self._shadows = Shadows(self._worth)
         self._stale = False  # true if the scores in ``_queues`` are outdated
@@ -86,7 +84,7 @@ class AdaptivePolicy(EvictionPolicy):
         self._score_at = 0
         self._learn_at = self._every
         self._requests = 0
-        self._touched = 0.0  # number of number of keys, fading like the counts of the shadows
+        self._touched = 0.0  # number of keys, fading like the counts of the shadows
         self._fresh = Span(0, fresh=True)  # keys that no request has touched yet
         # the segment among these into which single keys are inserted
         self._open: Segment[Span] | None = None

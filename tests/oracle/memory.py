@@ -28,7 +28,7 @@ from vllm.v1.kv_cache_interface import (
 from vllm.v1.worker.utils import allocate_kv_cache
 
 NULL_BYTE = 0xEE
-"""Fills the null block, which nobody may write."""
+"""Fills the null block, which must never be written."""
 
 LOST_BYTE = 0xDB
 """Fills memory that was mapped again."""
@@ -47,7 +47,7 @@ class Prefix:
         self._chain: list[bytes] = []
 
     def digests(self, tokens: Sequence[int]) -> np.ndarray:
-        """One 64-bit number per token; ``tokens`` may differ from those of the last call."""
+        """Return one 64-bit number per token; ``tokens`` may differ from those of the last call."""
         same = 0
         for mine, given in zip(self.tokens, tokens, strict=False):
             if mine != given:
@@ -127,12 +127,12 @@ class KvMemory:
             self._bytes[start : start + layer.page] = NULL_BYTE
 
     def unmap(self) -> None:
-        """Take all access rights from the pages of the cache: any access from now on ends the
-        process. Bytes that share a page with other memory stay."""
+        """Revoke all access to the pages of the cache: any later access ends the process. Bytes
+        that share a page with other memory stay accessible."""
         self._protect(PROT_NONE)
 
     def map(self) -> None:
-        """The cache is there again, without its content."""
+        """Make the cache accessible again, without its content."""
         self._protect(PROT_READ | PROT_WRITE)
         self._bytes[:] = LOST_BYTE
         for layer in self._layers:
@@ -147,20 +147,20 @@ class KvMemory:
             raise OSError(ctypes.get_errno(), "mprotect")
 
     def zero(self, blocks: Sequence[int]) -> None:
-        """Zero fresh blocks as vLLM does: every layer's page of these ids."""
+        """Zero newly allocated blocks as vLLM does: the page of every layer."""
         for layer in self._layers:
             for block in blocks:
                 start = layer.start + block * layer.block_stride
                 self._bytes[start : start + layer.page] = 0
 
     def copy(self, source: int, target: int) -> None:
-        """Copy-on-write of a block."""
+        """Copy a block on write."""
         for layer in self._layers:
             one, other = (layer.start + b * layer.block_stride for b in (source, target))
             self._bytes[other : other + layer.page] = self._bytes[one : one + layer.page]
 
     def check(self, tables: Tables, digests: np.ndarray, computed: int) -> list[str]:
-        """The errors that a forward pass that resumes at token ``computed`` would read."""
+        """Return the errors that a forward pass resumed at token ``computed`` would read."""
         wrong = []
         for layer in self._plain:
             positions = np.arange(layer.first_read(computed), computed)
@@ -174,7 +174,7 @@ class KvMemory:
         return wrong
 
     def write(self, tables: Tables, digests: np.ndarray, computed: int) -> None:
-        """Write the KV of the tokens from ``computed`` on, and the state after the last."""
+        """Write the KV of the tokens from ``computed`` on, and the state after the last one."""
         end = len(digests)
         for layer in self._plain:
             positions = np.arange(end - 1 if layer.is_state else computed, end)
@@ -186,7 +186,7 @@ class KvMemory:
     def check_heads(
         self, tables: Tables, digests: np.ndarray, computed: int, known: Callable[[int], bool]
     ) -> list[str]:
-        """The errors that a draft head that resumes at token ``computed`` would read.
+        """Return the errors that a draft head resumed at token ``computed`` would read.
 
         The tokens that the end of a block looks at are not in the block's key. There it may be the
         continuation of the request that wrote the block, but a ``known`` one: not a wrong guess.
@@ -207,8 +207,8 @@ class KvMemory:
         return wrong
 
     def write_heads(self, tables: Tables, digests: np.ndarray, first: int, end: int) -> None:
-        """Write tokens ``[first, end)`` of the draft head; ``digests`` go on into the guesses.
-        Slots that saw a guess before are written again, but never those before ``first``."""
+        """Write tokens ``[first, end)`` of the draft head; ``digests`` include the guessed tokens.
+        Slots written for an earlier guess are written again, but never those before ``first``."""
         for layer in self._heads:
             positions = np.arange(first, end)
             places = self._places(layer, tables[layer.group], positions)
@@ -219,7 +219,7 @@ class KvMemory:
 
     @staticmethod
     def _halves(layer: _Layer, found: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """The two digests in each token's bytes; no digest if the bytes do not repeat them."""
+        """Return the two digests in each token's bytes, or none if the bytes do not repeat them."""
         inverse = np.uint64(pow(layer.mix, -1, 1 << 64))
         pairs = np.ascontiguousarray(found[:, :16]).view("<u8") * inverse
         broken = (
@@ -236,7 +236,7 @@ class KvMemory:
             self._bytes[other] = self._bytes[one]
 
     def check_states(self, tables: Tables, column: int, digest: np.ndarray) -> list[str]:
-        """Returns the states in this column that differ from those after the token with this
+        """Return the states in this column that differ from those after the token with this
         digest."""
         return [
             f"{layer.name} (group {layer.group}) state in column {column}"
@@ -266,7 +266,7 @@ class KvMemory:
         )
 
     def _places(self, layer: _Layer, table: Sequence[int], positions: np.ndarray) -> np.ndarray:
-        """Byte positions, ``[positions, bytes of a token]``."""
+        """Return byte positions, ``[positions, bytes of a token]``."""
         tokens = layer.spec.block_size
         blocks = np.asarray(table, dtype=np.int64)[positions // tokens]
         if layer.is_state:

@@ -52,7 +52,7 @@ class FutureTicket(Ticket):
 
 
 class EventTicket(FutureTicket):
-    """A ticket whose end an event marks, so that the model's stream can wait for it."""
+    """A ticket of copies that end with an event, so that the model's stream can wait for them."""
 
     __slots__ = ("_submitted",)
 

@@ -1,4 +1,4 @@
-"""Waiting for threads: to the end although cancelled, and for several records at once.
+"""Waits for threads, even if the caller is cancelled, and for several records at once.
 
 Used on the event loop's thread.
 """
@@ -45,7 +45,7 @@ def from_threads(function: Callable[[T], object]) -> Callable[[T], None]:
 
 class Call:
     """One public call and the outcomes of its records. ``done`` is set after ``begun`` when every
-    expected record is settled."""
+    expected record has an outcome."""
 
     __slots__ = ("_left", "done", "outcomes")
 
@@ -55,7 +55,7 @@ class Call:
         self.done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
     def expect(self, waiters: Waiters, position: int) -> None:
-        """Wait for one more record; its outcome goes to this position."""
+        """Wait for one more record, whose outcome goes to this position."""
         self._left += 1
         waiters.append((self, position))
 
@@ -70,7 +70,7 @@ class Call:
 
     @staticmethod
     def settle(waiters: Waiters, outcome: object) -> None:
-        """A record has ended: give its outcome to all calls that wait for it."""
+        """Pass the outcome of a finished record to all calls that wait for it."""
         for call, position in waiters:
             call.outcomes[position] = outcome
             call._count_down()

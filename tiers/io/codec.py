@@ -1,11 +1,11 @@
 """Lossless compression and encryption of payloads between slot and disk.
 
 Both are off by default. Neither ever makes a record longer: a payload that compression does not
-shrink is stored unchanged, and the tag of an encrypted record lies in its header.
+shrink is stored unchanged, and the tag of an encrypted record is in its header.
 
 Compression separates the high and low bytes of 16-bit numbers (the exponents of a KV cache repeat,
 its mantissas do not) and passes them to zstd. If it saves less than ``WORTH`` on average over
-``TRIAL`` records, it stops for ``PAUSE`` records.
+``TRIAL`` records, it pauses for ``PAUSE`` records.
 
 Encryption is AES-256-GCM with a random nonce per record and with header and key as associated data.
 A record that was tampered with, moved to another key or copied from another namespace fails. The
@@ -90,7 +90,7 @@ class KeyFileError(ValueError):
 
 
 def read_key_file(path: Path) -> list[bytes]:
-    """Return the keys in a file that only its owner, this user, can read. Raises
+    """Return the keys in a file, which must be readable only by this user, its owner. Raises
     ``KeyFileError``."""
     make = f"Make one: (umask 077; openssl rand -hex {MASTER_KEY_BYTES} > {path})"
     try:
@@ -136,12 +136,13 @@ class Codec:
 
     @property
     def is_plain(self) -> bool:
-        """True if payloads always go to disk unchanged."""
+        """True if payloads are always stored unchanged."""
         return self._keys is None and self._planes is None
 
     @property
     def key_ids(self) -> frozenset[bytes]:
-        """The ids of the keys at hand. If there are none, only unencrypted records can be read."""
+        """The ids of the available keys. If there are none, only unencrypted records can be
+        read."""
         return frozenset(self._keys.ciphers) if self._keys else frozenset()
 
     @staticmethod
@@ -152,7 +153,7 @@ class Codec:
     def encode(
         self, key: Key, epoch: int, payload: Buffer, scratch: Buffer
     ) -> tuple[bytes, Buffer]:
-        """Return the header and the stored bytes, which lie in ``scratch`` or are ``payload``
+        """Return the header and the stored bytes, which are either in ``scratch`` or ``payload``
         itself."""
         small = self._planes.compress(payload) if self._planes else None
         if self._keys is not None:
@@ -168,7 +169,7 @@ class Codec:
     def _encrypt(
         self, key: Key, epoch: int, payload: Buffer, small: bytes | None, scratch: Buffer
     ) -> tuple[bytes, Buffer]:
-        assert self._keys is not None, "only called with keys"
+        assert self._keys is not None, "called only if there are keys"
         source = payload.data if small is None else small
         size = payload.nbytes if small is None else len(small)
         nonce = os.urandom(NONCE_BYTES)
@@ -233,7 +234,7 @@ class Codec:
 
 
 class BytePlanes:
-    """Splits bytes into planes for zstd, and pauses where compression does not pay."""
+    """Splits bytes into planes for zstd, and pauses while compression does not pay."""
 
     def __init__(self) -> None:
         import zstandard

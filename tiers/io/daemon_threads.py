@@ -1,4 +1,4 @@
-"""Blocking functions in threads that never keep the process from exiting.
+"""Runs blocking functions in threads that never prevent the process from exiting.
 
 ``asyncio.to_thread`` uses threads that the interpreter joins at exit: one thread that hangs in a
 system call on a dead disk would block the exit of the server forever. All users of the loop also
@@ -33,8 +33,8 @@ def in_thread(function: Callable[..., T], *arguments: object) -> asyncio.Future[
 
 
 def start_all(threads: list[threading.Thread], stop: Callable[[], None]) -> None:
-    """Start the threads. If the process may not start more, call ``stop`` with only the started
-    ones left in ``threads``, and raise ``RuntimeError``."""
+    """Start the threads. If the process cannot start more threads, call ``stop`` with only the
+    started ones left in ``threads``, and raise ``RuntimeError``."""
     try:
         for thread in threads:
             thread.start()
@@ -64,7 +64,7 @@ class DaemonThreads:
     def _run(self) -> None:
         while (call := self._queue.get()) is not None:
             call()
-            del call  # it holds the caller's buffers
+            del call  # the function holds the caller's buffers
 
     def stop(self) -> None:
         """Finish the queued work and end the threads. Blocks as long as a thread hangs."""
@@ -97,7 +97,7 @@ class DaemonExecutor(Executor):
     def _run(self) -> None:
         while (call := self._queue.get()) is not None:
             call()
-            del call  # it holds the caller's buffers
+            del call  # the function holds the caller's buffers
 
 
 def _settle(done: Future[Any], function: Callable[[], Any]) -> None:
@@ -105,7 +105,7 @@ def _settle(done: Future[Any], function: Callable[[], Any]) -> None:
         return
     try:
         result = function()
-    except BaseException as error:  # the caller handles it, whatever it is
+    except BaseException as error:  # the caller handles every error
         done.set_exception(error)
     else:
         done.set_result(result)

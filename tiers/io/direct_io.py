@@ -109,7 +109,7 @@ class PayloadFile:
             self._whole(self._io.pwritev, views, offset)
 
     def read(self, views: Sequence[Buffer], offset: int) -> None:
-        """Fill all views. Reaching the end of the file is an ``OSError`` too."""
+        """Fill all views. Reaching the end of the file also raises ``OSError``."""
         with self._reading:
             self._whole(self._io.preadv, views, offset)
 
@@ -240,7 +240,7 @@ class Mover:
 
 
 def _address_of(data: Buffer) -> int:
-    """Return the address of the buffer. The general way takes several times as long."""
+    """Return the address of the buffer. The general method takes several times as long."""
     if data.flags.writeable and data.nbytes:
         return ctypes.addressof(ctypes.c_char.from_buffer(data))  # type: ignore[arg-type]  # arrays are buffers
     return int(data.__array_interface__["data"][0])

@@ -36,8 +36,8 @@ class Together:
         self._lock = threading.Lock()
 
     def take(self) -> list[Any]:
-        """Return the jobs once, after all have finished. Without this cycle of references the views
-        of the slab that they hold are freed at once, not by garbage collection."""
+        """Return the jobs once, after all have finished. This breaks a cycle of references, so that
+        the views of the slab that the jobs hold are freed at once and not by garbage collection."""
         jobs, self.jobs = self.jobs, []
         return jobs
 

@@ -240,7 +240,7 @@ def test_writes_to_a_failing_disk(tmp_path: Path, fault: Callable[[Tier, Trouble
 
 
 async def until(reached: Callable[[], bool], world: ManagerOverFaults) -> None:
-    """Requests come in now and then; a breaker waits a minute at most between two tries."""
+    """Requests arrive occasionally; a breaker waits at most a minute between two attempts."""
     loop = asyncio.get_running_loop()
     end = loop.time() + 200.0
     while not reached():

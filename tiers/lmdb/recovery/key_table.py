@@ -9,8 +9,9 @@ costs most of a microsecond, several times a dict's. Keys can be removed but not
 
 The table uses open addressing: an entry is in the first free slot from its home on. It does not
 wrap around: a few slots after the last home take entries that did not fit, and the last slot is
-always empty. A removed key leaves its slot behind without a row. The first remainder is Python's
-own ``hash`` of a number (``sys.hash_info.modulus``), and cheap for arrays: 2**64 is 8 there.
+always empty. A removed key leaves its slot behind without a row. The first remainder equals
+Python's ``hash`` of the number (``sys.hash_info.modulus``). It is cheap to compute for arrays,
+since 2**64 mod (2**61 - 1) is 8.
 
 Owned by one thread at a time.
 """
