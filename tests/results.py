@@ -26,7 +26,7 @@ class Results:
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         """A test has failed if its set-up, its call or its end has."""
-        if report.failed or report.nodeid not in self._outcomes or report.skipped:
+        if report.when == "call" or not report.passed:  # a set-up alone is no test
             self._outcomes[report.nodeid] = report.outcome
 
     def pytest_sessionfinish(self) -> None:

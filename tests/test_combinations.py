@@ -41,6 +41,7 @@ def test_a_run_writes_down_what_it_tested(
         "import pytest\n"
         "@pytest.fixture\ndef bad():\n    yield\n    assert False\n"
         "def test_good(): pass\ndef test_ends_badly(bad): pass\n"
+        "def test_that_is_interrupted(): raise KeyboardInterrupt\n"
     )
     pytester.path.joinpath("tests/test_two.py").write_text(
         "import pytest\ndef test_a(): pass\ndef test_b(): pytest.skip()\n"
