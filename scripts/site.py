@@ -112,11 +112,14 @@ def main() -> int:
     stage(pages)
     config = WORK / "mkdocs.yml"
     config.write_text(json.dumps(configuration(pages, out), indent=2), encoding="utf-8")
-    command = [*mkdocs(), "build", "--strict", "--quiet", "--clean", "--config-file", str(config)]
-    code = subprocess.run(command).returncode
-    if code == 0:
+    command = [*mkdocs(), "build", "--strict", "--clean", "--config-file", str(config)]
+    # Not --quiet: mkdocs then ignores warnings in spite of --strict.
+    done = subprocess.run(command, stderr=subprocess.PIPE, text=True)
+    if done.returncode:
+        print(done.stderr, file=sys.stderr)
+    else:
         print(f"{out / 'index.html'}: {sum(1 for _ in out.rglob('*.html'))} pages")
-    return code
+    return done.returncode
 
 
 if __name__ == "__main__":
