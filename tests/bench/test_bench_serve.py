@@ -32,8 +32,12 @@ def _broken(room: Room) -> Start:
     return _with(CPU.start(room), cpu={"capacity": "a lot"})
 
 
+def _cpu_always(room: Room) -> Start:
+    """A tiny model computes faster than a tier can be read, which the connector would detect."""
+    return _with(CPU.start(room), break_even=False)
+
+
 def _disk_always(room: Room) -> Start:
-    """A tiny model computes faster than a disk can be read, which the connector would detect."""
     return _with(DISK.start(room), break_even=False)
 
 
@@ -44,6 +48,7 @@ def test_real_engines_restore_what_the_rows_report_and_others_give_a_reason(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setitem(SYSTEMS, "broken", System("broken", _broken))
+    monkeypatch.setitem(SYSTEMS, "cpu", System(CPU.name, _cpu_always))
     monkeypatch.setitem(SYSTEMS, "disk", System(DISK.name, _disk_always))
     config = serve.Config(
         sizes=(SIZE,),
@@ -63,10 +68,12 @@ def test_real_engines_restore_what_the_rows_report_and_others_give_a_reason(
     miss, hit = str(Case(SIZE, 0.0)), str(Case(SIZE, 1.0))
     for system in (BASELINE, CPU.name, DISK.name):
         assert rows[miss, system]["restored"] == 0.0
-        restored = RESTORABLE if system != BASELINE else 0.0
-        assert rows[hit, system]["restored"] == pytest.approx(restored)
         assert rows[hit, system]["TTFT p99 ms"] >= rows[hit, system]["TTFT p50 ms"] > 0.0
         assert rows[hit, system]["ratio"] > 0.0
+    assert rows[hit, BASELINE]["restored"] == 0.0
+    assert rows[hit, CPU.name]["restored"] == pytest.approx(RESTORABLE)
+    # Less if the disk is slow: the small CPU tier then evicts chunks that are not written yet.
+    assert 0.0 < rows[hit, DISK.name]["restored"] <= RESTORABLE + 1e-6
     for system in (CPU, DISK):
         assert rows[miss, system.name]["hooks"] > 0.0
         assert rows[miss, system.name]["threads"] > 0.0
