@@ -20,6 +20,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+WRONG_USAGE = 2
+"""Exit code for wrong usage, as argparse has it; 1 is for findings and failures."""
+
 
 class OffloadError(Exception):
     """The base class of all errors that this package raises on purpose."""

@@ -16,6 +16,8 @@ GIB = 1 << 30
 TIB = 1 << 40
 SIZE_MAX = 1 << 60
 """1 EiB: more than any machine has, and small enough for all signed 64-bit fields."""
+DAY_S = 86_400.0
+"""Seconds of a day: a budget of writes is given in bytes per day."""
 
 _PREFIXES = "KMGTPE"
 _UNITS = {"b": 1}

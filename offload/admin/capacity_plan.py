@@ -11,11 +11,11 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from offload.config.schema import STAGING_MAX
+from offload.sizes import DAY_S
 from policies.simulation.simulator import Result
 from policies.simulation.trace import Trace
 from tiers.lmdb.files import payload_capacity_bytes
 
-DAY_S = 86_400.0
 LINK_BYTES_PER_S = 20e9
 DISK_BYTES_PER_S = 2e9
 ARITHMETIC_SHARE = 0.4

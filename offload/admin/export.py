@@ -21,12 +21,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
 
-from offload.admin.verify import Pace
+from offload.admin.verify import RateLimit
 from offload.errors import NamespaceError, OffloadError
 from offload.namespaces.inventory import NamespaceFolder, RankFolder
 from tiers.folders.folder import sync_folder, try_flock
 from tiers.offline.archive import Record, write_about, write_magic, write_record
-from tiers.offline.inspect import Checker, Health, OfflineStore
+from tiers.offline.inspect import Checker, Health, OfflineFolder
 
 
 class ExportFileError(OffloadError):
@@ -97,14 +97,14 @@ class Exported:
 
 def export_namespace(
     namespace: NamespaceFolder,
-    stores: Sequence[tuple[RankFolder, OfflineStore]],
+    stores: Sequence[tuple[RankFolder, OfflineFolder]],
     file: IO[bytes],
     *,
     has_key: bool,
-    pace: Pace,
+    rate_limit: RateLimit,
     advance: Callable[[int], None],
 ) -> list[Exported]:
-    """Write the complete export. Raises ``StoreChangedError`` and ``OSError``, after which the file
+    """Write the complete export. Raises ``FolderChangedError`` and ``OSError``, after which the file
     is useless."""
     write_magic(file)
     write_about(
@@ -113,19 +113,19 @@ def export_namespace(
         {"format": FORMAT, "namespace": namespace.name, "fields": namespace.fields},
     )
     found = [
-        _export_store(one, outside, file, Checker(outside, has_key=has_key), pace, advance)
+        _export_folder(one, outside, file, Checker(outside, has_key=has_key), rate_limit, advance)
         for one, outside in stores
     ]
     write_about(file, "E", {"records": sum(one.records for one in found)})
     return found
 
 
-def _export_store(
+def _export_folder(
     store: RankFolder,
-    outside: OfflineStore,
+    outside: OfflineFolder,
     file: IO[bytes],
     checker: Checker,
-    pace: Pace,
+    rate_limit: RateLimit,
     advance: Callable[[int], None],
 ) -> Exported:
     counts = Exported(store.replica, store.rank)
@@ -139,7 +139,7 @@ def _export_store(
         if record is None:
             counts.gone += 1
             continue
-        pace.spend(record.stored_bytes)
+        rate_limit.spend(record.stored_bytes)
         health, payload = checker.check(record)
         if outside.epoch != epoch:
             raise NamespaceError(f"{store.folder} was reset while it was exported")
@@ -154,7 +154,7 @@ def _export_store(
     return counts
 
 
-def _about(store: RankFolder, outside: OfflineStore, record_bytes: int) -> dict[str, Any]:
+def _about(store: RankFolder, outside: OfflineFolder, record_bytes: int) -> dict[str, Any]:
     """Describe one rank's records for the import. ``record_bytes`` is the smallest payload."""
     owner = outside.owner
     return {

@@ -27,7 +27,7 @@ from tiers.base import Tier
 from tiers.files.tier import FileTier
 from tiers.lmdb.files import payload_capacity_bytes
 from tiers.lmdb.folder import index_bytes
-from tiers.lmdb.index import DATA_NAME, RECORD_INDEX_BYTES, Limits, check_room
+from tiers.lmdb.index import DATA_NAME, RECORD_INDEX_BYTES, Limits, check_space
 from tiers.lmdb.tier import LmdbTier
 from tiers.offline.archive import Frame, PortableError, Record, read_frames
 from tiers.offline.bulk_write import Written, write_all
@@ -122,9 +122,9 @@ class Import:
         found = []
         self._next = next(self._frames, None)
         while self._next is not None and self._next.kind != "E":
-            if self._next.kind == "S" and _is_store(self._next.about):
+            if self._next.kind == "S" and _is_rank_folder(self._next.about):
                 assert self._next.about is not None
-                found.append(self._one_store(self._next.about))
+                found.append(self._one_folder(self._next.about))
             else:  # records of a rank whose description is damaged
                 self.damaged_frames += 1
                 self._next = next(self._frames, None)
@@ -140,7 +140,7 @@ class Import:
                 yield self._next.record
             self._next = next(self._frames, None)
 
-    def _one_store(self, about: dict[str, Any]) -> Imported:
+    def _one_folder(self, about: dict[str, Any]) -> Imported:
         replica, rank = about["replica"], about["rank"]
         result = Imported(replica, rank)
         replica_dir = replica_folder(self._target.root, self.namespace, replica)
@@ -171,7 +171,7 @@ class Import:
         return result
 
 
-def _is_store(about: dict[str, Any] | None) -> bool:
+def _is_rank_folder(about: dict[str, Any] | None) -> bool:
     """Return True if the description of a rank has everything that an import needs."""
     if about is None:
         return False
@@ -256,7 +256,7 @@ class _Maker:
             try:
                 payload_capacity_bytes(self.capacity_bytes, self._record_bytes)
                 index = index_bytes(limits, RECORD_INDEX_BYTES)
-                check_room(self._store.folder / DATA_NAME, index)
+                check_space(self._store.folder / DATA_NAME, index)
             except OSError as error:
                 return f"--capacity: {error.strerror}"
             except ValueError as error:

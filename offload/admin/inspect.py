@@ -12,7 +12,7 @@ from offload.namespaces.cleanup import usage
 from offload.namespaces.inventory import NamespaceFolder, RankFolder, Standing
 from offload.namespaces.manifest import ABSENT, Namespace, differing_fields
 from tiers.base import TierError
-from tiers.offline.inspect import OfflineStore, StoreChangedError
+from tiers.offline.inspect import FolderChangedError, OfflineFolder
 
 AGES = (("1h", 3600), ("1d", 86_400), ("7d", 604_800), ("30d", 2_592_000))
 """Upper bounds of the histogram of ages; older records count as ``older``."""
@@ -78,7 +78,7 @@ def summarise(
     found = []
     for namespace in namespaces:
         disk_bytes, last_used = usage(namespace.folder)
-        stores = [summarise_store(store, advance) for store in namespace.stores]
+        stores = [summarise_folder(store, advance) for store in namespace.stores]
         found.append(
             NamespaceSummary(
                 namespace.name,
@@ -108,7 +108,7 @@ def _cut(value: Any) -> str:
     return text if len(text) <= 60 else f"{text[:57]}..."
 
 
-def summarise_store(store: RankFolder, advance: Callable[[int], None]) -> RankSummary:
+def summarise_folder(store: RankFolder, advance: Callable[[int], None]) -> RankSummary:
     """Walk over one store. Read errors are described in ``problem``."""
     found = RankSummary(store.replica, store.rank, store.kind)
     found.aside_bytes = sum(usage(path)[0] for path in store.aside())
@@ -121,14 +121,14 @@ def summarise_store(store: RankFolder, advance: Callable[[int], None]) -> RankSu
         found.problem, found.remark = verdict.problem, verdict.remark
         if outside is not None:
             _walk(outside, found, advance)
-    except StoreChangedError as error:
+    except FolderChangedError as error:
         found.problem = found.problem or f"{error} while the store was read"
     except (OSError, TierError) as error:
         found.problem = found.problem or str(error)
     return found
 
 
-def _walk(outside: OfflineStore, found: RankSummary, advance: Callable[[int], None]) -> None:
+def _walk(outside: OfflineFolder, found: RankSummary, advance: Callable[[int], None]) -> None:
     try:
         now_ns = time.time_ns()
         counts = dict.fromkeys([*(name for name, _ in AGES), "older", "unknown"], 0)

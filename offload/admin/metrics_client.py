@@ -15,7 +15,8 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-PREFIX = "vllm:kvtiers_"
+from offload.telemetry.metrics import PREFIX
+
 TIMEOUT_S = 10.0
 PAGE_BYTES_MAX = 64 << 20
 

@@ -13,10 +13,10 @@ from typing import Any
 
 from offload.admin.offline_edits import InUseError, remove_damaged
 from offload.namespaces.inventory import RankFolder, Standing, Verdict
-from tiers.offline.inspect import Checker, Found, Health, OfflineStore
+from tiers.offline.inspect import Checker, Found, Health, OfflineFolder
 
 
-class Pace:
+class RateLimit:
     """Limits reading to ``bytes_per_s`` by sleeping; 0 means no limit."""
 
     def __init__(
@@ -108,20 +108,20 @@ def _name(found: Found) -> str:
 
 def scrub(
     result: Scrubbed,
-    outside: OfflineStore,
+    outside: OfflineFolder,
     *,
     has_key: bool,
-    pace: Pace,
+    rate_limit: RateLimit,
     advance: Callable[[int], None],
 ) -> None:
     """Read and verify everything.
 
-    ``advance`` gets the number of bytes read. Modifies ``result``. Raises ``StoreChangedError``.
+    ``advance`` gets the number of bytes read. Modifies ``result``. Raises ``FolderChangedError``.
     """
     checker = Checker(outside, has_key=has_key)
     for batch in outside.batches():
         for record in batch:
-            pace.spend(record.stored_bytes)
+            rate_limit.spend(record.stored_bytes)
             health, payload = checker.check(record)
             result.records += 1
             result.read_bytes += payload.nbytes

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
 import typer
 
-from offload.errors import NamespaceError, Problem, TierUnavailableError
+from offload.errors import WRONG_USAGE, NamespaceError, Problem, TierUnavailableError
 from offload.sizes import parse_size
 
 if TYPE_CHECKING:
@@ -29,8 +29,6 @@ Folder = Annotated[Path, typer.Argument(help="Path of a tier, or a namespace or 
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
 KeyFile = Annotated[str, typer.Option(help="Key file, if the records are encrypted.")]
 
-WRONG = 2
-"""Exit code for wrong usage; 1 is for findings and failures."""
 _DURATION = re.compile(r"([0-9]+(?:\.[0-9]+)?)(s|m|h|d|w)", re.ASCII)
 _SECONDS = {"s": 1, "m": 60, "h": 3600, "d": 86_400, "w": 604_800}
 FILES_WIDTH = 150
@@ -129,14 +127,14 @@ def _unreadable(error: OSError, fix: str) -> tuple[str, str]:
 
 
 def refuse(command: str, problems: list[Problem]) -> NoReturn:
-    """Report wrong usage and end with ``WRONG``."""
+    """Report wrong usage and end with ``WRONG_USAGE``."""
     count = len(problems)
     head = f"kvtiers {command}: {problems[0]}"
     if count > 1:
         lines = "\n".join(f"  {problem}" for problem in problems)
         head = f"kvtiers {command}: {count} problems:\n{lines}"
     print(head, file=sys.stderr)
-    raise typer.Exit(WRONG)
+    raise typer.Exit(WRONG_USAGE)
 
 
 def give_up(command: str, text: str, code: int = 1) -> NoReturn:
@@ -155,13 +153,13 @@ def guarded_work(command: str) -> Iterator[None]:
     """
     from tiers.base import TierError
     from tiers.folders.folder import FolderUnusableError
-    from tiers.offline.inspect import StoreChangedError
+    from tiers.offline.inspect import FolderChangedError
 
     before = signal.signal(signal.SIGTSTP, signal.SIG_IGN)
     ended_before = signal.signal(signal.SIGTERM, _end)
     try:
         yield
-    except StoreChangedError as error:
+    except FolderChangedError as error:
         give_up(command, f"{error} while the store was read. Run this again")
     except FolderUnusableError as error:
         text = "A server that opens it starts empty; kvtiers clear removes it"

@@ -101,7 +101,7 @@ def _write(
     chosen: NamespaceFolder, file: Path, overwrite: bool, rate: int, key_file: str
 ) -> list[Exported]:
     from offload.admin.export import ExportFileError, export_file, export_namespace
-    from offload.admin.verify import Pace
+    from offload.admin.verify import RateLimit
     from offload.sizes import parse_size
 
     if rate < 0:
@@ -127,7 +127,7 @@ def _write(
             stores,
             out,
             has_key=bool(key_file),
-            pace=Pace(rate),
+            rate_limit=RateLimit(rate),
             advance=lambda count: bar.advance(task, count),
         )
 

@@ -25,8 +25,6 @@ if TYPE_CHECKING:
 
 app = make_app()
 
-KINDS = ("lmdb", "file")
-
 
 @app.command("import")
 def import_(
@@ -53,7 +51,7 @@ def import_(
     Namespace, type and epoch must equal those in the folder; a missing folder is created. Every
     record is checked; damaged ones are left out. Exits with 1 if not everything could be imported.
     """
-    from offload.admin.import_ import Target
+    from offload.admin.import_ import KINDS, Target
     from offload.cli.path_hints import not_a_folder
 
     problems = Problems()

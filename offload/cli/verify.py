@@ -85,12 +85,12 @@ def _one(store: RankFolder, rate: int, key_file: str, check_only: bool, bar: Pro
     """Check one rank folder. An error does not prevent the others from being checked."""
     from offload.admin.verify import Scrubbed, repair
     from tiers.base import TierError
-    from tiers.offline.inspect import StoreChangedError
+    from tiers.offline.inspect import FolderChangedError
 
     result = Scrubbed(store)
     try:
         _scrub(result, rate, key_file, bar)
-    except StoreChangedError as error:
+    except FolderChangedError as error:
         result.fail(f"{error} while the store was read: run this again")
     except (OSError, TierError) as error:
         result.fail(str(error))
@@ -102,7 +102,7 @@ def _one(store: RankFolder, rate: int, key_file: str, check_only: bool, bar: Pro
 
 
 def _scrub(result: Scrubbed, rate: int, key_file: str, bar: Progress) -> None:
-    from offload.admin.verify import Pace, scrub
+    from offload.admin.verify import RateLimit, scrub
     from offload.sizes import parse_size
 
     store = result.store
@@ -119,7 +119,7 @@ def _scrub(result: Scrubbed, rate: int, key_file: str, bar: Progress) -> None:
             result,
             outside,
             has_key=bool(key_file),
-            pace=Pace(rate),
+            rate_limit=RateLimit(rate),
             advance=lambda count: bar.advance(task, count),
         )
     finally:

@@ -276,7 +276,7 @@ class KvTiersConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  
             self._epochs = PendingEpochs(
                 len(self._setup.config.lower), epochs.begin, take_back_one=epochs.take_back
             )
-            self._scheduler.attach(planner, ranks, self._setup.foreign(planner.lower))
+            self._scheduler.attach(planner, ranks, self._setup.neighbours(planner.lower))
 
     @guarded(lambda: None)
     def on_new_request(self, request: Request) -> None:

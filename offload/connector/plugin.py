@@ -16,11 +16,8 @@ from pathlib import Path
 from typing import Any
 
 from offload.config.transfer import NAMES, check_transfer
-from offload.errors import ConfigError
+from offload.errors import WRONG_USAGE, ConfigError
 from offload.namespaces.patience import Patience
-
-WRONG = 2
-"""Exit code for a wrong configuration: the same as argparse's for wrong flags."""
 
 
 def register() -> None:
@@ -70,4 +67,4 @@ def end_if_wrong(transfer: dict[str, Any]) -> None:
         check_transfer(transfer, Patience(say))
     except ConfigError as error:
         print(error, file=sys.stderr, flush=True)
-        raise SystemExit(WRONG) from None
+        raise SystemExit(WRONG_USAGE) from None

@@ -274,7 +274,7 @@ class ServerSetup:
         stem, dot, rest = path.rpartition(".jsonl")
         return f"{stem or rest}.{self.replica}{dot}{rest if stem else ''}"
 
-    def foreign(self, lower: Sequence[TierIndex]) -> list[str]:
+    def neighbours(self, lower: Sequence[TierIndex]) -> list[str]:
         """The fields in which the records of other namespaces differ, for tiers without records of
         this namespace."""
         empty = [

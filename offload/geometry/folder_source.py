@@ -30,7 +30,7 @@ from offload.layout.keys import GROUP_BYTES, group_suffix
 from offload.namespaces.claims import entries
 from offload.namespaces.folders import read_epoch
 from offload.namespaces.geometry import GEOMETRY_BYTES_MAX, Geometry, content_fields
-from offload.namespaces.inventory import RankFolder
+from offload.namespaces.inventory import REPLICA, RankFolder
 from offload.namespaces.manifest import (
     NAME,
     Namespace,
@@ -38,20 +38,19 @@ from offload.namespaces.manifest import (
     read_small_file,
     write_durably,
 )
-from tiers.adapters.read_only import ForeignKey, Source
+from tiers.adapters.read_only import Source, SourceKey
 from tiers.base import ALIGNMENT, Buffer, Key, ReadOutcome
 from tiers.folders.folder import FolderUnusableError
-from tiers.offline.inspect import Checker, Health, OfflineStore, StoreChangedError
+from tiers.offline.inspect import Checker, FolderChangedError, Health, OfflineFolder
 from tiers.record import Identity
 
 logger = logging.getLogger(__name__)
 
 _GEOMETRY = re.compile(r"rank-([0-9]{1,5})\.geometry\.json", re.ASCII)
-_REPLICA = re.compile(r"replica-([0-9]{1,6})", re.ASCII)
 
 
 @dataclass(frozen=True)
-class ForeignStore:
+class NeighbourFolder:
     """One replica of another namespace: each rank's description of its records, by rank."""
 
     folder: Path
@@ -89,16 +88,16 @@ def write_geometry(rank_folder: Path, geometry: Geometry) -> None:
     write_durably(path, content)
 
 
-def find_foreign(
+def find_neighbours(
     where: str, root: str | Path, namespace: Namespace, now: Geometry, how: str
-) -> list[ForeignStore]:
+) -> list[NeighbourFolder]:
     """Find stores of other geometry below ``root`` that can be translated to ``now``.
 
     With ``how`` "own" there is no search; with "refuse" there must be none. Raises
     ``NamespaceError`` for stores that cannot be translated, or must not be. The error names every
     conflicting field, both values, and the user's choices.
     """
-    found: list[ForeignStore] = []
+    found: list[NeighbourFolder] = []
     refused: dict[str, list[Incompatibility]] = {}
     if how == "own":
         return found
@@ -118,7 +117,7 @@ def find_foreign(
 
 
 def open_sources(
-    stores: Sequence[ForeignStore], now: Geometry, key_file: str = ""
+    stores: Sequence[NeighbourFolder], now: Geometry, key_file: str = ""
 ) -> Callable[[], list[Source]]:
     """Open the sources for ``tiers.adapters.read_only.ReadOnlyTier``."""
 
@@ -142,7 +141,7 @@ def _same_model(root: Path, namespace: Namespace) -> Iterator[tuple[str, Namespa
             yield name, other
 
 
-def _stores(home: Path) -> Iterator[ForeignStore]:
+def _stores(home: Path) -> Iterator[NeighbourFolder]:
     """The replicas of a namespace that contain records.
 
     A replica is left out if it is damaged, or if its weights were replaced while it ran (an odd
@@ -150,7 +149,7 @@ def _stores(home: Path) -> Iterator[ForeignStore]:
     """
     for replica in entries(home):
         folder = home / replica
-        if not _REPLICA.fullmatch(replica) or folder.is_symlink():
+        if not REPLICA.fullmatch(replica) or folder.is_symlink():
             continue
         ranks = sorted(
             int(name.partition("-")[2])
@@ -168,7 +167,7 @@ def _stores(home: Path) -> Iterator[ForeignStore]:
             text = "kvtiers: %s is not translated: its weights were replaced while it ran"
             logger.info(text, folder)
             continue
-        yield ForeignStore(folder, epoch, tuple(_geometries(folder)))
+        yield NeighbourFolder(folder, epoch, tuple(_geometries(folder)))
 
 
 def _geometries(folder: Path) -> Iterator[Geometry]:
@@ -216,7 +215,7 @@ class TranslatedSource:
         }
         needed = sorted({rank for plan in self._plans.values() for rank in plan.ranks})
         with ExitStack() as undo:
-            self._stores: dict[int, OfflineStore] = {}
+            self._stores: dict[int, OfflineFolder] = {}
             for rank in needed:
                 if rank not in by_rank:
                     raise NamespaceError(f"rank {rank} of {first.ranks} has no description")
@@ -230,13 +229,13 @@ class TranslatedSource:
             rank: Checker(store, has_key=has_key) for rank, store in self._stores.items()
         }
 
-    def keys(self) -> list[ForeignKey]:
+    def keys(self) -> list[SourceKey]:
         """Chunks for which every needed rank has its part."""
         held: dict[int, dict[Key, int]] = {}
         try:
             for rank, store in self._stores.items():
                 held[rank] = self._held_by(store)
-        except StoreChangedError as error:
+        except FolderChangedError as error:
             logger.info("kvtiers: %s: none of its records are translated", error)
             return []
         found = []
@@ -244,13 +243,13 @@ class TranslatedSource:
             size = padded(plan.chunk_bytes)
             first, *others = (held[rank] for rank in plan.ranks)
             found += [
-                ForeignKey(key, use_ns, size)
+                SourceKey(key, use_ns, size)
                 for key, use_ns in first.items()
                 if key.endswith(suffix) and all(key in other for other in others)
             ]
         return found
 
-    def _held_by(self, store: OfflineStore) -> dict[Key, int]:
+    def _held_by(self, store: OfflineFolder) -> dict[Key, int]:
         """Keys of the right size, with the time of their last use."""
         sizes = {suffix: padded(plan.record_bytes) for suffix, plan in self._plans.items()}
         return {
@@ -280,7 +279,7 @@ class TranslatedSource:
                 if outcome is not ReadOutcome.OK:
                     return outcome
                 records.append(record)
-        except StoreChangedError:
+        except FolderChangedError:
             return ReadOutcome.MISS
         apply(plan, records, into)
         into[plan.chunk_bytes :] = 0
@@ -309,7 +308,7 @@ class TranslatedSource:
                 if found[at]:
                     plan = self._plans[key[-GROUP_BYTES:]]
                     found[at] = all(self._has(rank, key, plan) for rank in plan.ranks)
-        except StoreChangedError:
+        except FolderChangedError:
             return [False] * len(keys)
         return found
 
@@ -328,7 +327,7 @@ class TranslatedSource:
             store.close()
 
 
-def _check_owner(store: OfflineStore, identity: Identity, epoch: int) -> None:
+def _check_owner(store: OfflineFolder, identity: Identity, epoch: int) -> None:
     """Check that a rank's records match its description."""
     if store.owner != identity:
         raise NamespaceError(f"{store.folder} contains other records than its geometry describes")

@@ -31,7 +31,7 @@ from offload.geometry.translate import GroupPlan, Incompatibility, apply, plan_g
 from offload.layout.keys import GROUP_BYTES, group_suffix
 from offload.namespaces.geometry import GEOMETRY_BYTES_MAX, Geometry, content_fields
 from offload.namespaces.manifest import MANIFEST_BYTES_MAX, Namespace, differing_fields
-from tiers.adapters.read_only import ForeignKey
+from tiers.adapters.read_only import SourceKey
 from tiers.base import Buffer, Key, ReadOutcome, TierError, TierIoError
 from tiers.mooncake.bulletin import Notice, Posted, read_boards
 from tiers.mooncake.client import BATCH, MooncakeClient, MooncakeSettings
@@ -270,7 +270,7 @@ class MooncakeSource:
             self._warned.add(text)
             logger.warning("%s", text)
 
-    def keys(self) -> list[ForeignKey]:
+    def keys(self) -> list[SourceKey]:
         """Empty, because a store has no list of its keys."""
         return []
 
@@ -393,6 +393,6 @@ def _by_plan(
     return [(neighbour.plans[suffix], found) for suffix, found in places.items()]
 
 
-def open_store_source(view: MooncakeView) -> Callable[[], MooncakeSource]:
+def open_mooncake_source(view: MooncakeView) -> Callable[[], MooncakeSource]:
     """Open the source for ``tiers.adapters.remote_read_only.RemoteReadOnlyTier``."""
     return partial(MooncakeSource, view)

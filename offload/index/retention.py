@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Collection, Container, Hashable, Iterable, Sequence
 from itertools import filterfalse
 
-_NOTHING: frozenset[bytes] = frozenset()
+NOTHING: frozenset[bytes] = frozenset()
 
 
 class Retention:
@@ -20,8 +20,8 @@ class Retention:
 
     def __init__(self) -> None:
         self.pins: Counter[bytes] = Counter()
-        self._kept: Container[bytes] = _NOTHING
-        self._held: Container[bytes] = _NOTHING
+        self._kept: Container[bytes] = NOTHING
+        self._held: Container[bytes] = NOTHING
 
     def keep(self, keys: Container[bytes]) -> None:
         """Retain the chunks in this container, which clients have asked to keep."""

@@ -16,14 +16,13 @@ from typing import NamedTuple, NoReturn
 from offload.errors import InvariantError
 from offload.index.capacity import Capacity, Reservation
 from offload.index.chunk_batch import sizes_of
-from offload.index.retention import PASSED_MAX, Retention
+from offload.index.retention import NOTHING, PASSED_MAX, Retention
 from offload.index.states import TRANSITIONS, ChunkEvent, ChunkState, Transition
 from offload.index.unwritten import UnwrittenChunks
 from offload.telemetry.removed_chunks import RemovalLog
 from policies.base import EntryInfo, EvictionPolicy, RemoveCause
 from policies.guarded import contained
 
-_NOTHING: frozenset[bytes] = frozenset()
 MANY = 16
 """From this number of keys on, the bulk paths are faster than a loop."""
 
@@ -153,7 +152,7 @@ class TierIndex:
         self,
         keys: Sequence[bytes],
         infos: Sequence[EntryInfo],
-        protect: Container[bytes] = _NOTHING,
+        protect: Container[bytes] = NOTHING,
         *,
         evict: bool = True,
         remember: bool = True,
@@ -309,7 +308,7 @@ class TierIndex:
 
     def evict(self, count_bytes: int) -> list[bytes]:
         """Evict by policy until ``used`` has fallen by this much or nothing more can be evicted."""
-        return self._make_space(count_bytes, _NOTHING)
+        return self._make_space(count_bytes, NOTHING)
 
     def clear(self) -> None:
         """Forget every chunk at once; chunks in use stay DOOMED until their jobs release them."""

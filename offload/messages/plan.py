@@ -327,12 +327,10 @@ class PresenceQuery:
         self.keys = keys
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _unpack_question, (self.number, self.tier, *pack_keys(self.keys))
+        return _unpack_query, (self.number, self.tier, *pack_keys(self.keys))
 
 
-def _unpack_question(
-    number: int, tier: int, packed: bytes, lengths: Sequence[int]
-) -> PresenceQuery:
+def _unpack_query(number: int, tier: int, packed: bytes, lengths: Sequence[int]) -> PresenceQuery:
     return PresenceQuery(number, tier, unpack_keys(packed, lengths))
 
 
@@ -342,7 +340,7 @@ class StepPlan:
 
     ``fence`` names store jobs whose source blocks get new content in this step: they must have read
     those blocks before the step's forward pass. ``reset`` requests a reset of everything, which
-    comes first; ``epochs`` are new epochs of lower tiers, by tier number. ``questions`` go to
+    comes first; ``epochs`` are new epochs of lower tiers, by tier number. ``queries`` go to
     shared tiers and have no place in that order. ``digests`` are present only with ``"verify":
     "device"``. ``idle``: no forward pass in this step.
     """
@@ -355,7 +353,7 @@ class StepPlan:
     fence: tuple[int, ...] = ()
     reset: bool = False
     epochs: Mapping[int, int] = field(default_factory=dict)
-    questions: tuple[PresenceQuery, ...] = ()
+    queries: tuple[PresenceQuery, ...] = ()
     digests: tuple[DigestJob, ...] = ()
     idle: bool = False
 
@@ -371,6 +369,6 @@ class StepPlan:
             or self.fence
             or self.reset
             or self.epochs
-            or self.questions
+            or self.queries
             or self.digests
         )

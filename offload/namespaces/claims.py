@@ -24,7 +24,7 @@ from offload.errors import NamespaceError, TierUnavailableError
 from tiers.files.members import FOLDER as ENGINES
 from tiers.files.members import engine_files, machine, seen_alive
 from tiers.folders.folder import LOCK_NAME as TIER_LOCK_NAME
-from tiers.folders.folder import try_flock
+from tiers.folders.folder import MEMBERS_MAX, try_flock
 
 LOCK_NAME = ".kvtiers.lock"
 LOCK_WAIT_S = 10.0
@@ -32,7 +32,6 @@ CLAIM_WAIT_S = 0.2
 """Longer than the time for which a process that only checks a claim locks it."""
 OWNER_WAIT_S = 1.0
 """Longer than the time between taking a claim and writing the owner into it."""
-SHARERS_MAX = 64
 _CLAIM = re.compile(r"rank-[0-9]+(\.sharer-[0-9]+)?\.claim", re.ASCII)
 _NO_LOCKS = (errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP)
 """Errors of file systems that have no ``flock``."""
@@ -131,16 +130,16 @@ def claim_shared(path: Path, engine: str) -> int:
             "share it",
             'Stop that server, or give all of them "shared": true',
         )
-    for number in range(SHARERS_MAX):
+    for number in range(MEMBERS_MAX):
         fd = _open_lock(path.with_suffix(f".sharer-{number}.claim"))
         if _lock(fd, 0.0, may_lack_locks=True):
             _write_owner(fd, engine)
             return fd
         os.close(fd)
-    raise TierUnavailableError(f"{path.parent} is shared by {SHARERS_MAX} processes already")
+    raise TierUnavailableError(f"{path.parent} is shared by {MEMBERS_MAX} processes already")
 
 
-def sharers(path: Path) -> list[Owner]:
+def members(path: Path) -> list[Owner]:
     """The owners that share the folder whose claim is ``path``."""
     claims = sorted(path.parent.glob(f"{path.stem}.sharer-*.claim"))
     return [owner for one in claims if (owner := holder(one)) is not None]
@@ -151,7 +150,7 @@ def claim(path: Path, engine: str) -> int:
 
     Raises ``InUseError`` that names the owner if another process has it.
     """
-    for owner in sharers(path):
+    for owner in members(path):
         raise InUseError(
             f"{path.parent} is shared by pid {owner.pid} (engine {owner.engine}) and perhaps "
             "others",

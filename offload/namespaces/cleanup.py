@@ -99,7 +99,7 @@ def delete_trash(folder: Path) -> None:
         raise NotDeletedError(folder, why)
 
 
-def make_room(
+def make_space(
     root: str | Path,
     keep: Namespace,
     capacity: int,

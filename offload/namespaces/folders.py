@@ -28,7 +28,7 @@ from types import TracebackType
 
 from offload.errors import NamespaceError, TierUnavailableError
 from offload.namespaces.claims import claim, claim_shared, entries, locked
-from offload.namespaces.cleanup import describe_neighbours, make_room
+from offload.namespaces.cleanup import describe_neighbours, make_space
 from offload.namespaces.manifest import (
     MANIFEST_NAME,
     NAME,
@@ -50,7 +50,7 @@ __all__ = [  # everything that a start-up needs, in one place
     "describe_neighbours",
     "judge_namespace",
     "judge_replica",
-    "make_room",
+    "make_space",
     "open_namespace",
     "raise_epoch",
     "read_epoch",

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from offload.errors import NamespaceError
-from offload.namespaces.claims import Owner, engines, entries, holder, sharers
+from offload.namespaces.claims import Owner, engines, entries, holder, members
 from offload.namespaces.cleanup import QUARANTINE, TRASH
 from offload.namespaces.folders import judge_namespace, judge_replica, read_epoch
 from offload.namespaces.geometry import GEOMETRY_BYTES_MAX, Geometry
@@ -36,11 +36,11 @@ from tiers.folders.folder import QUARANTINE_PREFIX, FolderUnusableError
 from tiers.lmdb.folder import is_lmdb_folder
 from tiers.lmdb.index import IndexUnusableError, check_owner
 from tiers.offline.file_reader import FileReader, is_file_folder
-from tiers.offline.inspect import OfflineStore
+from tiers.offline.inspect import OfflineFolder
 from tiers.offline.lmdb_reader import LmdbReader
 from tiers.record import Identity
 
-_REPLICA = re.compile(r"replica-([0-9]{1,6})", re.ASCII)
+REPLICA = re.compile(r"replica-([0-9]{1,6})", re.ASCII)
 _RANK = re.compile(r"rank-([0-9]{1,6})", re.ASCII)
 
 
@@ -106,16 +106,16 @@ class RankFolder:
     def owner(self) -> Owner | None:
         """The process that uses it at present, or one of the processes that share it."""
         found = holder(self.claim) if self.namespace else None
-        return found or next(iter(self.sharers()), None) or holder(self.folder / TIER_LOCK_NAME)
+        return found or next(iter(self.members()), None) or holder(self.folder / TIER_LOCK_NAME)
 
     def owners(self) -> list[Owner]:
         """Every process that uses it at present."""
         owner = self.owner()
-        return self.sharers() or ([owner] if owner is not None else [])
+        return self.members() or ([owner] if owner is not None else [])
 
-    def sharers(self) -> list[Owner]:
+    def members(self) -> list[Owner]:
         """The processes that share it at present."""
-        claims = sharers(self.claim) if self.namespace else []
+        claims = members(self.claim) if self.namespace else []
         locks = sorted(self.folder.glob("sharer-*.lock"))
         held = [owner for lock in locks if (owner := holder(lock)) is not None]
         return claims or held or engines(self.folder)
@@ -124,7 +124,7 @@ class RankFolder:
         """Folders of files that its tier moved aside, because they could not be trusted."""
         return sorted(self.folder.glob(f"{QUARANTINE_PREFIX}*"))
 
-    def look(self, key_file: str = "") -> tuple[Verdict, OfflineStore | None]:
+    def look(self, key_file: str = "") -> tuple[Verdict, OfflineFolder | None]:
         """Judge the folder as a start would. Returns the verdict, and its records if they can be
         read (the caller closes those). Raises ``OSError`` or ``TierError``."""
         has_folders = bool(NAME.fullmatch(self.namespace))
@@ -148,7 +148,7 @@ class RankFolder:
             return Verdict(Standing.NEWER, str(error))
         return Verdict(Standing.DAMAGED, trouble) if trouble else None
 
-    def _judge_records(self, outside: OfflineStore) -> Verdict | None:
+    def _judge_records(self, outside: OfflineFolder) -> Verdict | None:
         """Judge whether the records belong to the folder's namespace, rank and epoch."""
         epoch = outside.epoch
         try:
@@ -181,7 +181,7 @@ class RankFolder:
         except NamespaceError:
             return b""
 
-    def open(self, key_file: str = "") -> OfflineStore:
+    def open(self, key_file: str = "") -> OfflineFolder:
         """Open its records. Raises ``FolderUnusableError``, ``OSError`` or ``TierError``."""
         if self.kind == "file":
             return FileReader(self.folder)
@@ -290,7 +290,7 @@ def _namespace_in(folder: Path, below: Path | None = None) -> NamespaceFolder:
 
 def _stores(namespace: Path) -> Iterator[RankFolder]:
     for replica in entries(namespace):
-        if (number := _REPLICA.fullmatch(replica)) is None or not _is_real(namespace / replica):
+        if (number := REPLICA.fullmatch(replica)) is None or not _is_real(namespace / replica):
             continue
         for rank in entries(namespace / replica):
             folder = namespace / replica / rank

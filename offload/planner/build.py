@@ -24,13 +24,12 @@ from offload.planner.planner import Planner
 from offload.planner.presence import KNOWN_MAX, SharedLimits
 from offload.planner.tier_health import HealthLimits, TierHealths
 from offload.planner.write_through import WriteThroughQueue
+from offload.sizes import DAY_S
 from policies.admission import WriteBudget
 from policies.base import AdmissionPolicy, EntryInfo
 from policies.registry import make_admission, make_policy
 
 logger = logging.getLogger(__name__)
-
-DAY_S = 86_400.0
 
 
 def make_planner(

@@ -166,7 +166,7 @@ class Planner:
             fence=fence,
             reset=self._reset,
             epochs=dict(self._epochs),
-            questions=self.presence.take(),
+            queries=self.presence.take(),
             idle=idle,
             loads=self.loads.take(),  # last, because what is taken here must be sent
         )

@@ -55,7 +55,7 @@ class PendingLookup:
 class _Open:
     """A query that some ranks have not answered."""
 
-    question: PresenceQuery
+    query: PresenceQuery
     since: float
     is_probe: bool = False
     answer: PresenceReply | None = None
@@ -246,7 +246,7 @@ class PresenceCache:
         queried again only after ``begin_epochs``."""
         for asked in self._open.values():
             if asked.is_probe:
-                self._health[asked.question.tier].drop_probe()
+                self._health[asked.query.tier].drop_probe()
         self._open.clear()
         self._planned.clear()
         for memory in self._memories.values():
@@ -272,32 +272,30 @@ class PresenceCache:
     def _ask(self, tier: int, keys: Sequence[bytes], now: float) -> int:
         number = self._next
         self._next += 1
-        question = PresenceQuery(number, tier, keys)
-        self._planned.append(question)
-        self._open[number] = _Open(question, now)
+        query = PresenceQuery(number, tier, keys)
+        self._planned.append(query)
+        self._open[number] = _Open(query, now)
         return number
 
     def _close(self, number: int, now: float) -> None:
         asked = self._open.pop(number)
-        question, present = asked.question, asked.answer.present if asked.answer else None
+        query, present = asked.query, asked.answer.present if asked.answer else None
         if asked.is_probe:
-            self._health[question.tier].asked(now, good=present is not None)
+            self._health[query.tier].asked(now, good=present is not None)
             return
-        memory = self._memories[question.tier]
-        for key in question.keys:
+        memory = self._memories[query.tier]
+        for key in query.keys:
             memory.asked.pop(key, None)
             memory.silent.pop(key, None)
         until = now + self.limits.remember_s
         if present is None:
             memory.unanswered += 1
-            memory.silent.update(dict.fromkeys(question.keys, until))
+            memory.silent.update(dict.fromkeys(query.keys, until))
             return
-        there = [key for key, is_there in zip(question.keys, present, strict=True) if is_there]
+        there = [key for key, is_there in zip(query.keys, present, strict=True) if is_there]
         memory.found_chunks += len(there)
         memory.found(there, until)
-        missing = [
-            key for key, is_there in zip(question.keys, present, strict=True) if not is_there
-        ]
+        missing = [key for key, is_there in zip(query.keys, present, strict=True) if not is_there]
         memory.missed(missing, until)
 
 

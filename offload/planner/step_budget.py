@@ -6,10 +6,8 @@ So under overload the end of the pipeline keeps up with its beginning, and store
 requested again later, and a store that is never made costs nothing. Some kinds of work also have an
 ``Allowance``, a number of chunks per step.
 
-The table below lists the bounds per step of the planner, the lookups and the scheduler side. Two
-modules have separate bounds: ``offload.connector.scheduler.kv_events`` (``CHANGES_MAX``,
-``FOUND_MAX``) and ``offload.planner.write_through`` (``EVICTED_MAX``). Owned by the planner; used
-on vLLM's scheduler thread.
+The table below lists all bounds per step of the planner, the lookups and the scheduler side. Owned
+by the planner; used on vLLM's scheduler thread.
 """
 
 from __future__ import annotations
@@ -66,6 +64,12 @@ USE_KEYS_MAX = 128
 WRITTEN_JOBS_MAX = 8
 """Number of write-through jobs of a tier that are processed together, which is cheaper than one by
 one."""
+EVICTED_WRITES_MAX = 256
+"""Number of queued but evicted chunks that a write-through queue skips."""
+EVENT_CHANGES_MAX = 4096
+EVENT_FOUND_MAX = 1024
+"""Chunks that KV events cover: changes, and chunks found at the start. A thousand cost a
+millisecond or more."""
 DELETIONS_MAX = 1024
 """Number of deletions sent to one tier: a tier that has lost everything has millions."""
 EXPIRED_MAX = 4096

@@ -37,7 +37,7 @@ class TierHealth:
     def __init__(self, name: str, prefill: Rate, limits: HealthLimits) -> None:
         self.reads = CircuitBreaker(limits.failures)
         self.writes = CircuitBreaker(limits.failures)
-        self.pace = LoadOrRecompute(
+        self.break_even = LoadOrRecompute(
             prefill, enabled=limits.break_even, chunk_tokens=limits.chunk_tokens
         )
         self.probe: int | None = None
@@ -47,7 +47,7 @@ class TierHealth:
     @property
     def readable(self) -> bool:
         """True if hits may come from this tier."""
-        return self.reads.closed and self.pace.pays
+        return self.reads.closed and self.break_even.pays
 
     @property
     def writable(self) -> bool:
@@ -58,12 +58,12 @@ class TierHealth:
         """Let time pass; returns whether a probe is due."""
         self.reads.tick(now)
         self.writes.tick(now)
-        self.pace.tick(now)
+        self.break_even.tick(now)
         self._log()
         if self.probe is not None:
             return False
         return self.reads.state is BreakerState.HALF_OPEN or (
-            self.reads.closed and self.pace.probe_due(now)
+            self.reads.closed and self.break_even.probe_due(now)
         )
 
     @property
@@ -74,17 +74,17 @@ class TierHealth:
     @property
     def pays(self) -> bool:
         """True if loading from this tier is faster than computing."""
-        return self.pace.pays
+        return self.break_even.pays
 
     @property
     def least_tokens(self) -> float:
         """See ``LoadOrRecompute.least_tokens``."""
-        return self.pace.least_tokens
+        return self.break_even.least_tokens
 
     @property
     def load_rate(self) -> float | None:
         """Tokens per second of loads from this tier, once measured."""
-        return self.pace.rate.value()
+        return self.break_even.rate.value()
 
     def begin_probe(self, job: int | None) -> None:
         """Note that a probe was planned, or with ``None`` that the tier has no chunks to read."""
@@ -107,20 +107,20 @@ class TierHealth:
 
     def loaded(self, tokens: int, seconds: float, now: float) -> None:
         """Count a successful load whose slowest source was this tier."""
-        self.pace.observe_load(tokens, seconds, now)
+        self.break_even.observe_load(tokens, seconds, now)
         self._log()
 
     def too_late(self, tokens: int, seconds: float, now: float) -> None:
         """Count a load whose slowest source was this tier and that missed its deadline; its prompt
         was recomputed."""
-        self.pace.observe_late(tokens, seconds, now)
+        self.break_even.observe_late(tokens, seconds, now)
         self._log()
 
     def probed(self, tokens: int, seconds: float, now: float, *, good: bool) -> None:
         """Count a probe of ``tokens`` that every rank has answered."""
         self.probe = None
         self.reads.judge(now, good=good)
-        self.pace.observe_probe(tokens if good else 0, seconds, now)
+        self.break_even.observe_probe(tokens if good else 0, seconds, now)
         self._log()
 
     def asked(self, now: float, *, good: bool) -> None:
@@ -130,7 +130,7 @@ class TierHealth:
         self._log()
 
     def _state(self) -> tuple[BreakerState, BreakerState, bool]:
-        return self.reads.state, self.writes.state, self.pace.pays
+        return self.reads.state, self.writes.state, self.break_even.pays
 
     def _log(self) -> None:
         before, now = self._logged, self._state()

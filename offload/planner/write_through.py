@@ -24,6 +24,7 @@ from offload.planner.jobs import Job, JobKind, JobTable
 from offload.planner.pending_deletes import PendingDeletes
 from offload.planner.presence import PresenceCache
 from offload.planner.step_budget import (
+    EVICTED_WRITES_MAX,
     WRITE_THROUGH_COST,
     WRITTEN_JOBS_MAX,
     WRITTEN_THROUGH_COST,
@@ -138,9 +139,6 @@ FLYING_MAX = 1024
 PINNED_PART = 16
 """Part of the limit that a slow tier gets at a time: about a hundredth of the CPU tier."""
 
-EVICTED_MAX = 256
-"""Number of queued but evicted chunks that are skipped in a step."""
-
 
 class _Group(Protocol):
     """The fields of ``offload.index.chunk_batch.GroupInfo`` that are needed here."""
@@ -160,7 +158,7 @@ class _Waiting:
     infos: Sequence[EntryInfo]
 
 
-class _Pace:
+class _WritesInFlight:
     """Limits how many chunks of one tier are being written, and are therefore pinned, at a time:
     about as many as the disk writes in a step. These are the oldest chunks of the CPU tier, whose
     newest chunks are worth the most. Owned by the tier's queue."""
@@ -222,7 +220,7 @@ class WriteThroughQueue:
         self._waiting: deque[_Waiting] = deque()
         self._count = 0  # in ``_waiting``, including chunks that were evicted meanwhile
         self._flying = 0
-        self._pace = _Pace(self._max_flying, self._batch)
+        self._in_flight = _WritesInFlight(self._max_flying, self._batch)
 
     def __len__(self) -> int:
         """The number of chunks that wait, including some that were evicted meanwhile."""
@@ -348,20 +346,20 @@ class WriteThroughQueue:
         if not self._health.writable:
             self.skipped += self._count
             self.clear(cpu)
-        max_flying = self._pace.step(self._flying, is_behind=is_behind)
+        max_flying = self._in_flight.step(self._flying, is_behind=is_behind)
         is_probe = not self._health.writes.closed
         if is_probe:
             max_flying = 0 if self._flying else self._batch
         max_flying = min(max_flying, self._flying + most)
         due: list[WriteThroughJob] = []
         evicted: list[bytes] = []
-        evicted_since = min(EVICTED_MAX, self._count - len(cpu.unwritten.of_tier(self.tier)))
+        evicted_since = min(EVICTED_WRITES_MAX, self._count - len(cpu.unwritten.of_tier(self.tier)))
         rest = self._count - (max_flying - self._flying) - evicted_since
         while self._waiting and self._flying < max_flying and self._count > rest:
             due += self._next(max_flying - self._flying, cpu, job_table, evicted)
             if due and is_probe:
                 break
-        self._pace.end_step(self._flying)
+        self._in_flight.end_step(self._flying)
         return due, evicted
 
     def _next(

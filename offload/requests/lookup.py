@@ -88,7 +88,7 @@ class Lookups:
         matcher: PrefixMatcher,
         planner: Planner,
         log: RequestLog,
-        foreign: Sequence[str] = (),
+        neighbours: Sequence[str] = (),
     ) -> None:
         self.seconds = 0.0
         self.count = 0
@@ -97,7 +97,7 @@ class Lookups:
         self._planner = planner
         self._unfinished: dict[str, tuple[RequestState, Request]] = {}
         self._asked: set[str] = set()  # in this step
-        self._explainer = Explainer(matcher, foreign)
+        self._explainer = Explainer(matcher, neighbours)
         self._names = {-1: "cpu"} | {t: index.name for t, index in enumerate(planner.lower)}
 
     def advance(self) -> None:

@@ -22,7 +22,7 @@ from offload.planner.planner import Planner
 from offload.requests.request_state import RequestIdentity
 from offload.telemetry.removed_chunks import Cause, Removed
 
-FOREIGN_S = 3600.0
+NEIGHBOURS_S = 3600.0
 """For this long after the start, a chunk that was never stored here may be in another namespace."""
 
 
@@ -153,13 +153,13 @@ class RequestRecord:
 class Explainer:
     """Finds the reason of a miss.
 
-    ``foreign`` names the fields in which records of other namespaces differ, for tiers that were
+    ``neighbours`` names the fields in which records of other namespaces differ, for tiers that were
     empty at the start.
     """
 
-    def __init__(self, matcher: PrefixMatcher, foreign: Sequence[str] = ()) -> None:
+    def __init__(self, matcher: PrefixMatcher, neighbours: Sequence[str] = ()) -> None:
         self._matcher = matcher
-        self._foreign = "; ".join(foreign)[:500]
+        self._neighbours = "; ".join(neighbours)[:500]
         self._started_s: float | None = None
 
     def why(
@@ -206,18 +206,18 @@ class Explainer:
         if kind != FULL:
             return Miss(Reason.WINDOW)
         assert self._started_s is not None
-        if self._foreign and now - self._started_s < FOREIGN_S:
-            return Miss(Reason.NAMESPACE, note=self._foreign)
+        if self._neighbours and now - self._started_s < NEIGHBOURS_S:
+            return Miss(Reason.NAMESPACE, note=self._neighbours)
         return Miss(Reason.NEVER_STORED)
 
     @staticmethod
     def _unanswered(planner: Planner, read: frozenset[int] | None, key: bytes) -> Miss | None:
         """Explain why it is unknown whether a shared tier has a chunk, if that is the case."""
         for tier in sorted(planner.presence.tiers):
-            name, gate = planner.lower[tier].name, planner.health[tier]
+            name, health = planner.lower[tier].name, planner.health[tier]
             if planner.presence.is_unanswered(tier, key):
                 return Miss(Reason.UNANSWERED, tier=name)
-            if not gate.reads.closed and (read is None or tier in read):
+            if not health.reads.closed and (read is None or tier in read):
                 return Miss(Reason.BREAKER, tier=name, note="it was not asked")
         return None
 
@@ -227,14 +227,14 @@ class Explainer:
         found = None
         if key in planner.cpu:
             found = Miss(Reason.FILTERED, tier="cpu", note="tiers")
-        for tier, (index, gate) in enumerate(zip(planner.lower, planner.health, strict=True)):
+        for tier, (index, health) in enumerate(zip(planner.lower, planner.health, strict=True)):
             if key not in index:
                 continue
             if read is not None and tier not in read:
                 found = found or Miss(Reason.FILTERED, tier=index.name, note="tiers")
-            elif not gate.reads.closed:
+            elif not health.reads.closed:
                 return Miss(Reason.BREAKER, tier=index.name)
-            elif not gate.pays:
+            elif not health.pays:
                 return Miss(Reason.BREAK_EVEN, tier=index.name)
         return found
 

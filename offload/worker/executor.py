@@ -133,7 +133,7 @@ class Executor:
         loads = self._open.expect(plan.loads, due)
         if self._health.is_stalled:
             self._refuse_unposted(plan, plan.stores, "the loop does not answer")
-            plan = replace(plan, loads=(), stores=(), fence=(), questions=())
+            plan = replace(plan, loads=(), stores=(), fence=(), queries=())
         elif refused := refused or self.sleep.reason:
             self._refuse_unposted(plan, plan.stores, refused)
             plan = replace(plan, loads=(), stores=())
@@ -282,8 +282,8 @@ class Executor:
             if tier in plan.epochs:
                 writer.reset(plan.epochs[tier])
             writer.delete(plan.deletes.get(tier, ()))
-        for question in plan.questions:
-            self._spawn(self._ask(question))
+        for query in plan.queries:
+            self._spawn(self._ask(query))
         for store in plan.stores:
             self._accept_store(store, sources[store.job], after)
             unanswered.jobs.remove(store.job)
@@ -354,8 +354,8 @@ class Executor:
         source.set_result(None)
         self._answer(job, JobResult(failed=error is not None))
 
-    async def _ask(self, question: PresenceQuery) -> None:
-        self._answers.append((question.number, await self._asker.ask(question)))
+    async def _ask(self, query: PresenceQuery) -> None:
+        self._answers.append((query.number, await self._asker.ask(query)))
         self._on_result()
 
     def leave(self, request: str) -> None:

@@ -39,21 +39,19 @@ class PresenceQueries:
         ]
         self._turns = [asyncio.Semaphore(IN_FLIGHT) for _ in tiers]
 
-    async def ask(self, question: PresenceQuery) -> PresenceReply:
+    async def ask(self, query: PresenceQuery) -> PresenceReply:
         """Return the tier's reply; never raises.
 
         A tier that is still at an earlier epoch is not queried, because it would report records of
         other weights.
         """
-        tier = question.tier
+        tier = query.tier
         async with self._turns[tier]:
             try:
                 if not await self._writers[tier].caught_up(LATE_S):
                     return PresenceReply(None)
-                asking = self._tiers[tier].present(question.keys)
-                return PresenceReply(
-                    bytes(await self._watches[tier].ask(asking, len(question.keys)))
-                )
+                asking = self._tiers[tier].present(query.keys)
+                return PresenceReply(bytes(await self._watches[tier].ask(asking, len(query.keys))))
             except Exception as error:  # the query must be answered, whatever the error
                 logger.debug("kvtiers: tier %d could not be queried: %r", tier, error)
                 return PresenceReply(None)

@@ -17,8 +17,13 @@ from offload.config.options import TIER_TYPES
 from offload.config.schema import OffloadConfig, TierConfig, tier_names
 from offload.config.tier_capacity import SMALL_FILES_BYTES
 from offload.errors import ConfigError, Problem, TierUnavailableError
-from offload.geometry.folder_source import ForeignStore, find_foreign, open_sources, write_geometry
-from offload.geometry.mooncake_source import MooncakeView, notice_of, open_store_source
+from offload.geometry.folder_source import (
+    NeighbourFolder,
+    find_neighbours,
+    open_sources,
+    write_geometry,
+)
+from offload.geometry.mooncake_source import MooncakeView, notice_of, open_mooncake_source
 from offload.namespaces.claims import InUseError
 from offload.namespaces.cleanup import other_namespaces
 from offload.namespaces.folders import (
@@ -26,7 +31,7 @@ from offload.namespaces.folders import (
     OnDamage,
     claim_rank_folder,
     describe_neighbours,
-    make_room,
+    make_space,
     raise_epoch,
     replica_folder,
     share_rank_folder,
@@ -75,23 +80,26 @@ class TierFolders:
         namespaces that are there.
         """
         names = tier_names(self.config)
-        foreign = [self._foreign(number) for number in range(len(self.config.tiers))]
+        neighbours = [self._neighbours(number) for number in range(len(self.config.tiers))]
         own = [
-            self._spec(*about) for about in zip(range(len(foreign)), names, foreign, strict=False)
+            self._spec(*about)
+            for about in zip(range(len(neighbours)), names, neighbours, strict=False)
         ]
         translated = [n for n, tier in enumerate(self.config.tiers) if tier.geometry == "translate"]
         for number, name in zip(translated, names[len(own) :], strict=True):
-            own.append(self._translated(own[number], name, foreign[number]))
+            own.append(self._translated(own[number], name, neighbours[number]))
         return own
 
-    def _foreign(self, number: int) -> list[ForeignStore]:
+    def _neighbours(self, number: int) -> list[NeighbourFolder]:
         """Find namespaces of other engines below a tier's path that may be read. This runs before
         anything is created."""
         config, where = self.config.tiers[number], f"$.tiers[{number}]"
         if self.geometry is None:
             return []
         if config.path:
-            return find_foreign(where, config.path, self.namespace, self.geometry, config.geometry)
+            return find_neighbours(
+                where, config.path, self.namespace, self.geometry, config.geometry
+            )
         if config.geometry != "own":
             try:
                 self._view(config).check(where)
@@ -105,56 +113,56 @@ class TierFolders:
         settings = mooncake_settings(config, 0)
         return MooncakeView(settings, self.namespace, self.geometry, config.geometry)
 
-    def _translated(self, own: TierSpec, name: str, foreign: list[ForeignStore]) -> TierSpec:
+    def _translated(self, own: TierSpec, name: str, neighbours: list[NeighbourFolder]) -> TierSpec:
         """Describe a read-only tier over other namespaces."""
         assert self.geometry is not None
         if not own.config.path:
-            opened_there = open_store_source(self._view(own.config))
+            opened_there = open_mooncake_source(self._view(own.config))
             tier = partial(RemoteReadOnlyTier, opened_there)
             return replace(own, name=name, capacity_bytes=0, notice=None, make=tier)
         if self.rank == 0:
-            for store in foreign:
+            for store in neighbours:
                 logger.info("kvtiers: translating blocks of other geometry in %s", store.folder)
         key_file = own.config.encryption.key_file if own.config.encryption else ""
-        opened = open_sources(foreign, self.geometry, key_file)
+        opened = open_sources(neighbours, self.geometry, key_file)
         # engines that share the folder continue to write while this server runs
         make = partial(SharedReadOnlyTier if own.config.shared else ReadOnlyTier, opened)
         return replace(own, name=name, capacity_bytes=0, renew=None, make=make)
 
-    def _spec(self, number: int, name: str, foreign: list[ForeignStore]) -> TierSpec:
+    def _spec(self, number: int, name: str, neighbours: list[NeighbourFolder]) -> TierSpec:
         config = self.config.tiers[number]
-        wanted = {store.namespace for store in foreign}
+        wanted = {store.namespace for store in neighbours}
         if not config.path:
-            return self._store_spec(number, name)
+            return self._mooncake_spec(number, name)
         if config.shared:
             return self._shared_spec(number, name, wanted)
-        _check_room(f"$.tiers[{number}].capacity", config, self.namespace, wanted)
+        _check_space(f"$.tiers[{number}].capacity", config, self.namespace, wanted)
         damage: list[str] = []
-        place = _patiently(lambda: self._claim(config, known=wanted, damage=damage))
+        claimed = _patiently(lambda: self._claim(config, known=wanted, damage=damage))
         try:
-            capacity = make_room(
+            capacity = make_space(
                 config.path, self.namespace, config.capacity, note=_note, wanted=wanted
             )
-            spot = mount_point_of(config.path)
+            mount = mount_point_of(config.path)
         except BaseException:
-            place.close()
+            claimed.close()
             raise
-        home = replica_folder(config.path, self.namespace, self.replica)
+        replica_dir = replica_folder(config.path, self.namespace, self.replica)
         spec = TierSpec(
             f"$.tiers[{number}]",
             name,
             config,
-            place.folder,
+            claimed.folder,
             max(0, capacity // self.shares - SMALL_FILES_BYTES),
             self.identity,
             self.rank,
-            place.epoch,
-            keep_epoch=partial(raise_epoch, home),
+            claimed.epoch,
+            keep_epoch=partial(raise_epoch, replica_dir),
             set_aside=len(damage),
         )
-        return replace(spec, renew=partial(self._renew, spec, place, spot))
+        return replace(spec, renew=partial(self._renew, spec, claimed, mount))
 
-    def _store_spec(self, number: int, name: str) -> TierSpec:
+    def _mooncake_spec(self, number: int, name: str) -> TierSpec:
         """Describe a tier on a store that many machines use; there is no folder to claim."""
         config = self.config.tiers[number]
         where, share = f"$.tiers[{number}]", config.capacity // self.shares
@@ -172,58 +180,58 @@ class TierFolders:
         """
         config = self.config.tiers[number]
         damage: list[str] = []
-        place = _patiently(lambda: self._claim_shared(config, damage))
+        claimed = _patiently(lambda: self._claim_shared(config, damage))
         try:
             capacity = config.capacity
             if TIER_TYPES[config.type].needs_local_disk:
-                capacity = make_room(
+                capacity = make_space(
                     config.path, self.namespace, capacity, note=_note, wanted=wanted
                 )
-            spot = mount_point_of(config.path)
+            mount = mount_point_of(config.path)
         except BaseException:
-            place.close()
+            claimed.close()
             raise
         share = max(0, capacity // self.ranks - SMALL_FILES_BYTES)
         spec = TierSpec(
-            *(f"$.tiers[{number}]", name, config, place.folder, share),
-            *(self.identity, self.rank, place.epoch),
+            *(f"$.tiers[{number}]", name, config, claimed.folder, share),
+            *(self.identity, self.rank, claimed.epoch),
             set_aside=len(damage),
         )
-        return replace(spec, renew=partial(self._renew_shared, spec, place, spot))
+        return replace(spec, renew=partial(self._renew_shared, spec, claimed, mount))
 
     def _renew_shared(
-        self, spec: TierSpec, place: ClaimedFolder, spot: MountPoint, epoch: int
+        self, spec: TierSpec, claimed: ClaimedFolder, mount: MountPoint, epoch: int
     ) -> TierSpec:
         """Like ``_renew``, for a shared folder. An odd ``epoch`` means that this engine's weights
         differ from those of the others."""
-        if not spot.is_same_disk(mount_point_of(spec.config.path)):
+        if not mount.is_same_disk(mount_point_of(spec.config.path)):
             raise TierUnavailableError(f"{spec.config.path} is on another file system than before")
-        place.close()
-        place = self._claim_shared(spec.config, [])
-        renew = partial(self._renew_shared, spec, place, spot)
-        return replace(spec, folder=place.folder, epoch=epoch, renew=renew)
+        claimed.close()
+        claimed = self._claim_shared(spec.config, [])
+        renew = partial(self._renew_shared, spec, claimed, mount)
+        return replace(spec, folder=claimed.folder, epoch=epoch, renew=renew)
 
     def _claim_shared(self, config: TierConfig, damage: list[str]) -> ClaimedFolder:
-        place = share_rank_folder(
+        claimed = share_rank_folder(
             *(config.path, self.namespace),
             rank=self.rank,
             engine=self.engine,
             on_damage=_on_damage(config, damage),
         )
-        return self._described(place)
+        return self._described(claimed)
 
-    def _described(self, place: ClaimedFolder) -> ClaimedFolder:
+    def _described(self, claimed: ClaimedFolder) -> ClaimedFolder:
         """Record in the folder how this rank orders its records; return the folder."""
         try:
             if self.geometry is not None:
-                write_geometry(place.folder, self.geometry)
+                write_geometry(claimed.folder, self.geometry)
         except BaseException:
-            place.close()
+            claimed.close()
             raise
-        return place
+        return claimed
 
     def _renew(
-        self, spec: TierSpec, place: ClaimedFolder, spot: MountPoint, epoch: int
+        self, spec: TierSpec, claimed: ClaimedFolder, mount: MountPoint, epoch: int
     ) -> TierSpec:
         """Claim the tier's folder again after its medium has failed.
 
@@ -235,12 +243,12 @@ class TierFolders:
         unavailable.
         """
         path = spec.config.path
-        if not spot.is_same_disk(mount_point_of(path)):
+        if not mount.is_same_disk(mount_point_of(path)):
             raise TierUnavailableError(f"{path} is on another file system than before")
-        place.close()
-        place = self._claim(spec.config, epoch)
-        renew = partial(self._renew, spec, place, spot)
-        return replace(spec, folder=place.folder, epoch=epoch, renew=renew)
+        claimed.close()
+        claimed = self._claim(spec.config, epoch)
+        renew = partial(self._renew, spec, claimed, mount)
+        return replace(spec, folder=claimed.folder, epoch=epoch, renew=renew)
 
     def _claim(
         self,
@@ -256,7 +264,7 @@ class TierFolders:
         that were moved aside.
         """
         path = config.path
-        place = claim_rank_folder(
+        claimed = claim_rank_folder(
             path,
             self.namespace,
             replica=self.replica,
@@ -266,13 +274,13 @@ class TierFolders:
             starts=epoch is None,
             on_damage=_on_damage(config, damage if damage is not None else []),
         )
-        if self.rank == 0 and not any(place.folder.iterdir()):
+        if self.rank == 0 and not any(claimed.folder.iterdir()):
             for line in describe_neighbours(path, self.namespace, known):
                 logger.warning("kvtiers: %s", line)
-        return self._described(place)
+        return self._described(claimed)
 
 
-def _check_room(
+def _check_space(
     where: str, config: TierConfig, namespace: Namespace, wanted: Collection[str]
 ) -> None:
     """Check that foreign records leave enough space.

@@ -110,7 +110,7 @@ class SimTier:
                 return count
         return len(keys)
 
-    def make_room(self, count: int, protect: Iterable[Key]) -> list[Key]:
+    def make_space(self, count: int, protect: Iterable[Key]) -> list[Key]:
         """Evict until ``count`` keys fit, as far as possible; returns what was evicted."""
         missing = len(self.resident) + count - self.capacity
         if missing <= 0:
@@ -159,7 +159,7 @@ class SimTier:
 
     def store(self, keys: Sequence[Key], infos: Sequence[EntryInfo], protect: Iterable[Key]) -> int:
         """Free space and enter a prefix of absent ``keys``; return how many were entered."""
-        self.make_room(len(keys), protect)
+        self.make_space(len(keys), protect)
         fits = min(len(keys), self.capacity - len(self.resident))
         self.insert(keys[:fits], infos)
         return fits

@@ -56,7 +56,7 @@ class TwoTiers:
         depths = [d for d in range(len(blocks)) if blocks[d] not in self.upper.resident]
         fresh = [blocks[d] for d in depths]
         entries = [infos.stored(request, d) for d in depths]
-        gone = self.upper.make_room(len(fresh), blocks)
+        gone = self.upper.make_space(len(fresh), blocks)
         fits = min(len(fresh), self.upper.capacity - len(self.upper.resident))
         self.upper.insert(fresh[:fits], entries[:fits])
         if self._mode == "exclusive":
@@ -82,7 +82,7 @@ class TwoTiers:
             admit = self._admission.admit
             wanted = [d for d in wanted if admit(blocks[d], infos.stored(request, d))]
         entries = [infos.stored(request, d) for d in wanted]
-        gone = self.lower.make_room(len(wanted), blocks)
+        gone = self.lower.make_space(len(wanted), blocks)
         fits = min(len(wanted), self.lower.capacity - len(self.lower.resident))
         self.lower.insert([blocks[d] for d in wanted[:fits]], entries[:fits])
         if self._mode == "inclusive":

@@ -252,7 +252,7 @@ def test_namespace_names_the_field_that_differs(
         miss = serve(world, "a", PROMPT).miss
         assert miss.reason is Reason.NAMESPACE
         assert "chunk_blocks differs" in miss.note
-        monkeypatch.setattr(why, "FOREIGN_S", -1.0)
+        monkeypatch.setattr(why, "NEIGHBOURS_S", -1.0)
         assert reason(serve(world, "b", [7, *PROMPT])) is Reason.NEVER_STORED, "much later"
 
 
@@ -315,7 +315,7 @@ def test_an_unavailable_tier_is_not_queried(world: OracleEngine, which: Reason) 
     if which is Reason.BREAKER:
         gate.reads.state, gate.reads._retry_at = BreakerState.OPEN, far
     else:
-        gate.pace.pays, gate.pace._retry_at = False, far
+        gate.break_even.pays, gate.break_even._retry_at = False, far
     world.planner.cpu.drop(list(world.planner.cpu.resident))
     found = serve(world, "b", PROMPT)
     assert reason(found) is which
@@ -325,8 +325,8 @@ def test_an_unavailable_tier_is_not_queried(world: OracleEngine, which: Reason) 
 def test_too_few_tokens_to_load(world: OracleEngine, monkeypatch: pytest.MonkeyPatch) -> None:
     stored(world)
     world.planner.cpu.drop(list(world.planner.cpu.resident))
-    pace = type(world.planner.health[0].pace)
-    monkeypatch.setattr(pace, "least_tokens", 1000.0)
+    break_even = type(world.planner.health[0].break_even)
+    monkeypatch.setattr(break_even, "least_tokens", 1000.0)
     assert reason(serve(world, "b", PROMPT)) is Reason.BREAK_EVEN
 
 

@@ -93,7 +93,7 @@ def retry_soon(llm: Any) -> None:
     later."""
     load_or_recompute.RETRY_S, load_or_recompute.RETRY_MAX_S = RETRY_S
     for gate in connector(llm)._scheduler.planner.health:
-        gate.pace._wait_s = RETRY_S[0]
+        gate.break_even._wait_s = RETRY_S[0]
         for breaker in (gate.reads, gate.writes):
             breaker._first_wait_s, breaker._wait_max_s = RETRY_S
 

@@ -22,7 +22,7 @@ from tests.vllm.restored import (
     prompts,
     settle,
 )
-from tiers.lmdb.shared.members import SHARERS_MAX
+from tiers.folders.folder import MEMBERS_MAX
 
 KINDS = ["lmdb", pytest.param("file", marks=pytest.mark.thorough)]
 
@@ -77,4 +77,4 @@ def test_engines_restore_what_others_computed(llama: Path, tmp_path: Path, kind:
             planted_faults_are_seen(three, of_three)
     if kind == "lmdb":
         locks = list((tmp_path / "kv").glob("*/replica-0/rank-0/sharer-*.lock"))
-        assert 2 <= len(locks) < SHARERS_MAX
+        assert 2 <= len(locks) < MEMBERS_MAX

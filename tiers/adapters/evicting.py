@@ -97,7 +97,9 @@ class EvictingTier(TierWrapper):
         for position, key in enumerate(keys):
             if key not in self._sizes and key not in chosen:
                 chosen[key] = position
-        await self._make_room(sum(self.footprint_bytes(buffers[n].nbytes) for n in chosen.values()))
+        await self._make_space(
+            sum(self.footprint_bytes(buffers[n].nbytes) for n in chosen.values())
+        )
         written = await self.inner.write(list(chosen), [buffers[n] for n in chosen.values()])
         for (key, position), outcome in zip(chosen.items(), written, strict=True):
             outcomes[position] = outcome
@@ -107,7 +109,7 @@ class EvictingTier(TierWrapper):
             self._start_evicting(0)
         return outcomes
 
-    async def _make_room(self, incoming_bytes: int) -> None:
+    async def _make_space(self, incoming_bytes: int) -> None:
         """Wait until the incoming bytes fit, or until nothing more can be evicted."""
         while self._used_bytes + incoming_bytes > self._capacity_bytes:
             before = self._used_bytes

@@ -37,7 +37,7 @@ logger = logging.getLogger(__name__)
 BAD_MAX = 65_536
 
 
-class ForeignKey(NamedTuple):
+class SourceKey(NamedTuple):
     """A record that can be read: its last use in ns since 1970 (0 if unknown), and the length of
     its payload in this engine's geometry."""
 
@@ -50,7 +50,7 @@ class Source(Protocol):
     """One store of another geometry. Belongs to one thread; blocks. Any exception means that the
     medium failed."""
 
-    def keys(self) -> list[ForeignKey]:
+    def keys(self) -> list[SourceKey]:
         """Return the records that can be read."""
         ...
 

@@ -15,7 +15,6 @@ mounted at the path, its records are not mistaken for this tier's.
 from __future__ import annotations
 
 import contextlib
-import errno
 import hashlib
 import os
 import stat
@@ -24,9 +23,9 @@ from pathlib import Path
 from typing import NamedTuple
 
 from tiers.base import ALIGNMENT, Buffer, Key, TierIoError, WriteOutcome
+from tiers.folders.folder import DISK_FULL
 from tiers.record import HEADER_BYTES, Identity, RecordError, parse, seal, verify
 
-DISK_FULL = (errno.ENOSPC, errno.EDQUOT)
 PREFIX = "epoch-"
 CAPACITY_NAME = "capacity"
 READ = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW

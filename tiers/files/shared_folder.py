@@ -250,12 +250,12 @@ class SharedFolder(RecordFiles):
     def _take_grant(self, size_bytes: int) -> bool:
         """Return True if this many bytes may be written now. Raises ``OSError``."""
         with self._lock:
-            if self._granted < size_bytes and not self._make_room(size_bytes):
+            if self._granted < size_bytes and not self._make_space(size_bytes):
                 return False
             self._granted -= size_bytes
             return True
 
-    def _make_room(self, size_bytes: int) -> bool:
+    def _make_space(self, size_bytes: int) -> bool:
         """Evict until every live engine has space for a grant of at least ``size_bytes``, and take
         the grant. Returns False if that is impossible."""
         stored, alive = self.scan()

@@ -42,7 +42,7 @@ from tiers.record import NO_NAMESPACE, Identity, check_identity, check_records
 
 PRESENT_AT_ONCE = 32
 """Number of keys that one thread looks up at a time."""
-QUESTION_THREADS = 4
+CALL_THREADS = 4
 """These threads are separate from those that move payloads, so that queries do not wait for
 payloads. Reads and writes have separate threads too, because all writers wait while one of them
 scans the folder."""
@@ -88,8 +88,8 @@ class SharedFileTier(FolderTier[SharedFolder], SharedTier):
         undo.callback(self._threads.stop)
         self._storing = DaemonThreads("tier-file-store", self._depth)
         undo.callback(self._storing.stop)
-        self._questions = DaemonThreads("tier-ask", QUESTION_THREADS)
-        undo.callback(self._questions.stop)
+        self._calls = DaemonThreads("tier-ask", CALL_THREADS)
+        undo.callback(self._calls.stop)
         names = ("written", "read_ok", "read_miss", "read_corrupt")
         self._counts = dict.fromkeys(names, 0)
         self._renewing = asyncio.ensure_future(self._renew(folder))
@@ -120,7 +120,7 @@ class SharedFileTier(FolderTier[SharedFolder], SharedTier):
         with self._working() as folder:
             if self._resets.is_open:
                 return [False] * len(keys)
-            resets, run = self._resets.begun, self._questions.run
+            resets, run = self._resets.begun, self._calls.run
             starts = range(0, len(keys), PRESENT_AT_ONCE)
             parts = [list(keys[start : start + PRESENT_AT_ONCE]) for start in starts]
             answers = await self._finish([run(folder.are_there, p, folder.epoch) for p in parts])
@@ -205,4 +205,4 @@ class SharedFileTier(FolderTier[SharedFolder], SharedTier):
         self._renewing.cancel()
 
     def _threads_in_use(self) -> Sequence[Ending]:
-        return (self._threads, self._storing, self._questions)
+        return (self._threads, self._storing, self._calls)

@@ -21,6 +21,9 @@ from pathlib import Path
 
 from tiers.base import TierIoError
 
+DISK_FULL = (errno.ENOSPC, errno.EDQUOT)
+MEMBERS_MAX = 64
+"""Processes that may share a folder, or a rank of a namespace."""
 LOCK_NAME = "owner.lock"
 LOCK_WAIT_S = 0.2
 """A process that only looks up the owner holds the lock for a moment."""

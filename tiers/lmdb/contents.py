@@ -21,8 +21,8 @@ from tiers.lmdb.changes import Clear, Put, Refresh, Remove
 from tiers.lmdb.commit_thread import CommitThread
 from tiers.lmdb.files import LmdbFiles
 from tiers.lmdb.index import extents_of
+from tiers.lmdb.options import TOUCH_FLUSH_S
 
-TOUCH_FLUSH_S = 5.0
 TOUCHES_MAX = 4096
 
 
@@ -110,7 +110,7 @@ class LmdbContents:
                     self.allocations.freed(extents)
         self._leaving.pop(change).set_result(None)
 
-    async def wait_for_room(self) -> bool:
+    async def wait_for_space(self) -> bool:
         """Wait for a change if allocations will become free. Returns False if none will."""
         if not self._leaving and not self.allocations.is_waiting:
             return False
@@ -120,7 +120,7 @@ class LmdbContents:
         return True
 
     def notify_waiting(self) -> None:
-        """Wake the callers of ``wait_for_room``."""
+        """Wake the callers of ``wait_for_space``."""
         self._change.set_result(None)
         self._change = self._loop.create_future()
 

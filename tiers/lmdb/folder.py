@@ -69,7 +69,7 @@ def open_or_set_aside(folder: Path, open_files: Callable[[], None], *, strict: b
     else:
         return False
     names, path = list(lmdb_index.FILES), folder / PAYLOAD_NAME
-    if is_foreign(path):
+    if is_not_ours(path):
         names.append(PAYLOAD_NAME)
     aside = quarantine(folder, names)
     if path.exists():
@@ -119,7 +119,7 @@ def is_new(folder: Path) -> bool:
     path = folder / PAYLOAD_NAME
     if index_exists(folder):
         return False
-    if is_foreign(path):
+    if is_not_ours(path):
         raise IndexUnusableError(f"{path.name} is no file of ours")
     if path.exists() and path.stat().st_size > ALIGNMENT and read_id(path) != _NO_ID:
         word = "is empty" if os.path.lexists(folder / lmdb_index.DATA_NAME) else "is missing"
@@ -135,7 +135,7 @@ def check_partner(folder: Path, manifest: Manifest) -> None:
     path = folder / PAYLOAD_NAME
     if not os.path.lexists(path):
         raise IndexUnusableError(f"its {path.name} is missing")
-    if is_foreign(path):
+    if is_not_ours(path):
         raise IndexUnusableError(f"{path.name} is no file of ours")
     if read_id(path) != manifest.file_id:
         raise IndexUnusableError(f"{path.name} is not the one that its index names")
@@ -238,7 +238,7 @@ def _first_page(path: Path) -> bytes:
         os.close(fd)
 
 
-def is_foreign(path: Path) -> bool:
+def is_not_ours(path: Path) -> bool:
     """Return True if the file exists and this tier did not create it."""
     if not os.path.lexists(path):
         return False

@@ -53,7 +53,7 @@ from tiers.lmdb.recovery.walk import walk
 from tiers.record import Identity
 
 
-def check_room(path: Path, map_bytes: int) -> None:
+def check_space(path: Path, map_bytes: int) -> None:
     """Raise ``OSError`` if the disk has no space for an index of ``map_bytes``. This is checked
     first because a failed attempt would fill the disk for others. Folders may be missing."""
     size_bytes = path.stat().st_size if path.exists() else 0
@@ -76,7 +76,7 @@ class IndexFile:
 
     def reserve(self, map_bytes: int) -> None:
         """Allocate the blocks of the file. Raises ``OSError``; the file keeps its length then."""
-        check_room(self.path, map_bytes)
+        check_space(self.path, map_bytes)
         fd = os.open(self.path, os.O_RDWR | os.O_CLOEXEC)
         try:
             size = os.fstat(fd).st_size
@@ -111,8 +111,8 @@ READER_CHECK_EVERY = 64
 """Number of transactions between two checks for killed readers; a check takes microseconds."""
 
 _PAYLOAD_AT = USE_BYTES + 24
-_EXTENT = struct.Struct("<QI")
-assert _EXTENT.size == EXTENT_BYTES, "the layout of an extent"
+EXTENT = struct.Struct("<QI")
+assert EXTENT.size == EXTENT_BYTES, "the layout of an extent"
 
 _DAMAGE = (
     lmdb.CorruptedError,
@@ -127,13 +127,13 @@ class IndexUnusableError(FolderUnusableError):
     """The index on disk, or a file beside it, cannot be used; the message says why."""
 
 
-class ForeignIndexError(IndexUnusableError):
+class WrongIdentityError(IndexUnusableError):
     """An intact index of another namespace, rank or format."""
 
 
 def pack_value(use: int, header: bytes, extents: Extents) -> bytes:
     """Encode the value of one record."""
-    packed = b"".join(_EXTENT.pack(start, pages) for start, pages in extents)
+    packed = b"".join(EXTENT.pack(start, pages) for start, pages in extents)
     return use.to_bytes(USE_BYTES, "big") + header + packed
 
 
@@ -150,10 +150,9 @@ def payload_bytes_of(value: bytes) -> int:
 def extents_of(value: bytes) -> Extents:
     """Return the extents that contain the record's stored bytes."""
     if len(value) == EXTENTS_AT + EXTENT_BYTES:  # the usual case
-        return (Extent._make(_EXTENT.unpack_from(value, EXTENTS_AT)),)
+        return (Extent._make(EXTENT.unpack_from(value, EXTENTS_AT)),)
     return tuple(
-        Extent(*_EXTENT.unpack_from(value, at))
-        for at in range(EXTENTS_AT, len(value), EXTENT_BYTES)
+        Extent(*EXTENT.unpack_from(value, at)) for at in range(EXTENTS_AT, len(value), EXTENT_BYTES)
     )
 
 
@@ -193,7 +192,7 @@ class Manifest:
         try:
             fields = json.loads(raw)
             if fields["format"] != FORMAT or fields["page_bytes"] != ALIGNMENT:
-                raise ForeignIndexError(
+                raise WrongIdentityError(
                     f"format {fields['format']} with pages of {fields['page_bytes']} bytes, "
                     f"expected {FORMAT} and {ALIGNMENT}"
                 )
@@ -240,7 +239,7 @@ class LmdbIndex:
         is_new = not index_exists(folder)
         self._found = None if is_new else check_file(folder)
         self._transactions = 0
-        check_room(folder / DATA_NAME, map_bytes)
+        check_space(folder / DATA_NAME, map_bytes)
         with contextlib.ExitStack() as undo:
             if is_new:  # half an index would count as damaged
                 undo.callback(_remove, folder)
@@ -364,9 +363,9 @@ class LmdbIndex:
 
 
 def check_owner(found: Identity, expected: Identity) -> None:
-    """Raise ``ForeignIndexError`` unless the records are those of this namespace and rank."""
+    """Raise ``WrongIdentityError`` unless the records are those of this namespace and rank."""
     if found != expected:
-        raise ForeignIndexError(
+        raise WrongIdentityError(
             f"its records belong to namespace {found.namespace.hex()} rank {found.rank}"
         )
 

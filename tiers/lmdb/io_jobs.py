@@ -6,20 +6,18 @@ thread. The read jobs of one call return to the event loop together, with an out
 
 from __future__ import annotations
 
-import errno
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from tiers.base import Buffer, Key, ReadOutcome, WriteOutcome
+from tiers.folders.folder import DISK_FULL
 from tiers.io.codec import Codec
 from tiers.io.direct_io import Mover, PayloadFile, Scratch
 from tiers.io.extents import Extents
 from tiers.lmdb.changes import Change, Put
 from tiers.lmdb.index import header_of, pack_value
 from tiers.record import flags_of, stored_bytes_of
-
-DISK_FULL = (errno.ENOSPC, errno.EDQUOT)
 
 
 @dataclass(slots=True, eq=False)

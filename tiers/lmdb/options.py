@@ -8,6 +8,8 @@ from dataclasses import dataclass
 from tiers.record import NO_NAMESPACE
 
 JOB_BYTES_MIN = 256 << 10
+TOUCH_FLUSH_S = 5.0
+"""Uses of records are noted on disk at most this much later."""
 
 
 class Recovery(enum.Enum):

@@ -104,10 +104,10 @@ class LmdbWrites:
         contents, files = self._contents, self._files
         if contents.committer.failure is not None:
             return False
-        has_room = contents.count() < files.records_max
-        if has_room and contents.allocations.pages < files.pages_max and await self._grow(pages):
+        has_space = contents.count() < files.records_max
+        if has_space and contents.allocations.pages < files.pages_max and await self._grow(pages):
             return True
-        return await contents.wait_for_room()
+        return await contents.wait_for_space()
 
     async def _grow(self, pages: int) -> bool:
         if self._growing is None:

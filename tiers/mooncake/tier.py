@@ -99,7 +99,7 @@ class MooncakeTier(SharedTier):
             undo.callback(client.close)
             self._data = DaemonThreads("tier-mooncake", self._count)
             undo.callback(self._data.stop)
-            self._questions = TimedCalls("tier-mooncake-ask", 2, "the Mooncake store")
+            self._calls = TimedCalls("tier-mooncake-ask", 2, "the Mooncake store")
             undo.pop_all()
         self._client = client
         if self._notice is not None:
@@ -141,7 +141,7 @@ class MooncakeTier(SharedTier):
         client = self._check_open()
         if not keys:
             return []
-        return await self._questions.ask(self._call, client.present, keys, self._epoch)
+        return await self._calls.ask(self._call, client.present, keys, self._epoch)
 
     async def delete(self, keys: Sequence[Key]) -> None:
         client = self._check_open()
@@ -163,7 +163,7 @@ class MooncakeTier(SharedTier):
     async def aclose(self) -> None:
         client, self._client = self._client, None
         if client is not None:
-            threads: list[DaemonThreads | TimedCalls] = [self._data, self._questions]
+            threads: list[DaemonThreads | TimedCalls] = [self._data, self._calls]
             if self._keeper is not None:
                 self._keeper.stop()
                 threads.append(self._keeper.threads)

@@ -18,7 +18,7 @@ from tiers.base import ALIGNMENT, Buffer, Key
 from tiers.files.exclusive_folder import EPOCH_NAME, SHARED_NAME, judge_epoch
 from tiers.files.record_files import CAPACITY_NAME, PREFIX, record_name
 from tiers.folders.folder import FolderUnusableError
-from tiers.offline.inspect import Found, StoreChangedError
+from tiers.offline.inspect import FolderChangedError, Found
 from tiers.record import HEADER_BYTES, Identity, RecordError, parse, verify
 
 BATCH = 256
@@ -33,7 +33,7 @@ def is_file_folder(folder: Path) -> bool:
 
 
 class FileReader:
-    """An ``OfflineStore`` over a file tier. If the header of a record is damaged, its key is
+    """An ``OfflineFolder`` over a file tier. If the header of a record is damaged, its key is
     unknown, and the name of its file is used instead."""
 
     kind = "file"
@@ -116,11 +116,11 @@ class FileReader:
         if batch:
             yield batch
         if self._stored_epoch() != self.epoch:
-            raise StoreChangedError(f"{self.folder} began a new epoch")
+            raise FolderChangedError(f"{self.folder} began a new epoch")
 
     def find(self, key: Key) -> Found | None:
         if self._stored_epoch() != self.epoch:
-            raise StoreChangedError(f"{self.folder} began a new epoch")
+            raise FolderChangedError(f"{self.folder} began a new epoch")
         return _read_head(self.path_of(key))
 
     def path_of(self, key: Key) -> Path:

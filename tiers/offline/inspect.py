@@ -27,7 +27,7 @@ ATTEMPTS = 4
 """Maximum number of lookups of a record that changes while it is read."""
 
 
-class StoreChangedError(Exception):
+class FolderChangedError(Exception):
     """The store was replaced or began another epoch, so earlier results no longer belong to it."""
 
 
@@ -53,7 +53,7 @@ class Health(enum.Enum):
     SEALED = "sealed"
 
 
-class OfflineStore(Protocol):
+class OfflineFolder(Protocol):
     """A tier's folder, read from outside. Belongs to one thread; blocks."""
 
     kind: str
@@ -79,11 +79,11 @@ class OfflineStore(Protocol):
         ...
 
     def batches(self) -> Iterator[list[Found]]:
-        """Iterate over every record, some thousand at a time. Raises ``StoreChangedError``."""
+        """Iterate over every record, some thousand at a time. Raises ``FolderChangedError``."""
         ...
 
     def find(self, key: Key) -> Found | None:
-        """Return one record in its present state. Raises ``StoreChangedError``."""
+        """Return one record in its present state. Raises ``FolderChangedError``."""
         ...
 
     def load(self, found: Sequence[Found], into: Sequence[Buffer]) -> list[bool]:
@@ -99,7 +99,7 @@ class OfflineStore(Protocol):
 class Checker:
     """Reads and verifies records of one store in memory that it reuses."""
 
-    def __init__(self, store: OfflineStore, *, has_key: bool) -> None:
+    def __init__(self, store: OfflineFolder, *, has_key: bool) -> None:
         """``has_key`` is True if encrypted records can be read."""
         self._store = store
         self._has_key = has_key
@@ -109,7 +109,7 @@ class Checker:
         """Return the health of a record, and its payload if it is intact; the payload is valid
         until the next call.
 
-        Raises ``StoreChangedError``.
+        Raises ``FolderChangedError``.
         """
         nothing = self._scratch.data[:0]
         failed: bytes | None = None

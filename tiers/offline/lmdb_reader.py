@@ -7,7 +7,7 @@ transaction lasts for one batch of keys (some milliseconds), never for the whole
 payload is read inside one.
 
 The payload file is opened separately, for reading, without the page cache where possible. Files
-that the owner moves aside stay open here; every lookup then raises ``StoreChangedError``.
+that the owner moves aside stay open here; every lookup then raises ``FolderChangedError``.
 
 An index without a live owner is checked as its tier would check it, because LMDB does not survive
 every damage (this takes seconds for tens of millions of records).
@@ -42,7 +42,7 @@ from tiers.lmdb.index import (
 from tiers.lmdb.io_jobs import ReadItem, ReadJob
 from tiers.lmdb.recovery.record_table import EXTENT_BYTES, EXTENTS_AT, USE_BYTES
 from tiers.lmdb.shared.index import READERS_MAX, epoch_of
-from tiers.offline.inspect import Found, StoreChangedError
+from tiers.offline.inspect import FolderChangedError, Found
 from tiers.record import ENCRYPTED, Identity
 
 _FIELDS = struct.Struct("<8s5xB18xQQ")
@@ -53,7 +53,7 @@ BATCH = 2048
 
 
 class LmdbReader:
-    """An ``OfflineStore`` over an LMDB tier. See the module's docstring."""
+    """An ``OfflineFolder`` over an LMDB tier. See the module's docstring."""
 
     kind = "lmdb"
 
@@ -114,12 +114,12 @@ class LmdbReader:
     def _begin(self, database: Any) -> Iterator[Any]:
         """Begin a short read transaction on the current store."""
         if _inode(self._path) != self._inode:
-            raise StoreChangedError(f"{self.folder} was replaced by its owner")
+            raise FolderChangedError(f"{self.folder} was replaced by its owner")
         try:
             with self._env.begin(db=database) as txn:
                 yield txn
         except lmdb.MapResizedError as error:
-            raise StoreChangedError(f"{self.folder} was opened with another capacity") from error
+            raise FolderChangedError(f"{self.folder} was opened with another capacity") from error
 
     def count(self) -> int:
         with self._begin(self._records) as txn:

@@ -29,14 +29,11 @@ from vllm.v1.core.kv_cache_utils import BlockHash, maybe_convert_block_hash
 from offload.layout.groups import ModelLayout
 from offload.layout.keys import CPU, GROUP_BYTES, group_of
 from offload.planner.planner import Planner
+from offload.planner.step_budget import EVENT_CHANGES_MAX, EVENT_FOUND_MAX
 
 WAITING_MAX = 1 << 20
 """Number of changes that may wait. Only a tier that loses all its chunks at once causes that many;
 their keys take less memory than its index has just freed."""
-CHANGES_MAX = 4096
-FOUND_MAX = 1024
-"""Number of chunks that the events of one step cover, both changes and chunks found at start. A
-thousand cost a millisecond or more on the scheduler's thread."""
 _INTEGER_BYTES = 8
 
 
@@ -86,20 +83,20 @@ class KvEvents:
         """Return the events to publish in this step."""
         events: list[KVCacheEvent] = [AllBlocksCleared()] if self._is_clear_due else []
         self._is_clear_due = False
-        room = CHANGES_MAX
-        while room and self._changes:
+        left = EVENT_CHANGES_MAX
+        while left and self._changes:
             batch = self._changes[0]
-            keys = batch.next(room)
-            room -= len(keys)
+            keys = batch.next(left)
+            left -= len(keys)
             self._waiting -= len(keys)
             events += self._events(batch, keys)
             if not batch.left:
                 self._changes.popleft()
-        room = min(room, FOUND_MAX)
-        while room and self._unpublished:
+        left = min(left, EVENT_FOUND_MAX)
+        while left and self._unpublished:
             batch = self._unpublished[0]
-            keys = batch.next(room)
-            room -= len(keys)
+            keys = batch.next(left)
+            left -= len(keys)
             events += self._events(batch, self._still_resident(batch.tier, keys))
             if not batch.left:
                 self._unpublished.popleft()

@@ -87,11 +87,11 @@ class SchedulerSide:
         self._is_held = False
 
     def attach(
-        self, planner: Planner, ranks: Sequence[RankState], foreign: Sequence[str] = ()
+        self, planner: Planner, ranks: Sequence[RankState], neighbours: Sequence[str] = ()
     ) -> None:
         """Start planning: the workers are ready. ``ranks`` is what each of them has opened.
 
-        ``foreign``: see ``offload.requests.miss_reasons.Explainer``.
+        ``neighbours``: see ``offload.requests.miss_reasons.Explainer``.
         """
         self.planner = planner
         self.adapters.expect(len(ranks))
@@ -101,7 +101,7 @@ class SchedulerSide:
         self._stores = StoreProgress(
             self.layout, self._matcher, self._wanted, planner, self._digests
         )
-        self.lookups = Lookups(self._matcher, planner, self.log, foreign)
+        self.lookups = Lookups(self._matcher, planner, self.log, neighbours)
         for state in self._states.values():
             self._stores.begin(state)
 

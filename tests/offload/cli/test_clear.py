@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from offload.namespaces.folders import make_room, share_rank_folder
+from offload.namespaces.folders import make_space, share_rank_folder
 from offload.namespaces.manifest import Namespace
 from tests.offload.cli.stores import (
     FIELDS,
@@ -279,13 +279,13 @@ def test_data_that_cannot_be_deleted_counts_at_start(
     with as_nobody(root):
         folder.chmod(0o500)
         for _ in range(2):  # every rank gets the same result
-            left_bytes = capacity - make_room(root, own, capacity, others_share=0.0)
+            left_bytes = capacity - make_space(root, own, capacity, others_share=0.0)
             [trash] = root.glob(".trash-*")
             assert left_bytes >= 4 * SIZE
             assert f"{trash} " in caplog.text
             assert "could not be deleted" in caplog.text
         (trash / "replica-0" / "rank-0").chmod(0o700)
-        assert make_room(root, own, capacity, others_share=0.0) == capacity
+        assert make_space(root, own, capacity, others_share=0.0) == capacity
         assert left(root) == set()
 
 

@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from offload.admin.verify import Pace
+from offload.admin.verify import RateLimit
 from offload.namespaces.folders import bump_epoch, read_epoch, replica_folder
 from offload.namespaces.inventory import find_namespaces
 from offload.namespaces.manifest import Namespace
@@ -130,11 +130,11 @@ def test_an_export_interrupted_by_a_reset_leaves_no_file(
 ) -> None:
     folder = make_store(tmp_path / "a", range(40))
 
-    def reset_once(pace: Pace, byte_count: int) -> None:
+    def reset_once(rate_limit: RateLimit, byte_count: int) -> None:
         monkeypatch.undo()
         subprocess.run([sys.executable, "-c", RESET, str(folder)], cwd=ROOT, check=True)
 
-    monkeypatch.setattr(Pace, "spend", reset_once)
+    monkeypatch.setattr(RateLimit, "spend", reset_once)
     result = kvtiers("export", tmp_path / "a", tmp_path / "f")
     assert result.code == 1
     assert "was reset while it was exported" in result.err

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from offload.admin.verify import Pace, Scrubbed, repair, scrub
+from offload.admin.verify import RateLimit, Scrubbed, repair, scrub
 from offload.cli.verify import LINES_MAX
 from offload.namespaces.inventory import RankFolder, find_namespaces
 from tests.offload.cli.stores import (
@@ -244,7 +244,7 @@ def test_a_server_that_starts_during_verify_keeps_its_index(tmp_path: Path) -> N
     store = only_store(tmp_path)
     outside = store.open()
     result = Scrubbed(store)
-    scrub(result, outside, has_key=False, pace=Pace(0), advance=lambda count: None)
+    scrub(result, outside, has_key=False, rate_limit=RateLimit(0), advance=lambda count: None)
     outside.close()
     assert len(result.damaged) == 1
     with writer(tmp_path) as live:
@@ -325,14 +325,14 @@ def test_pace_limits_the_rate() -> None:
         slept.append(seconds)
         now[0] += seconds
 
-    pace = Pace(1000, lambda: now[0], sleep)
+    rate_limit = RateLimit(1000, lambda: now[0], sleep)
     for _ in range(50):
-        pace.spend(100)
+        rate_limit.spend(100)
     assert sum(slept) == pytest.approx(5.0)
     now[0] += 60  # unused time is not saved up
     slept.clear()
     for _ in range(50):
-        pace.spend(100)
+        rate_limit.spend(100)
     assert sum(slept) == pytest.approx(5.0)
 
 

@@ -19,7 +19,7 @@ from offload.namespaces import claims
 from offload.namespaces.claims import live_owners
 from offload.namespaces.cleanup import (
     describe_neighbours,
-    make_room,
+    make_space,
     other_namespaces,
     remove_namespace,
 )
@@ -286,7 +286,7 @@ def test_a_folder_that_is_a_link_is_not_followed(tmp_path: Path) -> None:
     with place_of(root):
         assert not (root / ONE.name).is_symlink()
     assert other_namespaces(root, ONE) == []
-    make_room(root, ONE, 1, others_share=0)
+    make_space(root, ONE, 1, others_share=0)
     assert (outside / "precious").read_bytes() == b"x" * 10_000
     assert {path.name for path in outside.iterdir()} == {"precious", MANIFEST_NAME}
 
@@ -349,10 +349,10 @@ def test_freeing_space_removes_the_oldest_first_and_counts_the_rest(
     open_namespace(tmp_path, ONE)
     assert [stored.name for stored in other_namespaces(tmp_path, ONE)] == [old.name, new.name]
     capacity = 3 << 20
-    left = make_room(tmp_path, ONE, capacity)
+    left = make_space(tmp_path, ONE, capacity)
     assert [stored.name for stored in other_namespaces(tmp_path, ONE)] == [new.name]
     assert left == capacity - other_namespaces(tmp_path, ONE)[0].size_bytes
-    assert make_room(tmp_path, ONE, capacity) == left
+    assert make_space(tmp_path, ONE, capacity) == left
     assert (tmp_path / ONE.name).exists()
     assert not list(tmp_path.glob(".trash-*"))
 
@@ -363,10 +363,10 @@ def test_a_namespace_in_use_is_never_removed(tmp_path: Path) -> None:
         assert process.stdout.readline() == "ready\n"
         open_namespace(tmp_path, ONE)
         assert remove_namespace(tmp_path, TWO.name) is False
-        left = make_room(tmp_path, ONE, 1 << 30, others_share=0)
+        left = make_space(tmp_path, ONE, 1 << 30, others_share=0)
         assert (tmp_path / TWO.name / MANIFEST_NAME).exists()
         assert 0 < left < 1 << 30
-    assert make_room(tmp_path, ONE, 1 << 30, others_share=0) == 1 << 30
+    assert make_space(tmp_path, ONE, 1 << 30, others_share=0) == 1 << 30
 
 
 @pytest.mark.parametrize("name", ["..", "/etc", "", "quarantine-x", "0" * 31, "A" * 32, ".trash-0"])
@@ -379,5 +379,5 @@ def test_trash_of_a_killed_process_is_removed_at_the_next_start(tmp_path: Path) 
     trash = tmp_path / ".trash-0123456789abcdef"
     trash.mkdir()
     (trash / "data").write_bytes(b"x")
-    make_room(tmp_path, ONE, 1)
+    make_space(tmp_path, ONE, 1)
     assert not trash.exists()

@@ -57,9 +57,9 @@ class PlannerOverSharedTier:
 
     def answer(self, plan: StepPlan, there: list[bytes] | None) -> None:
         """Let every rank reply to every query of a plan."""
-        for question in plan.questions:
-            flags = None if there is None else bytes(key in there for key in question.keys)
-            report = StepReport(answers={question.number: PresenceReply(flags, self.ranks)})
+        for query in plan.queries:
+            flags = None if there is None else bytes(key in there for key in query.keys)
+            report = StepReport(answers={query.number: PresenceReply(flags, self.ranks)})
             self.planner.complete(report)
 
     def learn(self, there: list[bytes], asked: list[bytes] = KEYS[:8]) -> None:
@@ -79,8 +79,8 @@ def test_a_reply_makes_a_chunk_a_hit_and_its_absence_is_remembered_too() -> None
     wait = world.ask(KEYS[:8])
     assert world.presence.is_waiting(wait, 0.0)
     plan = world.step()
-    [question] = plan.questions
-    assert (question.tier, question.keys) == (1, tuple(KEYS[:8]))
+    [query] = plan.queries
+    assert (query.tier, query.keys) == (1, tuple(KEYS[:8]))
     assert not plan.empty
     world.answer(plan, KEYS[:5])
     assert not world.presence.is_waiting(wait, 0.0)
@@ -91,7 +91,7 @@ def test_a_reply_makes_a_chunk_a_hit_and_its_absence_is_remembered_too() -> None
 
 def _questions(world: PlannerOverSharedTier, keys: list[bytes]) -> list[object]:
     world.ask(keys)
-    return list(world.step().questions)
+    return list(world.step().queries)
 
 
 def test_open_queries_are_waited_for_and_not_repeated() -> None:
@@ -99,9 +99,9 @@ def test_open_queries_are_waited_for_and_not_repeated() -> None:
     first = world.ask(KEYS[:4])
     second = world.ask(KEYS[2:6])
     plan = world.step()
-    assert [q.keys for q in plan.questions] == [tuple(KEYS[:4]), tuple(KEYS[4:6])]
+    assert [q.keys for q in plan.queries] == [tuple(KEYS[:4]), tuple(KEYS[4:6])]
     assert first.numbers < second.numbers
-    assert not world.step().questions
+    assert not world.step().queries
 
 
 def test_present_and_absent_entries_expire() -> None:
@@ -168,11 +168,11 @@ def test_a_query_without_a_reply_ends() -> None:
 def test_one_rank_without_its_part_is_a_miss() -> None:
     world = PlannerOverSharedTier(ranks=2)
     wait = world.ask(KEYS[:3])
-    [question] = world.step().questions
-    world.planner.complete(StepReport(answers={question.number: PresenceReply(b"\1\1\0")}))
+    [query] = world.step().queries
+    world.planner.complete(StepReport(answers={query.number: PresenceReply(b"\1\1\0")}))
     assert world.presence.is_waiting(wait, 0.0)
     assert not world.planner.sources.present(KEYS[0])
-    world.planner.complete(StepReport(answers={question.number: PresenceReply(b"\1\0\1")}))
+    world.planner.complete(StepReport(answers={query.number: PresenceReply(b"\1\0\1")}))
     assert [world.planner.sources.present(key) for key in KEYS[:3]] == [True, False, False]
 
 
@@ -198,8 +198,8 @@ def test_a_tier_that_cannot_reply_leaves_nothing_behind() -> None:
 def test_concurrent_queries_are_bounded() -> None:
     world = PlannerOverSharedTier()
     world.ask(KEYS)
-    [question] = world.step().questions
-    assert question.keys == tuple(KEYS[:12])
+    [query] = world.step().queries
+    assert query.keys == tuple(KEYS[:12])
     assert not world.ask(KEYS[12:]).numbers
 
 
@@ -272,7 +272,7 @@ def test_a_reset_forgets_replies_of_old_weights_including_those_on_their_way() -
     assert not any(map(world.planner.sources.present, KEYS))
     world.ask(KEYS[:2])
     new = world.step()
-    assert (new.reset, new.epochs, len(new.questions)) == (True, {1: 7}, 1)
+    assert (new.reset, new.epochs, len(new.queries)) == (True, {1: 7}, 1)
 
 
 def test_an_unavailable_tier_is_probed_by_a_query() -> None:
@@ -283,7 +283,7 @@ def test_an_unavailable_tier_is_probed_by_a_query() -> None:
     assert not world.ask(KEYS[:2]).numbers
     world.at(6.0)
     plan = world.step()
-    assert [q.keys for q in plan.questions] == [(PROBE_KEY,)]
+    assert [q.keys for q in plan.queries] == [(PROBE_KEY,)]
     world.answer(plan, None)
     assert health.reads.state is BreakerState.OPEN
     world.at(30.0)
@@ -300,20 +300,20 @@ def test_a_probe_overtaken_by_a_reset_is_repeated() -> None:
     world.planner.forget_all()
     world.planner.begin_epochs({0: 1, 1: 1})
     world.at(6.1)
-    assert [q.keys for q in world.step().questions] == [(PROBE_KEY,)]
+    assert [q.keys for q in world.step().queries] == [(PROBE_KEY,)]
 
 
 @pytest.mark.parametrize("keys", [KEYS[:3], [b"a", b"bcd"]])
 def test_a_plan_with_queries_can_be_pickled(keys: list[bytes]) -> None:
     world = PlannerOverSharedTier()
     world.ask(keys)
-    [question] = pickle.loads(pickle.dumps(world.step())).questions
-    assert (question.tier, list(question.keys)) == (1, keys)
+    [query] = pickle.loads(pickle.dumps(world.step())).queries
+    assert (query.tier, list(query.keys)) == (1, keys)
 
 
 def test_without_shared_tiers_there_is_no_cost() -> None:
     cpu = TierIndex("cpu", SlotCapacity(4), LruPolicy())
     planner = Planner({0: GroupInfo("full", 16, ())}, cpu)
     assert not planner.presence.ask(KEYS, None, 0.0).numbers
-    assert not planner.step().questions
+    assert not planner.step().queries
     assert not [name for name in planner.totals() if "asked" in name or "lookup" in name]

@@ -125,7 +125,7 @@ def test_the_command_line_reads_a_live_store(tmp_path: Path, kind: str) -> None:
         [store] = home.stores
         pids = {child.process.pid for child in group}
         if kind == "lmdb":  # a server's claims are beside the folder; here there is no server
-            assert {owner.pid for owner in store.sharers()} == pids
+            assert {owner.pid for owner in store.members()} == pids
             assert {owner.pid for owner in home.owners()} == pids
         shown = kvtiers("inspect", folder, "--json")
         assert shown.code == 0, shown.err

@@ -98,7 +98,9 @@ class ChangingTiers:
         elif what < 0.85:
             healths = list(self.planner.health)
             for health in self.random.sample(healths, self.random.choice([1, 2])):
-                health.pace.pays = not health.pace.pays  # toggles whether that disk is used
+                health.break_even.pays = (
+                    not health.break_even.pays
+                )  # toggles whether that disk is used
         elif what < 0.92:
             self.load()
         else:

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from tests.patience import PATIENCE_S
-from tiers.adapters.read_only import ForeignKey, ReadOnlyTier, SharedReadOnlyTier
+from tiers.adapters.read_only import ReadOnlyTier, SharedReadOnlyTier, SourceKey
 from tiers.base import Buffer, ReadOutcome, TierIoError
 from tiers.testing import aligned, all_keys, fetch
 
@@ -31,11 +31,11 @@ class Shelf:
         self.closed = 0
         self.threads: set[int] = set()
 
-    def keys(self) -> list[ForeignKey]:
+    def keys(self) -> list[SourceKey]:
         self.threads.add(threading.get_ident())
         if self.error is not None:
             raise self.error
-        return [ForeignKey(key, self.byte * 100 + n, SIZE) for n, key in enumerate(self.held)]
+        return [SourceKey(key, self.byte * 100 + n, SIZE) for n, key in enumerate(self.held)]
 
     def read(self, keys: Sequence[bytes], into: Sequence[Buffer]) -> list[ReadOutcome]:
         return [self._read(key, data) for key, data in zip(keys, into, strict=True)]

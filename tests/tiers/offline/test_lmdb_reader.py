@@ -17,7 +17,7 @@ from tiers.lmdb import index as lmdb_index
 from tiers.lmdb.index import IndexUnusableError
 from tiers.lmdb.tier import LmdbTier
 from tiers.offline.file_reader import FileReader
-from tiers.offline.inspect import StoreChangedError
+from tiers.offline.inspect import FolderChangedError
 from tiers.offline.lmdb_reader import LmdbReader
 from tiers.testing import aligned, all_keys, assert_holds, key_of, put
 
@@ -133,10 +133,10 @@ async def test_files_that_are_moved_away_are_detected(tmp_path: Path) -> None:
     batches = reader.batches()
     for name in lmdb_index.FILES:
         (tmp_path / "tier" / name).rename(tmp_path / name)
-    with pytest.raises(StoreChangedError):
+    with pytest.raises(FolderChangedError):
         next(batches)
     await fill(tmp_path / "tier")
-    with pytest.raises(StoreChangedError):
+    with pytest.raises(FolderChangedError):
         reader.find(key_of(1))
     reader.close()
     reader.close()
@@ -161,9 +161,9 @@ async def test_a_new_epoch_of_a_file_tier_is_detected(tmp_path: Path) -> None:
         assert reader.count() == 3
         assert reader.find(key_of(9)) is None
         await tier.reset(1)
-        with pytest.raises(StoreChangedError):
+        with pytest.raises(FolderChangedError):
             reader.find(key_of(1))
-        with pytest.raises(StoreChangedError):
+        with pytest.raises(FolderChangedError):
             list(reader.batches())
     finally:
         await tier.aclose()

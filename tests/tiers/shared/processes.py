@@ -19,7 +19,7 @@ from tiers.files import shared_folder
 from tiers.files.shared_tier import SharedFileTier
 from tiers.io.direct_io import DiskIo
 from tiers.lmdb.shared import files as shared_store
-from tiers.lmdb.shared import members as sharers
+from tiers.lmdb.shared import members as members
 from tiers.lmdb.shared import transaction as shared_changes
 from tiers.lmdb.shared.tier import SharedLmdbTier
 from tiers.testing import fetch, key_of, payload_of
@@ -47,11 +47,11 @@ def _evict_all(changes: shared_changes.WriteTransaction, _free_pages: int, _reco
 
 FAULTS: dict[str, tuple[Any, str, Any]] = {
     "no-rollback": (shared_changes.WriteTransaction, "roll_back", lambda *_: 0),
-    "all-live": (sharers.Member, "is_alive", lambda *_: True),
+    "all-live": (members.Member, "is_alive", lambda *_: True),
     "no-reader-check": (shared_changes, "READER_CHECK_EVERY", 1 << 40),
     "no-cap-lmdb": (shared_store.SharedLmdbFiles, "grow", _grow_for_ever),
     "evicts-all": (shared_changes.WriteTransaction, "evict", _evict_all),
-    "no-cap": (shared_folder.SharedFolder, "_make_room", lambda *_: True),
+    "no-cap": (shared_folder.SharedFolder, "_make_space", lambda *_: True),
     "no-sweep": (shared_folder.SharedFolder, "_is_stray", lambda *_: False),
 }
 """The attribute of the product code that each fault replaces, and its replacement."""

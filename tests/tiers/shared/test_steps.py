@@ -222,7 +222,7 @@ def put_of(changes: WriteTransaction, files: SharedLmdbFiles, own_epoch: int | N
 async def test_an_extent_reused_by_another_process_is_not_published(tier: SharedLmdbTier) -> None:
     """Other processes considered this one dead and reused its extents."""
     files = store_of(tier)
-    number = files.sharer.number
+    number = files.member.number
     with changing(files.index, number) as changes:
         one = put_of(changes, files)
         changes.roll_back_one(number)
@@ -233,7 +233,7 @@ async def test_an_extent_reused_by_another_process_is_not_published(tier: Shared
 
 async def test_records_written_under_old_weights_are_not_published(tier: SharedLmdbTier) -> None:
     files = store_of(tier)
-    with changing(files.index, files.sharer.number) as changes:
+    with changing(files.index, files.member.number) as changes:
         one = put_of(changes, files)
         changes.begin_epoch(None)  # by another engine: the common epoch is a different one now
         changes.publish([one], None)
@@ -250,12 +250,12 @@ async def test_damage_detected_earlier_removes_no_record_stored_since(
     assert seen is not None
     await tier.delete([KEY])
     assert await put(tier, [key_of(2), KEY], SIZE) == [OK, OK]
-    with changing(files.index, files.sharer.number) as changes:
+    with changing(files.index, files.member.number) as changes:
         changes.remove_damaged([(KEY, seen)])
     await assert_holds(tier, [KEY], SIZE)
     (seen,) = files.index.find([KEY], None)[1]
     assert seen is not None
-    with changing(files.index, files.sharer.number) as changes:
+    with changing(files.index, files.member.number) as changes:
         changes.remove_damaged([(KEY, seen)])
     assert files.index.find([KEY], None)[1] == [None]
 

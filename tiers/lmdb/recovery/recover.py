@@ -64,7 +64,7 @@ def recover(found: Iterable[RecordTable], expected: Expected) -> Recovered:
             bad += table.keys()
     good, starts, ends, last_use = _check(tables, expected)
     if (starts[1:] < ends[:-1]).any():
-        _drop_sharers(tables, good)
+        _drop_members(tables, good)
         starts, ends = _extents_of(tables, good)
     for table, mask in zip(tables, good, strict=True):
         if not mask.all():
@@ -131,7 +131,7 @@ class _ExtentList:
         return starts, ends
 
 
-def _drop_sharers(tables: Sequence[RecordTable], good: Sequence[_Mask]) -> None:
+def _drop_members(tables: Sequence[RecordTable], good: Sequence[_Mask]) -> None:
     """Drop records that share a page from ``good``: at least one of them is wrong, but it cannot be
     determined which."""
     starts, ends, owners = list[_Rows](), list[_Rows](), list[_Rows]()

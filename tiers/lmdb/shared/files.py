@@ -21,7 +21,7 @@ from pathlib import Path
 import lmdb
 
 from tiers.base import ALIGNMENT, TierIoError
-from tiers.folders.folder import prepare
+from tiers.folders.folder import MEMBERS_MAX, prepare
 from tiers.io.direct_io import DiskIo, PayloadFile
 from tiers.lmdb.files import make_codec
 from tiers.lmdb.folder import (
@@ -40,13 +40,13 @@ from tiers.lmdb.recovery.record_table import USE_BYTES, with_use
 from tiers.lmdb.recovery.recover import Expected, Recovered
 from tiers.lmdb.shared.free_extents import put_free_extents
 from tiers.lmdb.shared.index import SHARED_RECORD_INDEX_BYTES, SharedIndex, State
-from tiers.lmdb.shared.members import SHARERS_MAX, Member, opening
+from tiers.lmdb.shared.members import Member, opening
 from tiers.lmdb.shared.transaction import changing
 from tiers.record import Identity
 
 logger = logging.getLogger(__name__)
 
-SMALL_FILES_BYTES = (SHARERS_MAX + 8) * ALIGNMENT
+SMALL_FILES_BYTES = (MEMBERS_MAX + 8) * ALIGNMENT
 """Disk space of the locks of the maximum number of processes, and of LMDB's reader table."""
 GROW_BYTES_MAX = 64 << 20
 """The file grows inside a transaction, and other processes wait for it."""
@@ -81,12 +81,12 @@ class SharedLmdbFiles:
         self.codec = make_codec(self._identity, options)
         prepare(folder, allow_network=options.allow_network)
         with contextlib.ExitStack() as undo, opening(folder):
-            self.sharer = Member(folder)
-            undo.callback(self.sharer.release)
+            self.member = Member(folder)
+            undo.callback(self.member.release)
             try:
-                if self.sharer.is_alone:
+                if self.member.is_alone:
                     self._open_alone(undo)
-                    self.sharer.join()
+                    self.member.join()
                 else:
                     self._open_beside(undo)
                 self.own_epoch = self._begin()
@@ -105,9 +105,9 @@ class SharedLmdbFiles:
         """Clean up after ended processes. Returns this process's epoch if it is not the common
         one."""
         is_own = self._options.epoch % 2 == 1
-        with changing(self.index, self.sharer.number) as changes:
-            changes.roll_back_one(self.sharer.number)
-            changes.roll_back(self.sharer.is_alive)
+        with changing(self.index, self.member.number) as changes:
+            changes.roll_back_one(self.member.number)
+            changes.roll_back(self.member.is_alive)
             return changes.begin_epoch(own_epoch=0) if is_own else None
 
     # -- the first process ----------------------------------------------------------------------
@@ -233,4 +233,4 @@ class SharedLmdbFiles:
             self.index.close()
             self.file.close()
         finally:
-            self.sharer.release()
+            self.member.release()

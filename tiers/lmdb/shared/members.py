@@ -16,9 +16,8 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 
-from tiers.folders.folder import LOCK_NAME, LOCK_WAIT_S, FolderError, try_flock
+from tiers.folders.folder import LOCK_NAME, LOCK_WAIT_S, MEMBERS_MAX, FolderError, try_flock
 
-SHARERS_MAX = 64
 OPENING_NAME = "opening.lock"
 OPENING_WAIT_S = 120.0
 """Longer than the first process takes to check the files."""
@@ -63,7 +62,7 @@ class Member:
             raise
 
     def _take_number(self) -> None:
-        for number in range(SHARERS_MAX):
+        for number in range(MEMBERS_MAX):
             fd = _open(_path(self._folder, number))
             if try_flock(fd, fcntl.LOCK_EX):
                 self._own, self.number = fd, number
@@ -72,7 +71,7 @@ class Member:
                     os.pwrite(fd, f"{os.getpid()}\n".encode(), 0)
                 return
             os.close(fd)
-        raise FolderError(f"{self._folder} is shared by {SHARERS_MAX} processes already")
+        raise FolderError(f"{self._folder} is shared by {MEMBERS_MAX} processes already")
 
     def join(self) -> None:
         """Let other processes in. Raises ``FolderError`` if an exclusive tier took the folder in

@@ -46,14 +46,13 @@ from tiers.io.daemon_threads import DaemonThreads
 from tiers.io.direct_io import DiskIo, pages_for
 from tiers.io.io_threads import IoThreads
 from tiers.io.resets import Resets
-from tiers.lmdb.options import LmdbOptions, job_bytes
+from tiers.lmdb.options import TOUCH_FLUSH_S, LmdbOptions, job_bytes
 from tiers.lmdb.shared.commit_thread import Asking, SharedCommits
 from tiers.lmdb.shared.files import SharedLmdbFiles
 from tiers.lmdb.shared.reads import SharedReadJob
 from tiers.lmdb.shared.writes import SharedWrites
 from tiers.record import Identity, check_identity, check_records
 
-TOUCH_FLUSH_S = 5.0
 TOUCHES_MAX = 1024
 READ_USE_S = 10.0
 _COUNTERS = (
@@ -117,7 +116,7 @@ class SharedLmdbTier(FolderTier[SharedLmdbFiles], SharedTier):
         undo.callback(self._read_threads.stop)
         self._lookups = DaemonThreads("tier-lookup", 2)
         undo.callback(self._lookups.stop)
-        self._commits = SharedCommits(files.index, files.sharer.number, files.file.sync)
+        self._commits = SharedCommits(files.index, files.member.number, files.file.sync)
         undo.callback(self._commits.stop)
         self._asking = Asking(self._commits)
         self._writes = SharedWrites(

@@ -25,16 +25,13 @@ from typing import Any
 from tiers.base import Key, WriteOutcome
 from tiers.io.extents import Extent, Extents, clip
 from tiers.lmdb.changes import Put
-from tiers.lmdb.index import extents_of
-from tiers.lmdb.recovery.record_table import EXTENT_BYTES, USE_BYTES, with_use
+from tiers.lmdb.index import EXTENT, READER_CHECK_EVERY, extents_of
+from tiers.lmdb.recovery.record_table import USE_BYTES, with_use
 from tiers.lmdb.shared.free_extents import FreeExtents
 from tiers.lmdb.shared.index import SharedIndex, epoch_of
 
 EVICTED_AT_ONCE = 1024
 """Maximum number of records that one transaction evicts, because other processes wait for it."""
-READER_CHECK_EVERY = 64
-_EXTENT = struct.Struct("<QI")
-assert _EXTENT.size == EXTENT_BYTES, "the layout of an extent"
 _INTENT = struct.Struct(">HQ")
 
 Grow = Callable[[int, int], int]
@@ -96,7 +93,7 @@ class WriteTransaction:
             if not is_present and state.records + state.reserved < records_max:
                 extents = self._take(pages, grow)
             if extents is not None:
-                packed = b"".join(_EXTENT.pack(*extent) for extent in extents)
+                packed = b"".join(EXTENT.pack(*extent) for extent in extents)
                 self._txn.put(self._intent(extents), packed, db=self._tables.intents)
                 state.reserve()
             found.allocations.append(extents)
@@ -211,9 +208,9 @@ class WriteTransaction:
 
     def roll_back(self, is_alive: Callable[[int], bool]) -> int:
         """Free the allocations of ended sharers and return their number."""
-        return sum(self.roll_back_one(n) for n in list(self._sharers()) if not is_alive(n))
+        return sum(self.roll_back_one(n) for n in list(self._members()) if not is_alive(n))
 
-    def _sharers(self) -> Iterator[int]:
+    def _members(self) -> Iterator[int]:
         """Return the numbers of sharers that have intents."""
         with self._txn.cursor(db=self._tables.intents) as intents:
             there = intents.first()
@@ -231,7 +228,7 @@ class WriteTransaction:
                     break
                 packed = intents.value()
                 intents.delete()
-                extents = [Extent(*extent) for extent in _EXTENT.iter_unpack(packed)]
+                extents = [Extent(*extent) for extent in EXTENT.iter_unpack(packed)]
                 self._free.give(extents)
                 count += 1
         self.state.roll_back(count)

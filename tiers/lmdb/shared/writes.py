@@ -107,7 +107,7 @@ class SharedWrites:
             if not left:
                 break
             needed = [pages_for(data.nbytes) for _put, data in left]
-            if attempt and not await self._make_room(needed):
+            if attempt and not await self._make_space(needed):
                 break
             found = await self._reserve(left, own_epoch)
             if found is None:
@@ -129,13 +129,13 @@ class SharedWrites:
             lambda changes: changes.reserve(wanted, own_epoch, files.records_max, files.grow)
         )
 
-    async def _make_room(self, pages: list[int]) -> bool:
+    async def _make_space(self, pages: list[int]) -> bool:
         """Make space for some records that need this many pages each. Returns False if that is
         impossible."""
         files = self._files
         has_unused = bool(self._unused)
         self._abandon([])
-        if await self._asking.ask(lambda changes: changes.roll_back(files.sharer.is_alive)):
+        if await self._asking.ask(lambda changes: changes.roll_back(files.member.is_alive)):
             return True
         if has_unused and not self._unused:
             return True

@@ -165,7 +165,7 @@ def differences_after_losses(folder: Path, seed: int = 3) -> list[str]:
         for _ in range(len(world.planner.lower[0]) + len(world.planner.cpu)):
             world.step()
         assert events.take() == []
-        assert max(portions) == kv_events.CHANGES_MAX
+        assert max(portions) == kv_events.EVENT_CHANGES_MAX
         assert events.lost > kv_events.WAITING_MAX
         assert follower.truth()
         return sorted(map(str, follower.held ^ follower.truth()))
@@ -174,8 +174,8 @@ def differences_after_losses(folder: Path, seed: int = 3) -> list[str]:
 
 @pytest.fixture
 def small_portions(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kv_events, "CHANGES_MAX", 3)
-    monkeypatch.setattr(kv_events, "FOUND_MAX", 2)
+    monkeypatch.setattr(kv_events, "EVENT_CHANGES_MAX", 3)
+    monkeypatch.setattr(kv_events, "EVENT_FOUND_MAX", 2)
 
 
 @pytest.fixture
@@ -207,7 +207,7 @@ def differences_after_a_restart(folder: Path) -> list[str]:
             portions.append(chunks(found))
             for event in found:
                 follower.replay(event)
-        assert max(portions) <= kv_events.CHANGES_MAX
+        assert max(portions) <= kv_events.EVENT_CHANGES_MAX
         assert follower.truth()
         return sorted(map(str, follower.held ^ follower.truth()))
     raise AssertionError
