@@ -104,8 +104,8 @@ def export_namespace(
     rate_limit: RateLimit,
     advance: Callable[[int], None],
 ) -> list[Exported]:
-    """Write the complete export. Raises ``FolderChangedError`` and ``OSError``, after which the file
-    is useless."""
+    """Write the complete export. Raises ``FolderChangedError`` and ``OSError``, after which the
+    file is useless."""
     write_magic(file)
     write_about(
         file,

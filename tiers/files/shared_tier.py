@@ -17,11 +17,9 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import ExitStack
-from pathlib import Path
 from typing import Any
 
 from tiers.base import (
-    ALIGNMENT,
     Buffer,
     Key,
     ReadOutcome,
@@ -33,12 +31,12 @@ from tiers.base import (
 )
 from tiers.files.members import TOUCH_S
 from tiers.files.shared_folder import COMMON, SharedFolder
-from tiers.folders.folder_tier import Ending, FolderTier
+from tiers.files.tier import RecordFileTier
+from tiers.folders.folder_tier import Ending
 from tiers.io.daemon_threads import DaemonThreads
-from tiers.io.direct_io import pages_for
 from tiers.io.resets import Resets
 from tiers.io.use_clock import UseClock
-from tiers.record import NO_NAMESPACE, Identity, check_identity, check_records
+from tiers.record import check_records
 
 PRESENT_AT_ONCE = 32
 """Number of keys that one thread looks up at a time."""
@@ -49,49 +47,28 @@ scans the folder."""
 TOUCHES_AT_ONCE = 256
 
 
-class SharedFileTier(FolderTier[SharedFolder], SharedTier):
+class SharedFileTier(RecordFileTier[SharedFolder], SharedTier):
     """A file tier that several machines share. ``path`` is a folder that all sharers see, each
     under its own path. An odd ``epoch`` means that this engine's weights are not those of the
     model's files."""
 
-    def __init__(
-        self,
-        path: str | Path,
-        capacity_bytes: int,
-        *,
-        namespace: bytes = NO_NAMESPACE,
-        rank: int = 0,
-        epoch: int = 0,
-        depth: int = 16,
-    ) -> None:
-        super().__init__(Path(path))
-        self._capacity_bytes = capacity_bytes
-        self._identity = Identity(namespace, rank)
-        check_identity(self._identity)
-        self._given_epoch = epoch
-        self._depth = depth
-
     async def open(self) -> TierInfo:
-        is_own = self._given_epoch % 2 == 1
+        is_own = self._wanted_epoch % 2 == 1
         arguments = (self._folder, self._identity, self._capacity_bytes, is_own)
         folder = await self._open_in_thread(SharedFolder, *arguments)
-        used, count, epoch = folder.found_bytes, folder.found_count, self._given_epoch
+        used, count, epoch = folder.found_bytes, folder.found_count, self._wanted_epoch
         medium = (folder.medium, epoch, epoch)
         return TierInfo("file", folder.capacity_bytes, used, count, True, *medium)
 
     def _begin(self, folder: SharedFolder, undo: ExitStack) -> None:
+        super()._begin(folder, undo)
         self._resets = Resets()
-        self._serial = 0
         self._uses = UseClock(folder.last_use_ns + 1)
         self._filling: dict[Key, asyncio.Future[WriteOutcome]] = {}
-        self._threads = DaemonThreads("tier-file", self._depth)
-        undo.callback(self._threads.stop)
         self._storing = DaemonThreads("tier-file-store", self._depth)
         undo.callback(self._storing.stop)
         self._calls = DaemonThreads("tier-ask", CALL_THREADS)
         undo.callback(self._calls.stop)
-        names = ("written", "read_ok", "read_miss", "read_corrupt")
-        self._counts = dict.fromkeys(names, 0)
         self._renewing = asyncio.ensure_future(self._renew(folder))
 
     async def _renew(self, folder: SharedFolder) -> None:
@@ -103,9 +80,6 @@ class SharedFileTier(FolderTier[SharedFolder], SharedTier):
                 done.exception()  # the next read or write raises the error
 
     # -- information about the tier -----------------------------------------------------------
-
-    def footprint_bytes(self, payload_bytes: int) -> int:
-        return (1 + pages_for(payload_bytes)) * ALIGNMENT
 
     async def keys(self) -> AsyncIterator[StoredKeys]:
         with self._working() as folder:

@@ -28,7 +28,7 @@ from tiers.base import (
     stored_keys,
 )
 from tiers.files.exclusive_folder import EPOCH_NAME, Entry, RecordFolder, record_name
-from tiers.folders.folder_tier import Ending, FolderTier
+from tiers.folders.folder_tier import Ending, FolderTier, Open
 from tiers.io.awaiting import settled
 from tiers.io.daemon_threads import DaemonThreads
 from tiers.io.direct_io import pages_for
@@ -38,8 +38,8 @@ from tiers.record import NO_NAMESPACE, Identity, check_identity, check_records
 __all__ = ["EPOCH_NAME", "FileTier", "record_name"]
 
 
-class FileTier(FolderTier[RecordFolder]):
-    """A tier with one file per record. ``path`` is this rank's folder."""
+class RecordFileTier(FolderTier[Open]):
+    """What the exclusive and the shared tier of one file per record have in common."""
 
     def __init__(
         self,
@@ -58,6 +58,19 @@ class FileTier(FolderTier[RecordFolder]):
         self._wanted_epoch = epoch
         self._depth = depth
 
+    def _begin(self, files: Open, undo: ExitStack) -> None:
+        self._serial = 0
+        self._counts = dict.fromkeys(("written", "read_ok", "read_miss", "read_corrupt"), 0)
+        self._threads = DaemonThreads("tier-file", self._depth)
+        undo.callback(self._threads.stop)
+
+    def footprint_bytes(self, payload_bytes: int) -> int:
+        return (1 + pages_for(payload_bytes)) * ALIGNMENT
+
+
+class FileTier(RecordFileTier[RecordFolder]):
+    """A tier with one file per record. ``path`` is this rank's folder."""
+
     async def open(self) -> TierInfo:
         arguments = (self._folder, self._identity, self._wanted_epoch, self._capacity_bytes)
         folder = await self._open_in_thread(RecordFolder, *arguments)
@@ -66,6 +79,7 @@ class FileTier(FolderTier[RecordFolder]):
         return TierInfo("file", self._capacity_bytes, used, count, True, folder.medium, *epochs)
 
     def _begin(self, folder: RecordFolder, undo: ExitStack) -> None:
+        super()._begin(folder, undo)
         self._epoch = folder.epoch
         self._entries = folder.entries
         sizes = (self.footprint_bytes(e.payload_bytes) for e in self._entries.values())
@@ -76,12 +90,8 @@ class FileTier(FolderTier[RecordFolder]):
         self._filling: dict[Key, asyncio.Task[WriteOutcome]] = {}
         self._removing: dict[Key, asyncio.Future[None]] = {}
         self._reclaiming: asyncio.Future[None] | None = None
-        self._serial = 0
-        self._counts = dict.fromkeys(("written", "read_ok", "read_miss", "read_corrupt"), 0)
         self._counts["dropped_at_open"] = folder.dropped
         self._counts["quarantined"] = int(folder.was_set_aside)
-        self._threads = DaemonThreads("tier-file", self._depth)
-        undo.callback(self._threads.stop)
         self._reclaim(folder, 0)
 
     # -- information about the tier -----------------------------------------------------------
@@ -90,9 +100,6 @@ class FileTier(FolderTier[RecordFolder]):
     def epoch(self) -> int:
         """The epoch under which records are written and read now."""
         return self._epoch
-
-    def footprint_bytes(self, payload_bytes: int) -> int:
-        return (1 + pages_for(payload_bytes)) * ALIGNMENT
 
     async def keys(self) -> AsyncIterator[StoredKeys]:
         self._open_files()

@@ -44,22 +44,51 @@ def payload_capacity_bytes(capacity_bytes: int, record_bytes: int = 64 << 10) ->
     return check_capacity(limits, RECORD_INDEX_BYTES, SMALL_FILES_BYTES)
 
 
-class LmdbFiles:
-    """The open files of one tier. ``recovered`` is the content of the index and ``found_epoch`` its
-    epoch. ``was_set_aside`` is True if the index could not be used, so that the tier began
-    empty."""
+class LmdbFolder:
+    """The common part of the open files of an exclusive and of a shared tier.
+
+    ``pages_max`` and ``records_max`` limit all processes together. ``was_set_aside`` is True if the
+    index could not be used, so that the tier began empty.
+    """
+
+    record_index_bytes = RECORD_INDEX_BYTES
+    small_files_bytes = SMALL_FILES_BYTES
 
     def __init__(self, folder: Path, capacity_bytes: int, options: LmdbOptions, io: DiskIo) -> None:
-        """Open or create the files. Raises ``TierIoError``, and ``ValueError`` if the capacity is
-        too small."""
-        self._folder = folder
+        """Check the options and prepare the folder. Raises ``TierIoError``, and ``ValueError`` if
+        the capacity is too small."""
+        self.folder = folder
+        self.was_set_aside = False
         self._options = options
         self._io = io
         self._identity = Identity(options.namespace, options.rank)
         self._limits = Limits(capacity_bytes, options.record_bytes)
-        check_capacity(self._limits, RECORD_INDEX_BYTES, SMALL_FILES_BYTES)
+        check_capacity(self._limits, self.record_index_bytes, self.small_files_bytes)
         self.codec = make_codec(self._identity, options)
         prepare(folder, allow_network=options.allow_network)
+
+    def _divide(self) -> int:
+        """Apply the limits to the files in the folder. Returns the size of the index."""
+        sizes = (self.record_index_bytes, self.small_files_bytes)
+        division = divide(self.folder, self._limits, *sizes)
+        self.pages_max, self.records_max = division.pages_max, division.records_max
+        return division.index_bytes
+
+    def _gain(self, file: PayloadFile, file_pages: int, pages: int, step_bytes: int) -> int:
+        """The pages, at least ``pages``, by which the file may grow; 0 if there is no space."""
+        free = free_bytes(file, self._options.reserve_bytes) // ALIGNMENT
+        gain = min(max(pages, step_bytes // ALIGNMENT), self.pages_max - file_pages, free)
+        return gain if gain >= pages else 0
+
+
+class LmdbFiles(LmdbFolder):
+    """The open files of one tier. ``recovered`` is the content of the index and ``found_epoch`` its
+    epoch."""
+
+    def __init__(self, folder: Path, capacity_bytes: int, options: LmdbOptions, io: DiskIo) -> None:
+        """Open or create the files. Raises ``TierIoError``, and ``ValueError`` if the capacity is
+        too small."""
+        super().__init__(folder, capacity_bytes, options, io)
         self._lock = OwnerLock(folder)
         is_strict = options.recovery is Recovery.STRICT
         try:
@@ -71,11 +100,10 @@ class LmdbFiles:
             raise
 
     def _open_files(self) -> None:
-        division = divide(self._folder, self._limits, RECORD_INDEX_BYTES, SMALL_FILES_BYTES)
-        self.pages_max, self.records_max = division.pages_max, division.records_max
-        options, path = self._options, self._folder / PAYLOAD_NAME
+        index_bytes = self._divide()
+        options, path = self._options, self.folder / PAYLOAD_NAME
         with contextlib.ExitStack() as undo:
-            index = open_index(self._folder, division.index_bytes, self._identity, self._io)
+            index = open_index(self.folder, index_bytes, self._identity, self._io)
             self.index = index
             undo.callback(index.close)
             depth = options.io_threads
@@ -103,13 +131,10 @@ class LmdbFiles:
     def grow(self, pages: int) -> int:
         """Extend the payload file by at least ``pages`` if the reserve allows. Returns the pages
         gained (0: none). Blocks. Raises ``OSError``."""
-        free = free_bytes(self.file, self._options.reserve_bytes) // ALIGNMENT
-        wanted = max(pages, self._options.grow_bytes // ALIGNMENT)
-        gain = min(wanted, self.pages_max - self.file_pages, free)
-        if gain < pages:
-            return 0
-        self.file.grow((self.file_pages + gain) * ALIGNMENT)
-        self.file_pages += gain
+        gain = self._gain(self.file, self.file_pages, pages, self._options.grow_bytes)
+        if gain:
+            self.file.grow((self.file_pages + gain) * ALIGNMENT)
+            self.file_pages += gain
         return gain
 
     def close(self) -> None:

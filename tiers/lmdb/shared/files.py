@@ -21,20 +21,17 @@ from pathlib import Path
 import lmdb
 
 from tiers.base import ALIGNMENT, TierIoError
-from tiers.folders.folder import MEMBERS_MAX, prepare
+from tiers.folders.folder import MEMBERS_MAX
 from tiers.io.direct_io import DiskIo, PayloadFile
-from tiers.lmdb.files import make_codec
+from tiers.lmdb.files import LmdbFolder
 from tiers.lmdb.folder import (
     PAYLOAD_NAME,
-    check_capacity,
-    divide,
-    free_bytes,
     keep_good,
     open_index,
     open_or_set_aside,
     read_id,
 )
-from tiers.lmdb.index import Changes, IndexUnusableError, Limits, LmdbIndex, index_exists
+from tiers.lmdb.index import Changes, IndexUnusableError, LmdbIndex, index_exists
 from tiers.lmdb.options import LmdbOptions, Recovery
 from tiers.lmdb.recovery.record_table import USE_BYTES, with_use
 from tiers.lmdb.recovery.recover import Expected, Recovered
@@ -42,7 +39,6 @@ from tiers.lmdb.shared.free_extents import put_free_extents
 from tiers.lmdb.shared.index import SHARED_RECORD_INDEX_BYTES, SharedIndex, State
 from tiers.lmdb.shared.members import Member, opening
 from tiers.lmdb.shared.transaction import changing
-from tiers.record import Identity
 
 logger = logging.getLogger(__name__)
 
@@ -61,25 +57,19 @@ def _twin_hint() -> str:
     )
 
 
-class SharedLmdbFiles:
+class SharedLmdbFiles(LmdbFolder):
     """The open files of one process. ``own_epoch`` is ``None`` while it works under the common
-    epoch. ``pages_max`` and ``records_max`` limit all processes together. ``dropped`` counts
-    damaged records; ``was_set_aside`` is that of ``LmdbFiles``."""
+    epoch. ``dropped`` counts damaged records."""
+
+    record_index_bytes = SHARED_RECORD_INDEX_BYTES
+    small_files_bytes = SMALL_FILES_BYTES
 
     def __init__(self, folder: Path, capacity_bytes: int, options: LmdbOptions, io: DiskIo) -> None:
         """Open or create the files. An odd ``options.epoch`` means that the weights are not those
         of the model's files. Raises ``TierIoError``, and ``ValueError`` if the capacity is too
         small."""
-        self.folder = folder
-        self._options = options
-        self._io = io
-        self._identity = Identity(options.namespace, options.rank)
-        self._limits = Limits(capacity_bytes, options.record_bytes)
-        check_capacity(self._limits, SHARED_RECORD_INDEX_BYTES, SMALL_FILES_BYTES)
-        self.was_set_aside = False
+        super().__init__(folder, capacity_bytes, options, io)
         self.dropped = 0
-        self.codec = make_codec(self._identity, options)
-        prepare(folder, allow_network=options.allow_network)
         with contextlib.ExitStack() as undo, opening(folder):
             self.member = Member(folder)
             undo.callback(self.member.release)
@@ -94,12 +84,6 @@ class SharedLmdbFiles:
                 hint = _twin_hint() if os.strerror(errno.EAGAIN) in str(error) else ""
                 raise TierIoError(f"cannot open the tier in {folder}: {error}{hint}") from error
             undo.pop_all()
-
-    def _divide(self) -> int:
-        """Apply the limits to the files in the folder. Returns the size of the index."""
-        found = divide(self.folder, self._limits, SHARED_RECORD_INDEX_BYTES, SMALL_FILES_BYTES)
-        self.pages_max, self.records_max = found.pages_max, found.records_max
-        return found.index_bytes
 
     def _begin(self) -> int | None:
         """Clean up after ended processes. Returns this process's epoch if it is not the common
@@ -216,10 +200,9 @@ class SharedLmdbFiles:
 
     def grow(self, file_pages: int, pages: int) -> int:
         """Extend the payload file, as ``transaction.Grow`` requires."""
-        free = free_bytes(self.file, self._options.reserve_bytes)
-        wanted = max(pages, min(self._options.grow_bytes, GROW_BYTES_MAX) // ALIGNMENT)
-        gain = min(wanted, self.pages_max - file_pages, free // ALIGNMENT)
-        if gain < pages:
+        step_bytes = min(self._options.grow_bytes, GROW_BYTES_MAX)
+        gain = self._gain(self.file, file_pages, pages, step_bytes)
+        if not gain:
             return 0
         try:
             self.file.grow((file_pages + gain) * ALIGNMENT)
