@@ -1,5 +1,5 @@
-"""Knows which chunks of a tier must not be evicted now, and gives policies the callback to check
-that."""
+"""Knows which chunks of a tier must not be evicted now, gives policies the callback to check that,
+and knows which chunks lose a write if they are evicted."""
 
 from __future__ import annotations
 
@@ -116,3 +116,45 @@ def _holds_any(names: Container[bytes], keys: Sequence[Hashable]) -> bool:
     if isdisjoint is not None:
         return not isdisjoint(keys)
     return any(map(names.__contains__, keys))
+
+
+class UnwrittenChunks:
+    """The chunks that wait to be written to any lower tier. Owned by the write-through.
+
+    Such a chunk may be evicted like any other, but its write is then given up. The queue of each lower tier keeps the set of that tier (``of_tier``); eviction removes chunks
+    from all of them. ``given_up`` counts, by tier, the writes that were given up in this way.
+    """
+
+    def __init__(self) -> None:
+        self.given_up: Counter[int] = Counter()
+        self._tiers: dict[int, set[bytes]] = {}
+
+    def of_tier(self, tier: int) -> set[bytes]:
+        """The chunks that wait for one lower tier."""
+        return self._tiers.setdefault(tier, set())
+
+    def __len__(self) -> int:
+        """An upper bound of the number of chunks that wait: a chunk that waits for two tiers counts
+        twice."""
+        return sum(map(len, self._tiers.values()))
+
+    def __contains__(self, key: object) -> bool:
+        return any(key in waiting for waiting in self._tiers.values())
+
+    def isdisjoint(self, keys: Collection[Hashable]) -> bool:
+        """True if none of these keys waits."""
+        return all(waiting.isdisjoint(keys) for waiting in self._tiers.values())
+
+    def before_first(self, keys: Sequence[Hashable]) -> Sequence[Hashable]:
+        """The keys before the first one that waits."""
+        if self.isdisjoint(keys):
+            return keys
+        return keys[: next(at for at, key in enumerate(keys) if key in self)]
+
+    def give_up(self, keys: Iterable[bytes]) -> None:
+        """Note that these chunks have left the CPU tier: they cannot be written any more."""
+        gone = set(keys)
+        for tier, waiting in self._tiers.items():
+            before = len(waiting)
+            waiting -= gone
+            self.given_up[tier] += before - len(waiting)

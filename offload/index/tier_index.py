@@ -16,9 +16,8 @@ from typing import NamedTuple, NoReturn
 from offload.errors import InvariantError
 from offload.index.capacity import Capacity, Reservation
 from offload.index.chunk_batch import sizes_of
-from offload.index.retention import NOTHING, PASSED_MAX, Retention
+from offload.index.retention import NOTHING, PASSED_MAX, Retention, UnwrittenChunks
 from offload.index.states import TRANSITIONS, ChunkEvent, ChunkState, Transition
-from offload.index.unwritten import UnwrittenChunks
 from offload.telemetry.removed_chunks import RemovalLog
 from policies.base import EntryInfo, EvictionPolicy, RemoveCause
 from policies.guarded import contained

@@ -98,9 +98,7 @@ class ChangingTiers:
         elif what < 0.85:
             healths = list(self.planner.health)
             for health in self.random.sample(healths, self.random.choice([1, 2])):
-                health.break_even.pays = (
-                    not health.break_even.pays
-                )  # toggles whether that disk is used
+                health.break_even.pays = not health.break_even.pays  # toggles the disk's use
         elif what < 0.92:
             self.load()
         else:
