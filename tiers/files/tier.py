@@ -39,7 +39,7 @@ __all__ = ["EPOCH_NAME", "FileTier", "record_name"]
 
 
 class RecordFileTier(FolderTier[Open]):
-    """What the exclusive and the shared tier of one file per record have in common."""
+    """The common part of the exclusive and the shared tier of one file per record."""
 
     def __init__(
         self,
