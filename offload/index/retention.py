@@ -121,8 +121,9 @@ def _holds_any(names: Container[bytes], keys: Sequence[Hashable]) -> bool:
 class UnwrittenChunks:
     """The chunks that wait to be written to any lower tier. Owned by the write-through.
 
-    Such a chunk may be evicted like any other, but its write is then given up. The queue of each lower tier keeps the set of that tier (``of_tier``); eviction removes chunks
-    from all of them. ``given_up`` counts, by tier, the writes that were given up in this way.
+    Such a chunk may be evicted like any other, but its write is then given up. The queue of each
+    lower tier keeps the set of that tier (``of_tier``); eviction removes chunks from all of them.
+    ``given_up`` counts, by tier, the writes that were given up in this way.
     """
 
     def __init__(self) -> None:
