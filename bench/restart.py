@@ -147,7 +147,7 @@ async def _restart(folder: str, records: int, end: str) -> None:
     batches = tier.keys()
     columns = joined([batch.column async for batch in batches])
     laps.end("keys")
-    # the benchmark's own bytes
+    # safe to unpickle: the benchmark pickled these bytes itself
     columns = pickle.loads(pickle.dumps(columns, pickle.HIGHEST_PROTOCOL))
     laps.end("message")
     index = TierIndex("disk", ByteCapacity(info.capacity_bytes), make_policy("lru"))

@@ -165,8 +165,8 @@ class Hint:
     """Words for the user, and the input that results from following them.
 
     ``flags`` are the additions to vLLM's command line. ``changed`` is the input that these checks
-    expect vLLM to derive from them; ``kvtiers doctor`` asks vLLM instead. ``cures`` is the one
-    cause that is removed.
+    expect vLLM to derive from them; ``kvtiers doctor`` asks vLLM instead. ``cures`` names the
+    cause that following the hint removes.
     """
 
     text: str

@@ -1,4 +1,4 @@
 """Owns namespaces on disk: owners of folders, manifests, epochs, inventory.
 
-Must not know a running server.
+Must not know requests, plans or jobs.
 """

@@ -167,7 +167,7 @@ class _WritesInFlight:
         self._most = most
         self._bound = most
         self._least = max(1, min(batch, most // PINNED_PART))
-        self._flying = 0  # the time when the previous step ended
+        self._flying = 0  # chunks being written when the previous step ended
 
     def step(self, flying: int, *, is_behind: bool) -> int:
         """The limit for this step, in which ``flying`` chunks are being written."""
@@ -265,7 +265,8 @@ class WriteThroughQueue:
                 self.offer(mine, cpu, groups, [EntryInfo(group, groups[group].kind)] * len(mine))
             return
         infos = sized(infos, groups[group_of(keys[0])].footprints[self.tier])
-        # If a readable tier holds a chunk, it was not stored: see ``StorePlanner.plan``.
+        # Chunks that a readable tier holds were never stored (``StorePlanner.plan``), so this check
+        # is needed only if no tier is readable.
         if not self._health.readable and not self._index.are_absent(keys):
             absent = list(map(self._index.is_absent, keys))
             keys, infos = list(compress(keys, absent)), chosen(infos, absent)

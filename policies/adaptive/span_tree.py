@@ -60,7 +60,7 @@ class Span:
         self.live -= keys
 
     def name(self, label: str) -> None:
-        """Set the label that the client's hints give to its kind."""
+        """Set the label of this span's kind, which the client's hints give."""
         self.label = label
 
     def classify(self, kind: int) -> None:

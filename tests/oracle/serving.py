@@ -380,7 +380,7 @@ class OracleEngine:
     def _connector_hooks(
         self, meta: Any, scheduled: SchedulerOutput, launch: Callable[..., None]
     ) -> KVConnectorOutput:
-        """In vLLM's order; with drafts, ``wait_for_save`` comes last."""
+        """Call the hooks in vLLM's order; with draft tokens, ``wait_for_save`` comes last."""
         worker = self.worker
         worker.bind_connector_metadata(meta)
         worker.start_load_kv(None)

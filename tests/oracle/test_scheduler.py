@@ -212,7 +212,7 @@ def _answered_before_the_copy(patch: pytest.MonkeyPatch) -> None:
 
 
 def _a_failed_load_tries_again(patch: pytest.MonkeyPatch) -> None:
-    """vLLM then waits for blocks that it has reserved for the same request."""
+    """A failed load is tried again: vLLM then waits for blocks that the same request holds."""
     lookup = SchedulerSide.lookup
 
     def forgetful(self: Any, request: Any, computed_tokens: int) -> Any:

@@ -4,9 +4,9 @@
 the capacity is a bound: each engine evicts the least recently used records when it finds too many.
 Nothing about the folder is cached: every query goes to the file system.
 
-``reset`` means that this engine has other weights from now on: it continues under a new epoch of
-which it is the only user, and records of the epoch that it leaves exist for no engine. Another
-machine may see them for as long as its mount caches names (NFS: ``acdirmax``, usually 60 s).
+``reset`` starts a new epoch, because the weights of this engine have changed. This engine is the
+only user of the new epoch, and no engine finds records of the old one any more. Another machine may
+find them for as long as its mount caches names (NFS: ``acdirmax``, usually 60 s).
 
 Ownership: everything belongs to the event loop's thread. Disk accesses run in the tier's ``depth``
 daemon threads.

@@ -1,4 +1,4 @@
-"""Owns the folders of tiers without a server: reading, exporting, importing and removing records.
+"""Owns reading and changing a tier's folder from other processes, also beside its server.
 
-Must not know namespaces, or a tier that is open.
+Must not know namespaces or the server's tier objects.
 """

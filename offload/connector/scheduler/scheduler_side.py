@@ -365,9 +365,9 @@ class SchedulerSide:
             self.planner.begin_epochs(epochs)
 
     def hold(self) -> None:
-        """The weights may have changed, which will be known soon. Until ``release`` or ``forget``
-        nothing is looked up or stored. What was planned and not sent would read blocks that have
-        lost their content."""
+        """Suspend lookups and stores until ``release`` or ``forget``, because the weights may have
+        changed. Cancel stores that were planned but not sent: their blocks have lost their
+        content."""
         self._is_held = True
         if self.planner is not None:
             self.planner.stores.cancel_planned()
