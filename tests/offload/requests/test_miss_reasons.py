@@ -116,4 +116,5 @@ def test_the_guide_lists_every_reason() -> None:
     guide = (Path(__file__).parents[3] / "docs" / "guides" / "misses.md").read_text()
     for reason, text in MEANINGS.items():
         assert f"| `{reason.value}` | {text} |" in guide
-    assert guide.count("\n| `") == len(MEANINGS)
+    reasons = guide.partition("\n## ")[0]  # other sections have other tables
+    assert reasons.count("\n| `") == len(MEANINGS)
