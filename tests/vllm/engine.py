@@ -265,7 +265,11 @@ class Engine:
 
     def log(self) -> str:
         """The end of the engine's log."""
-        return self.log_path.read_text(errors="replace")[-LOG_CHARS:]
+        return self.whole_log()[-LOG_CHARS:]
+
+    def whole_log(self) -> str:
+        """The engine's log."""
+        return self.log_path.read_text(errors="replace")
 
     def _receive(self, what: str) -> Any:
         try:

@@ -5,17 +5,16 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import random
-import signal
-import threading
+from collections.abc import Set
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from tests.vllm.engine import Engine, EngineError
-from tests.vllm.probes import check, totals
+from tests.vllm.engine import Engine
+from tests.vllm.probes import check, connector, totals
 from tests.vllm.restored import (
     HASH,
     Reference,
@@ -30,6 +29,8 @@ from tests.vllm.restored import (
 KILLS = int(os.environ.get("KVTIERS_KILLS", "3"))
 SEED = int(os.environ.get("KVTIERS_SEED", "9"))
 CAP_BYTES = 8 << 20
+AWAITED = ({"load"}, {"store", "write-through"}, {"load", "store", "write-through"})
+"""The kinds of jobs of which a kill must meet one, in turn."""
 KNOWN_FILES = {"owner.lock", "data.mdb", "lock.mdb", "payload.data", "scrub", "scrub.new"}
 
 
@@ -43,17 +44,35 @@ def strays(folder: Path) -> set[str]:
     return inside - KNOWN_FILES
 
 
-def load_until_killed(engine: Engine, reference: Reference, draw: random.Random) -> None:
-    """Known and new prompts in flight, until SIGKILL arrives."""
-    timer = threading.Timer(draw.uniform(0.05, 1.5), os.kill, (engine.pid, signal.SIGKILL))
-    timer.start()
-    with contextlib.suppress(EngineError):
-        for turn in range(100):
-            new = prompts(4, tokens=draw.randrange(64, 600), seed=draw.randrange(10**9))
-            engine.generate([*reference.prompts, *new], max_tokens=4 + turn % 3)
-            engine.reset_prefix_cache()
-    timer.join()
+def kinds_in_flight(llm: Any) -> set[str]:
+    """The kinds of jobs that the workers have not finished."""
+    return {job.kind.value for job in connector(llm)._scheduler.planner.jobs.jobs()}
+
+
+def is_in_flight(llm: Any, kinds: Set[str]) -> bool:
+    """True if a job of one of these kinds is under way."""
+    return not kinds_in_flight(llm).isdisjoint(kinds)
+
+
+def kill_under_load(
+    engine: Engine, reference: Reference, draw: random.Random, kinds: Set[str]
+) -> set[str]:
+    """Send known and new prompts, all in flight together, repeatedly. In the last round, kill the
+    engine while a job of one of these kinds is under way; return the kinds of all jobs then."""
+    for _ in range(draw.randrange(1, 3)):
+        engine.reset_prefix_cache()
+        new = prompts(4, tokens=draw.randrange(64, 600), seed=draw.randrange(10**9))
+        asked = [*reference.prompts, *new]
+        engine.generate(asked, max_tokens=4)
+    engine.reset_prefix_cache()
+    draw.shuffle(asked)
+    for number, prompt in enumerate(asked):
+        engine.submit(str(number), prompt, max_tokens=4 + number % 3)
+    engine.step(draw.randrange(4))
+    engine.step_until(is_in_flight, kinds)
+    met = engine.call(kinds_in_flight)
     engine.kill()
+    return met
 
 
 @pytest.mark.timeout(300 + 120 * KILLS)
@@ -61,6 +80,7 @@ def test_killed_again_and_again(llama: Path, tmp_path: Path) -> None:
     reference = Reference.record(llama, tmp_path / "ref.log", prompts(2))
     draw = random.Random(SEED)
     shared_memory: set[Path] = set()
+    met: set[str] = set()
     folder = tmp_path / "kv"
     tier = {"type": "lmdb", "path": str(folder), "capacity": CAP_BYTES, "reserve": 0}
     offload = config(None, cpu="1MiB", tiers=[tier])
@@ -76,7 +96,10 @@ def test_killed_again_and_again(llama: Path, tmp_path: Path) -> None:
             engine.call(check)
             shared_memory |= engine.shared_memory()
             if cycle < KILLS:
-                load_until_killed(engine, reference, draw)
+                met |= kill_under_load(engine, reference, draw, AWAITED[cycle % len(AWAITED)])
+        assert "is not what was computed" not in engine.whole_log(), where
         assert bytes_below(folder) <= CAP_BYTES, where
         assert not strays(folder), where
     assert not [path for path in shared_memory if path.exists()]
+    assert "load" in met, "no kill met a load"
+    assert KILLS < 2 or met & {"store", "write-through"}, "no kill met a store"
