@@ -75,22 +75,26 @@ def on_disk(engine: Engine, function: Any, *args: Any) -> Any:
     return engine.call(faults.on_workers, function, *args)
 
 
-def ask_all(engine: Engine, reference: Reference, seed: int) -> None:
-    """Send everything again, and something new to store; the answers must be right."""
+def ask_all(engine: Engine, reference: Reference, seed: int) -> int:
+    """Send everything again, and something new to store; the answers must be right. Returns how
+    many answers were compared."""
     engine.reset_prefix_cache()
-    ask(engine, reference)
+    compared = ask(engine, reference)
     for prompt in prompts(2, seed=1000 + seed):
         engine.generate_one(prompt)
     engine.call(check)
+    return compared
 
 
 def ask_while(engine: Engine, reference: Reference, goes_on: Callable[[], bool]) -> None:
-    """Send everything again and again. The number of repetitions depends on the speed of this
-    machine, so only pytest's own time limit ends it."""
-    for turn in itertools.count():
-        if not goes_on():
-            return
-        ask_all(engine, reference, turn)
+    """Send everything again and again, and once more at the end; some answers must have been
+    compared. The number of repetitions depends on the speed of this machine, so only pytest's own
+    time limit ends it."""
+    compared = turn = 0
+    while goes_on():
+        compared += ask_all(engine, reference, turn)
+        turn += 1
+    assert compared + ask_all(engine, reference, turn) > 0, "no answer was compared"
 
 
 def is_shut(engine: Engine, wanted: tuple[bool, bool]) -> bool:
@@ -131,6 +135,7 @@ def test_a_sick_disk_is_left_out_and_used_again_when_it_works(
     ask_until(engine, reference, (True, True))
     settle(engine)
     ask_and_compare(engine, reference, "lmdb")
+    assert ask_all(engine, reference, 600) == len(reference.prompts)
 
 
 @pytest.mark.parametrize(
@@ -157,6 +162,7 @@ def test_an_unplugged_disk_is_used_again_when_it_is_back(
     ask_all(engine, reference, 500)  # lost chunks are stored once more
     settle(engine)
     ask_and_compare(engine, reference, "lmdb")
+    assert ask_all(engine, reference, 600) == len(reference.prompts)
     has_lost = engine.call(totals)["dropped_chunks:lmdb"] > dropped
     assert has_lost == (comes_back == "empty"), "what had come back was there"
 
