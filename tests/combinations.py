@@ -27,7 +27,7 @@ ENGINES: dict[tuple[str, str], dict[str, str]] = {
     ("0.32", "v2"): {
         f"{VERIFY}_whole_chunks_agree_and_planted_faults_do_not": "full attention",
         f"{VERIFY}_a_block_overwritten_during_a_store_or_load_is_detected": (
-            "late fences: blocks that are overwritten under a copy"
+            "blocks that are overwritten under a copy"
         ),
         f"{KIND}[gemma3_chunks]": "sliding windows",
         f"{KIND}[granite_hybrid]": "Mamba-2 states",
