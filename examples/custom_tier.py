@@ -183,7 +183,7 @@ class SqliteTier(Tier):
                 self._file.execute("BEGIN IMMEDIATE")
                 result = function()
                 self._file.execute("COMMIT")
-            except BaseException:
+            except BaseException:  # a cancelled transaction is rolled back, too
                 self._epoch, self._used_bytes = before
                 if self._file.in_transaction:
                     self._file.execute("ROLLBACK")

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import os
 import re
-import shutil
 import signal
 import subprocess
 import sys
@@ -13,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.bare_checkout import copy_to, script
 from tests.patience import PATIENCE_S
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -24,19 +24,9 @@ repair_transformers() { :; }
 """An environment whose Python records its arguments."""
 
 
-def script(path: Path, body: str) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(f"#!/usr/bin/env bash\n{body}\n")
-    path.chmod(0o755)
-
-
 @pytest.fixture
 def checkout(tmp_path: Path) -> Path:
-    copy = tmp_path / "a path"
-    for name in ("scripts", "requirements"):
-        shutil.copytree(ROOT / name, copy / name)
-    for name in ("run", "pyproject.toml"):
-        shutil.copy(ROOT / name, copy / name)
+    copy = copy_to(tmp_path / "a path")
     script(copy / "bin/python", 'echo "python: $*"')
     return copy
 

@@ -56,7 +56,7 @@ def export_file(path: Path, *, overwrite: bool) -> Iterator[IO[bytes]]:
             file.flush()
             os.fsync(file.fileno())
             os.replace(part, path)
-        except BaseException:
+        except BaseException:  # Ctrl-C as well leaves no partial file
             part.unlink(missing_ok=True)
             raise
     sync_folder(path.absolute().parent)

@@ -250,7 +250,7 @@ class MooncakeSource:
         self._neighbours: tuple[Neighbour, ...] = ()
         try:
             self.look()
-        except BaseException:
+        except BaseException:  # the client has threads that would live on
             self._client.close()
             raise
 

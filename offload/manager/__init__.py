@@ -97,7 +97,7 @@ class OffloadManager:
         undo = contextlib.AsyncExitStack()
         try:
             return await cls._open(undo, kv_cache_config, kv_caches, config, tiers)
-        except BaseException:
+        except BaseException:  # a cancelled open releases what it has opened, too
             await settled(asyncio.ensure_future(undo.aclose()))
             raise
 

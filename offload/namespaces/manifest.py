@@ -177,7 +177,7 @@ def write_durably(path: Path, content: bytes, *, placed: Callable[[], None] | No
             if placed is not None:
                 placed()
                 os.fsync(fd)
-    except BaseException:
+    except BaseException:  # whatever failed, no draft is left
         draft.unlink(missing_ok=True)
         raise
     sync_folder(path.parent)

@@ -74,7 +74,7 @@ class OpenLoad:
             return None
         try:
             copy.ticket = submit()
-        except BaseException:
+        except BaseException:  # whatever failed, nobody waits for this copy
             copy.is_refused = True
             raise
         return copy.ticket

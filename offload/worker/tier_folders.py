@@ -144,7 +144,7 @@ class TierFolders:
                 config.path, self.namespace, config.capacity, note=_note, wanted=wanted
             )
             mount = mount_point_of(config.path)
-        except BaseException:
+        except BaseException:  # whatever failed, the folder is not kept claimed
             claimed.close()
             raise
         replica_dir = replica_folder(config.path, self.namespace, self.replica)
@@ -188,7 +188,7 @@ class TierFolders:
                     config.path, self.namespace, capacity, note=_note, wanted=wanted
                 )
             mount = mount_point_of(config.path)
-        except BaseException:
+        except BaseException:  # whatever failed, the folder is not kept claimed
             claimed.close()
             raise
         share = max(0, capacity // self.ranks - SMALL_FILES_BYTES)
@@ -225,7 +225,7 @@ class TierFolders:
         try:
             if self.geometry is not None:
                 write_geometry(claimed.folder, self.geometry)
-        except BaseException:
+        except BaseException:  # whatever failed, the folder is not kept claimed
             claimed.close()
             raise
         return claimed

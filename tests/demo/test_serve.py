@@ -5,13 +5,13 @@ from __future__ import annotations
 
 import os
 import re
-import shutil
 import subprocess
 from pathlib import Path
 
 import pytest
 
 from demo.serve import too_large
+from tests.bare_checkout import copy_to, script
 from tests.patience import PATIENCE_S
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -19,20 +19,10 @@ GIB = 2**30
 H200 = "580.159.04, 9.0"
 
 
-def script(path: Path, body: str) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(f"#!/usr/bin/env bash\n{body}\n")
-    path.chmod(0o755)
-
-
 @pytest.fixture
 def checkout(tmp_path: Path) -> Path:
     """A copy of the files that ./run needs, set up for CUDA."""
-    copy = tmp_path / "checkout"
-    for name in ("scripts", "requirements"):
-        shutil.copytree(ROOT / name, copy / name)
-    for name in ("run", "pyproject.toml"):
-        shutil.copy(ROOT / name, copy / name)
+    copy = copy_to(tmp_path / "checkout")
     gpu(copy, H200)
     script(copy / ".venv-cuda/bin/python", 'echo "in $PWD: $*"; echo "path $PYTHONPATH"')
     return copy

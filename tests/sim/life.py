@@ -324,7 +324,7 @@ def live(world: ServerLife, steps: int) -> ServerLife:
     with _virtual_clocks():
         try:
             world.turns = run_virtually(world.run(steps))
-        except BaseException as error:
+        except BaseException as error:  # adds the state to whatever it was
             error.add_note(f"step {world.steps}, {world.setup}, {dict(world.events)}")
             raise
     return world

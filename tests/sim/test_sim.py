@@ -67,7 +67,7 @@ def live_through(seed: int) -> ServerLife:
     world = ServerLife(seed)
     try:
         return live(world, STEPS)
-    except BaseException as error:
+    except BaseException as error:  # adds the seed to whatever it was
         error.add_note(
             f"KVTIERS_SIM_SEED={seed} KVTIERS_SIM_STEPS={STEPS} "
             "python -m pytest tests/sim -k replay"

@@ -94,7 +94,7 @@ class ReadOnlyTier(Tier):
         self._threads, self._is_closed = DaemonThreads("tier-foreign", 1), False
         try:
             return await self._run(function)
-        except BaseException:
+        except BaseException:  # a cancelled open ends its thread, too
             await self.aclose()
             raise
 

@@ -98,7 +98,7 @@ class ReopeningTier(Tier, Generic[Wrapped]):
         info = await self._tier.open()
         try:
             info = await self._begin_noted(info)
-        except BaseException:
+        except BaseException:  # a cancelled open closes the tier, too
             await self._tier.aclose()
             raise
         self._medium, self._epoch = info.medium, info.epoch

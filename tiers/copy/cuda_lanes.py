@@ -121,7 +121,7 @@ class CudaLane:
         try:
             self._start(f"kvtiers-{name}", self._submit_all)
             self._start(f"kvtiers-{name}-wait", self._wait_all)
-        except BaseException:
+        except BaseException:  # whatever failed, the first thread ends
             self.close()
             raise
 

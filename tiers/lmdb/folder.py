@@ -97,7 +97,7 @@ def open_index(folder: Path, index_bytes: int, identity: Identity, io: DiskIo) -
     index = LmdbIndex(folder, index_bytes, Manifest(identity, file_id))
     try:
         check_partner(folder, index.manifest)
-    except BaseException:
+    except BaseException:  # whatever failed, LMDB is closed
         index.close()
         raise
     return index

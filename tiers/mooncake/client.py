@@ -88,7 +88,7 @@ class MooncakeClient:
         try:
             if self._memory:
                 self._register(self._memory.start, len(self._memory))
-        except BaseException:
+        except BaseException:  # the client has threads that would live on
             self._store.close()
             raise
 

@@ -241,7 +241,7 @@ class HostSlab:
     def _wait_or_close(self) -> None:
         try:
             self.wait_ready()
-        except BaseException:
+        except BaseException:  # Ctrl-C as well unmaps the memory
             self.close()
             raise
 

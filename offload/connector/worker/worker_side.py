@@ -184,7 +184,7 @@ class WorkerSide:
         if plan.fence and self._executor is not None:
             try:
                 self._executor.fence(plan.fence)
-            except Exception:
+            except Exception:  # whatever failed, the stores under way are not trusted
                 self._executor.poison(plan.fence)
                 raise
             if self._fence_is_late:

@@ -175,6 +175,16 @@ def fair_again(world: ManagerOverFaults) -> None:
         world.fault.over()
 
 
+async def store_until_writes_are_closed(world: ManagerOverFaults) -> None:
+    """Offer new blocks until a probe has closed the breaker of writes."""
+    first = 200
+    while not world.gate.writes.closed:
+        await world.store(2, first, wait=False)
+        await asyncio.sleep(6.0)
+        first += 2
+        assert first < 260
+
+
 @pytest.mark.parametrize("fault", KINDS)
 def test_reads_of_a_failing_disk(tmp_path: Path, fault: Callable[[Tier, Trouble], Any]) -> None:
     async def life() -> None:
@@ -227,12 +237,7 @@ def test_writes_to_a_failing_disk(tmp_path: Path, fault: Callable[[Tier, Trouble
             assert world.tier.calls["write"] == asked, "while open nothing is written"
             assert world.fault.met > 0
             fair_again(world)
-            first = 200
-            while not world.gate.writes.closed:
-                await world.store(2, first, wait=False)
-                await asyncio.sleep(6.0)
-                first += 2
-                assert first < 260
+            await store_until_writes_are_closed(world)
             await world.store(CHUNKS, 300)
             assert await world.restore(CHUNKS, 300) == CHUNKS
 
@@ -306,12 +311,7 @@ def test_an_unplugged_disk_is_used_again_when_it_is_back(tmp_path: Path, comes_b
                 mount.mkdir()
             else:
                 elsewhere.rename(mount)
-            first = 200
-            while not world.gate.writes.closed:
-                await world.store(2, first, wait=False)
-                await asyncio.sleep(6.0)
-                first += 2
-                assert first < 260
+            await store_until_writes_are_closed(world)
             await until(lambda: world.gate.reads.closed, world)
             # Forgotten at once, not through one failed load after the other.
             held = CHUNKS if comes_back == "as it was" else 0

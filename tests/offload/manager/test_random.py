@@ -233,7 +233,7 @@ def live_through(seed: int) -> Counter[str]:
     life = Life(seed)
     try:
         run_virtually(life.live())
-    except BaseException as error:
+    except BaseException as error:  # adds the seed to whatever it was
         error.add_note(f"KVTIERS_MANAGER_SEED={seed} python -m pytest {__file__} -k replay")
         raise
     return life.seen

@@ -197,7 +197,7 @@ class SharedIndex:
             self.env.reader_check()
             names = (b"meta", RECORDS_NAME, b"order", b"free", b"intents")
             self.tables = Databases(*(self.env.open_db(name) for name in names))
-        except BaseException:
+        except BaseException:  # whatever failed, LMDB is closed
             self.close()
             raise
 

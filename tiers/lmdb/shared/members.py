@@ -57,7 +57,7 @@ class Member:
                     'Stop it, or give all of them "shared": true'
                 )
             self._take_number()
-        except BaseException:
+        except BaseException:  # whatever failed, the lock is released
             self.release()
             raise
 

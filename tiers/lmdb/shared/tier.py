@@ -94,7 +94,7 @@ class SharedLmdbTier(FolderTier[SharedLmdbFiles], SharedTier):
         files = await self._open_in_thread(SharedLmdbFiles, *arguments)
         try:
             state, medium = await self._lookup(lambda: (files.index.state(), files.medium))
-        except BaseException:
+        except BaseException:  # a cancelled open closes the files, too
             await self.aclose()
             raise
         capacity_bytes = (files.pages_max - 1) * ALIGNMENT

@@ -92,7 +92,7 @@ class SharedWrites:
         """Allocate extents for every record and write it; settle those that get none."""
         try:
             left = await self._place_all(own, own_epoch)
-        except Exception:
+        except Exception:  # whatever failed, the waiting callers get an answer
             self._settle([record for record in own if record[0].waiters], WriteOutcome.FAILED)
             raise
         self._settle(left, WriteOutcome.FULL)
