@@ -21,7 +21,7 @@ from bench.environment import describe
 from bench.report import deliver
 from bench.scenario import Report, Row, progress_bar
 from policies.registry import DEFAULT_CPU_POLICY
-from policies.simulation.jobs import OPTIMUM, Job, Source, load, run_jobs
+from policies.simulation.jobs import OPTIMUM, SimulationJob, TraceSource, load, run_jobs
 from policies.simulation.simulator import Result
 
 ALLOWANCE = 0.005
@@ -62,10 +62,10 @@ def run(config: Config, progress: Progress) -> Report:
         for path in config.traces
         for part in config.parts
         for share in config.shares
-        for job in _jobs(Source(path, part=part), share)
+        for job in _jobs(TraceSource(path, part=part), share)
     ]
     task = progress.add_task("runs", total=len(jobs))
-    found: dict[Job, Result] = {}
+    found: dict[SimulationJob, Result] = {}
     for job, result in run_jobs(jobs, config.processes, lambda _: None):
         found[job] = result
         progress.advance(task)
@@ -74,16 +74,16 @@ def run(config: Config, progress: Progress) -> Report:
     return report
 
 
-def _jobs(source: Source, share: float) -> list[Job]:
+def _jobs(source: TraceSource, share: float) -> list[SimulationJob]:
     trace = load(source)
     capacity = max(1, int(share * trace.unique_blocks()))
     names = [(OPTIMUM, "none"), ("lru", "none"), (DEFAULT_CPU_POLICY, "none")]
     if any(request.last for request in trace.requests):
         names.append((DEFAULT_CPU_POLICY, "end"))
-    return [Job(source, name, capacity, share, hints=hints) for name, hints in names]
+    return [SimulationJob(source, name, capacity, share, hints=hints) for name, hints in names]
 
 
-def _case(job: Job) -> str:
+def _case(job: SimulationJob) -> str:
     name = Path(job.source.path).name.partition(".")[0]
     part = (
         "" if job.source.part == (0.0, 1.0) else f" [{job.source.part[0]:g}:{job.source.part[1]:g}]"
@@ -91,7 +91,7 @@ def _case(job: Job) -> str:
     return f"{name}{part}, {job.share:.1%}"
 
 
-def _rows(jobs: list[Job], found: dict[Job, Result]) -> list[Row]:
+def _rows(jobs: list[SimulationJob], found: dict[SimulationJob, Result]) -> list[Row]:
     rows = []
     limits: dict[tuple[str, str], float] = {}
     for job in jobs:

@@ -245,6 +245,34 @@ def test_no_constant_is_bound_twice() -> None:
     assert wrong == []
 
 
+def classes_of(tree: ast.Module) -> list[str]:
+    """The names of the classes and type aliases that a module defines, also inside functions."""
+    return [
+        node.name if isinstance(node, ast.ClassDef) else ast.unparse(node.target)
+        for node in ast.walk(tree)
+        if isinstance(node, ast.ClassDef)
+        or (isinstance(node, ast.AnnAssign) and ast.unparse(node.annotation) == "TypeAlias")
+    ]
+
+
+def named_twice(trees: dict[str, ast.Module]) -> dict[str, list[str]]:
+    modules: dict[str, list[str]] = {}
+    for module, tree in trees.items():
+        for name in classes_of(tree):
+            modules.setdefault(name, []).append(module)
+    return {name: found for name, found in modules.items() if len(found) > 1}
+
+
+def test_no_two_classes_have_the_same_name() -> None:
+    """A name in a log, a traceback or a search then identifies one class."""
+    assert named_twice({module_of(p): tree_of(p) for p in python_files(*PRODUCT)}) == {}
+
+
+def test_two_classes_of_one_name_are_found() -> None:
+    one, two = ast.parse("class Job: ..."), ast.parse("Job: TypeAlias = int\nKey: str = ''")
+    assert named_twice({"a": one, "b": two, "c": ast.parse("")}) == {"Job": ["a", "b"]}
+
+
 def test_product_code_imports_no_tests() -> None:
     wrong = [
         f"{name_of(path)} imports {name}"

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from offload.admin.offline_edits import InUseError, is_older, remove_unused
+from offload.admin.offline_edits import RankFolderInUseError, is_older, remove_unused
 from offload.namespaces.claims import Owner
 from offload.namespaces.cleanup import NotDeletedError, delete_trash, remove_namespace, usage
 from offload.namespaces.inventory import NamespaceFolder, RankFolder
@@ -22,7 +22,7 @@ from tiers.folders.folder import prepare
 
 
 @dataclass(frozen=True, slots=True)
-class Wanted:
+class RemovalFilter:
     """The conditions for a removal; all conditions that are given must be met. Data matches
     ``before_ns`` if its last use was before that time."""
 
@@ -78,7 +78,7 @@ class Removal:
         }
 
 
-def find_removals(namespaces: Sequence[NamespaceFolder], wanted: Wanted) -> list[Removal]:
+def find_removals(namespaces: Sequence[NamespaceFolder], wanted: RemovalFilter) -> list[Removal]:
     """List the matching data, and remains of earlier removals. Raises whatever opening a folder
     raises."""
     found = []
@@ -94,7 +94,7 @@ def find_removals(namespaces: Sequence[NamespaceFolder], wanted: Wanted) -> list
     return found
 
 
-def _find(removal: Removal, wanted: Wanted) -> bool:
+def _find(removal: Removal, wanted: RemovalFilter) -> bool:
     """Note the parts of a namespace to remove; returns whether there are any."""
     namespace = removal.namespace
 
@@ -142,7 +142,7 @@ def remove(removals: Sequence[Removal], before_ns: int, advance: Callable[[int],
     for removal in removals:
         try:
             removal.done = _remove(removal, before_ns)
-        except InUseError as error:
+        except RankFolderInUseError as error:
             removal.owners = [error.owner]
         except NotDeletedError as error:
             removal.problem, removal.left_bytes = str(error), error.size_bytes
@@ -154,7 +154,7 @@ def remove(removals: Sequence[Removal], before_ns: int, advance: Callable[[int],
 def _remove(removal: Removal, before_ns: int) -> bool:
     """Remove it; return False if a server uses it.
 
-    Raises ``InUseError`` and ``NotDeletedError``.
+    Raises ``RankFolderInUseError`` and ``NotDeletedError``.
     """
     namespace = removal.namespace
     if namespace.is_trash:

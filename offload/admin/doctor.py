@@ -31,7 +31,7 @@ SLOT_ALIGNMENT = 4 * KIB
 """Slots and records take whole pages of this size (``tiers.slab.slab``)."""
 
 
-class Verdict(StrEnum):
+class ModelVerdict(StrEnum):
     """The verdict in one line."""
 
     FITS = "can be offloaded"
@@ -42,11 +42,11 @@ class Verdict(StrEnum):
 
 
 EXIT_CODES = {
-    Verdict.FITS: 0,
-    Verdict.REFUSED: 1,
-    Verdict.WRONG_FLAGS: 2,
-    Verdict.UNKNOWN_MODEL: 3,
-    Verdict.VLLM_REFUSES: 4,
+    ModelVerdict.FITS: 0,
+    ModelVerdict.REFUSED: 1,
+    ModelVerdict.WRONG_FLAGS: 2,
+    ModelVerdict.UNKNOWN_MODEL: 3,
+    ModelVerdict.VLLM_REFUSES: 4,
 }
 
 
@@ -99,12 +99,12 @@ class Report:
     fixes: tuple[str, ...]
     notes: tuple[str, ...]
     parameters: int = 0
-    verdict: Verdict = Verdict.FITS
+    verdict: ModelVerdict = ModelVerdict.FITS
 
     @property
     def ok(self) -> bool:
         """True if the model can be offloaded with this configuration."""
-        return self.verdict == Verdict.FITS
+        return self.verdict == ModelVerdict.FITS
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,7 +122,7 @@ class Facts:
     parameters: int = 0
 
 
-def refusal(model: str, verdict: Verdict, reason: str, fixes: Sequence[str] = ()) -> Report:
+def refusal(model: str, verdict: ModelVerdict, reason: str, fixes: Sequence[str] = ()) -> Report:
     """A report that contains only the refusal of a model or its configuration, with the reason."""
     return Report(model, 0, (), 0, 0, 0.0, (), (reason,), tuple(fixes), (), verdict=verdict)
 
@@ -150,15 +150,15 @@ def examine(
     fixes = hint_lines(hints)
     layout = unchecked_layout(given)
     tiers: tuple[TierReport, ...] = ()
-    verdict = Verdict.REFUSED if refused else Verdict.FITS
+    verdict = ModelVerdict.REFUSED if refused else ModelVerdict.FITS
     if not refused:
         sizes = [_stored(group.chunk_bytes) for group in layout.groups]
         slot_bytes = max(sizes)
         small = check_capacity(config, slot_bytes, facts.ranks, min(sizes))
         refused += [str(problem) for problem in small]
         tiers = _tier_reports(layout, config, facts.ranks, slot_bytes)
-    if verdict == Verdict.FITS and (refused or problems):
-        verdict = Verdict.WRONG_FLAGS
+    if verdict == ModelVerdict.FITS and (refused or problems):
+        verdict = ModelVerdict.WRONG_FLAGS
     chunks = {group.group: group.chunk_tokens for group in layout.groups}
     return Report(
         model=facts.model,

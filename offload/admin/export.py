@@ -26,7 +26,7 @@ from offload.errors import NamespaceError, OffloadError
 from offload.namespaces.inventory import NamespaceFolder, RankFolder
 from tiers.folders.folder import sync_folder, try_flock
 from tiers.offline.archive import Record, write_about, write_magic, write_record
-from tiers.offline.inspect import Checker, Health, OfflineFolder
+from tiers.offline.inspect import Checker, OfflineFolder, RecordHealth
 
 
 class ExportFileError(OffloadError):
@@ -143,13 +143,13 @@ def _export_folder(
         health, payload = checker.check(record)
         if outside.epoch != epoch:
             raise NamespaceError(f"{store.folder} was reset while it was exported")
-        if health is Health.GOOD:
+        if health is RecordHealth.GOOD:
             write_record(file, Record(key, use_ns, payload))
             counts.records += 1
             counts.payload_bytes += payload.nbytes
-        counts.gone += health is Health.GONE
-        counts.damaged += health is Health.DAMAGED
-        counts.unread += health is Health.SEALED
+        counts.gone += health is RecordHealth.GONE
+        counts.damaged += health is RecordHealth.DAMAGED
+        counts.unread += health is RecordHealth.SEALED
         advance(record.stored_bytes)
     return counts
 

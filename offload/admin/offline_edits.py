@@ -16,7 +16,7 @@ from offload.namespaces.inventory import RankFolder
 from tiers.base import Key
 from tiers.folders.folder import OwnerLock, prepare
 from tiers.offline.file_reader import FileReader
-from tiers.offline.inspect import Checker, Found, Health
+from tiers.offline.inspect import Checker, Found, RecordHealth
 from tiers.offline.lmdb_reader import LmdbReader
 from tiers.offline.remove import forget_files, forget_in_lmdb
 
@@ -24,7 +24,7 @@ KEYS_PER_LOCK = 20_000
 """Number of records removed under one lock; takes a fraction of a second."""
 
 
-class InUseError(Exception):
+class RankFolderInUseError(Exception):
     """A live process uses the rank folder."""
 
     def __init__(self, store: RankFolder, owner: Owner) -> None:
@@ -34,15 +34,15 @@ class InUseError(Exception):
 
 @contextlib.contextmanager
 def alone_with(store: RankFolder) -> Iterator[None]:
-    """Keep others from opening a rank folder until the end. Raises ``InUseError``, ``TierError``,
-    ``TierUnavailableError`` or ``OSError``."""
+    """Keep others from opening a rank folder until the end. Raises ``RankFolderInUseError``,
+    ``TierError``, ``TierUnavailableError`` or ``OSError``."""
     prepare(store.folder, allow_network=True)
     with contextlib.ExitStack() as undo:
         if store.namespace:
             undo.enter_context(locked(root_of(store)))
         owner = store.owner()
         if owner is not None:
-            raise InUseError(store, owner)
+            raise RankFolderInUseError(store, owner)
         undo.callback(OwnerLock(store.folder).release)
         yield
 
@@ -62,7 +62,7 @@ def remove_damaged(store: RankFolder, damaged: Sequence[Found], key_file: str) -
         outside = _open_alone(store, key_file)
         try:
             checker = Checker(outside, has_key=bool(key_file))
-            bad = [one.key for one in damaged if checker.check(one)[0] is Health.DAMAGED]
+            bad = [one.key for one in damaged if checker.check(one)[0] is RecordHealth.DAMAGED]
         finally:
             outside.close()
         _forget(store, outside, bad)

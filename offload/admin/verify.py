@@ -11,9 +11,9 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from offload.admin.offline_edits import InUseError, remove_damaged
-from offload.namespaces.inventory import RankFolder, Standing, Verdict
-from tiers.offline.inspect import Checker, Found, Health, OfflineFolder
+from offload.admin.offline_edits import RankFolderInUseError, remove_damaged
+from offload.namespaces.inventory import FolderVerdict, RankFolder, Standing
+from tiers.offline.inspect import Checker, Found, OfflineFolder, RecordHealth
 
 
 class RateLimit:
@@ -40,7 +40,7 @@ class RateLimit:
 
 
 @dataclass(slots=True)
-class Scrubbed:
+class VerifyResult:
     """The result for one rank's folder.
 
     ``gone`` records were removed or replaced by the owner meanwhile; ``unread`` ones are encrypted,
@@ -62,7 +62,7 @@ class Scrubbed:
     problem: str = ""
     remark: str = ""
 
-    def judge(self, verdict: Verdict) -> None:
+    def judge(self, verdict: FolderVerdict) -> None:
         """Set what a server that starts would do with the folder."""
         self.standing = verdict.standing.value
         self.problem, self.remark = verdict.problem, verdict.remark
@@ -107,7 +107,7 @@ def _name(found: Found) -> str:
 
 
 def scrub(
-    result: Scrubbed,
+    result: VerifyResult,
     outside: OfflineFolder,
     *,
     has_key: bool,
@@ -125,15 +125,15 @@ def scrub(
             health, payload = checker.check(record)
             result.records += 1
             result.read_bytes += payload.nbytes
-            result.good += health is Health.GOOD
-            result.gone += health is Health.GONE
-            result.unread += health is Health.SEALED
-            if health is Health.DAMAGED:
+            result.good += health is RecordHealth.GOOD
+            result.gone += health is RecordHealth.GONE
+            result.unread += health is RecordHealth.SEALED
+            if health is RecordHealth.DAMAGED:
                 result.damaged.append(record)
             advance(record.stored_bytes)
 
 
-def repair(result: Scrubbed, key_file: str) -> None:
+def repair(result: VerifyResult, key_file: str) -> None:
     """Remove damaged records, unless a server uses the folder. Modifies ``result``.
 
     Raises ``TierError``, ``TierUnavailableError`` or ``OSError``.
@@ -142,6 +142,6 @@ def repair(result: Scrubbed, key_file: str) -> None:
     if owner is None and result.damaged:
         try:
             result.removed = remove_damaged(result.store, result.damaged, key_file)
-        except InUseError as error:  # a server has started in the meantime
+        except RankFolderInUseError as error:  # a server has started in the meantime
             owner = error.owner
     result.owner_pid = owner.pid if owner else None

@@ -22,7 +22,7 @@ from offload.cli.common import (
 from offload.cli.numbers import age_text, size_text
 
 if TYPE_CHECKING:
-    from offload.admin.clear import Removal, Wanted
+    from offload.admin.clear import Removal, RemovalFilter
     from offload.namespaces.inventory import NamespaceFolder
 
 app = make_app()
@@ -72,13 +72,13 @@ def clear(
     of the same path. What an earlier run could not delete is tried again. Exits with 1 if something
     remains because it is in use or could not be deleted.
     """
-    from offload.admin.clear import Wanted, find_removals, remove
+    from offload.admin.clear import RemovalFilter, find_removals, remove
 
     problems = Problems()
     age_s = problems.duration("--unused-for", unused_for)
     namespaces = problems.namespaces(folder)
     before_ns = int((time.time() - age_s) * 1e9) if age_s else 0
-    wanted = Wanted(tuple(namespace or ()), tuple(model or ()), before_ns, set_aside)
+    wanted = RemovalFilter(tuple(namespace or ()), tuple(model or ()), before_ns, set_aside)
     _check(problems, wanted, namespaces, everything, unused_for)
     if not (yes or dry_run) and (as_json or sys.stdin is None or not sys.stdin.isatty()):
         why = "with --json" if as_json else "where there is no terminal to ask on"
@@ -99,7 +99,7 @@ def clear(
 
 def _check(
     problems: Problems,
-    wanted: Wanted,
+    wanted: RemovalFilter,
     namespaces: list[NamespaceFolder],
     everything: bool,
     unused_for: str,

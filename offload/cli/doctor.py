@@ -40,12 +40,12 @@ def doctor(
 def missing_folder(model: str) -> Report | None:
     """The report for a path that does not exist. vLLM would take a quarter of a minute, and would
     treat the path as a name on the hub."""
-    from offload.admin.doctor import Verdict, refusal
+    from offload.admin.doctor import ModelVerdict, refusal
 
     if not model.startswith(("/", "./", "../", "~")) or os.path.exists(model):
         return None
     fix = "give a folder with a config.json, or the name of a model on the hub"
-    return refusal(model, Verdict.UNKNOWN_MODEL, f"{model} does not exist", [fix])
+    return refusal(model, ModelVerdict.UNKNOWN_MODEL, f"{model} does not exist", [fix])
 
 
 def ask_vllm(model: str, flags: list[str]) -> Report:

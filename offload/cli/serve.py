@@ -37,7 +37,7 @@ Disk = Annotated[
 
 
 @dataclass(slots=True)
-class Wanted:
+class WantedTiers:
     """The requested tiers, and the flag or variable behind each field, to name it in a problem."""
 
     extra: dict[str, Any] = field(default_factory=dict)
@@ -123,9 +123,9 @@ def has_flag(flags: list[str], name: str) -> bool:
 
 def tiers_wanted(
     cpu: str, disks: list[str], environment: Mapping[str, str], problems: Problems
-) -> Wanted:
+) -> WantedTiers:
     """Read the flags, or the environment if there are none."""
-    wanted = Wanted()
+    wanted = WantedTiers()
     name = "--kv-cpu" if cpu else CPU_VARIABLE
     if cpu := cpu or environment.get(CPU_VARIABLE, ""):
         wanted.extra["cpu"] = {"capacity": cpu}

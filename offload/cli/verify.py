@@ -22,7 +22,7 @@ from offload.cli.numbers import size_text
 if TYPE_CHECKING:
     from rich.progress import Progress
 
-    from offload.admin.verify import Scrubbed
+    from offload.admin.verify import VerifyResult
     from offload.namespaces.inventory import RankFolder
 
 app = make_app()
@@ -81,13 +81,15 @@ def verify(
     raise SystemExit(0 if ok else 1)
 
 
-def _one(store: RankFolder, rate: int, key_file: str, check_only: bool, bar: Progress) -> Scrubbed:
+def _one(
+    store: RankFolder, rate: int, key_file: str, check_only: bool, bar: Progress
+) -> VerifyResult:
     """Check one rank folder. An error does not prevent the others from being checked."""
-    from offload.admin.verify import Scrubbed, repair
+    from offload.admin.verify import VerifyResult, repair
     from tiers.base import TierError
     from tiers.offline.inspect import FolderChangedError
 
-    result = Scrubbed(store)
+    result = VerifyResult(store)
     try:
         _scrub(result, rate, key_file, bar)
     except FolderChangedError as error:
@@ -101,7 +103,7 @@ def _one(store: RankFolder, rate: int, key_file: str, check_only: bool, bar: Pro
     return result
 
 
-def _scrub(result: Scrubbed, rate: int, key_file: str, bar: Progress) -> None:
+def _scrub(result: VerifyResult, rate: int, key_file: str, bar: Progress) -> None:
     from offload.admin.verify import RateLimit, scrub
     from offload.sizes import parse_size
 
@@ -126,7 +128,7 @@ def _scrub(result: Scrubbed, rate: int, key_file: str, bar: Progress) -> None:
         outside.close()
 
 
-def _print(results: list[Scrubbed], problems: list[str]) -> None:
+def _print(results: list[VerifyResult], problems: list[str]) -> None:
     from rich.table import Table
 
     table = Table()
@@ -153,11 +155,11 @@ def _print(results: list[Scrubbed], problems: list[str]) -> None:
         out.print(f"and {len(lines) - LINES_MAX:,} more lines (--json has everything)")
 
 
-def _damaged(result: Scrubbed) -> list[str]:
+def _damaged(result: VerifyResult) -> list[str]:
     return [f"{result.store.folder}: damaged: key {found.key.hex()}" for found in result.damaged]
 
 
-def _remarks(result: Scrubbed) -> list[str]:
+def _remarks(result: VerifyResult) -> list[str]:
     place = str(result.store.folder)
     lines = [f"{place}: {text}" for text in (result.problem, result.remark) if text]
     if result.damaged and result.owner_pid is not None:

@@ -38,10 +38,10 @@ from offload.namespaces.manifest import (
     read_small_file,
     write_durably,
 )
-from tiers.adapters.read_only import Source, SourceKey
+from tiers.adapters.read_only import RecordSource, SourceKey
 from tiers.base import ALIGNMENT, Buffer, Key, ReadOutcome
 from tiers.folders.folder import FolderUnusableError
-from tiers.offline.inspect import Checker, FolderChangedError, Health, OfflineFolder
+from tiers.offline.inspect import Checker, FolderChangedError, OfflineFolder, RecordHealth
 from tiers.record import Identity
 
 logger = logging.getLogger(__name__)
@@ -118,10 +118,10 @@ def find_neighbours(
 
 def open_sources(
     stores: Sequence[NeighbourFolder], now: Geometry, key_file: str = ""
-) -> Callable[[], list[Source]]:
+) -> Callable[[], list[RecordSource]]:
     """Open the sources for ``tiers.adapters.read_only.ReadOnlyTier``."""
 
-    def opened() -> list[Source]:
+    def opened() -> list[RecordSource]:
         sources = [store.open(now, key_file) for store in stores]
         return [source for source in sources if source is not None]
 
@@ -192,7 +192,7 @@ def padded(size: int) -> int:
 
 
 class TranslatedSource:
-    """See the module's docstring. A ``tiers.adapters.read_only.Source``."""
+    """See the module's docstring. A ``tiers.adapters.read_only.RecordSource``."""
 
     def __init__(
         self,
@@ -294,9 +294,9 @@ class TranslatedSource:
         if found.payload_bytes != padded(plan.record_bytes):
             return ReadOutcome.MISS, _NOTHING
         health, payload = checker.check(found)
-        if store.epoch != self._epoch or health in (Health.GONE, Health.SEALED):
+        if store.epoch != self._epoch or health in (RecordHealth.GONE, RecordHealth.SEALED):
             return ReadOutcome.MISS, _NOTHING
-        if health is Health.DAMAGED or payload.nbytes != padded(plan.record_bytes):
+        if health is RecordHealth.DAMAGED or payload.nbytes != padded(plan.record_bytes):
             return ReadOutcome.CORRUPT, _NOTHING
         return ReadOutcome.OK, payload
 

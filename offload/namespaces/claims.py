@@ -54,7 +54,7 @@ class Owner:
     """False if ``pid`` is a number in another container or on another machine."""
 
 
-class InUseError(TierUnavailableError):
+class FolderClaimedError(TierUnavailableError):
     """Another process holds the folder. It may be about to end. ``what`` is the message without the
     advice to stop it."""
 
@@ -120,12 +120,12 @@ def claim_shared(path: Path, engine: str) -> int:
     """Claim a folder that others share, under a number chosen for this process.
 
     ``path`` is the claim of a process that does not share. Returns the descriptor to close when the
-    folder is no longer used. Raises ``InUseError`` if a process that does not share has the folder,
-    and ``TierUnavailableError`` if too many do.
+    folder is no longer used. Raises ``FolderClaimedError`` if a process that does not share has the
+    folder, and ``TierUnavailableError`` if too many do.
     """
     owner = holder(path)
     if owner is not None:
-        raise InUseError(
+        raise FolderClaimedError(
             f"{path.parent} is in use by pid {owner.pid} (engine {owner.engine}), which does not "
             "share it",
             'Stop that server, or give all of them "shared": true',
@@ -148,10 +148,10 @@ def members(path: Path) -> list[Owner]:
 def claim(path: Path, engine: str) -> int:
     """Claim ``path`` for this process; return the descriptor to close when it is no longer used.
 
-    Raises ``InUseError`` that names the owner if another process has it.
+    Raises ``FolderClaimedError`` that names the owner if another process has it.
     """
     for owner in members(path):
-        raise InUseError(
+        raise FolderClaimedError(
             f"{path.parent} is shared by pid {owner.pid} (engine {owner.engine}) and perhaps "
             "others",
             'Give this server "shared": true as well, or another path.',
@@ -160,7 +160,7 @@ def claim(path: Path, engine: str) -> int:
     if not _lock(fd, CLAIM_WAIT_S):
         owner = _read_owner(fd, path)
         os.close(fd)
-        raise InUseError(
+        raise FolderClaimedError(
             f"{path.parent} is in use by pid {owner.pid} (engine {owner.engine})",
             "Stop that server or give this one another path.",
         )

@@ -39,7 +39,7 @@ TRASH = re.compile(r"\.trash-[0-9a-f]{16}", re.ASCII)
 
 
 @dataclass(frozen=True, slots=True)
-class Stored:
+class StoredNamespace:
     """A namespace (or something moved aside) below a path: disk bytes and seconds since 1970."""
 
     name: str
@@ -57,7 +57,7 @@ class NotDeletedError(Exception):
         super().__init__(f"{folder} ({format_size(self.size_bytes)}) could not be deleted: {why}")
 
 
-def other_namespaces(root: str | Path, keep: Namespace | None = None) -> list[Stored]:
+def other_namespaces(root: str | Path, keep: Namespace | None = None) -> list[StoredNamespace]:
     """Every kvtiers entry below ``root`` except ``keep``, least recently used first.
 
     Includes folders that were moved aside. Links are neither followed nor counted.
@@ -67,7 +67,7 @@ def other_namespaces(root: str | Path, keep: Namespace | None = None) -> list[St
         ours = NAME.fullmatch(name) or QUARANTINE.fullmatch(name)
         real = ours and stat.S_ISDIR(_lstat_mode(Path(root) / name))
         if real and (keep is None or name != keep.name):
-            found.append(Stored(name, *usage(Path(root) / name)))
+            found.append(StoredNamespace(name, *usage(Path(root) / name)))
     return sorted(found, key=lambda stored: (stored.last_used, stored.name))
 
 

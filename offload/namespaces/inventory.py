@@ -62,7 +62,7 @@ class Standing(enum.Enum):
 
 
 @dataclass(frozen=True, slots=True)
-class Verdict:
+class FolderVerdict:
     """See ``Standing``; ``why`` is empty if there is nothing to explain."""
 
     standing: Standing
@@ -124,31 +124,31 @@ class RankFolder:
         """Folders of files that its tier moved aside, because they could not be trusted."""
         return sorted(self.folder.glob(f"{QUARANTINE_PREFIX}*"))
 
-    def look(self, key_file: str = "") -> tuple[Verdict, OfflineFolder | None]:
+    def look(self, key_file: str = "") -> tuple[FolderVerdict, OfflineFolder | None]:
         """Judge the folder as a start would. Returns the verdict, and its records if they can be
         read (the caller closes those). Raises ``OSError`` or ``TierError``."""
         has_folders = bool(NAME.fullmatch(self.namespace))
         verdict = self._judge_folders() if has_folders else None
         if self.kind == "empty":
-            return verdict or Verdict(Standing.EMPTY), None
+            return verdict or FolderVerdict(Standing.EMPTY), None
         try:
             outside = self.open(key_file)
         except FolderUnusableError as error:
-            return verdict or Verdict(Standing.DAMAGED, str(error)), None
+            return verdict or FolderVerdict(Standing.DAMAGED, str(error)), None
         if verdict is None and has_folders:
             verdict = self._judge_records(outside)
-        return verdict or Verdict(Standing.WHOLE), outside
+        return verdict or FolderVerdict(Standing.WHOLE), outside
 
-    def _judge_folders(self) -> Verdict | None:
+    def _judge_folders(self) -> FolderVerdict | None:
         """Judge the folders around it."""
         replica = self.folder.parent
         try:
             trouble = judge_namespace(replica.parent) or judge_replica(replica)
         except NewerFormatError as error:
-            return Verdict(Standing.NEWER, str(error))
-        return Verdict(Standing.DAMAGED, trouble) if trouble else None
+            return FolderVerdict(Standing.NEWER, str(error))
+        return FolderVerdict(Standing.DAMAGED, trouble) if trouble else None
 
-    def _judge_records(self, outside: OfflineFolder) -> Verdict | None:
+    def _judge_records(self, outside: OfflineFolder) -> FolderVerdict | None:
         """Judge whether the records belong to the folder's namespace, rank and epoch."""
         epoch = outside.epoch
         try:
@@ -157,16 +157,16 @@ class RankFolder:
                 records_of = self._described() or outside.owner.namespace
                 check_owner(outside.owner, Identity(records_of, self.rank))
         except (FolderUnusableError, NamespaceError) as error:
-            return Verdict(Standing.DAMAGED, str(error))
+            return FolderVerdict(Standing.DAMAGED, str(error))
         if outside.is_shared:  # the engines that share the folder decide about epochs
             return None
         trouble = judge_epochs(epoch, noted)
         if trouble:
-            return Verdict(Standing.DAMAGED, trouble)
+            return FolderVerdict(Standing.DAMAGED, trouble)
         start = noted + noted % 2
         if epoch == start or self.owner() is not None:
             return None
-        return Verdict(
+        return FolderVerdict(
             Standing.STALE,
             f"its records are of epoch {epoch}, and a start begins epoch {start}: the weights "
             "have been replaced, so none of them will be used",

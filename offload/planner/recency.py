@@ -65,7 +65,7 @@ BEHIND_MAX = 1024
 
 
 @dataclass(slots=True)
-class _Use:
+class _PendingUse:
     """A request that ended while ``missing`` of its keys were being stored."""
 
     missing: set[bytes]
@@ -79,7 +79,7 @@ class _Piece:
 
     tier: int
     keys: Sequence[bytes]
-    use: _Use | None
+    use: _PendingUse | None
 
 
 class RequestUses:
@@ -98,13 +98,13 @@ class RequestUses:
         self._cpu = cpu
         self._tiers = dict(enumerate((cpu, *lower), CPU))
         self._touch = touch
-        self._waiting: list[_Use] = []
+        self._waiting: list[_PendingUse] = []
         self._behind: deque[_Piece] = deque()
 
     def ended(self, keys: Sequence[bytes], hints: Mapping[str, Any] = _NO_HINTS) -> None:
         """Note that a request that used these keys of one group (in prefix order) has ended. Waits
         for keys that are being stored, so that policies see them before their use."""
-        use = _Use(self._cpu.filling_among(keys), keys, hints)
+        use = _PendingUse(self._cpu.filling_among(keys), keys, hints)
         if use.missing and len(self._waiting) < WAITING_MAX:
             self._waiting.append(use)
         else:
@@ -145,7 +145,7 @@ class RequestUses:
             self._tiers[piece.tier].policy.advise(piece.use.keys, piece.use.hints)
         return len(piece.keys)
 
-    def _note(self, use: _Use) -> None:
+    def _note(self, use: _PendingUse) -> None:
         """Report a use: at once if it is short, otherwise in later steps. Policies that accept
         parts get it in pieces, the tail first, so that the head of the prefix ends up younger than
         its tail once the last piece is reported. Hints come after the last piece."""

@@ -29,7 +29,7 @@ GZIP_WBITS = 31
 
 
 @dataclass(frozen=True, slots=True)
-class Seen:
+class RecordedPrompt:
     """One prompt: its arrival in seconds on any clock, the keys of its full chunks (which may be
     made on first use), and its hints."""
 
@@ -54,7 +54,7 @@ class TraceRecorder:
         self._blocks_max = blocks_max
         self._begun: float | None = None
         self._blocks = 0
-        self._writer: BackgroundWriter[Seen] = BackgroundWriter(
+        self._writer: BackgroundWriter[RecordedPrompt] = BackgroundWriter(
             "kvtiers-recorder", f"recording to {path}", self._write
         )
 
@@ -63,7 +63,7 @@ class TraceRecorder:
         """Number of prompts that were not written."""
         return self._writer.dropped
 
-    def record(self, seen: Seen) -> None:
+    def record(self, seen: RecordedPrompt) -> None:
         """Queue a prompt."""
         self._writer.put(seen)
 
@@ -73,7 +73,9 @@ class TraceRecorder:
         if self.dropped:
             logger.warning("kvtiers: %s is missing %d prompts", self._path, self.dropped)
 
-    async def _write(self, batches: AsyncIterator[list[Seen]], executor: Executor) -> None:
+    async def _write(
+        self, batches: AsyncIterator[list[RecordedPrompt]], executor: Executor
+    ) -> None:
         pack = zlib.compressobj(wbits=GZIP_WBITS) if self._path.endswith(".gz") else None
 
         def packed(text: str) -> bytes:
@@ -93,7 +95,7 @@ class TraceRecorder:
             if pack is not None:
                 await file.write(pack.flush())
 
-    def _rows(self, batch: Sequence[Seen]) -> Iterator[str]:
+    def _rows(self, batch: Sequence[RecordedPrompt]) -> Iterator[str]:
         for seen in batch:
             self._blocks += len(seen.keys)
             if self._is_full():
@@ -113,7 +115,7 @@ class TraceRecorder:
         return self._lines.different_blocks > self._blocks_max
 
 
-def _fields(seen: Seen) -> dict[str, Any]:
+def _fields(seen: RecordedPrompt) -> dict[str, Any]:
     """The hints as fields of a trace's request."""
     hints = seen.hints
     session = hints.get(names.SESSION, -1)

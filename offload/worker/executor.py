@@ -27,7 +27,7 @@ from offload.messages.report import JobResult, Observed, PresenceReply
 from offload.telemetry.counters import WorkerStats
 from offload.worker.cache_sleep import CacheSleep
 from offload.worker.fences import Fences, Reading
-from offload.worker.health import Health
+from offload.worker.health import RankHealth
 from offload.worker.idle_scrub import IdleScrub, ScrubLimits
 from offload.worker.loads import LoadLane, LoadTask
 from offload.worker.pending import Drained, ExecutorLimits, OpenLoad, OpenLoads, Unanswered
@@ -112,7 +112,7 @@ class Executor:
         self._fences = Fences()
         self._open = OpenLoads()
         self.sleep = CacheSleep(self._open, self._fences, verifier)
-        self._health = Health()
+        self._health = RankHealth()
         self._tasks: set[asyncio.Future[Any]] = set()
         self._loop: asyncio.AbstractEventLoop | None = None
         self._on_result: Callable[[], None] = lambda: None

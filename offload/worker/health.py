@@ -12,7 +12,7 @@ PAUSE_S = 60.0
 """Time for which a rank stores nothing after a fault."""
 
 
-class Health:
+class RankHealth:
     """The health of one rank.
 
     ``degraded`` is the reason why it stores nothing at present; ``is_stalled`` means that the loop
@@ -29,7 +29,7 @@ class Health:
         self._paused_until = 0.0
 
     def degrade(self, why: str, now: float, pause_s: float = PAUSE_S) -> None:
-        """Stop stores for ``DEGRADED_S``; loads continue as long as they work. Logs one line."""
+        """Stop stores for ``pause_s``; loads continue as long as they work. Logs one line."""
         self._paused_until = max(self._paused_until, now + pause_s)
         if not self.degraded:
             self.degraded = why

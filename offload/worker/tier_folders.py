@@ -24,7 +24,7 @@ from offload.geometry.folder_source import (
     write_geometry,
 )
 from offload.geometry.mooncake_source import MooncakeView, notice_of, open_mooncake_source
-from offload.namespaces.claims import InUseError
+from offload.namespaces.claims import FolderClaimedError
 from offload.namespaces.cleanup import other_namespaces
 from offload.namespaces.folders import (
     ClaimedFolder,
@@ -306,7 +306,7 @@ def _patiently(claim: Callable[[], ClaimedFolder]) -> ClaimedFolder:
     while True:
         try:
             return claim()
-        except InUseError as error:
+        except FolderClaimedError as error:
             if not patience.wait(error.what):
                 raise
 

@@ -52,7 +52,7 @@ SUFFIX = ".digests"
 _LENGTH = struct.Struct("<I")
 
 
-class _Entry(msgspec.Struct, array_like=True):
+class _DigestLine(msgspec.Struct, array_like=True):
     """One line of the file: the digests of a chunk, or (without a key) a mark that voids all
     earlier lines of this file, and of other files the lines before the offsets in ``others``."""
 
@@ -115,7 +115,7 @@ class DigestTable:
         entries = []
         for key, digest in zip(keys, digests, strict=True):
             if self._remember(key, digest, self._own_name, self._written):
-                entries.append(_Entry(key, digest.shape[1], digest.tobytes()))
+                entries.append(_DigestLine(key, digest.shape[1], digest.tobytes()))
         if not self._full:
             self._append(entries)
 
@@ -128,7 +128,7 @@ class DigestTable:
             with contextlib.suppress(FileNotFoundError):
                 others[path.name] = path.stat().st_size
         self._forget_before(others)
-        self._append([_Entry(b"", 0, b"", others)])
+        self._append([_DigestLine(b"", 0, b"", others)])
 
     def known(self, key: bytes) -> Sequence[Digest]:
         """The digests of a key; reads the other engines' files if there are none."""
@@ -162,7 +162,7 @@ class DigestTable:
             if not mine:
                 del self._digests[key]
 
-    def _append(self, entries: Sequence[_Entry]) -> None:
+    def _append(self, entries: Sequence[_DigestLine]) -> None:
         if self._own is None or not entries:
             return
         frames = [msgspec.msgpack.encode(entry) for entry in entries]
@@ -204,7 +204,7 @@ class DigestTable:
             frame = data[at + _LENGTH.size : at + _LENGTH.size + size]
             if len(frame) < size:
                 break
-            entry = msgspec.msgpack.decode(frame, type=_Entry)
+            entry = msgspec.msgpack.decode(frame, type=_DigestLine)
             if not entry.key:
                 before = {name: end for name, end in entry.others.items() if name != self._own_name}
                 self._forget_before(before | {file: first + at})

@@ -25,7 +25,7 @@ _LEFT_MAX = 1024
 """From this number of departed keys on, a segment cuts them off."""
 
 
-class Owner(Protocol):
+class SegmentOwner(Protocol):
     """A span as far as segments need it. ``fresh`` means that its segments contain keys in the
     order of insertion that no request has touched yet."""
 
@@ -33,7 +33,7 @@ class Owner(Protocol):
     fresh: bool
 
 
-SpanT = TypeVar("SpanT", bound=Owner)
+SpanT = TypeVar("SpanT", bound=SegmentOwner)
 
 
 class Segment(Generic[SpanT]):

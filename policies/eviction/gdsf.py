@@ -17,7 +17,7 @@ from policies.base import EntryInfo, EvictionPolicy, Key, RemoveCause
 from policies.options import Range
 
 
-class _Entry:
+class _Prioritized:
     __slots__ = ("priority", "uses", "value")
 
     def __init__(self, value: float, priority: float) -> None:
@@ -37,15 +37,15 @@ class GdsfPolicy(EvictionPolicy):
 
     def __init__(self, depth_scale: Annotated[float, Range(0, above=True)] = 32768.0) -> None:
         self._scale = depth_scale
-        self._entries: dict[Key, _Entry] = {}
-        self._heap: list[tuple[float, int, Key, _Entry]] = []
+        self._entries: dict[Key, _Prioritized] = {}
+        self._heap: list[tuple[float, int, Key, _Prioritized]] = []
         self._order = counter()
         self._clock = 0.0
 
     def insert(self, key: Key, info: EntryInfo) -> None:
         cost = info.cost or 1.0 + info.depth_tokens / self._scale
         value = cost / max(1, info.size_bytes)
-        entry = self._entries[key] = _Entry(value, self._clock + value)
+        entry = self._entries[key] = _Prioritized(value, self._clock + value)
         heappush(self._heap, (entry.priority, next(self._order), key, entry))
 
     def touch(self, keys: Sequence[Key]) -> None:
@@ -58,7 +58,7 @@ class GdsfPolicy(EvictionPolicy):
 
     def victims(self, count: int, evictable: Callable[[Key], bool]) -> list[Key]:
         found: list[Key] = []
-        passed: list[tuple[float, int, Key, _Entry]] = []
+        passed: list[tuple[float, int, Key, _Prioritized]] = []
         while self._heap and len(found) < count:
             item = heappop(self._heap)
             _, _, key, entry = item

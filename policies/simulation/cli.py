@@ -17,9 +17,9 @@ from policies.registry import make_admission, make_policy, policy_names
 from policies.simulation.jobs import (
     INFINITE,
     OPTIMUM,
-    Job,
     Lower,
-    Source,
+    SimulationJob,
+    TraceSource,
     load,
     parse_part,
     parse_spec,
@@ -78,11 +78,11 @@ def simulate(
         *_wrong_tiers(mode, lower, admission),
         *_wrong_policies([*(policy or []), lower_policy], admission),
     )
-    wanted: list[Job] = []
+    wanted: list[SimulationJob] = []
     notes: list[str] = []
     try:
         for trace in traces:
-            source = Source(str(trace), format, block_tokens or None, parse_part(part))
+            source = TraceSource(str(trace), format, block_tokens or None, parse_part(part))
             wanted += plan(
                 source,
                 policy or ["lru", "adaptive"],
@@ -152,7 +152,7 @@ def _problem_of(text: str, make: Callable[[Any], object]) -> str:
     return ""
 
 
-def _rounded(source: Source, capacities: list[str], block_bytes: int) -> list[str]:
+def _rounded(source: TraceSource, capacities: list[str], block_bytes: int) -> list[str]:
     """Report capacities that are not exactly what was requested."""
     trace = load(source)
     unique = trace.unique_blocks()
@@ -213,7 +213,7 @@ def _screen() -> Console:
     return screen if screen.is_terminal else Console(width=150)  # files and pipes: cut nothing off
 
 
-def _run(jobs: list[Job], processes: int) -> list[Outcome]:
+def _run(jobs: list[SimulationJob], processes: int) -> list[Outcome]:
     """Run all jobs, with a progress bar for the policies' requests if stderr is a terminal."""
     counted = [job for job in jobs if job.policy not in (OPTIMUM, INFINITE)]
     total = sum(len(load(job.source).requests) // 256 * 256 for job in counted)

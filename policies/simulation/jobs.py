@@ -36,7 +36,7 @@ _counter: Synchronized[int] | None = None
 
 
 @dataclass(frozen=True, slots=True)
-class Source:
+class TraceSource:
     """The source of a trace, and the part of it to use."""
 
     path: str
@@ -46,10 +46,10 @@ class Source:
 
 
 @dataclass(frozen=True, slots=True)
-class Job:
+class SimulationJob:
     """One run. ``policy`` is a text spec, or ``optimum`` or ``infinite``; capacities in blocks."""
 
-    source: Source
+    source: TraceSource
     policy: str
     capacity: int
     share: float
@@ -130,7 +130,7 @@ def exact_capacity(text: str, unique_blocks: int, block_bytes: int) -> float:
 
 
 def plan(
-    source: Source,
+    source: TraceSource,
     policies: Sequence[str],
     capacities: Sequence[str],
     *,
@@ -138,7 +138,7 @@ def plan(
     lower: Lower | None = None,
     admission: str = "",
     hints: str = "none",
-) -> list[Job]:
+) -> list[SimulationJob]:
     """The jobs of one trace: every policy at every capacity, the optimum and the infinite cache.
 
     With a lower tier, the optimum is computed for both capacities together.
@@ -149,13 +149,15 @@ def plan(
     for text in capacities:
         blocks = parse_capacity(text, unique, block_bytes)
         share = blocks / unique
-        jobs.append(Job(source, OPTIMUM, blocks + below, share))
+        jobs.append(SimulationJob(source, OPTIMUM, blocks + below, share))
         for policy in policies:
             if lower is None:
-                jobs.append(Job(source, policy, blocks, share, admission=admission, hints=hints))
+                jobs.append(
+                    SimulationJob(source, policy, blocks, share, admission=admission, hints=hints)
+                )
             else:
                 jobs.append(
-                    Job(
+                    SimulationJob(
                         source,
                         policy,
                         blocks,
@@ -167,12 +169,12 @@ def plan(
                         hints,
                     )
                 )
-    jobs.append(Job(source, INFINITE, unique, 1.0))
+    jobs.append(SimulationJob(source, INFINITE, unique, 1.0))
     return jobs
 
 
 @lru_cache(maxsize=4)
-def load(source: Source) -> Trace:
+def load(source: TraceSource) -> Trace:
     """Read a trace; the most recent ones are cached."""
     trace = read_trace(source.path, source.format, source.block_tokens)
     if source.part == (0.0, 1.0):
@@ -184,11 +186,11 @@ def load(source: Source) -> Trace:
 
 
 @lru_cache(maxsize=2)
-def _uses(source: Source) -> Any:
+def _uses(source: TraceSource) -> Any:
     return next_uses(load(source))
 
 
-def run_job(job: Job, progress: Callable[[int], None] | None = None) -> Result:
+def run_job(job: SimulationJob, progress: Callable[[int], None] | None = None) -> Result:
     """Run one job in this process."""
     trace = load(job.source)
     if job.policy == OPTIMUM:
@@ -211,8 +213,8 @@ def run_job(job: Job, progress: Callable[[int], None] | None = None) -> Result:
 
 
 def run_jobs(
-    jobs: Sequence[Job], processes: int, progress: Callable[[int], None]
-) -> Iterator[tuple[Job, Result]]:
+    jobs: Sequence[SimulationJob], processes: int, progress: Callable[[int], None]
+) -> Iterator[tuple[SimulationJob, Result]]:
     """Run jobs, and yield each result when it is ready; ``progress`` gets the number of requests
     done since its last call."""
     if processes <= 1:
@@ -224,7 +226,7 @@ def run_jobs(
     seen = 0
     before = set(multiprocessing.active_children())
     pool = ProcessPoolExecutor(processes, context, _start_worker, (counter,))
-    waiting: dict[Future[Result], Job] = {}
+    waiting: dict[Future[Result], SimulationJob] = {}
     try:
         with _interrupts_later():
             waiting = {pool.submit(_work, job): job for job in jobs}
@@ -281,7 +283,7 @@ def _start_worker(counter: Synchronized[int]) -> None:
     _counter = counter
 
 
-def _work(job: Job) -> Result:
+def _work(job: SimulationJob) -> Result:
     def progress(requests: int) -> None:
         if _counter is not None:
             with _counter.get_lock():

@@ -10,10 +10,10 @@ from typing import Any
 
 from rich.table import Table
 
-from policies.simulation.jobs import INFINITE, OPTIMUM, Job
+from policies.simulation.jobs import INFINITE, OPTIMUM, SimulationJob
 from policies.simulation.simulator import Result
 
-Outcome = tuple[Job, Result]
+Outcome = tuple[SimulationJob, Result]
 
 
 def rows(outcomes: Sequence[Outcome]) -> list[dict[str, Any]]:

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from offload.requests.request_log import RequestFile
-from offload.requests.trace_recorder import Seen, TraceRecorder
+from offload.requests.trace_recorder import RecordedPrompt, TraceRecorder
 from offload.worker.tier_factory import make_tier
 from policies.simulation.trace_formats import read_trace
 from tests.offload.cli.stores import kvtiers, make_store
@@ -69,7 +69,7 @@ def test_recordings_are_private(tmp_path: Path, name: str, old: str) -> None:
     elif old == "open to all":
         path.write_text("old")
     recorder = TraceRecorder(str(path), 16)
-    recorder.record(Seen(1.0, [b"a", b"b"], 32, {}, 0))
+    recorder.record(RecordedPrompt(1.0, [b"a", b"b"], 32, {}, 0))
     recorder.close(30.0)
     requests = RequestFile(str(folder / "requests.jsonl"), 8, "namespace")
     requests.close()

@@ -10,7 +10,7 @@ import pytest
 from vllm import SamplingParams
 from vllm.v1.request import Request
 
-from offload.requests.trace_recorder import Seen, TraceRecorder
+from offload.requests.trace_recorder import RecordedPrompt, TraceRecorder
 from policies import hints as names
 from policies.base import EntryInfo
 from policies.eviction.lru import LruPolicy
@@ -139,8 +139,8 @@ def test_the_recorded_trace_can_be_simulated(world: OracleEngine) -> None:
     assert result.hit_tokens == 64
 
 
-def _seen(number: int, keys: tuple[Any, ...] = (b"a", b"b")) -> Seen:
-    return Seen(float(number), keys, 32, {}, 0)
+def _seen(number: int, keys: tuple[Any, ...] = (b"a", b"b")) -> RecordedPrompt:
+    return RecordedPrompt(float(number), keys, 32, {}, 0)
 
 
 def test_recording_ends_at_its_bound(tmp_path: Path) -> None:

@@ -46,7 +46,7 @@ class SourceKey(NamedTuple):
     payload_bytes: int
 
 
-class Source(Protocol):
+class RecordSource(Protocol):
     """One store of another geometry. Belongs to one thread; blocks. Any exception means that the
     medium failed."""
 
@@ -71,11 +71,11 @@ class Source(Protocol):
 class ReadOnlyTier(Tier):
     """See the module's docstring. If two sources have a key, the first source is used."""
 
-    def __init__(self, open_sources: Callable[[], Sequence[Source]]) -> None:
+    def __init__(self, open_sources: Callable[[], Sequence[RecordSource]]) -> None:
         """``open_sources`` runs on the tier's thread when it is opened."""
         self._open_sources = open_sources
         self._threads: DaemonThreads | None = None
-        self._sources: Sequence[Source] = ()
+        self._sources: Sequence[RecordSource] = ()
         # (source, bytes) by key; least recently used first
         self._found: dict[Key, tuple[int, int]] = {}
         self._is_closed = False
@@ -192,7 +192,7 @@ class SharedReadOnlyTier(ReadOnlyTier, SharedTier):
     ``delete`` remembers up to ``BAD_MAX`` damaged records, which would be found again otherwise.
     """
 
-    def __init__(self, open_sources: Callable[[], Sequence[Source]]) -> None:
+    def __init__(self, open_sources: Callable[[], Sequence[RecordSource]]) -> None:
         super().__init__(open_sources)
         self._is_over = False
         self._bad: dict[Key, None] = {}
@@ -230,7 +230,7 @@ class SharedReadOnlyTier(ReadOnlyTier, SharedTier):
         self._is_over = True
 
 
-def _any_have(sources: Sequence[Source], keys: Sequence[Key]) -> list[bool]:
+def _any_have(sources: Sequence[RecordSource], keys: Sequence[Key]) -> list[bool]:
     """Query all sources, on the tier's thread."""
     found = [False] * len(keys)
     for source in sources:
@@ -240,7 +240,7 @@ def _any_have(sources: Sequence[Source], keys: Sequence[Key]) -> list[bool]:
 
 
 def _read_any(
-    sources: Sequence[Source], keys: Sequence[Key], into: Sequence[Buffer]
+    sources: Sequence[RecordSource], keys: Sequence[Key], into: Sequence[Buffer]
 ) -> list[ReadOutcome]:
     """Read from the first source that has the key, on the tier's thread."""
     outcomes = [ReadOutcome.MISS] * len(keys)
@@ -253,7 +253,7 @@ def _read_any(
 
 
 def _read_all(
-    sources: Sequence[Source],
+    sources: Sequence[RecordSource],
     keys: Sequence[Key],
     found: Sequence[tuple[int, int] | None],
     into: Sequence[Buffer],
@@ -270,6 +270,6 @@ def _read_all(
     return outcomes
 
 
-def _close_all(sources: Sequence[Source]) -> None:
+def _close_all(sources: Sequence[RecordSource]) -> None:
     for source in sources:
         source.close()

@@ -15,7 +15,7 @@ import logging
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
-from tiers.adapters.read_only import SharedReadOnlyTier, Source
+from tiers.adapters.read_only import RecordSource, SharedReadOnlyTier
 from tiers.base import Key, TierInfo
 from tiers.io.daemon_threads import DaemonThreads, in_thread
 from tiers.io.timed_calls import TimedCalls
@@ -27,7 +27,7 @@ LOOK_S = 60.0
 CLOSE_TIMEOUT_S = 5.0
 
 
-class LookingSource(Source, Protocol):
+class LookingSource(RecordSource, Protocol):
     """A source that several threads may call at once, and that finds other engines later."""
 
     def look(self) -> None:
@@ -77,7 +77,7 @@ class RemoteReadOnlyTier(SharedReadOnlyTier):
             closing = in_thread(_close, pools, self._sources)
             await asyncio.wait([closing], timeout=CLOSE_TIMEOUT_S)
 
-    def _opened(self) -> Sequence[Source]:
+    def _opened(self) -> Sequence[RecordSource]:
         """Open the source, on the tier's thread."""
         self._source = self._open_source()
         return (self._source,)
@@ -93,7 +93,7 @@ class RemoteReadOnlyTier(SharedReadOnlyTier):
                 logger.debug("kvtiers: cannot look for other engines: %r", error)
 
 
-def _close(pools: Sequence[DaemonThreads | TimedCalls], sources: Sequence[Source]) -> None:
+def _close(pools: Sequence[DaemonThreads | TimedCalls], sources: Sequence[RecordSource]) -> None:
     for pool in pools:
         pool.stop()
     for source in sources:

@@ -25,7 +25,7 @@ from tiers.copy.failures import Failures
 from tiers.copy.lanes import EventTicket, FutureTicket
 from tiers.cuda_driver import Driver, DriverError
 
-Job: TypeAlias = Callable[[int, list[object]], None]
+CopyJob: TypeAlias = Callable[[int, list[object]], None]
 """``job(stream, kept)`` submits copies to ``stream``. It appends everything that the GPU reads for
 them to ``kept`` before the submission that uses it. The lane keeps that list until the stream has
 run everything, even if a later part of the job fails. Raises ``TransferError`` or
@@ -109,7 +109,7 @@ class CudaLane:
         self._context = context
         self._events = events
         self._failures = failures
-        self._jobs: queue.SimpleQueue[tuple[Job, CudaEvent | None, CudaTicket] | None] = (
+        self._jobs: queue.SimpleQueue[tuple[CopyJob, CudaEvent | None, CudaTicket] | None] = (
             queue.SimpleQueue()
         )
         self._flights: queue.SimpleQueue[_Flight | None] = queue.SimpleQueue()
@@ -130,7 +130,7 @@ class CudaLane:
         """The lane's stream; submit to it only before the first job."""
         return self._stream
 
-    def submit(self, job: Job, after: CudaEvent | None) -> Ticket:
+    def submit(self, job: CopyJob, after: CudaEvent | None) -> Ticket:
         """Queue a job that runs after ``after``; the ticket completes when it has been copied."""
         ticket = CudaTicket()
         if self._closed:
@@ -181,7 +181,7 @@ class CudaLane:
             self._flights.put(flight)
             del item, job, after, ticket, flight
 
-    def _submit_one(self, job: Job, after: CudaEvent | None, ticket: CudaTicket) -> _Flight:
+    def _submit_one(self, job: CopyJob, after: CudaEvent | None, ticket: CudaTicket) -> _Flight:
         kept: list[object] = []
         ends: list[CudaEvent] = []
 

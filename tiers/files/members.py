@@ -64,7 +64,7 @@ def start_time(pid: int) -> int:
     return int(text.rpartition(")")[2].split()[19])
 
 
-class Seen(NamedTuple):
+class LiveEngine(NamedTuple):
     """A live engine, as seen by a process that is not an engine: its pid, on this machine or
     another."""
 
@@ -81,7 +81,7 @@ def engine_files(folder: Path) -> list[Path]:
     return [folder / FOLDER / name for name in names if _NAME.fullmatch(name)]
 
 
-def seen_alive(file: Path) -> Seen | None:
+def seen_alive(file: Path) -> LiveEngine | None:
     """Return the engine of a file if it lives, without writing anything. Engines on other machines
     are judged by this machine's clock, so they count as alive for longer."""
     match = _NAME.fullmatch(file.name)
@@ -90,13 +90,13 @@ def seen_alive(file: Path) -> Seen | None:
     pid, is_here = int(match[2]), match[1] == machine()
     try:
         if is_here:
-            return Seen(pid, is_here) if start_time(pid) == int(match[3]) else None
+            return LiveEngine(pid, is_here) if start_time(pid) == int(match[3]) else None
         silent_ns = time.time_ns() - os.lstat(file).st_mtime_ns
     except FileNotFoundError:
         return None
     except OSError:
-        return Seen(pid, is_here)  # its state cannot be read now
-    return Seen(pid, is_here) if silent_ns < SILENT_NS + CLOCKS_NS else None
+        return LiveEngine(pid, is_here)  # its state cannot be read now
+    return LiveEngine(pid, is_here) if silent_ns < SILENT_NS + CLOCKS_NS else None
 
 
 class LiveEngines:

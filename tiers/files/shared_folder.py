@@ -59,7 +59,7 @@ _TEMPORARY = re.compile(r"[0-9a-f]{64}\.([0-9a-f-]+)\.[0-9]+\.tmp", re.ASCII)
 
 
 @dataclass(frozen=True, slots=True)
-class Stored:
+class StoredFile:
     """The file of a record: its folder and name, its length in whole pages, its last use in ns."""
 
     folder: str
@@ -277,7 +277,7 @@ class SharedFolder(RecordFiles):
             self._granted = grant
         return used <= limit
 
-    def scan(self) -> tuple[list[Stored], int]:
+    def scan(self) -> tuple[list[StoredFile], int]:
         """Return what all engines have stored and how many of them are alive. Removes what dead
         engines left unfinished. Raises ``OSError``."""
         engines = self.engines.all()
@@ -287,7 +287,7 @@ class SharedFolder(RecordFiles):
         announced = {name: self.engines.announced_by(name) for name in alive}
         self._agree_on_capacity(announced)
         claimed = {one.own_epoch for one in announced.values() if one is not None}
-        stored: list[Stored] = []
+        stored: list[StoredFile] = []
         for folder in os.listdir(self._fd):
             match = _FOLDER.fullmatch(folder)
             if match or folder.startswith("gone-"):
@@ -325,9 +325,9 @@ class SharedFolder(RecordFiles):
                 *(self._path, capacity_bytes, self._configured_bytes),
             )
 
-    def _scan_folder(self, folder: str) -> tuple[list[Stored], int]:
+    def _scan_folder(self, folder: str) -> tuple[list[StoredFile], int]:
         """Return the files of one folder and the time of its last change."""
-        stored: list[Stored] = []
+        stored: list[StoredFile] = []
         try:
             fd = os.open(folder, READ | os.O_DIRECTORY, dir_fd=self._fd)
         except FileNotFoundError:
@@ -345,7 +345,7 @@ class SharedFolder(RecordFiles):
                         # Write the record of the present time last.
                         use_ns = self.engines.now_ns if match else found.st_mtime_ns
                         size = pages_for(found.st_size) * ALIGNMENT
-                        stored.append(Stored(folder, file.name, size, use_ns))
+                        stored.append(StoredFile(folder, file.name, size, use_ns))
         finally:
             os.close(fd)
         return stored, newest

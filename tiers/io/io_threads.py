@@ -15,7 +15,7 @@ from tiers.io.daemon_threads import start_all
 from tiers.io.direct_io import Scratch
 
 
-class Job(Protocol):
+class IoJob(Protocol):
     """Work for an I/O thread."""
 
     def run(self, scratch: Scratch) -> None:
@@ -55,7 +55,7 @@ class IoThreads:
     """``count`` threads. One thread may call ``submit``; any may call ``busy`` (a hint)."""
 
     def __init__(self, name: str, count: int) -> None:
-        self._queue: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
+        self._queue: queue.SimpleQueue[IoJob | None] = queue.SimpleQueue()
         self._submitted = 0
         self._finished = [0] * count
         self._threads = [
@@ -64,7 +64,7 @@ class IoThreads:
         ]
         start_all(self._threads, self.stop)
 
-    def submit(self, job: Job) -> None:
+    def submit(self, job: IoJob) -> None:
         """Queue a job; the caller limits how many."""
         self._submitted += 1
         self._queue.put(job)

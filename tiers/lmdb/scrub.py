@@ -191,15 +191,17 @@ class LmdbScrub:
     async def _in_thread(self, function: Callable[[Scratch], Any]) -> Any:
         """Run ``function`` in a thread of the tier. Waits for the end of the function even when
         cancelled, because it uses the tier's files. Raises whatever the function raises."""
-        job = _Job(function, from_threads(_Job.end))
+        job = _ThreadCall(function, from_threads(_ThreadCall.end))
         self._threads.submit(job)
         return await settled(job.done)
 
 
-class _Job:
+class _ThreadCall:
     """A function to run in an I/O thread."""
 
-    def __init__(self, function: Callable[[Scratch], Any], post: Callable[[_Job], None]) -> None:
+    def __init__(
+        self, function: Callable[[Scratch], Any], post: Callable[[_ThreadCall], None]
+    ) -> None:
         self.done: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
         self._function = function
         self._post = post

@@ -48,7 +48,7 @@ class LmdbWrites:
             self._counts["write_failed"] += len(keys)
             return [WriteOutcome.FAILED] * len(keys)
         call = Call([WriteOutcome.FAILED] * len(keys))
-        batch = _Batch(self, job_bytes(self._options, sum(data.nbytes for data in buffers)))
+        batch = _PutBatch(self, job_bytes(self._options, sum(data.nbytes for data in buffers)))
         try:
             for position, (key, data) in enumerate(zip(keys, buffers, strict=True)):
                 if not self._begin(batch, call, position, key, data):
@@ -61,7 +61,7 @@ class LmdbWrites:
             await settled(call.done)
         return call.outcomes
 
-    def _begin(self, batch: _Batch, call: Call, position: int, key: Key, data: Buffer) -> bool:
+    def _begin(self, batch: _PutBatch, call: Call, position: int, key: Key, data: Buffer) -> bool:
         """Allocate pages for one record and add it to the batch. Returns False if no pages are free
         now, or none are needed."""
         contents = self._contents
@@ -78,7 +78,7 @@ class LmdbWrites:
         return True
 
     async def _begin_later(
-        self, batch: _Batch, call: Call, position: int, key: Key, data: Buffer
+        self, batch: _PutBatch, call: Call, position: int, key: Key, data: Buffer
     ) -> None:
         """Allocate pages for one record when some become free, or answer it here."""
         contents = self._contents
@@ -167,7 +167,7 @@ class LmdbWrites:
         Call.settle(put.waiters, put.outcome)
 
 
-class _Batch:
+class _PutBatch:
     """Collects the records of one ``write`` into jobs of about ``job_bytes``."""
 
     def __init__(self, writes: LmdbWrites, size_max: int) -> None:

@@ -43,7 +43,7 @@ class Found(NamedTuple):
     mark: bytes
 
 
-class Health(enum.Enum):
+class RecordHealth(enum.Enum):
     """The state of one record. ``GONE``: removed meanwhile. ``SEALED``: encrypted, and its key is
     not available."""
 
@@ -105,7 +105,7 @@ class Checker:
         self._has_key = has_key
         self._scratch = Scratch()
 
-    def check(self, found: Found) -> tuple[Health, Buffer]:
+    def check(self, found: Found) -> tuple[RecordHealth, Buffer]:
         """Return the health of a record, and its payload if it is intact; the payload is valid
         until the next call.
 
@@ -115,15 +115,18 @@ class Checker:
         failed: bytes | None = None
         for _attempt in range(ATTEMPTS):
             if found.is_sealed and not self._has_key:
-                return Health.SEALED, nothing
+                return RecordHealth.SEALED, nothing
             if 0 < found.payload_bytes <= PAYLOAD_BYTES_MAX:
                 payload = self._scratch.at_least(found.payload_bytes)
                 if self._store.load([found], [payload])[0]:
-                    return Health.GOOD, payload
+                    return RecordHealth.GOOD, payload
             now = self._store.find(found.key)
             if now is None:
-                return Health.GONE, nothing
+                return RecordHealth.GONE, nothing
             if now.mark == found.mark == failed:
-                return Health.DAMAGED, nothing
+                return RecordHealth.DAMAGED, nothing
             found, failed = now, found.mark
-        return Health.GONE, nothing  # it differs each time because its owner keeps rewriting it
+        return (
+            RecordHealth.GONE,
+            nothing,
+        )  # it differs each time because its owner keeps rewriting it

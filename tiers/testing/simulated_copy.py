@@ -91,7 +91,7 @@ class SimulatedStream:
 
 
 @dataclass(frozen=True, slots=True)
-class _Job:
+class _CopyInFlight:
     """A copy in flight, for the hazard check. Blocks are (group, block id) pairs. It ends as the
     ``end``-th operation of its stream."""
 
@@ -154,7 +154,7 @@ class SimulatedCopyEngine(CopyEngine):
         self._compute = SimulatedStream("compute")
         self._store = SimulatedStream("store")
         self._load = SimulatedStream("load")
-        self._jobs: dict[int, _Job] = {}
+        self._jobs: dict[int, _CopyInFlight] = {}
         self._ordered: dict[tuple[str, int], int] = {}  # what follows each job, by the job's end
         self._job_count = 0
         self._pumping = False
@@ -260,7 +260,7 @@ class SimulatedCopyEngine(CopyEngine):
         """Record a job in flight and the memory that it must not share with other jobs. Returns its
         number."""
         self._job_count += 1
-        job = _Job(
+        job = _CopyInFlight(
             number=self._job_count,
             kind=stream.name,
             end=stream.submitted + 1,
@@ -278,7 +278,7 @@ class SimulatedCopyEngine(CopyEngine):
         self._jobs[job.number] = job
         return job.number
 
-    def _is_behind(self, after: SimulatedEvent | None, other: _Job) -> bool:
+    def _is_behind(self, after: SimulatedEvent | None, other: _CopyInFlight) -> bool:
         """True if an operation that waits for ``after`` also waits for the other job
         (``hold_compute``)."""
         position = self._ordered.get((other.kind, other.end))
@@ -310,7 +310,7 @@ class SimulatedCopyEngine(CopyEngine):
             self._pumping = False
 
 
-def _hazards(first: _Job, second: _Job) -> Iterator[str]:
+def _hazards(first: _CopyInFlight, second: _CopyInFlight) -> Iterator[str]:
     """Return what two jobs in flight share if one of them writes to it: stores write slots and read
     blocks, loads write blocks and read slots."""
     names = f"{first.kind} job {first.number} and {second.kind} job {second.number}"

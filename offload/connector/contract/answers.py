@@ -9,7 +9,7 @@ from offload.connector.contract import calls, facts
 from offload.connector.contract.declared import Callers, Declared
 from offload.connector.contract.facts import Fact
 from offload.connector.contract.library import Definition, Library
-from offload.connector.contract.source import Source
+from offload.connector.contract.source import PackageSource
 from offload.connector.contract.uses import OVERRIDDEN, READ, Use, Uses
 
 Facts = dict[str, Fact | None]
@@ -96,7 +96,7 @@ def _is_within(module: str, callers: Callers) -> bool:
     return path.startswith(starts) and not (others and path.startswith(others))
 
 
-def calling_modules(source: Source, table: Declared) -> list[str]:
+def calling_modules(source: PackageSource, table: Declared) -> list[str]:
     """Every module that may call one of our methods, by path."""
     found: dict[str, None] = {}
     for callers in table.callers:
@@ -107,7 +107,7 @@ def calling_modules(source: Source, table: Declared) -> list[str]:
     return list(found)
 
 
-def add_declared(uses: Uses, table: Declared, ours: Source) -> None:
+def add_declared(uses: Uses, table: Declared, ours: PackageSource) -> None:
     """Add the declared uses to the derived ones."""
     for members in table.members:
         uses.classes.setdefault(members.class_name, members.at)
@@ -126,7 +126,7 @@ def add_declared(uses: Uses, table: Declared, ours: Source) -> None:
             uses.add(CALLS + key, use)
 
 
-def place_of(ours: Source, path: str, name: str) -> str:
+def place_of(ours: PackageSource, path: str, name: str) -> str:
     """The line in one of our files where a name is defined or first occurs."""
     lines = (ours.read(path) or "").splitlines()
     for pattern in (rf"\bdef {re.escape(name)}\b", rf"\b{re.escape(name)}\b"):

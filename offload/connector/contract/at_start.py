@@ -20,7 +20,7 @@ from offload.connector.contract.compare import Break, breaks
 from offload.connector.contract.declared import declared
 from offload.connector.contract.kept import Contract, load, minor_of
 from offload.connector.contract.library import Library
-from offload.connector.contract.source import INSTALLED, Source, open_source, ours
+from offload.connector.contract.source import INSTALLED, PackageSource, open_source, ours
 from offload.errors import OffloadError
 
 TESTED = ("0.32.0", "0.33.0")
@@ -88,7 +88,7 @@ def _refusal(version: str, found: list[Break]) -> str:
     )
 
 
-def stopping(source: Source, against: Contract) -> list[Break]:
+def stopping(source: PackageSource, against: Contract) -> list[Break]:
     """Finds the differences between a kept contract and this source with which a server must not
     start."""
     library, table = Library(source), declared()

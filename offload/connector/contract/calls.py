@@ -9,8 +9,8 @@ import re
 from collections.abc import Collection, Iterable, Iterator
 
 from offload.connector.contract.facts import AnyFunction, Fact
-from offload.connector.contract.library import CLASS, Library, Member
-from offload.connector.contract.source import Source
+from offload.connector.contract.library import CLASS, ClassMember, Library
+from offload.connector.contract.source import PackageSource
 
 _OTHERS = re.compile(r"\b(?:ec|aux_output)_connector\.")
 """Connectors of other kinds whose hooks have the same names."""
@@ -26,7 +26,7 @@ def function_at(library: Library, at: str) -> AnyFunction | None:
     found = library.resolve(module, name)
     node: ast.stmt | None = found.node if found is not None else None
     if found is not None and found.kind == CLASS and method:
-        member: Member | None = library.member(found, method)
+        member: ClassMember | None = library.member(found, method)
         node = member.node if member is not None else None
     return node if isinstance(node, AnyFunction) else None
 
@@ -90,7 +90,7 @@ def _calls(body: Iterable[ast.AST], condition: str) -> Iterator[tuple[ast.Call, 
 
 
 def callers_in(
-    source: Source, within: Collection[str], without: Collection[str]
+    source: PackageSource, within: Collection[str], without: Collection[str]
 ) -> Iterator[tuple[str, str]]:
     """(module, text) of the files that may call our methods."""
     for path in source.paths():

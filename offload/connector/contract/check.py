@@ -10,7 +10,7 @@ from offload.connector.contract.compare import Break, OursOf, breaks
 from offload.connector.contract.facts import AnyFunction, parameters
 from offload.connector.contract.kept import Version, contract_of, load, minor_of, nearest
 from offload.connector.contract.library import Library
-from offload.connector.contract.source import Source, ours
+from offload.connector.contract.source import PackageSource, ours
 from offload.connector.contract.uses import OURS
 
 
@@ -26,7 +26,7 @@ class Checked:
     unkept: tuple[str, ...]
 
 
-def check(source: Source, against: Version | None = None) -> Checked:
+def check(source: PackageSource, against: Version | None = None) -> Checked:
     """Compare a source with a kept contract, by default the nearest one's. Raises
     ``SourceError``."""
     kept = load(against if against is not None else nearest(minor_of(source.version())))
@@ -43,7 +43,7 @@ def check(source: Source, against: Version | None = None) -> Checked:
     )
 
 
-def places_of(own: Source, key: str) -> Iterator[str]:
+def places_of(own: PackageSource, key: str) -> Iterator[str]:
     """The places where a name occurs in our source, for a use that could not be derived because
     vLLM no longer has the name."""
     name = re.split(r"[.:]", key.removesuffix("()").removesuffix(":base"))[-1]

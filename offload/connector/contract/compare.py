@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from offload.connector.contract.answers import CALLS, ORDER, Facts
 from offload.connector.contract.facts import Fact
 from offload.connector.contract.kept import Contract, Need
-from offload.connector.contract.uses import Call
+from offload.connector.contract.uses import CallShape
 
 FIELDS = frozenset({"field", "property", "value"})
 """Parameter kinds that our code reads in the same way."""
@@ -163,7 +163,7 @@ def _takes(parameters: Parameters, name: str) -> bool:
     return name in _split(parameters) or any(each.startswith("**") for each in parameters)
 
 
-def accepts(parameters: Parameters, call: Call) -> bool:
+def accepts(parameters: Parameters, call: CallShape) -> bool:
     """Says whether a function with these parameters accepts the call."""
     positional, named, required = [], set(), set()
     is_keyword_only = takes_more = takes_any = False
@@ -200,10 +200,10 @@ def _calls(before: Fact, now: Fact, ours: list[Parameters]) -> Iterator[tuple[st
             yield f"{function} does not call it any more", False
 
 
-def as_call(shape: str) -> Call:
+def as_call(shape: str) -> CallShape:
     """A call from its text, see `offload.connector.contract.calls.arguments`."""
     if shape == "read":
-        return Call(0, (), is_open=True)
+        return CallShape(0, (), is_open=True)
     count, *keywords = shape.split()
     is_open = count.endswith("*") or "**" in keywords
-    return Call(int(count.rstrip("*")), tuple(k for k in keywords if k != "**"), is_open)
+    return CallShape(int(count.rstrip("*")), tuple(k for k in keywords if k != "**"), is_open)

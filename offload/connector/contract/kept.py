@@ -14,8 +14,8 @@ import msgspec
 from offload.connector.contract.answers import CALLS, Answers, Facts, add_declared, calling_modules
 from offload.connector.contract.declared import Declared, declared
 from offload.connector.contract.library import Library
-from offload.connector.contract.source import Source, SourceError, ours
-from offload.connector.contract.uses import CALLED, OVERRIDDEN, TYPING, Call, Use, derive
+from offload.connector.contract.source import PackageSource, SourceError, ours
+from offload.connector.contract.uses import CALLED, OVERRIDDEN, TYPING, CallShape, Use, derive
 
 KEPT = Path(__file__).with_name("kept")
 COMPAT = "offload/connector/compat/"
@@ -29,7 +29,7 @@ class Need:
     that we pass; ``ours``: our methods that override it."""
 
     serves: bool = False
-    calls: tuple[Call, ...] = ()
+    calls: tuple[CallShape, ...] = ()
     ours: tuple[str, ...] = ()
 
 
@@ -55,7 +55,7 @@ def minor_of(version: str) -> Version:
 
 
 def contract_of(
-    source: Source, own: Source | None = None, table: Declared | None = None
+    source: PackageSource, own: PackageSource | None = None, table: Declared | None = None
 ) -> Contract:
     """Make the contract of the vLLM in a source, with our own source or another one. Raises
     ``SourceError``."""
@@ -91,7 +91,7 @@ def _functions(facts: Facts) -> list[str]:
     return found
 
 
-def other_versions(own: Source, version: Version) -> frozenset[str]:
+def other_versions(own: PackageSource, version: Version) -> frozenset[str]:
     """Our files for other versions of vLLM: only one of those in ``compat`` is used."""
     found = {path: at for path in own.paths() if (at := _COMPAT.fullmatch(path))}
     versions = {path: (int(at[1]), int(at[2])) for path, at in found.items()}

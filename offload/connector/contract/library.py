@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from offload.connector.contract.outline import Outline, without_long_strings
-from offload.connector.contract.source import Source
+from offload.connector.contract.source import PackageSource
 
 MODULE, CLASS, FUNCTION, VALUE = "module", "class", "function", "value"
 _HOPS_MAX = 12
@@ -43,7 +43,7 @@ class Definition:
 
 
 @dataclass(frozen=True)
-class Member:
+class ClassMember:
     """A member of a class: where it was found, and its definition there."""
 
     owner: Definition
@@ -98,7 +98,7 @@ def _is_near(node: ast.stmt, parent: ast.stmt) -> bool:
 class Library:
     """The modules of several packages."""
 
-    def __init__(self, *sources: Source) -> None:
+    def __init__(self, *sources: PackageSource) -> None:
         self._sources = {source.package: source for source in sources}
         self._modules: dict[str, Module | None] = {}
         self._found: dict[tuple[str, str], Definition | None] = {}
@@ -220,11 +220,11 @@ class Library:
             found |= {ast.unparse(base).rpartition(".")[2] for base in each.head.bases}
         return found
 
-    def member(self, definition: Definition, name: str) -> Member | None:
+    def member(self, definition: Definition, name: str) -> ClassMember | None:
         """A member of a class, inherited ones included."""
         return next(self.members(definition, name), None)
 
-    def members(self, definition: Definition, name: str) -> Iterator[Member]:
+    def members(self, definition: Definition, name: str) -> Iterator[ClassMember]:
         """The definitions of a member in each class of the lineage."""
         for each in self.lineage(definition):
             found = self._own_member(each, name)
@@ -232,16 +232,16 @@ class Library:
                 yield found
 
     @staticmethod
-    def _own_member(owner: Definition, name: str) -> Member | None:
+    def _own_member(owner: Definition, name: str) -> ClassMember | None:
         if name not in owner.text:
             return None
         own = owner.body.named(name)
         if own:
-            return Member(owner, _main(own[-1].parse()))
+            return ClassMember(owner, _main(own[-1].parse()))
         for node in owner.body.open_statements:
             for child in ast.walk(node):
                 if isinstance(child, ast.stmt) and name in names_of(child):
-                    return Member(owner, child)
+                    return ClassMember(owner, child)
         if re.search(_SELF.format(name=re.escape(name)), owner.text, re.MULTILINE):
             return _assigned_to_self(owner, name)
         return None
@@ -251,7 +251,7 @@ def _main(nodes: list[ast.stmt]) -> ast.stmt:
     return nodes[-1]
 
 
-def _assigned_to_self(owner: Definition, name: str) -> Member | None:
+def _assigned_to_self(owner: Definition, name: str) -> ClassMember | None:
     pattern = re.compile(_SELF.format(name=re.escape(name)), re.MULTILINE)
     for method_name in owner.body.names:
         for block in owner.body.named(method_name):
@@ -261,7 +261,7 @@ def _assigned_to_self(owner: Definition, name: str) -> Member | None:
             for node in ast.walk(method):
                 if isinstance(node, ast.Assign | ast.AnnAssign) and name in _targets(node, "self"):
                     function = method if isinstance(method, ast.FunctionDef) else None
-                    return Member(owner, node, node.value, function)
+                    return ClassMember(owner, node, node.value, function)
     return None
 
 

@@ -17,7 +17,7 @@ class SourceError(Exception):
     """There is no source to read, or it belongs to another package."""
 
 
-class Source(ABC):
+class PackageSource(ABC):
     """The Python files of one package, by dotted module name. ``label`` is shown to users."""
 
     def __init__(self, package: str, label: str) -> None:
@@ -44,7 +44,7 @@ class Source(ABC):
         yield f"{self.package}/_version.py"
 
 
-class Wheel(Source):
+class Wheel(PackageSource):
     """A wheel, which is read without unpacking it."""
 
     def __init__(self, package: str, path: Path) -> None:
@@ -68,7 +68,7 @@ class Wheel(Source):
         yield from super()._version_files()
 
 
-class Folder(Source):
+class Folder(PackageSource):
     """A folder that contains the package's folder."""
 
     def __init__(self, package: str, folder: Path, label: str = "") -> None:
@@ -88,7 +88,7 @@ class Folder(Source):
             yield file.relative_to(self.folder).as_posix()
 
 
-def open_source(where: str, package: str = "vllm") -> Source:
+def open_source(where: str, package: str = "vllm") -> PackageSource:
     """The source at a path, or of the installed package. Raises ``SourceError``."""
     if where == INSTALLED:
         spec = importlib.util.find_spec(package)
@@ -106,6 +106,6 @@ def open_source(where: str, package: str = "vllm") -> Source:
     return Wheel(package, path)
 
 
-def ours() -> Source:
+def ours() -> PackageSource:
     """The source of kvtiers itself."""
     return Folder("offload", Path(__file__).resolve().parents[3], "our own source")

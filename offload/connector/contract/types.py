@@ -11,9 +11,9 @@ from offload.connector.contract.library import (
     CLASS,
     FUNCTION,
     MODULE,
+    ClassMember,
     Definition,
     Library,
-    Member,
 )
 
 OBJECT, NAME, LIST, MAP, TUPLE, BOUND = "object", "name", "list", "map", "tuple", "bound"
@@ -34,7 +34,7 @@ class Type:
     form: str
     what: Definition | None = None
     parts: tuple[Type | None, ...] = ()
-    member: Member | None = None
+    member: ClassMember | None = None
 
     @property
     def part(self) -> Type | None:
@@ -95,7 +95,7 @@ class Types:
             return self.of_annotation(module, node.returns)
         return None
 
-    def of_member(self, member: Member) -> Type | None:
+    def of_member(self, member: ClassMember) -> Type | None:
         """The type of a member of a class, seen from an object."""
         node, module = member.node, member.owner.module
         if isinstance(node, ast.AnnAssign):
@@ -158,7 +158,7 @@ class Scope:
             return Type(OBJECT, owner)  # a member of an enum
         return self.types.of_member(member)
 
-    def find_member(self, node: ast.Attribute) -> tuple[Definition, Member] | None:
+    def find_member(self, node: ast.Attribute) -> tuple[Definition, ClassMember] | None:
         """The class of the object, and the member that is read from it."""
         base = self.of(node.value)
         known = [base] if base is not None else []

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 
 from offload.connector.contract.facts import AnyFunction
 from offload.connector.contract.library import CLASS, MODULE, Definition, Library
-from offload.connector.contract.source import Source
+from offload.connector.contract.source import PackageSource
 from offload.connector.contract.types import BOUND, NAME, OBJECT, Scope, Type, Types
 
 VLLM = "vllm"
@@ -23,7 +23,7 @@ IMPORTED, TYPING, READ, CALLED, OVERRIDDEN, SUBCLASSED = (
 
 
 @dataclass(frozen=True, order=True)
-class Call:
+class CallShape:
     """The number of positional arguments and the keywords of a call. ``is_open``: the call has
     ``*`` or ``**``, so it may pass anything."""
 
@@ -38,7 +38,7 @@ class Use:
 
     how: str
     place: str
-    call: Call | None = None
+    call: CallShape | None = None
     ours: str = ""
     """For an override: our method, as ``module:Class.method``."""
 
@@ -57,7 +57,7 @@ class Uses:
             known.append(use)
 
 
-def derive(ours: Source, library: Library, skipped: frozenset[str] = frozenset()) -> Uses:
+def derive(ours: PackageSource, library: Library, skipped: frozenset[str] = frozenset()) -> Uses:
     """Our uses of the vLLM in ``library``, which also contains our own source. Files in ``skipped``
     are for other versions of vLLM."""
     uses = Uses()
@@ -228,7 +228,7 @@ class _Reader:
         self._uses.classes.setdefault(found.name, f"{found.module}:{found.name}")
 
     def _call(self, scope: Scope, node: ast.Call) -> None:
-        call = Call(
+        call = CallShape(
             sum(not isinstance(each, ast.Starred) for each in node.args),
             tuple(sorted(each.arg for each in node.keywords if each.arg)),
             any(isinstance(each, ast.Starred) for each in node.args)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import vllm
 from vllm.v1.kv_cache_interface import KVCacheGroupSpec, UniformTypeKVCacheSpecs
 
-from offload.admin.doctor import Facts, Report, Verdict, examine, refusal
+from offload.admin.doctor import Facts, ModelVerdict, Report, examine, refusal
 from offload.config.machine_checks import load_config
 from offload.config.schema import OffloadConfig, default_config
 from offload.config.transfer import NAME, NAMES
@@ -35,22 +35,22 @@ def examine_model(
     """
     if model.startswith("-"):
         reason = "the model comes first: kvtiers doctor MODEL [vllm flags]"
-        return refusal(model, Verdict.WRONG_FLAGS, reason)
+        return refusal(model, ModelVerdict.WRONG_FLAGS, reason)
     try:
         found, given = _ask(model, flags, transfer)
     except ConfigError as error:  # vLLM has called the connector to get the layout
         report = examine_model(model, flags, PLAIN)
         problems = [str(problem) for problem in error.problems]
-        verdict = Verdict.WRONG_FLAGS if report.ok else report.verdict
+        verdict = ModelVerdict.WRONG_FLAGS if report.ok else report.verdict
         return replace(report, refused=(*problems, *report.refused), verdict=verdict)
     except FlagsError as error:
         reason = f"vLLM does not understand these flags: {_first_words(error)}"
-        return refusal(model, Verdict.WRONG_FLAGS, reason)
+        return refusal(model, ModelVerdict.WRONG_FLAGS, reason)
     except SystemExit as error:  # a flag such as --help, which prints something and exits
         reason = f"vLLM exits with these flags (exit code {error.code})"
-        return refusal(model, Verdict.WRONG_FLAGS, reason)
+        return refusal(model, ModelVerdict.WRONG_FLAGS, reason)
     except Exception as error:  # vLLM may refuse a model or flags with any exception
-        verdict = Verdict.UNKNOWN_MODEL if _is_unknown(error) else Verdict.VLLM_REFUSES
+        verdict = ModelVerdict.UNKNOWN_MODEL if _is_unknown(error) else ModelVerdict.VLLM_REFUSES
         return refusal(model, verdict, f"vLLM itself refuses: {_first_words(error)}")
     config, notes, problems = _configuration(found.vllm_config)
 

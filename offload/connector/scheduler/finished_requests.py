@@ -29,7 +29,7 @@ notifying the policies."""
 
 
 @dataclass(frozen=True, slots=True)
-class _Use:
+class _UnreportedUse:
     """A request that has ended and has used the first ``count`` of these keys."""
 
     keys: RequestKeys
@@ -50,7 +50,7 @@ class FinishedRequests:
         self.pins = TimedPins(planner.cpu, planner.lower, planner.groups, max_pinned_share)
         self._layout = layout
         self._planner = planner
-        self._unreported: deque[_Use] = deque(maxlen=UNREPORTED_MAX)
+        self._unreported: deque[_UnreportedUse] = deque(maxlen=UNREPORTED_MAX)
         self._allowance = planner.budget.keys
 
     @property
@@ -92,7 +92,7 @@ class FinishedRequests:
         """
         hints = identity.origin.hints.ended
         for keys, group in zip(identity.keys, self._layout.groups, strict=True):
-            self._unreported.append(_Use(keys, tokens // group.chunk_tokens, hints))
+            self._unreported.append(_UnreportedUse(keys, tokens // group.chunk_tokens, hints))
         self.advance()
 
     def _pin(self, identity: RequestIdentity, request: Request, tokens: int, now: float) -> int:

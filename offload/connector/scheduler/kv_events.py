@@ -38,7 +38,7 @@ _INTEGER_BYTES = 8
 
 
 @dataclass(slots=True)
-class _Batch:
+class _ChangedKeys:
     """Chunks that a tier gained, lost, or held at start; the first ``published`` of them have been
     published."""
 
@@ -68,16 +68,18 @@ class KvEvents:
         self._groups = {group.group: group for group in layout.groups}
         self._owners = [index.name for index in planner.lower]
         self._indexes = {CPU: planner.cpu, **dict(enumerate(planner.lower))}
-        self._changes: deque[_Batch] = deque()
+        self._changes: deque[_ChangedKeys] = deque()
         self._waiting = 0
         self._is_clear_due = False
         self._hash_of = _hash_function()
         self._unpublished = self._resident_batches()  # chunks found on disk after a restart
         planner.stats.listen(self)
 
-    def _resident_batches(self) -> deque[_Batch]:
+    def _resident_batches(self) -> deque[_ChangedKeys]:
         """Return everything that the tiers hold at present."""
-        return deque(_Batch(tier, tuple(index.resident)) for tier, index in self._indexes.items())
+        return deque(
+            _ChangedKeys(tier, tuple(index.resident)) for tier, index in self._indexes.items()
+        )
 
     def take(self) -> list[KVCacheEvent]:
         """Return the events to publish in this step."""
@@ -108,13 +110,13 @@ class KvEvents:
 
     def stored(self, tier: int, keys: Sequence[bytes]) -> None:
         """Note that a tier can now provide these chunks."""
-        self._changed(_Batch(tier, keys, is_stored=True))
+        self._changed(_ChangedKeys(tier, keys, is_stored=True))
 
     def removed(self, tier: int, keys: Sequence[bytes]) -> None:
         """Note that a tier can no longer provide them."""
-        self._changed(_Batch(tier, keys, is_stored=False))
+        self._changed(_ChangedKeys(tier, keys, is_stored=False))
 
-    def _changed(self, batch: _Batch) -> None:
+    def _changed(self, batch: _ChangedKeys) -> None:
         if not batch.keys:
             return
         self._changes.append(batch)
@@ -131,7 +133,7 @@ class KvEvents:
         self._waiting = 0
         self._is_clear_due = True
 
-    def _events(self, batch: _Batch, keys: Iterable[bytes]) -> Iterable[KVCacheEvent]:
+    def _events(self, batch: _ChangedKeys, keys: Iterable[bytes]) -> Iterable[KVCacheEvent]:
         """The events for these keys of a batch."""
         by_group: dict[int, list[bytes]] = {}
         for key in keys:

@@ -13,7 +13,7 @@ from offload.index.chunk_batch import RequestOrigin
 from offload.index.request_options import FIELD, WRONG_MAX, parse_controls, parse_hints
 from offload.layout.groups import ModelLayout, recorded_group
 from offload.requests.request_state import RequestIdentity, RequestState
-from offload.requests.trace_recorder import Seen, TraceRecorder
+from offload.requests.trace_recorder import RecordedPrompt, TraceRecorder
 
 if TYPE_CHECKING:
     from vllm.v1.request import Request
@@ -106,4 +106,6 @@ class NewRequests:
         hints = identity.origin.hints
         pinned = min(len(keys), int(min(hints.pinned_tokens, request.num_prompt_tokens) // size))
         given = {**hints.stored, **hints.ended}
-        recorder.record(Seen(time.monotonic(), keys, request.num_prompt_tokens, given, pinned))
+        recorder.record(
+            RecordedPrompt(time.monotonic(), keys, request.num_prompt_tokens, given, pinned)
+        )

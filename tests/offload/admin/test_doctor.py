@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from offload.admin.doctor import EXIT_CODES, Facts, Verdict, examine, refusal, to_json, to_text
+from offload.admin.doctor import EXIT_CODES, Facts, ModelVerdict, examine, refusal, to_json, to_text
 from offload.config.schema import parse_config
 from offload.layout.checks import GroupInput, LayoutInput
 from offload.layout.groups import FULL, STATE, WINDOW
@@ -79,9 +79,9 @@ def test_refused_kind_has_no_tiers_and_a_fix():
         make_group(0, FULL, 32, 64), make_group(1, STATE, 64, 64, unaligned_state=True)
     )
     report = examine(facts, config_of(), ["$.tires: unknown option"])
-    assert report.verdict == Verdict.REFUSED, "also beside a wrong configuration"
+    assert report.verdict == ModelVerdict.REFUSED, "also beside a wrong configuration"
     report = examine(facts, config_of())
-    assert report.verdict == Verdict.REFUSED
+    assert report.verdict == ModelVerdict.REFUSED
     assert report.tiers == ()
     same_text("layout_doctor_refused", to_text(report))
 
@@ -91,7 +91,9 @@ def test_tier_too_small_for_one_chunk_is_refused():
     report = examine(facts, config_of())
     assert not report.ok
     assert "$.cpu.capacity" in report.refused[0]
-    assert report.verdict == Verdict.WRONG_FLAGS, "the model can be offloaded, with more memory"
+    assert report.verdict == ModelVerdict.WRONG_FLAGS, (
+        "the model can be offloaded, with more memory"
+    )
 
 
 def test_chunk_blocks_of_the_configuration_are_used():
@@ -135,15 +137,15 @@ def test_json_and_text_agree(problems):
 
 def test_a_report_with_only_a_refusal():
     reason = "vLLM itself refuses: no such model"
-    text = to_text(refusal("m", Verdict.UNKNOWN_MODEL, reason))
+    text = to_text(refusal("m", ModelVerdict.UNKNOWN_MODEL, reason))
     assert text.splitlines() == [
         "Model    m",
         "Refused  vLLM itself refuses: no such model",
         "Verdict  unknown: there is no such model here",
     ]
-    assert not refusal("m", Verdict.UNKNOWN_MODEL, reason).ok
+    assert not refusal("m", ModelVerdict.UNKNOWN_MODEL, reason).ok
 
 
 def test_every_verdict_has_its_own_exit_code():
-    assert EXIT_CODES.keys() == set(Verdict)
+    assert EXIT_CODES.keys() == set(ModelVerdict)
     assert sorted(EXIT_CODES.values()) == [0, 1, 2, 3, 4]

@@ -13,7 +13,7 @@ import vllm
 from typer.testing import CliRunner
 from vllm.platforms import current_platform
 
-from offload.admin.doctor import EXIT_CODES, Verdict
+from offload.admin.doctor import EXIT_CODES, ModelVerdict
 from offload.cli import app
 from tests.models.families import FAMILIES, write_model
 from tests.offload.connector.model.tiny_configs import config_of, make_model, namespace_of
@@ -65,7 +65,7 @@ def ask(folder, *flags: str):
     """Exit code and report of one call in this process (importing vLLM takes long)."""
     result = CliRunner().invoke(app, ["doctor", str(folder), "--json", *flags])
     report = json.loads(result.stdout)
-    assert result.exit_code == EXIT_CODES[Verdict(report["verdict"])], result.output
+    assert result.exit_code == EXIT_CODES[ModelVerdict(report["verdict"])], result.output
     return result.exit_code, report
 
 
@@ -212,7 +212,7 @@ def test_warnings_of_a_server_start_are_noted(tmp_path):
 )
 def test_unknown_flags_are_named(flags, words, tmp_path):
     code, report = ask(tmp_path, *flags)
-    assert (code, report["verdict"]) == (2, Verdict.WRONG_FLAGS)
+    assert (code, report["verdict"]) == (2, ModelVerdict.WRONG_FLAGS)
     assert "vLLM does not understand these flags: " in report["refused"][0]
     assert words in report["refused"][0]
 

@@ -33,7 +33,7 @@ from tests.offload.cli.stores import (
 from tests.offload.cli.test_verify import RESET
 from tiers.lmdb.folder import PAYLOAD_NAME
 from tiers.offline.archive import HEAD_BYTES, Frame, PortableError, read_frames
-from tiers.offline.inspect import Checker, Health
+from tiers.offline.inspect import Checker, RecordHealth
 from tiers.testing import key_of, payload_of
 
 NAME = Namespace.of(FIELDS).name
@@ -49,7 +49,7 @@ def contents(root: Path, key_file: str = "") -> dict[tuple[int, bytes], bytes]:
         for batch in outside.batches():
             for record in batch:
                 health, payload = checker.check(record)
-                assert health is Health.GOOD
+                assert health is RecordHealth.GOOD
                 found.append((store.rank, record.use_ns, record.key, payload.tobytes()))
         outside.close()
     return {(rank, key): payload for rank, _, key, payload in sorted(found)}

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from offload.admin.verify import RateLimit, Scrubbed, repair, scrub
+from offload.admin.verify import RateLimit, VerifyResult, repair, scrub
 from offload.cli.verify import LINES_MAX
 from offload.namespaces.inventory import RankFolder, find_namespaces
 from tests.offload.cli.stores import (
@@ -29,7 +29,7 @@ from tests.offload.cli.stores import (
 )
 from tiers.lmdb.folder import PAYLOAD_NAME
 from tiers.lmdb.index import Changes
-from tiers.offline.inspect import Checker, Found, Health
+from tiers.offline.inspect import Checker, Found, RecordHealth
 from tiers.offline.lmdb_reader import LmdbReader
 from tiers.testing import key_of
 
@@ -172,10 +172,10 @@ def test_an_overwritten_extent_is_not_damage(tmp_path: Path) -> None:
     # A check without the second lookup would have only this:
     scratch = memory(SIZE)
     assert sum(outside.load([record], [scratch])[0] for record in before) < 40
-    assert set(healths) <= {Health.GONE, Health.GOOD}
-    assert Health.GONE in healths
+    assert set(healths) <= {RecordHealth.GONE, RecordHealth.GOOD}
+    assert RecordHealth.GONE in healths
     now = [record for batch in outside.batches() for record in batch]
-    assert [checker.check(record)[0] for record in now] == [Health.GOOD] * 40
+    assert [checker.check(record)[0] for record in now] == [RecordHealth.GOOD] * 40
     outside.close()
 
 
@@ -191,9 +191,9 @@ def test_a_concurrent_reset_is_not_damage(tmp_path: Path) -> None:
     checker = Checker(outside, has_key=False)
     # The epoch is that of the last lookup, so the first record may still be read in its earlier
     # state.
-    assert {checker.check(record)[0] for record in before[1:]} == {Health.GONE}
+    assert {checker.check(record)[0] for record in before[1:]} == {RecordHealth.GONE}
     now = [record for batch in outside.batches() for record in batch]
-    assert [checker.check(record)[0] for record in now] == [Health.GOOD] * 40
+    assert [checker.check(record)[0] for record in now] == [RecordHealth.GOOD] * 40
     assert outside.epoch == 1
     outside.close()
 
@@ -243,7 +243,7 @@ def test_a_server_that_starts_during_verify_keeps_its_index(tmp_path: Path) -> N
     damage(make_store(tmp_path, range(6)), 2)
     store = only_store(tmp_path)
     outside = store.open()
-    result = Scrubbed(store)
+    result = VerifyResult(store)
     scrub(result, outside, has_key=False, rate_limit=RateLimit(0), advance=lambda count: None)
     outside.close()
     assert len(result.damaged) == 1

@@ -25,7 +25,7 @@ from tests.offload.geometry.engines_on_disk import (
 )
 from tests.tiers.shared.kills import killed
 from tiers.base import Buffer, ReadOutcome
-from tiers.offline.inspect import Checker, Found, Health
+from tiers.offline.inspect import Checker, Found, RecordHealth
 
 KILLS = 12
 SMALL = {False: "4700KiB", True: "2850KiB"}
@@ -59,7 +59,7 @@ async def test_translated_chunks_are_right_while_their_owners_are_killed(
 ) -> None:
     real = Checker.check
 
-    def late(checker: Checker, found: Found) -> tuple[Health, Buffer]:
+    def late(checker: Checker, found: Found) -> tuple[RecordHealth, Buffer]:
         """The owner is faster than a reader that has looked a record up."""
         time.sleep(0.02)
         return real(checker, found)

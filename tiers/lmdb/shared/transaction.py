@@ -40,7 +40,7 @@ Grow = Callable[[int, int], int]
 
 
 @dataclass(slots=True)
-class Reservation:
+class ReservedExtents:
     """``allocations[i]`` belongs to the i-th record; ``None`` if there is no space or the record is
     ``present[i]`` already. ``epoch`` is the epoch with which the records must be sealed,
     ``uses[i]`` their time of use."""
@@ -82,10 +82,10 @@ class WriteTransaction:
         own_epoch: int | None,
         records_max: int,
         grow: Grow,
-    ) -> Reservation:
+    ) -> ReservedExtents:
         """Allocate the given number of pages for each key, as far as there is space."""
         epoch, state = self._epoch(own_epoch), self.state
-        found = Reservation(epoch, [], [], [])
+        found = ReservedExtents(epoch, [], [], [])
         for key, pages in wanted:
             value = self._txn.get(key, db=self._tables.records)
             is_present = value is not None and epoch_of(value) == epoch

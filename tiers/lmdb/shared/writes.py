@@ -19,7 +19,7 @@ from tiers.lmdb.io_jobs import WriteJob
 from tiers.lmdb.options import LmdbOptions, job_bytes
 from tiers.lmdb.shared.commit_thread import Asking
 from tiers.lmdb.shared.files import SharedLmdbFiles
-from tiers.lmdb.shared.transaction import Reservation, WriteTransaction
+from tiers.lmdb.shared.transaction import ReservedExtents, WriteTransaction
 
 SPACE_ATTEMPTS = 8
 """Maximum number of evictions per write, in case other processes take the space first."""
@@ -122,7 +122,7 @@ class SharedWrites:
 
     def _reserve(
         self, records: list[Record], own_epoch: int | None
-    ) -> asyncio.Future[Reservation | None]:
+    ) -> asyncio.Future[ReservedExtents | None]:
         wanted = [(put.key, pages_for(data.nbytes)) for put, data in records]
         files = self._files
         return self._asking.ask(
@@ -148,7 +148,7 @@ class SharedWrites:
         return evicted is not None
 
     def _send(
-        self, records: list[Record], found: Reservation, own_epoch: int | None
+        self, records: list[Record], found: ReservedExtents, own_epoch: int | None
     ) -> list[Record]:
         """Pass the records that got an allocation to the I/O threads. Returns the others."""
         left: list[Record] = []

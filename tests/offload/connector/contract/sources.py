@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 
-from offload.connector.contract.source import Source
+from offload.connector.contract.source import PackageSource
 
 
-class Texts(Source):
+class Texts(PackageSource):
     """Files given as text."""
 
     def __init__(self, package: str, files: Mapping[str, str]) -> None:
@@ -21,10 +21,12 @@ class Texts(Source):
         yield from sorted(self.files)
 
 
-class Edited(Source):
+class Edited(PackageSource):
     """Another source with replaced texts; each old text must exist."""
 
-    def __init__(self, whole: Source, edits: Mapping[str, tuple[tuple[str, str], ...]]) -> None:
+    def __init__(
+        self, whole: PackageSource, edits: Mapping[str, tuple[tuple[str, str], ...]]
+    ) -> None:
         super().__init__(whole.package, f"{whole.label}, edited")
         self._whole = whole
         self._edited = {}

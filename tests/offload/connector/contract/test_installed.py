@@ -19,7 +19,7 @@ from offload.connector.contract.check import Checked, check
 from offload.connector.contract.declared import declared
 from offload.connector.contract.kept import Contract, contract_of, kept_versions, load, minor_of
 from offload.connector.contract.library import Library
-from offload.connector.contract.source import Source, open_source
+from offload.connector.contract.source import PackageSource, open_source
 from offload.connector.startup import ServerSetup
 from tests.offload.connector.contract.sources import Edited
 
@@ -102,7 +102,7 @@ NAMED = {
 
 
 @cache
-def installed() -> Source:
+def installed() -> PackageSource:
     return open_source("installed")
 
 

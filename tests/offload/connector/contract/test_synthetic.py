@@ -12,7 +12,7 @@ from offload.connector.contract.compare import Break, breaks
 from offload.connector.contract.declared import Callers, Declared, Order
 from offload.connector.contract.kept import Contract, contract_of
 from offload.connector.contract.library import Library
-from offload.connector.contract.source import Source, SourceError, open_source
+from offload.connector.contract.source import PackageSource, SourceError, open_source
 from tests.offload.connector.contract.sources import Edited, Texts
 
 VLLM = {
@@ -223,7 +223,7 @@ PLANTED = {
 }
 
 
-def compared(kept: Contract, source: Source) -> list[Break]:
+def compared(kept: Contract, source: PackageSource) -> list[Break]:
     own = Texts("offload", OURS)
     now = contract_of(source, own, TABLE)
     return breaks(kept, now.facts, our_parameters(Library(own)), dict(now.places))
