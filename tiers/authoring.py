@@ -24,8 +24,7 @@ from tiers.base import (
     WriteOutcome,
     stored_keys,
 )
-from tiers.io.awaiting import settled
-from tiers.io.daemon_threads import DaemonThreads, in_thread
+from tiers.io.threads import DaemonThreads, in_thread, settled
 from tiers.record import (
     HEADER_BYTES,
     Identity,

@@ -36,7 +36,7 @@ from offload.worker.executor import Executor
 from offload.worker.runtime import UnopenedTier, make_memory, open_rank
 from tiers.base import Tier
 from tiers.copy.failures import Tally
-from tiers.io.awaiting import settled
+from tiers.io.threads import settled
 from tiers.slab.slab import HostSlab
 
 __all__ = ["OffloadManager", "SimpleConfig", "SimpleGroup", "SimpleSpec"]

@@ -19,7 +19,7 @@ from concurrent.futures import TimeoutError as FutureTimeout
 from typing import Generic, TypeVar
 
 from offload.loop import EventLoopThread
-from tiers.io.daemon_threads import DaemonExecutor
+from tiers.io.threads import DaemonExecutor
 
 T = TypeVar("T")
 

@@ -34,7 +34,7 @@ import torch
 from offload.messages.plan import DigestJob, LoadItem, StepPlan
 from offload.telemetry.counters import WorkerStats
 from offload.worker.device_digest import DeviceDigest
-from tiers.io.daemon_threads import DaemonThreads
+from tiers.io.threads import DaemonThreads
 
 logger = logging.getLogger(__name__)
 

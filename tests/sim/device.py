@@ -13,8 +13,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from tests.sim.content import JUNK, LAYERS, PAGE_BYTES, REGIONS, SLOT_BYTES
-from tiers.copy.base import CopyBatch, CopyEngine, Ticket, TransferError
-from tiers.copy.lanes import FutureTicket
+from tiers.copy.base import CopyBatch, CopyEngine, FutureTicket, Ticket, TransferError
 from tiers.slab.slab import HostSlab
 
 KERNEL_S = 0.004

@@ -29,7 +29,7 @@ def test_the_package_imports_no_medium() -> None:
 
 def test_the_shared_lmdb_tier_does_not_import_the_exclusive_commit_thread() -> None:
     loaded = loaded_by("import tiers.lmdb.shared.tier")
-    assert "tiers.lmdb.changes" in loaded
+    assert "tiers.lmdb.io_jobs" in loaded
     assert "tiers.lmdb.commit_thread" not in loaded
 
 

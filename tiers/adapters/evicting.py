@@ -18,7 +18,7 @@ from typing import Any, Protocol
 
 from tiers.adapters.wrapper import TierWrapper
 from tiers.base import Buffer, Key, ReadOutcome, Tier, TierError, TierInfo, WriteOutcome
-from tiers.io.awaiting import settled
+from tiers.io.threads import settled
 
 VICTIMS_PER_DELETE = 64
 

@@ -29,8 +29,7 @@ from tiers.base import (
     WriteOutcome,
     stored_keys,
 )
-from tiers.io.awaiting import settled
-from tiers.io.daemon_threads import DaemonThreads
+from tiers.io.threads import DaemonThreads, settled
 
 logger = logging.getLogger(__name__)
 

@@ -17,7 +17,7 @@ from typing import Protocol
 
 from tiers.adapters.read_only import RecordSource, SharedReadOnlyTier
 from tiers.base import Key, TierInfo
-from tiers.io.daemon_threads import DaemonThreads, in_thread
+from tiers.io.threads import DaemonThreads, in_thread
 from tiers.io.timed_calls import TimedCalls
 
 logger = logging.getLogger(__name__)

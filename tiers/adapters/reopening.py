@@ -39,8 +39,7 @@ from tiers.base import (
     TierIoError,
     WriteOutcome,
 )
-from tiers.io.awaiting import settled
-from tiers.io.daemon_threads import in_thread
+from tiers.io.threads import in_thread, settled
 
 logger = logging.getLogger(__name__)
 

@@ -17,6 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from tiers.base import ALIGNMENT
+from tiers.io.threads import from_threads
 
 BlockIds = npt.NDArray[np.int64]
 SlotIds = npt.NDArray[np.int64]
@@ -115,6 +116,57 @@ class Ticket(ABC):
             break
         if cancelled is not None:
             raise cancelled
+
+
+class FutureTicket(Ticket):
+    """A ticket that a worker thread completes with ``finish``."""
+
+    __slots__ = ("_future",)
+
+    def __init__(self) -> None:
+        self._future: Future[None] = Future()
+        # A running future cannot be cancelled, so an abandoned wait does not affect the copy.
+        self._future.set_running_or_notify_cancel()
+
+    def done(self) -> bool:
+        return self._future.done()
+
+    async def completed(self) -> None:
+        await asyncio.wrap_future(self._future)
+
+    def on_done(self, call: Callable[[TransferError | None], object]) -> None:
+        post = from_threads(call)
+
+        def notify(future: Future[None]) -> None:
+            error = future.exception()
+            post(error if isinstance(error, TransferError) else None)
+
+        self._future.add_done_callback(notify)
+
+    def finish(self, error: TransferError | None) -> None:
+        """End the ticket, once, from the worker thread."""
+        if error is None:
+            self._future.set_result(None)
+        else:
+            self._future.set_exception(error)
+
+
+class EventTicket(FutureTicket):
+    """A ticket of copies that end with an event, so that the model's stream can wait for them."""
+
+    __slots__ = ("_submitted",)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._submitted: Future[object] = Future()
+
+    @property
+    def submitted(self) -> Future[object] | None:
+        return self._submitted
+
+    def ends_at(self, event: object) -> None:
+        """Note that everything of this copy precedes ``event`` on its stream."""
+        self._submitted.set_result(event)
 
 
 @dataclass(frozen=True, slots=True)

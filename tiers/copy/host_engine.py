@@ -6,13 +6,59 @@ Compute is synchronous there, so a copy has nothing to wait for, and ``record_ev
 
 from __future__ import annotations
 
+import queue
+import threading
 from collections.abc import Sequence
 
-from tiers.copy.base import CopyBatch, CopyEngine, GroupRegions, Ticket
+from tiers.copy.base import (
+    CopyBatch,
+    CopyEngine,
+    FutureTicket,
+    GroupRegions,
+    Ticket,
+    TransferError,
+)
 from tiers.copy.descriptors import DescriptorBuilder
+from tiers.copy.failures import Failures, Work
 from tiers.copy.host_loop import CopyLoop, copy_loop
-from tiers.copy.lanes import Lane
 from tiers.slab.slab import HostSlab
+
+
+class Lane:
+    """Runs submitted work on one thread, in order.
+
+    The submitting thread writes the lane's queue, and the lane's one thread reads it. Work that
+    raises fails its ticket with ``TransferError``, and the lane continues. After ``close`` every
+    submission fails at once.
+    """
+
+    def __init__(self, name: str) -> None:
+        self._queue: queue.SimpleQueue[tuple[Work, FutureTicket] | None] = queue.SimpleQueue()
+        self._closed = False
+        self._failures = Failures()
+        self._thread = threading.Thread(target=self._run, name=f"kvtiers-{name}", daemon=True)
+        self._thread.start()
+
+    def submit(self, work: Work) -> Ticket:
+        """Queue ``work``; the ticket completes when it has run."""
+        ticket = FutureTicket()
+        if self._closed:
+            ticket.finish(TransferError("the copy engine is closed"))
+        else:
+            self._queue.put((work, ticket))
+        return ticket
+
+    def close(self) -> None:
+        """Run what is queued, then end the thread. Idempotent."""
+        if not self._closed:
+            self._closed = True
+            self._queue.put(None)
+        self._thread.join()
+
+    def _run(self) -> None:
+        while (item := self._queue.get()) is not None:
+            work, ticket = item
+            ticket.finish(self._failures.run(work))
 
 
 class HostCopyEngine(CopyEngine):

@@ -33,8 +33,8 @@ from tiers.files.members import TOUCH_S
 from tiers.files.shared_folder import COMMON, SharedFolder
 from tiers.files.tier import RecordFileTier
 from tiers.folders.folder_tier import Ending
-from tiers.io.daemon_threads import DaemonThreads
 from tiers.io.resets import Resets
+from tiers.io.threads import DaemonThreads
 from tiers.io.use_clock import UseClock
 from tiers.record import check_records
 

@@ -29,9 +29,8 @@ from tiers.base import (
 )
 from tiers.files.exclusive_folder import EPOCH_NAME, Entry, RecordFolder, record_name
 from tiers.folders.folder_tier import Ending, FolderTier, Open
-from tiers.io.awaiting import settled
-from tiers.io.daemon_threads import DaemonThreads
 from tiers.io.direct_io import pages_for
+from tiers.io.threads import DaemonThreads, settled
 from tiers.io.use_clock import UseClock
 from tiers.record import NO_NAMESPACE, Identity, check_identity, check_records
 

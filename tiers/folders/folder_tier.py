@@ -18,8 +18,7 @@ from pathlib import Path
 from typing import Generic, Protocol, TypeVar
 
 from tiers.base import Tier, TierClosedError, TierIoError
-from tiers.io.awaiting import settled
-from tiers.io.daemon_threads import in_thread
+from tiers.io.threads import in_thread, settled
 
 
 class OpenFiles(Protocol):

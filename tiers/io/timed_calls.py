@@ -11,7 +11,7 @@ from collections.abc import Callable
 from typing import Any, TypeVar
 
 from tiers.base import TierIoError
-from tiers.io.daemon_threads import DaemonThreads
+from tiers.io.threads import DaemonThreads
 
 ASK_TIMEOUT_S = 2.0
 ASKING_MAX = 8

@@ -23,10 +23,11 @@ from dataclasses import dataclass
 
 import lmdb
 
-from tiers.base import WriteOutcome
+from tiers.base import Key, WriteOutcome
 from tiers.io.direct_io import PayloadFile
-from tiers.lmdb.changes import Change, Clear, Put, Refresh, Remove
+from tiers.io.extents import Extents
 from tiers.lmdb.index import Changes, LmdbIndex
+from tiers.lmdb.io_jobs import Put
 
 GATHER_S = 0.1
 LAZY_S = 0.1
@@ -35,6 +36,31 @@ CHANGES_MAX = 8192
 HALVED_MIN = 512
 """If a smaller batch does not fit into the map, it is rejected as a whole, because deletions need
 the rest of the map."""
+
+
+@dataclass(slots=True, eq=False)
+class Remove:
+    """Keys to delete, and the allocations that become free once that is durable."""
+
+    keys: list[Key]
+    allocations: list[Extents]
+
+
+@dataclass(slots=True, eq=False)
+class Refresh:
+    """New values of present records, with a later time of use."""
+
+    values: list[tuple[Key, bytes]]
+
+
+@dataclass(slots=True, eq=False)
+class Clear:
+    """Delete everything and begin an epoch."""
+
+    epoch: int
+
+
+Change = Put | Remove | Refresh | Clear
 
 
 @dataclass(slots=True)

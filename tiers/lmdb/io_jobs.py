@@ -1,4 +1,6 @@
-"""The jobs of the I/O threads: they seal and write payloads, or read and verify them.
+"""The jobs of the I/O threads and the records that they move.
+
+One kind of job seals and writes payloads, the other reads and verifies them.
 
 A job owns its buffers while it runs and never raises. A write job passes its records to the commit
 thread. The read jobs of one call return to the event loop together, with an outcome per record.
@@ -13,11 +15,60 @@ from typing import Any
 from tiers.base import Buffer, Key, ReadOutcome, WriteOutcome
 from tiers.folders.folder import DISK_FULL
 from tiers.io.codec import Codec
-from tiers.io.direct_io import Mover, PayloadFile, Scratch
-from tiers.io.extents import Extents
-from tiers.lmdb.changes import Change, Put
+from tiers.io.direct_io import Mover, PayloadFile, Scratch, pages_for
+from tiers.io.extents import Extents, clip
 from tiers.lmdb.index import header_of, pack_value
+from tiers.lmdb.options import LmdbOptions
 from tiers.record import flags_of, stored_bytes_of
+
+JOB_BYTES_MIN = 256 << 10
+
+
+def job_bytes(options: LmdbOptions, total_bytes: int) -> int:
+    """Return the size of one job: every thread gets a share, and small records go together."""
+    share = total_bytes // options.io_threads
+    return min(options.job_bytes, max(JOB_BYTES_MIN, share))
+
+
+@dataclass(slots=True, eq=False)
+class Put:
+    """A record on its way to the disk. It belongs to one thread at a time: the event loop's, an
+    I/O thread, the commit thread, the event loop's again."""
+
+    key: Key
+    value: bytes
+    epoch: int
+    payload_bytes: int
+    extents: Extents
+    stored_pages: int = 0
+    """The number of pages that the record needed after encoding."""
+    outcome: WriteOutcome = WriteOutcome.FAILED
+    is_named: bool = False
+    """True if a committed transaction refers to its allocation."""
+    waiters: list[Any] = field(default_factory=list)
+    """The calls that wait for this record; only the event loop uses them."""
+
+    def allocate(self, extents: Extents, epoch: int) -> None:
+        """Set where its payload goes, and the epoch to seal it with."""
+        self.extents, self.epoch = extents, epoch
+
+    def encode(self, stored_bytes: int) -> Extents:
+        """Set the length of the payload as it is stored. Returns the extents that it needs."""
+        self.stored_pages = pages_for(stored_bytes)
+        return clip(self.extents, self.stored_pages)[0]
+
+    def seal(self, value: bytes) -> None:
+        """Set its entry in the index."""
+        self.value = value
+
+    def commit(self) -> None:
+        """Note that a committed transaction contains it."""
+        self.is_named = True
+        self.outcome = WriteOutcome.OK
+
+    def end(self, outcome: WriteOutcome) -> None:
+        """Set its outcome."""
+        self.outcome = outcome
 
 
 @dataclass(slots=True, eq=False)
@@ -29,8 +80,8 @@ class WriteJob:
     uses: list[int]
     codec: Codec
     file: PayloadFile
-    commit: Callable[[Sequence[Change]], None]
-    fail: Callable[[Sequence[Change]], None]
+    commit: Callable[[Sequence[Put]], None]
+    fail: Callable[[Sequence[Put]], None]
     is_written: bool = False
 
     def run(self, scratch: Scratch) -> None:

@@ -1,4 +1,4 @@
-"""The options of an LMDB tier, exclusive or shared, and the size of its I/O jobs."""
+"""The options of an LMDB tier, exclusive or shared."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ from dataclasses import dataclass
 
 from tiers.record import NO_NAMESPACE
 
-JOB_BYTES_MIN = 256 << 10
 TOUCH_FLUSH_S = 5.0
 """Uses of records are noted on disk at most this much later."""
 
@@ -53,9 +52,3 @@ class LmdbOptions:
     compress: bool = False
     allow_network: bool = False
     close_timeout_s: float = 30.0
-
-
-def job_bytes(options: LmdbOptions, total_bytes: int) -> int:
-    """Return the size of one job: every thread gets a share, and small records go together."""
-    share = total_bytes // options.io_threads
-    return min(options.job_bytes, max(JOB_BYTES_MIN, share))

@@ -8,13 +8,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from tiers.base import Buffer, Key, ReadOutcome
-from tiers.io.awaiting import Call, from_threads, settled
-from tiers.io.io_threads import IoThreads, Together
+from tiers.io.threads import Call, IoThreads, Together, from_threads, settled
 from tiers.lmdb.contents import LmdbContents
 from tiers.lmdb.files import LmdbFiles
 from tiers.lmdb.index import extents_of, payload_bytes_of
-from tiers.lmdb.io_jobs import ReadItem, ReadJob
-from tiers.lmdb.options import LmdbOptions, job_bytes
+from tiers.lmdb.io_jobs import ReadItem, ReadJob, job_bytes
+from tiers.lmdb.options import LmdbOptions
 from tiers.lmdb.recovery.record_table import USE_BYTES
 
 

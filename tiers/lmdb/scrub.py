@@ -23,9 +23,8 @@ from pathlib import Path
 from typing import Any
 
 from tiers.base import ALIGNMENT, Buffer, Key, ReadOutcome, Scrubbed
-from tiers.io.awaiting import from_threads, settled
 from tiers.io.direct_io import Scratch, pages_for
-from tiers.io.io_threads import IoThreads
+from tiers.io.threads import IoThreads, from_threads, settled
 from tiers.lmdb.contents import LmdbContents
 from tiers.lmdb.files import LmdbFiles
 from tiers.lmdb.index import extents_of, payload_bytes_of

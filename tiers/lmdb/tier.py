@@ -41,13 +41,12 @@ from tiers.base import (
     WriteOutcome,
 )
 from tiers.folders.folder_tier import Ending, FolderTier
-from tiers.io.awaiting import from_threads
 from tiers.io.direct_io import DiskIo, pages_for
-from tiers.io.io_threads import IoThreads
-from tiers.lmdb.changes import Change, Clear, Put, Remove
-from tiers.lmdb.commit_thread import CommitThread
+from tiers.io.threads import IoThreads, from_threads
+from tiers.lmdb.commit_thread import Change, Clear, CommitThread, Remove
 from tiers.lmdb.contents import LmdbContents
 from tiers.lmdb.files import LmdbFiles
+from tiers.lmdb.io_jobs import Put
 from tiers.lmdb.options import LmdbOptions
 from tiers.lmdb.reads import LmdbReads
 from tiers.lmdb.scrub import LmdbScrub

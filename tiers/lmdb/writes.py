@@ -9,15 +9,12 @@ import asyncio
 from collections.abc import Callable, Sequence
 
 from tiers.base import Buffer, Key, WriteOutcome
-from tiers.io.awaiting import Call, settled
-from tiers.io.daemon_threads import in_thread
 from tiers.io.direct_io import pages_for
-from tiers.io.io_threads import IoThreads
-from tiers.lmdb.changes import Change, Put
+from tiers.io.threads import Call, IoThreads, in_thread, settled
 from tiers.lmdb.contents import LmdbContents
 from tiers.lmdb.files import LmdbFiles
-from tiers.lmdb.io_jobs import WriteJob
-from tiers.lmdb.options import LmdbOptions, job_bytes
+from tiers.lmdb.io_jobs import Put, WriteJob, job_bytes
+from tiers.lmdb.options import LmdbOptions
 
 
 class LmdbWrites:
@@ -31,7 +28,7 @@ class LmdbWrites:
         options: LmdbOptions,
         counts: dict[str, int],
         threads: IoThreads,
-        fail: Callable[[Sequence[Change]], None],
+        fail: Callable[[Sequence[Put]], None],
     ) -> None:
         self._files = files
         self._contents = contents

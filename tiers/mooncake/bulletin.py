@@ -20,7 +20,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
-from tiers.io.daemon_threads import DaemonThreads
+from tiers.io.threads import DaemonThreads
 from tiers.mooncake.client import MooncakeClient
 
 logger = logging.getLogger(__name__)

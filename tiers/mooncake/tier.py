@@ -34,8 +34,7 @@ from tiers.base import (
     WriteOutcome,
     stored_keys,
 )
-from tiers.io.awaiting import settled
-from tiers.io.daemon_threads import DaemonThreads, in_thread
+from tiers.io.threads import DaemonThreads, in_thread, settled
 from tiers.io.timed_calls import TimedCalls
 from tiers.mooncake.bulletin import POST_TIMEOUT_S, Keeper, Notice
 from tiers.mooncake.client import BATCH, MooncakeClient, MooncakeSettings

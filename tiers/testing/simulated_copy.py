@@ -23,10 +23,17 @@ from functools import partial
 
 import numpy as np
 
-from tiers.copy.base import CopyBatch, CopyEngine, GroupRegions, Ticket, TransferError
+from tiers.copy.base import (
+    CopyBatch,
+    CopyEngine,
+    EventTicket,
+    FutureTicket,
+    GroupRegions,
+    Ticket,
+    TransferError,
+)
 from tiers.copy.descriptors import DescriptorBuilder, Descriptors
 from tiers.copy.host_loop import copy_loop
-from tiers.copy.lanes import EventTicket, FutureTicket
 from tiers.slab.slab import HostSlab
 
 POISON = 0xDB

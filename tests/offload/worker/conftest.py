@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tiers.copy.lanes import EventTicket
+from tiers.copy.base import EventTicket
 
 
 @pytest.fixture

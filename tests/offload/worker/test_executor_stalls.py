@@ -22,8 +22,7 @@ from offload.worker.pending import Drained, OpenLoads
 from tests.offload.small_model import BLOCKS, compute, keys, wrong_blocks
 from tests.offload.worker.test_executor import KEYS, Rank, fill, load, rank_with, store
 from tests.patience import PATIENCE_S
-from tiers.copy.base import Ticket
-from tiers.copy.lanes import FutureTicket
+from tiers.copy.base import FutureTicket, Ticket
 from tiers.testing.faults import HoldingTier, nth
 from tiers.testing.memory_tier import MemoryTier
 

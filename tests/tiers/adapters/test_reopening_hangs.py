@@ -16,7 +16,7 @@ from tests.patience import PATIENCE_S
 from tests.tiers.adapters.unplugged import KEYS, SIZE, Disk, assert_free, opened
 from tiers.adapters import reopening
 from tiers.base import Tier, TierError, TierIoError
-from tiers.io.daemon_threads import in_thread
+from tiers.io.threads import in_thread
 from tiers.testing import assert_holds
 
 

@@ -19,8 +19,8 @@ from tiers.files.record_files import record_name
 from tiers.files.shared_folder import COMMON, SharedFolder
 from tiers.files.shared_tier import SharedFileTier
 from tiers.files.tier import FileTier
-from tiers.lmdb.changes import Put
 from tiers.lmdb.index import pack_value
+from tiers.lmdb.io_jobs import Put
 from tiers.lmdb.shared.files import SharedLmdbFiles
 from tiers.lmdb.shared.members import Member
 from tiers.lmdb.shared.tier import SharedLmdbTier

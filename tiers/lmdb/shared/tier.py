@@ -41,12 +41,11 @@ from tiers.base import (
     WriteOutcome,
 )
 from tiers.folders.folder_tier import Ending, FolderTier
-from tiers.io.awaiting import settled
-from tiers.io.daemon_threads import DaemonThreads
 from tiers.io.direct_io import DiskIo, pages_for
-from tiers.io.io_threads import IoThreads
 from tiers.io.resets import Resets
-from tiers.lmdb.options import TOUCH_FLUSH_S, LmdbOptions, job_bytes
+from tiers.io.threads import DaemonThreads, IoThreads, settled
+from tiers.lmdb.io_jobs import job_bytes
+from tiers.lmdb.options import TOUCH_FLUSH_S, LmdbOptions
 from tiers.lmdb.shared.commit_thread import Asking, SharedCommits
 from tiers.lmdb.shared.files import SharedLmdbFiles
 from tiers.lmdb.shared.reads import SharedReadJob

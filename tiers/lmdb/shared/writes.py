@@ -10,13 +10,11 @@ from collections.abc import Sequence
 from functools import partial
 
 from tiers.base import Buffer, Key, WriteOutcome
-from tiers.io.awaiting import Call, settled
 from tiers.io.direct_io import pages_for
 from tiers.io.extents import Extents
-from tiers.io.io_threads import IoThreads
-from tiers.lmdb.changes import Change, Put
-from tiers.lmdb.io_jobs import WriteJob
-from tiers.lmdb.options import LmdbOptions, job_bytes
+from tiers.io.threads import Call, IoThreads, settled
+from tiers.lmdb.io_jobs import Put, WriteJob, job_bytes
+from tiers.lmdb.options import LmdbOptions
 from tiers.lmdb.shared.commit_thread import Asking
 from tiers.lmdb.shared.files import SharedLmdbFiles
 from tiers.lmdb.shared.transaction import ReservedExtents, WriteTransaction
@@ -177,7 +175,7 @@ class SharedWrites:
         asking, files = self._asking, self._files
         allocations: list[Extents] = [put.extents for put in puts]
 
-        def publish(_puts: Sequence[Change]) -> None:
+        def publish(_puts: Sequence[Put]) -> None:
             asking.ask_then(lambda changes: changes.publish(puts, own_epoch), end, flushes=True)
 
         def end(is_published: bool) -> None:
@@ -185,7 +183,7 @@ class SharedWrites:
                 self._abandon(allocations)
             self._end_write(puts, is_published)
 
-        def fail(_puts: Sequence[Change]) -> None:
+        def fail(_puts: Sequence[Put]) -> None:
             asking.post(self._abandon, allocations)
             asking.post(self._end_write, puts, True)  # with the outcomes that the job has set
 

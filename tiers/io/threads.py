@@ -1,0 +1,283 @@
+"""Threads of the tiers: blocking functions, I/O jobs, and waiting for both on the event loop.
+
+No thread here prevents the process from exiting. ``asyncio.to_thread`` uses threads that the
+interpreter joins at exit: one thread that hangs in a system call on a dead disk would block the
+exit of the server forever. All users of the loop also share those threads, so a few hung calls
+would stop everything.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import queue
+import threading
+from collections.abc import Callable
+from concurrent.futures import Executor, Future
+from functools import partial
+from typing import Any, ParamSpec, Protocol, TypeVar
+
+from tiers.io.direct_io import Scratch
+
+P = ParamSpec("P")
+T = TypeVar("T")
+Waiters = list[tuple["Call", int]]
+
+
+def in_thread(function: Callable[..., T], *arguments: object) -> asyncio.Future[T]:
+    """Run a blocking function in a new daemon thread; the future gets its result or exception.
+
+    Each call starts a thread, so use it for rare work (opening, closing, growing a file).
+    Cancelling the future does not stop the function; its result is then dropped, as it is after the
+    loop was closed.
+    """
+    done, run = _prepared(function, arguments)
+    name = getattr(function, "__name__", "blocking")
+    threading.Thread(target=run, name=f"tier-{name}", daemon=True).start()
+    return done
+
+
+def start_all(threads: list[threading.Thread], stop: Callable[[], None]) -> None:
+    """Start the threads. If the process cannot start more threads, call ``stop`` with only the
+    started ones left in ``threads``, and raise ``RuntimeError``."""
+    try:
+        for thread in threads:
+            thread.start()
+    except RuntimeError:
+        threads[:] = [thread for thread in threads if thread.is_alive()]
+        stop()
+        raise
+
+
+class DaemonThreads:
+    """``count`` daemon threads for many short functions. Belongs to the event loop's thread."""
+
+    def __init__(self, name: str, count: int) -> None:
+        self._queue: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._threads = [
+            threading.Thread(target=self._run, name=f"{name}-{n}", daemon=True)
+            for n in range(count)
+        ]
+        start_all(self._threads, self.stop)
+
+    def run(self, function: Callable[..., T], *arguments: object) -> asyncio.Future[T]:
+        """Run a function like ``in_thread``, as soon as a thread is free."""
+        done, run = _prepared(function, arguments)
+        self._queue.put(run)
+        return done
+
+    def _run(self) -> None:
+        while (call := self._queue.get()) is not None:
+            call()
+            del call  # the function holds the caller's buffers
+
+    def stop(self) -> None:
+        """Finish the queued work and end the threads. Blocks as long as a thread hangs."""
+        for _ in self._threads:
+            self._queue.put(None)
+        for thread in self._threads:
+            thread.join()
+
+
+class DaemonExecutor(Executor):
+    """One daemon thread for ``loop.run_in_executor``, for example of ``aiofiles``."""
+
+    def __init__(self, name: str) -> None:
+        self._queue: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+        self._thread.start()
+
+    def submit(self, fn: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> Future[T]:
+        """Run a blocking function as soon as the thread is free."""
+        done: Future[T] = Future()
+        self._queue.put(partial(_settle, done, partial(fn, *args, **kwargs)))
+        return done
+
+    def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
+        """End after the queued calls. Blocks, with ``wait``, for as long as one hangs."""
+        self._queue.put(None)
+        if wait:
+            self._thread.join()
+
+    def _run(self) -> None:
+        while (call := self._queue.get()) is not None:
+            call()
+            del call  # the function holds the caller's buffers
+
+
+def _settle(done: Future[Any], function: Callable[[], Any]) -> None:
+    if not done.set_running_or_notify_cancel():
+        return
+    try:
+        result = function()
+    except BaseException as error:  # the caller handles every error
+        done.set_exception(error)
+    else:
+        done.set_result(result)
+
+
+def _prepared(
+    function: Callable[..., T], arguments: tuple[object, ...]
+) -> tuple[asyncio.Future[T], Callable[[], None]]:
+    """Return a future of the running loop, and the function that a thread calls to complete it."""
+    loop = asyncio.get_running_loop()
+    done: asyncio.Future[T] = loop.create_future()
+
+    def settle(result: T | None, error: BaseException | None) -> None:
+        if done.done():
+            return
+        if error is not None:
+            done.set_exception(error)
+        else:
+            done.set_result(result)  # type: ignore[arg-type]  # what the function returned
+
+    def run() -> None:
+        result, failure = None, None
+        try:
+            result = function(*arguments)
+        except BaseException as error:  # the caller handles it
+            failure = error
+        try:
+            loop.call_soon_threadsafe(settle, result, failure)
+        except RuntimeError:
+            return  # the loop was closed: nothing waits for the result
+
+    return done, run
+
+
+async def settled(future: asyncio.Future[T], on_cancel: Callable[[], object] = lambda: None) -> T:
+    """Return the result of ``future``. If the caller is cancelled, call ``on_cancel``, still wait
+    for the end, and only then raise ``CancelledError``."""
+    cancelled: asyncio.CancelledError | None = None
+    while not future.done():
+        try:
+            await asyncio.wait([future])
+        except asyncio.CancelledError as error:
+            cancelled = error
+            on_cancel()
+    if cancelled is not None:
+        raise cancelled
+    return future.result()
+
+
+def from_threads(function: Callable[[T], object]) -> Callable[[T], None]:
+    """Wrap ``function``, which must run on the current loop, so that other threads can call it. A
+    call is dropped if the loop has been closed."""
+    loop = asyncio.get_running_loop()
+
+    def post(value: T) -> None:
+        try:
+            loop.call_soon_threadsafe(function, value)
+        except RuntimeError:
+            # The loop was closed while a tier was open: nothing waits for this.
+            return
+
+    return post
+
+
+class Call:
+    """One public call and the outcomes of its records. ``done`` is set after ``begun`` when every
+    expected record has an outcome."""
+
+    __slots__ = ("_left", "done", "outcomes")
+
+    def __init__(self, outcomes: list[Any]) -> None:
+        self.outcomes = outcomes
+        self._left = 1  # for begun()
+        self.done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+
+    def expect(self, waiters: Waiters, position: int) -> None:
+        """Wait for one more record, whose outcome goes to this position."""
+        self._left += 1
+        waiters.append((self, position))
+
+    def begun(self) -> None:
+        """Declare that no more records will be expected."""
+        self._count_down()
+
+    def _count_down(self) -> None:
+        self._left -= 1
+        if not self._left:
+            self.done.set_result(None)
+
+    @staticmethod
+    def settle(waiters: Waiters, outcome: object) -> None:
+        """Pass the outcome of a finished record to all calls that wait for it."""
+        for call, position in waiters:
+            call.outcomes[position] = outcome
+            call._count_down()
+        waiters.clear()
+
+
+class IoJob(Protocol):
+    """Work for an I/O thread."""
+
+    def run(self, scratch: Scratch) -> None:
+        """Do the work. Blocks; must not raise."""
+
+    def notify(self) -> None:
+        """Report the result; called when the job counts as finished. Must not raise."""
+
+
+class Together:
+    """Jobs that report together when the last one has finished. Each message to the event loop
+    wakes the loop's thread, which costs more than a small job."""
+
+    def __init__(self, post: Callable[[Together], None]) -> None:
+        self.jobs: list[Any] = []
+        self._post = post
+        self._ended = 0
+        self._lock = threading.Lock()
+
+    def take(self) -> list[Any]:
+        """Return the jobs once, after all have finished. This breaks a cycle of references, so that
+        the views of the slab that the jobs hold are freed at once and not by garbage collection."""
+        jobs, self.jobs = self.jobs, []
+        return jobs
+
+    def one_ended(self) -> None:
+        """Count one finished job. Each job calls it once, from any thread, after ``jobs`` is
+        complete."""
+        with self._lock:
+            self._ended += 1
+            is_last = self._ended == len(self.jobs)
+        if is_last:
+            self._post(self)
+
+
+class IoThreads:
+    """``count`` threads that run I/O jobs from one queue; their number is the queue depth that the
+    device sees. One thread may call ``submit``; any may call ``busy`` (a hint)."""
+
+    def __init__(self, name: str, count: int) -> None:
+        self._queue: queue.SimpleQueue[IoJob | None] = queue.SimpleQueue()
+        self._submitted = 0
+        self._finished = [0] * count
+        self._threads = [
+            threading.Thread(target=self._run, args=(n,), name=f"{name}-{n}", daemon=True)
+            for n in range(count)
+        ]
+        start_all(self._threads, self.stop)
+
+    def submit(self, job: IoJob) -> None:
+        """Queue a job; the caller limits how many."""
+        self._submitted += 1
+        self._queue.put(job)
+
+    def busy(self) -> bool:
+        """Return True if a job is queued or running."""
+        return self._submitted > sum(self._finished)
+
+    def _run(self, number: int) -> None:
+        scratch = Scratch()
+        while (job := self._queue.get()) is not None:
+            job.run(scratch)
+            self._finished[number] += 1
+            job.notify()
+            del job
+
+    def stop(self) -> None:
+        """Finish the queued jobs and end the threads. Blocks as long as a thread hangs."""
+        for _ in self._threads:
+            self._queue.put(None)
+        for thread in self._threads:
+            thread.join()
