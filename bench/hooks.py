@@ -98,7 +98,7 @@ class Bed:
         from offload.connector.scheduler.scheduler_side import SchedulerSide
         from offload.index.capacity import ByteCapacity, SlotCapacity
         from offload.index.chunk_batch import GroupInfo
-        from offload.index.recovery import recover
+        from offload.index.recovered_chunks import recover
         from offload.index.tier_index import TierIndex
         from offload.layout.groups import FULL, GroupLayout, ModelLayout
         from offload.messages.report import RankState, RankTier

@@ -35,7 +35,7 @@ from bench.environment import describe
 from bench.report import deliver
 from bench.scenario import Report, Row, median, progress_bar
 from offload.index.capacity import ByteCapacity
-from offload.index.recovery import recover
+from offload.index.recovered_chunks import recover
 from offload.index.tier_index import TierIndex
 from offload.layout.keys import joined
 from policies.base import EntryInfo

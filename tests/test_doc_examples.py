@@ -13,10 +13,10 @@ from typing import Any
 
 import pytest
 
+from offload.config.kv_transfer_config import EXTRA, NAMES, role_problems
 from offload.config.schema import parse_config
-from offload.config.transfer import EXTRA, NAMES, role_problems
 from offload.errors import ConfigError
-from offload.index.request_options import parse_controls, parse_hints
+from offload.requests.parse_options import parse_controls, parse_hints
 from policies.registry import make_policy
 from tests.test_docs import PAGES, ROOT, name_of, prose_of
 

@@ -82,7 +82,7 @@ TORCH_IN = (
     "offload/connector/",
     "offload/layout/registration.py",
     "offload/worker/device_digest.py",
-    "offload/worker/verify.py",
+    "offload/worker/block_verifier.py",
     "offload/worker/runtime.py",  # accepts the caller's tensors
     "tiers/slab/slab.py",
     "tiers/copy/",

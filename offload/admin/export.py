@@ -26,7 +26,7 @@ from offload.errors import NamespaceError, OffloadError
 from offload.namespaces.inventory import NamespaceFolder, RankFolder
 from tiers.folders.folder import sync_folder, try_flock
 from tiers.offline.archive import Record, write_about, write_magic, write_record
-from tiers.offline.inspect import Checker, OfflineFolder, RecordHealth
+from tiers.offline.offline_folder import Checker, OfflineFolder, RecordHealth
 
 
 class ExportFileError(OffloadError):

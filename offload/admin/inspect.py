@@ -12,7 +12,7 @@ from offload.namespaces.cleanup import usage
 from offload.namespaces.inventory import NamespaceFolder, RankFolder, Standing
 from offload.namespaces.manifest import ABSENT, Namespace, differing_fields
 from tiers.base import TierError
-from tiers.offline.inspect import FolderChangedError, OfflineFolder
+from tiers.offline.offline_folder import FolderChangedError, OfflineFolder
 
 AGES = (("1h", 3600), ("1d", 86_400), ("7d", 604_800), ("30d", 2_592_000))
 """Upper bounds of the histogram of ages; older records count as ``older``."""

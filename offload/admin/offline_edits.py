@@ -16,8 +16,8 @@ from offload.namespaces.inventory import RankFolder
 from tiers.base import Key
 from tiers.folders.folder import OwnerLock, prepare
 from tiers.offline.file_reader import FileReader
-from tiers.offline.inspect import Checker, Found, RecordHealth
 from tiers.offline.lmdb_reader import LmdbReader
+from tiers.offline.offline_folder import Checker, Found, RecordHealth
 from tiers.offline.remove import forget_files, forget_in_lmdb
 
 KEYS_PER_LOCK = 20_000

@@ -13,7 +13,7 @@ from typing import Any
 
 from offload.admin.offline_edits import RankFolderInUseError, remove_damaged
 from offload.namespaces.inventory import FolderVerdict, RankFolder, Standing
-from tiers.offline.inspect import Checker, Found, OfflineFolder, RecordHealth
+from tiers.offline.offline_folder import Checker, Found, OfflineFolder, RecordHealth
 
 
 class RateLimit:

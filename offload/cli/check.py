@@ -37,7 +37,7 @@ def check(where: Where, as_json: AsJson = False) -> None:
     A server makes the same checks when it starts. Nothing is loaded or written. Exits with 1 if the
     configuration is wrong.
     """
-    from offload.config.transfer import check_transfer
+    from offload.config.kv_transfer_config import check_transfer
     from offload.errors import ConfigError
 
     problems = Problems()
@@ -57,7 +57,7 @@ def check(where: Where, as_json: AsJson = False) -> None:
 
 def _transfer(problems: Problems, where: str) -> dict[str, Any]:
     """The transfer configuration in a file or a text, or an empty one with a problem."""
-    from offload.config.transfer import EXTRA, NAME, ours, transfer_config
+    from offload.config.kv_transfer_config import EXTRA, NAME, ours, transfer_config
 
     is_text = where.lstrip().startswith(("{", "["))
     shown = "the JSON" if is_text else where

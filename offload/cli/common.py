@@ -153,7 +153,7 @@ def guarded_work(command: str) -> Iterator[None]:
     """
     from tiers.base import TierError
     from tiers.folders.folder import FolderUnusableError
-    from tiers.offline.inspect import FolderChangedError
+    from tiers.offline.offline_folder import FolderChangedError
 
     before = signal.signal(signal.SIGTSTP, signal.SIG_IGN)
     ended_before = signal.signal(signal.SIGTERM, _end)

@@ -82,8 +82,8 @@ def flags_to_add(
 ) -> list[str]:
     """The flags of ``vllm serve`` that the user has not given. They come first on the command line,
     so that the user's flags take precedence."""
-    from offload.config.transfer import check_transfer, transfer_config
-    from offload.namespaces.patience import Patience
+    from offload.config.kv_transfer_config import check_transfer, transfer_config
+    from offload.namespaces.wait_for_owners import Patience
 
     has_own = has_flag(flags, TRANSFER) or has_flag(flags, FILE)
     if has_flag(flags, TRANSFER) and (cpu or disks):

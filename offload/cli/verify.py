@@ -87,7 +87,7 @@ def _one(
     """Check one rank folder. An error does not prevent the others from being checked."""
     from offload.admin.verify import VerifyResult, repair
     from tiers.base import TierError
-    from tiers.offline.inspect import FolderChangedError
+    from tiers.offline.offline_folder import FolderChangedError
 
     result = VerifyResult(store)
     try:

@@ -30,7 +30,7 @@ from offload.config.schema import (
 from offload.config.tier_capacity import least_share
 from offload.errors import ConfigError, Problem
 from offload.namespaces.claims import Owner, live_owners
-from offload.namespaces.patience import Patience
+from offload.namespaces.wait_for_owners import Patience
 from offload.sizes import GIB, MIB, format_size
 from policies.registry import (
     PolicyOptionError,

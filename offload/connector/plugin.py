@@ -15,9 +15,9 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from offload.config.transfer import NAMES, check_transfer
+from offload.config.kv_transfer_config import NAMES, check_transfer
 from offload.errors import WRONG_USAGE, ConfigError
-from offload.namespaces.patience import Patience
+from offload.namespaces.wait_for_owners import Patience
 
 
 def register() -> None:

@@ -15,9 +15,9 @@ from typing import TYPE_CHECKING, Any
 from offload.config.machine_checks import load_config, patiently, same_server
 from offload.config.schema import OffloadConfig, parse_config
 from offload.connector.contract.at_start import check_installed
-from offload.connector.model.geometry import describe, kernel_of
 from offload.connector.model.identity import geometry_fields, hash_fields, namespace_fields
 from offload.connector.model.layout import model_layout, page_regions
+from offload.connector.model.worker_geometry import describe, kernel_of
 from offload.connector.startup_checks import (
     check_vllm_config,
     recompute_failed_loads,
@@ -31,7 +31,7 @@ from offload.namespaces.epochs import TierEpochs
 from offload.namespaces.folders import describe_neighbours
 from offload.namespaces.geometry import Geometry
 from offload.namespaces.manifest import Namespace
-from offload.namespaces.patience import Patience
+from offload.namespaces.wait_for_owners import Patience
 from offload.requests.miss_reasons import RequestLog, Sink
 from offload.requests.request_log import RequestFile
 from offload.requests.trace_recorder import TraceRecorder

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from offload.config.kv_transfer_config import role_problems
 from offload.config.schema import OffloadConfig
-from offload.config.transfer import role_problems
 from offload.connector.model.identity import place_of, seed_is_random, weights_of
 from offload.connector.model.process_config import configs_of
 from offload.errors import Problem

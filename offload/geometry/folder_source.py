@@ -41,7 +41,7 @@ from offload.namespaces.manifest import (
 from tiers.adapters.read_only import RecordSource, SourceKey
 from tiers.base import ALIGNMENT, Buffer, Key, ReadOutcome
 from tiers.folders.folder import FolderUnusableError
-from tiers.offline.inspect import Checker, FolderChangedError, OfflineFolder, RecordHealth
+from tiers.offline.offline_folder import Checker, FolderChangedError, OfflineFolder, RecordHealth
 from tiers.record import Identity
 
 logger = logging.getLogger(__name__)

@@ -75,8 +75,8 @@ def _frozen_store(job: int, group: int, rows: bytes) -> StoreJob:
 
 @dataclass(frozen=True, slots=True)
 class DigestJob:
-    """Digests chunks of one group as they are in the KV cache (`offload.worker.verify`); has no
-    answer.
+    """Digests chunks of one group as they are in the KV cache (`offload.worker.block_verifier`);
+    has no answer.
 
     ``blocks`` is as in ``StoreJob``. ``early``: the chunks were complete before this step, whose
     forward pass may overwrite them.

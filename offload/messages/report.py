@@ -49,8 +49,8 @@ class JobResult:
     ``bad`` are the keys that failed. For a load, ``lost`` is the part of ``bad`` that the tier no
     longer holds intact (missing or ``corrupt``): those keys must be forgotten. ``late`` means that
     the load took longer than its request may wait, and ``seconds`` is its time on the slowest rank.
-    ``wrong`` contains keys whose bytes differ from those computed (`offload.worker.verify`), from
-    any source: no tier may provide them again.
+    ``wrong`` contains keys whose bytes differ from those computed, from any source
+    (`offload.worker.block_verifier`): no tier may provide them again.
     """
 
     ranks: int = 1

@@ -13,7 +13,7 @@ adjacent bytes. The ``split`` of a layer says what ranks have in common:
   never joined.
 
 Plain numbers that become canonical JSON and back. ``offload.geometry.translate`` compares and
-translates, ``offload.connector.model.geometry`` describes vLLM's tensors. This module knows
+translates, ``offload.connector.model.worker_geometry`` describes vLLM's tensors. This module knows
 neither.
 """
 

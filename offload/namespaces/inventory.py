@@ -36,8 +36,8 @@ from tiers.folders.folder import QUARANTINE_PREFIX, FolderUnusableError
 from tiers.lmdb.folder import is_lmdb_folder
 from tiers.lmdb.index import IndexUnusableError, check_owner
 from tiers.offline.file_reader import FileReader, is_file_folder
-from tiers.offline.inspect import OfflineFolder
 from tiers.offline.lmdb_reader import LmdbReader
+from tiers.offline.offline_folder import OfflineFolder
 from tiers.record import Identity
 
 REPLICA = re.compile(r"replica-([0-9]{1,6})", re.ASCII)

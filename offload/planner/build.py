@@ -14,7 +14,7 @@ from offload.config.schema import OffloadConfig, TierConfig
 from offload.errors import NamespaceError, TierUnavailableError
 from offload.index.capacity import ByteCapacity, SlotCapacity, UsableSlots
 from offload.index.chunk_batch import GroupInfo
-from offload.index.recovery import held_by_all, recover
+from offload.index.recovered_chunks import held_by_all, recover
 from offload.index.tier_index import TierIndex
 from offload.layout.groups import GroupLayout
 from offload.messages.report import RankState

@@ -1,4 +1,4 @@
-"""Owns the state of one request: its lookup, progress, miss reason and record.
+"""Owns the state of one request: its options, lookup, progress, miss reason and record.
 
 Must not know workers, tensors, or how bytes move.
 """

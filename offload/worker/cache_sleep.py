@@ -2,8 +2,8 @@
 
 Part of the executor. ``begin`` and ``end`` belong to the thread that drives vLLM's model runner,
 which posts no plan in between. The states of loads and stores cross to the loop and are made for
-that (`offload.worker.pending`, `offload.worker.fences`): the thread that comes second sees what the
-first one did, so no copy begins after ``begin`` has looked.
+that (`offload.worker.unanswered_jobs`, `offload.worker.fences`): the thread that comes second sees
+what the first one did, so no copy begins after ``begin`` has looked.
 """
 
 from __future__ import annotations
@@ -12,11 +12,11 @@ import time
 from typing import TYPE_CHECKING
 
 from offload.worker.fences import Fences
-from offload.worker.pending import OpenLoads
+from offload.worker.unanswered_jobs import OpenLoads
 from tiers.copy.base import TransferError
 
 if TYPE_CHECKING:
-    from offload.worker.verify import Verifier
+    from offload.worker.block_verifier import Verifier
 
 POLL_S = 0.001
 ASLEEP = "the KV cache is unmapped (sleep mode)"

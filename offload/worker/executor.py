@@ -27,19 +27,19 @@ from offload.messages.report import JobResult, Observed, PresenceReply
 from offload.telemetry.counters import WorkerStats
 from offload.worker.cache_sleep import CacheSleep
 from offload.worker.fences import Fences, Reading
-from offload.worker.health import RankHealth
 from offload.worker.idle_scrub import IdleScrub, ScrubLimits
 from offload.worker.loads import LoadLane, LoadTask
-from offload.worker.pending import Drained, ExecutorLimits, OpenLoad, OpenLoads, Unanswered
 from offload.worker.presence_queries import PresenceQueries
+from offload.worker.rank_health import RankHealth
 from offload.worker.tier_monitor import TierMonitor, close_tier
 from offload.worker.tier_writer import TierWriter
+from offload.worker.unanswered_jobs import Drained, ExecutorLimits, OpenLoad, OpenLoads, Unanswered
 from tiers.base import Scrubbed, Tier
 from tiers.copy.base import CopyBatch, CopyEngine, GroupRegions, TransferError
 from tiers.slab.slab import HostSlab
 
 if TYPE_CHECKING:
-    from offload.worker.verify import Verifier
+    from offload.worker.block_verifier import Verifier
 
 logger = logging.getLogger(__name__)
 

@@ -17,16 +17,16 @@ import numpy as np
 from offload.messages.plan import IN_SLAB, STAGED, LoadItem, LoadJob
 from offload.messages.report import JobResult
 from offload.telemetry.counters import WorkerStats
-from offload.worker.pending import ExecutorLimits, OpenLoad
 from offload.worker.staging import Staging, Window
 from offload.worker.tier_monitor import TierMonitor
+from offload.worker.unanswered_jobs import ExecutorLimits, OpenLoad
 from tiers.base import ReadOutcome, Tier
 from tiers.copy.base import CopyBatch, CopyEngine, GroupRegions, TransferError
 from tiers.copy.failures import Tally
 from tiers.slab.slab import HostSlab
 
 if TYPE_CHECKING:
-    from offload.worker.verify import Verifier
+    from offload.worker.block_verifier import Verifier
 
 logger = logging.getLogger(__name__)
 

@@ -24,16 +24,16 @@ from offload.layout.registration import Registration
 from offload.messages.report import RankState, RankTier
 from offload.namespaces.manifest import Namespace
 from offload.worker.executor import Executor
-from offload.worker.pending import ExecutorLimits
 from offload.worker.tier_factory import scrub_limits
 from offload.worker.tier_monitor import close_tier
+from offload.worker.unanswered_jobs import ExecutorLimits
 from tiers.base import KeyColumn, SharedTier, StoredKeys, Tier
 from tiers.copy.base import CopyEngine, GroupRegions
 from tiers.copy.host_engine import HostCopyEngine
 from tiers.slab.slab import HostSlab
 
 if TYPE_CHECKING:
-    from offload.worker.verify import Verifier
+    from offload.worker.block_verifier import Verifier
 
 logger = logging.getLogger(__name__)
 

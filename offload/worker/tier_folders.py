@@ -39,7 +39,7 @@ from offload.namespaces.folders import (
 from offload.namespaces.geometry import Geometry
 from offload.namespaces.manifest import Namespace
 from offload.namespaces.mounts import MountPoint, mount_point_of
-from offload.namespaces.patience import Patience
+from offload.namespaces.wait_for_owners import Patience
 from offload.sizes import MIB, format_size
 from offload.worker.tier_factory import TierSpec, mooncake_settings
 from tiers.adapters.read_only import ReadOnlyTier, SharedReadOnlyTier

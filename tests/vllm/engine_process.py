@@ -43,7 +43,7 @@ PRELOADED = (
     "vllm.v1.executor.multiproc_executor",
     "vllm.v1.worker.cpu_worker",
     "offload.connector.connector",
-    "offload.worker.verify",
+    "offload.worker.block_verifier",
 )
 """Modules that most engines need."""
 PR_SET_PDEATHSIG = 1  # linux/prctl.h; an engine that spins would never notice that its test is gone

@@ -19,7 +19,7 @@ from typer.testing import CliRunner
 
 from demo.server import BASE_ENV, ROOT, ServerError, VllmServer
 from offload.cli import app
-from offload.config.transfer import ALIASES, NAME
+from offload.config.kv_transfer_config import ALIASES, NAME
 from offload.telemetry.metrics import METRICS
 from tests.dashboards import queries
 from tests.patience import PATIENCE_S

@@ -46,7 +46,7 @@ from tiers.copy.cuda_paths import (
 from tiers.copy.descriptors import CopyShape, DescriptorBuilder, Descriptors
 from tiers.copy.failures import Failures, type_name
 from tiers.cuda_driver import Driver, DriverError, load_driver
-from tiers.slab.numa import NODES, PCI_DEVICES, node_count, pci_node
+from tiers.slab.host_memory import NODES, PCI_DEVICES, node_count, pci_node
 from tiers.slab.slab import HostSlab
 
 logger = logging.getLogger(__name__)

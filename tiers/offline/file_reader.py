@@ -1,4 +1,4 @@
-"""Reads the folder of a file tier from another process. See ``offline.inspect`` for the guarantees.
+"""Reads the folder of a file tier from another process. See ``offline_folder`` for the guarantees.
 
 Every record is a file that appears complete and under its final name, so a file found by listing
 the folder is either intact, or damaged, or removed before it is read.
@@ -18,7 +18,7 @@ from tiers.base import ALIGNMENT, Buffer, Key
 from tiers.files.exclusive_folder import EPOCH_NAME, SHARED_NAME, judge_epoch
 from tiers.files.record_files import CAPACITY_NAME, PREFIX, record_name
 from tiers.folders.folder import FolderUnusableError
-from tiers.offline.inspect import FolderChangedError, Found
+from tiers.offline.offline_folder import FolderChangedError, Found
 from tiers.record import HEADER_BYTES, Identity, RecordError, parse, verify
 
 BATCH = 256

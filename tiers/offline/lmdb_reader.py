@@ -1,4 +1,4 @@
-"""Reads the folder of an LMDB tier from another process. See ``offline.inspect`` for the
+"""Reads the folder of an LMDB tier from another process. See ``offline_folder`` for the
 guarantees.
 
 LMDB supports several processes: this one opens the environment read-only, with a slot in the reader
@@ -42,7 +42,7 @@ from tiers.lmdb.index import (
 from tiers.lmdb.io_jobs import ReadItem, ReadJob
 from tiers.lmdb.recovery.record_table import EXTENT_BYTES, EXTENTS_AT, USE_BYTES
 from tiers.lmdb.shared.index import READERS_MAX, epoch_of
-from tiers.offline.inspect import FolderChangedError, Found
+from tiers.offline.offline_folder import FolderChangedError, Found
 from tiers.record import ENCRYPTED, Identity
 
 _FIELDS = struct.Struct("<8s5xB18xQQ")

@@ -27,7 +27,7 @@ import numpy as np
 import numpy.typing as npt
 
 from tiers.base import ALIGNMENT
-from tiers.slab.numa import available_bytes, prefer_node
+from tiers.slab.host_memory import available_bytes, prefer_node
 from tiers.slab.pinning import PinningError, Registrar, pinning_advice
 
 logger = logging.getLogger(__name__)

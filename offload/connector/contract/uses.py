@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from offload.connector.contract.facts import AnyFunction
 from offload.connector.contract.library import CLASS, MODULE, Definition, Library
 from offload.connector.contract.source import PackageSource
-from offload.connector.contract.types import BOUND, NAME, OBJECT, Scope, Type, Types
+from offload.connector.contract.type_inference import BOUND, NAME, OBJECT, Scope, Type, Types
 
 VLLM = "vllm"
 OURS = "offload/connector/"

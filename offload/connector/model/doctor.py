@@ -10,9 +10,9 @@ import vllm
 from vllm.v1.kv_cache_interface import KVCacheGroupSpec, UniformTypeKVCacheSpecs
 
 from offload.admin.doctor import Facts, ModelVerdict, Report, examine, refusal
+from offload.config.kv_transfer_config import NAME, NAMES
 from offload.config.machine_checks import load_config
 from offload.config.schema import OffloadConfig, default_config
-from offload.config.transfer import NAME, NAMES
 from offload.connector.model.layout import layer_page_bytes, layout_input
 from offload.connector.model.probe import PLAIN, FlagsError, Probe, probe
 from offload.connector.startup_checks import check_vllm_config, startup_warnings

@@ -33,7 +33,7 @@ from vllm.v1.kv_cache_interface import AttentionSpec, KVCacheConfig, KVCacheSpec
 from vllm.v1.worker.utils import customize_attention_spec, prepare_kernel_block_sizes
 from vllm.version import __version_tuple__
 
-from offload.config.transfer import NAME
+from offload.config.kv_transfer_config import NAME
 from offload.connector.compat import plan_kv_cache
 
 if TYPE_CHECKING:

@@ -1,5 +1,5 @@
 """Selects the chunks that workers digest in a step, for ``"verify": "device"``
-(`offload.worker.verify`).
+(`offload.worker.block_verifier`).
 
 Every chunk that a request completes is digested, whether or not it is stored. So the verification
 does not depend on the code in the planner that decides about stores.

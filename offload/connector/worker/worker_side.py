@@ -24,13 +24,13 @@ from offload.namespaces.manifest import Namespace
 from offload.sizes import format_size
 from offload.telemetry.counters import WorkerStats
 from offload.worker.executor import Executor
-from offload.worker.pending import Drained
 from offload.worker.runtime import RankMemory, UnopenedTier, make_memory, open_rank
 from offload.worker.tier_factory import TierSpec, make_tier
+from offload.worker.unanswered_jobs import Drained
 from tiers.slab.slab import HostSlab
 
 if TYPE_CHECKING:
-    from offload.worker.verify import Verifier
+    from offload.worker.block_verifier import Verifier
 
 logger = logging.getLogger(__name__)
 
@@ -131,8 +131,8 @@ class WorkerSide:
     def _make_verifier(self, registration: Registration) -> Verifier | None:
         if self._config.verify != "device":
             return None
+        from offload.worker.block_verifier import Verifier
         from offload.worker.device_digest import DeviceDigest
-        from offload.worker.verify import Verifier
 
         folder = Path(self._config.verify_path) if self._config.verify_path else None
         name = f"{self._namespace.name}-rank{self._rank}"

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from offload.config.transfer import NAME, transfer_config
+from offload.config.kv_transfer_config import NAME, transfer_config
 from tests.offload.cli.stores import ROOT, kvtiers
 
 GOOD = {"cpu": {"capacity": "64MiB"}}

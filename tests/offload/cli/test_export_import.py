@@ -33,7 +33,7 @@ from tests.offload.cli.stores import (
 from tests.offload.cli.test_verify import RESET
 from tiers.lmdb.folder import PAYLOAD_NAME
 from tiers.offline.archive import HEAD_BYTES, Frame, PortableError, read_frames
-from tiers.offline.inspect import Checker, RecordHealth
+from tiers.offline.offline_folder import Checker, RecordHealth
 from tiers.testing import key_of, payload_of
 
 NAME = Namespace.of(FIELDS).name

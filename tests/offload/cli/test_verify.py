@@ -29,8 +29,8 @@ from tests.offload.cli.stores import (
 )
 from tiers.lmdb.folder import PAYLOAD_NAME
 from tiers.lmdb.index import Changes
-from tiers.offline.inspect import Checker, Found, RecordHealth
 from tiers.offline.lmdb_reader import LmdbReader
+from tiers.offline.offline_folder import Checker, Found, RecordHealth
 from tiers.testing import key_of
 
 Edit = Callable[[dict[bytes, bytes]], dict[bytes, bytes | None]]

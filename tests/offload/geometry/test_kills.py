@@ -25,7 +25,7 @@ from tests.offload.geometry.engines_on_disk import (
 )
 from tests.tiers.shared.kills import killed
 from tiers.base import Buffer, ReadOutcome
-from tiers.offline.inspect import Checker, Found, RecordHealth
+from tiers.offline.offline_folder import Checker, Found, RecordHealth
 
 KILLS = 12
 SMALL = {False: "4700KiB", True: "2850KiB"}

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from offload.errors import TierUnavailableError
-from offload.namespaces import claims, patience
+from offload.namespaces import claims, wait_for_owners
 from offload.namespaces.claims import live_owners
 from offload.namespaces.cleanup import remove_namespace
 from offload.namespaces.inventory import find_namespaces
@@ -35,7 +35,7 @@ KINDS = {"lmdb": SharedLmdbTier, "file": SharedFileTier}
 def test_servers_share_a_folder_and_exclude_others(
     tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(patience, "WAIT_S", 0.0)
+    monkeypatch.setattr(wait_for_owners, "WAIT_S", 0.0)
     path = tmp_path / "tier"
     [one] = places(path, type=kind, shared=True).specs()
     [two] = places(path, type=kind, shared=True).specs()

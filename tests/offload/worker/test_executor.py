@@ -20,10 +20,10 @@ from offload.messages.plan import (
     StoreJob,
     WriteThroughJob,
 )
+from offload.worker.block_verifier import Verifier
 from offload.worker.executor import Executor
-from offload.worker.pending import Drained, ExecutorLimits
 from offload.worker.staging import Staging
-from offload.worker.verify import Verifier
+from offload.worker.unanswered_jobs import Drained, ExecutorLimits
 from tests.offload.small_model import BLOCKS, compute, keys, kv_caches, wrong_blocks
 from tests.patience import PATIENCE_S
 from tests.sim.virtual_time import run_virtually

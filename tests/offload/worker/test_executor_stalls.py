@@ -17,8 +17,8 @@ import offload.worker.executor
 from offload.messages.plan import LoadItem, LoadJob, StepPlan, WriteThroughJob
 from offload.planner.loads import NOBODY
 from offload.worker.executor import Executor
-from offload.worker.health import PAUSE_S
-from offload.worker.pending import Drained, OpenLoads
+from offload.worker.rank_health import PAUSE_S
+from offload.worker.unanswered_jobs import Drained, OpenLoads
 from tests.offload.small_model import BLOCKS, compute, keys, wrong_blocks
 from tests.offload.worker.test_executor import KEYS, Rank, fill, load, rank_with, store
 from tests.patience import PATIENCE_S

@@ -13,7 +13,7 @@ from offload.messages.plan import IN_SLAB, STAGED, LoadItem, LoadJob, StepPlan
 from offload.planner.loads import NOBODY
 from offload.worker import executor as executor_module
 from offload.worker.loads import LoadLane, LoadTask
-from offload.worker.pending import OpenLoads
+from offload.worker.unanswered_jobs import OpenLoads
 from tests.offload.small_model import compute, keys, wrong_blocks
 from tests.offload.worker.test_executor import KEYS, Rank, fill, rank_with
 from tests.sim.virtual_time import run_virtually

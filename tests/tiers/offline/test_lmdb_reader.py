@@ -17,8 +17,8 @@ from tiers.lmdb import index as lmdb_index
 from tiers.lmdb.index import IndexUnusableError
 from tiers.lmdb.tier import LmdbTier
 from tiers.offline.file_reader import FileReader
-from tiers.offline.inspect import FolderChangedError
 from tiers.offline.lmdb_reader import LmdbReader
+from tiers.offline.offline_folder import FolderChangedError
 from tiers.testing import aligned, all_keys, assert_holds, key_of, put
 
 ROOT = Path(__file__).resolve().parents[3]

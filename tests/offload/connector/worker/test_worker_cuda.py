@@ -19,7 +19,7 @@ from offload.layout.registration import GroupCaches, Registration, register_kv_c
 from offload.messages.plan import IN_SLAB, LoadItem, LoadJob, StepPlan, StoreJob
 from offload.namespaces.manifest import Namespace
 from offload.planner.build import copy_gauges
-from offload.worker.pending import Drained
+from offload.worker.unanswered_jobs import Drained
 from tests.libcuda import Cuda, strict_cuda
 from tests.offload.small_model import BLOCKS, compute, keys, kv_caches, wrong_blocks
 from tests.patience import PATIENCE_S

@@ -8,19 +8,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from offload.index import request_options as controls_module
-from offload.index import request_options as hints_module
 from offload.index.capacity import ByteCapacity, SlotCapacity
 from offload.index.chunk_batch import UNKNOWN, ChunkBatch, GroupInfo, RequestOrigin
-from offload.index.request_options import (
-    CONTROL_NAMES,
-    NAMES_MAX,
-    NO_CONTROLS,
-    WRONG_MAX,
-    Controls,
-    parse_controls,
-    parse_hints,
-)
+from offload.index.request_options import NO_CONTROLS, Controls
 from offload.index.tier_index import TierIndex
 from offload.layout.keys import CPU
 from offload.messages.plan import IN_SLAB, STAGED
@@ -28,6 +18,14 @@ from offload.messages.report import JobResult, StepReport
 from offload.planner.context import WorkLimits
 from offload.planner.planner import Planner
 from offload.planner.write_through import WriteThroughQueue
+from offload.requests import parse_options
+from offload.requests.parse_options import (
+    CONTROL_NAMES,
+    NAMES_MAX,
+    WRONG_MAX,
+    parse_controls,
+    parse_hints,
+)
 from policies.admission import SecondUse, WriteBudget
 from policies.eviction.lru import LruPolicy
 
@@ -164,8 +162,7 @@ def test_many_names_of_a_client_are_compared_within_a_limit(
     """This runs on vLLM's scheduler thread: the number of comparisons is limited, whatever is
     sent."""
     asked: list[str] = []
-    monkeypatch.setattr(controls_module, "nearest", lambda name, *_: asked.append(name))
-    monkeypatch.setattr(hints_module, "nearest", lambda name, *_: asked.append(name))
+    monkeypatch.setattr(parse_options, "nearest", lambda name, *_: asked.append(name))
     many = {f"no_storage_at_all_{number}": 1 for number in range(10_000)}
     assert parse_controls({**many, "kvtiers": many}, TIERS)[0].is_doubtful
     parse_hints({"kvtiers": many})

@@ -18,8 +18,8 @@ from offload.layout.registration import GroupCaches, Registration, register_kv_c
 from offload.messages.plan import IN_SLAB, DigestJob, LoadItem, LoadJob, StepPlan
 from offload.messages.report import JobResult
 from offload.telemetry.counters import WorkerStats
+from offload.worker.block_verifier import DIGESTS_MAX, DigestTable, Verifier
 from offload.worker.device_digest import BLOCKS_MAX, DeviceDigest
-from offload.worker.verify import DIGESTS_MAX, DigestTable, Verifier
 from tests.offload.small_model import compute, keys
 from tests.offload.worker.test_executor import KEYS, Rank, rank_with, store
 from tests.patience import PATIENCE_S
@@ -165,7 +165,8 @@ def order(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> No
     """The order in which the files of the first three engines are read; later ones follow."""
     names = itertools.chain(request.param, itertools.count(4))
     monkeypatch.setattr(
-        "offload.worker.verify.uuid.uuid4", lambda: SimpleNamespace(hex=f"{next(names):0>8}")
+        "offload.worker.block_verifier.uuid.uuid4",
+        lambda: SimpleNamespace(hex=f"{next(names):0>8}"),
     )
 
 
@@ -209,7 +210,7 @@ def test_a_full_file_of_digests_still_accepts_a_reset(
 ) -> None:
     table = opened(tmp_path)
     table.enter([b"a"], entry(1)[None])
-    monkeypatch.setattr("offload.worker.verify.FILE_BYTES_MAX", table._written)
+    monkeypatch.setattr("offload.worker.block_verifier.FILE_BYTES_MAX", table._written)
     if is_noticed_first:
         table.enter([b"b"], entry(2)[None])
     assert known(tmp_path, b"a") == [entry(1).tolist()]

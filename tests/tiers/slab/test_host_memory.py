@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tiers.slab.numa import available_bytes, node_count, parse_id_list, pci_node, prefer_node
+from tiers.slab.host_memory import available_bytes, node_count, parse_id_list, pci_node, prefer_node
 from tiers.slab.slab import HostSlab
 
 GIB = 2**30

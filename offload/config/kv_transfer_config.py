@@ -10,7 +10,7 @@ from offload.errors import ConfigError, Problem
 
 if TYPE_CHECKING:
     from offload.config.machine_checks import LoadedConfig
-    from offload.namespaces.patience import Patience
+    from offload.namespaces.wait_for_owners import Patience
 
 NAME = "KvTiersConnector"
 ALIASES = ("OffloadConnector",)

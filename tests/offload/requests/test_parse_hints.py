@@ -10,10 +10,11 @@ from hypothesis import strategies as st
 
 from offload.index.capacity import ByteCapacity, SlotCapacity
 from offload.index.chunk_batch import ChunkBatch, GroupInfo, RequestOrigin
-from offload.index.request_options import NO_HINTS, RequestHints, parse_hints
+from offload.index.request_options import NO_HINTS, RequestHints
 from offload.index.tier_index import TierIndex
 from offload.messages.report import JobResult, StepReport
 from offload.planner.planner import Planner
+from offload.requests.parse_options import parse_hints
 from policies import hints as names
 from policies.base import EntryInfo
 from policies.eviction.lru import LruPolicy

@@ -11,8 +11,8 @@ from tiers.io.extents import Extent
 from tiers.lmdb.index import pack_value
 from tiers.lmdb.recovery.key_order import rising
 from tiers.lmdb.recovery.key_table import AT_ONCE, MODULUS, KeySlots, remainders
+from tiers.lmdb.recovery.record_map import Records
 from tiers.lmdb.recovery.record_table import tables_of
-from tiers.lmdb.recovery.records import Records
 from tiers.lmdb.recovery.rows import Rows
 from tiers.record import Identity, prefix
 from tiers.testing import key_of

@@ -15,8 +15,8 @@ from vllm.v1.kv_cache_interface import KVCacheGroupSpec, KVQuantMode
 from vllm.v1.kv_cache_layout import KVCacheLayout
 from vllm.v1.worker.utils import allocate_kv_cache
 
-from offload.connector.model.geometry import describe
 from offload.connector.model.layout import model_layout, page_regions
+from offload.connector.model.worker_geometry import describe
 from offload.geometry.translate import apply, expand_blocks, obstacles, plan_group
 from offload.namespaces.geometry import COPIES, HEADS, OWN, Geometry
 from tests.offload.connector.kv_cache_configs import full, mamba, mla, vllm_config

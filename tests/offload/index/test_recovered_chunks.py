@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from offload.index.capacity import ByteCapacity
-from offload.index.recovery import held_by_all, recover
+from offload.index.recovered_chunks import held_by_all, recover
 from offload.index.tier_index import TierIndex
 from offload.layout.keys import group_suffix
 from policies.base import EntryInfo

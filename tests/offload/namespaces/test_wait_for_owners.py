@@ -13,12 +13,12 @@ from pathlib import Path
 
 import pytest
 
+from offload.config.kv_transfer_config import transfer_config
 from offload.config.machine_checks import load_config, patiently, same_server
-from offload.config.transfer import transfer_config
 from offload.errors import ConfigError, TierUnavailableError
-from offload.namespaces import patience
+from offload.namespaces import wait_for_owners
 from offload.namespaces.claims import live_owners
-from offload.namespaces.patience import Patience
+from offload.namespaces.wait_for_owners import Patience
 from offload.worker import tier_folders
 from tests.offload.cli.stores import ROOT
 from tests.offload.worker.reopening_child import places
@@ -90,7 +90,7 @@ def test_a_worker_waits_for_the_claim_of_an_old_one(
 
 
 def test_patience_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(patience, "WAIT_S", 0.01)
+    monkeypatch.setattr(wait_for_owners, "WAIT_S", 0.01)
     lines: list[str] = []
     with old_server(tmp_path) as old:
         with pytest.raises(ConfigError, match=f"in use by pid {old.pid}"):
