@@ -64,6 +64,6 @@ def ask_vllm(model: str, flags: list[str]) -> Report:
 
 def _examine(model: str, flags: list[str]) -> Report:
     with contextlib.redirect_stdout(sys.stderr):
-        from offload.connector.model.doctor import examine_model
+        from offload.connector.doctor import examine_model
 
         return examine_model(model, flags)
