@@ -60,7 +60,7 @@ class Clock:
     def __init__(self) -> None:
         self.found: dict[str, list[float]] = defaultdict(list)
         self._step: dict[str, float] = defaultdict(float)
-        self._most: dict[str, float] = {}
+        self._worst: dict[str, float] = {}
 
     def time(self, name: str, work: Callable[[], Any]) -> Any:
         """Run ``work``, add its time to a hook, and return its result."""
@@ -73,16 +73,16 @@ class Clock:
         """Note the end of a step."""
         hooks = [us for name, us in self._step.items() if name not in MESSAGES]
         for name, us in [*self._step.items(), (HOOKS, sum(hooks))]:
-            self._most[name] = max(self._most.get(name, 0.0), us)
+            self._worst[name] = max(self._worst.get(name, 0.0), us)
         self._step.clear()
 
     def end(self, case: str) -> None:
         """Note the end of a request."""
         self.next_step()
-        for name, us in self._most.items():
+        for name, us in self._worst.items():
             runner, _, hook = name.rpartition("runner, ")
             self.found[f"{'runner, ' if runner or name != hook else ''}{case}: {hook}"].append(us)
-        self._most.clear()
+        self._worst.clear()
 
     def medians(self) -> dict[str, float]:
         return {name: statistics.median(values) for name, values in self.found.items()}

@@ -73,14 +73,14 @@ class WriteBudget(AdmissionPolicy):
             raise ValueError(f"bytes_per_s must be positive (got {bytes_per_s})")
         self._clock: Callable[[], float] = time.monotonic
         self._rate = bytes_per_s
-        self._most = burst_bytes or 10 * bytes_per_s
-        self._left = self._most
+        self._left_max = burst_bytes or 10 * bytes_per_s
+        self._left = self._left_max
         self._filled_s: float | None = None
 
     def admit(self, key: Key, info: EntryInfo) -> bool:
         now = self._clock()
         if self._filled_s is not None:
-            self._left = min(self._most, self._left + (now - self._filled_s) * self._rate)
+            self._left = min(self._left_max, self._left + (now - self._filled_s) * self._rate)
         self._filled_s = now
         if self._left < info.size_bytes:
             return False

@@ -184,11 +184,11 @@ class Tier(ABC):
     async def aclose(self) -> None:
         """Finish or abandon all work and release everything. Idempotent."""
 
-    async def scrub(self, most_bytes: int, period_s: float) -> Scrubbed | None:
-        """Read and verify the next few records, about ``most_bytes`` and at least one, so that
+    async def scrub(self, bytes_max: int, period_s: float) -> Scrubbed | None:
+        """Read and verify the next few records, about ``bytes_max`` and at least one, so that
         every record is verified once in ``period_s``. This does not count as a use. Returns
         ``None`` if no record is due yet, or if the tier does not scrub."""
-        del most_bytes, period_s
+        del bytes_max, period_s
         return None
 
     def on_loss(self, call: Callable[[], None]) -> None:

@@ -157,7 +157,7 @@ class Import:
             replica=replica,
             rank=rank,
             engine="kvtiers import",
-            at_least=about["epoch"] if is_new else 0,
+            epoch_min=about["epoch"] if is_new else 0,
             on_damage=LEAVE_AS_IS,
         )
         with claimed:

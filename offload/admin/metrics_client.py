@@ -21,9 +21,9 @@ TIMEOUT_S = 10.0
 PAGE_BYTES_MAX = 64 << 20
 
 STATES = {0: "closed", 1: "half-open", 2: "open"}
-WORST = ("breaker_state",)
+HIGHEST = ("breaker_state",)
 MEAN = ("used_ratio",)
-LEAST = ("break_even",)
+LOWEST = ("break_even",)
 
 TIER_RATES = {
     "loaded_tokens_per_s": "loaded_tokens_total",
@@ -78,9 +78,9 @@ class Page:
         if not found:
             return None
         own = name.removeprefix(PREFIX)
-        if own in WORST:
+        if own in HIGHEST:
             return max(found)
-        if own in LEAST:
+        if own in LOWEST:
             return min(found)
         return sum(found) / len(found) if own in MEAN else sum(found)
 

@@ -125,8 +125,8 @@ def anything(label: str) -> Kind:
     return Kind(label, lambda value, where, problems: value)
 
 
-def size(least: int = 1) -> Kind:
-    """A size in bytes of at least ``least``."""
+def size(bytes_min: int = 1) -> Kind:
+    """A size in bytes of at least ``bytes_min``."""
 
     def read(value: Any, where: str, problems: list[Problem]) -> int | None:
         try:
@@ -135,8 +135,8 @@ def size(least: int = 1) -> Kind:
             what, _, fix = str(error).partition(". ")
             problems.append(Problem(where, f"{what} (got {show(value)})", fix + "."))
             return None
-        if found < least:
-            what = f"must be at least {format_size(least)} (got {show(value)})"
+        if found < bytes_min:
+            what = f"must be at least {format_size(bytes_min)} (got {show(value)})"
             problems.append(Problem(where, what, 'Use a size such as "8GiB".'))
             return None
         return found

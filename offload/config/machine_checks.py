@@ -27,7 +27,7 @@ from offload.config.schema import (
     describe_default,
     draft_config,
 )
-from offload.config.tier_capacity import least_share
+from offload.config.tier_capacity import smallest_share
 from offload.errors import ConfigError, Problem
 from offload.namespaces.claims import Owner, live_owners
 from offload.namespaces.wait_for_owners import Patience
@@ -149,13 +149,13 @@ def _check_memory(
     config: OffloadConfig, limit: MemoryLimit, problems: list[Problem], warnings: list[Problem]
 ) -> None:
     capacity, where = config.cpu.capacity, "$.cpu.capacity"
-    most = int(limit.limit_bytes * (1 - MEMORY_LEFT_SHARE))
-    if capacity > most:
+    bytes_max = int(limit.limit_bytes * (1 - MEMORY_LEFT_SHARE))
+    if capacity > bytes_max:
         what = (
             f"{format_size(capacity)} does not fit into the memory limit of "
             f"{format_size(limit.limit_bytes)} ({limit.source}) beside the server itself"
         )
-        problems.append(Problem(where, what, f"Use at most {format_size(most)}."))
+        problems.append(Problem(where, what, f"Use at most {format_size(bytes_max)}."))
     elif capacity > limit.available_bytes:
         what = (
             f"{format_size(capacity)} is more than the {format_size(limit.available_bytes)} of "
@@ -269,10 +269,10 @@ def _check_space(
     tier: TierConfig, where: str, taken: dict[int, int], problems: list[Problem]
 ) -> None:
     """Check free space. ``taken`` sums, by file system, the needs of the tiers before this one."""
-    if least := _least(tier):
+    if bytes_min := _smallest_capacity(tier):
         what = f"{format_size(tier.capacity)} is too small for any chunk"
         what += ": the index alone takes 2MiB" if tier.type == "lmdb" else ""
-        problems.append(Problem(f"{where}.capacity", what, f"Give at least {at_least(least)}."))
+        problems.append(Problem(f"{where}.capacity", what, f"Give at least {at_least(bytes_min)}."))
         return
     existing = _existing(tier.path)
     disk = os.statvfs(existing)
@@ -280,26 +280,30 @@ def _check_space(
     total, free = disk.f_blocks * disk.f_frsize, disk.f_bavail * disk.f_frsize
     reserve = reserve_bytes(tier, total)
     used = _used_bytes(Path(tier.path))
-    most = max(0, free + used - reserve - taken.get(device, 0))
+    bytes_max = max(0, free + used - reserve - taken.get(device, 0))
     taken[device] = taken.get(device, 0) + max(0, tier.capacity - used)
-    if tier.capacity > most:
+    if tier.capacity > bytes_max:
         before = " and the tiers before it" if taken[device] > tier.capacity - used else ""
         what = (
             f"{format_size(tier.capacity)} does not fit: {format_size(free)} are free, this tier "
             f"already uses {format_size(used)}, and a reserve of {format_size(reserve)}{before} "
             "must stay"
         )
-        fix = f"Use at most {format_size(most)}." if most else "Free some space or lower reserve."
+        fix = (
+            f"Use at most {format_size(bytes_max)}."
+            if bytes_max
+            else "Free some space or lower reserve."
+        )
         problems.append(Problem(f"{where}.capacity", what, fix))
 
 
-def _least(tier: TierConfig) -> int:
+def _smallest_capacity(tier: TierConfig) -> int:
     """Return the smallest valid capacity of a tier with one rank if it has less, else 0.
 
     This is a first estimate, before a chunk's size is known (``check_capacity``).
     """
-    least = least_share(tier, ALIGNMENT, MIB)
-    return least if tier.capacity < least else 0
+    bytes_min = smallest_share(tier, ALIGNMENT, MIB)
+    return bytes_min if tier.capacity < bytes_min else 0
 
 
 def _check_extras(tier: TierConfig, where: str, problems: list[Problem]) -> None:

@@ -92,14 +92,14 @@ TIER_FIELDS = (
     Field("low_watermark", number(0.01, 1), 0.90, "Share of `capacity` at which eviction stops."),
     Field(
         "reserve",
-        size(least=0),
+        size(bytes_min=0),
         None,
         "Disk space to leave free for other programs; stores pause when less is free.",
         "5 % of the file system, at least 2GiB",
     ),
     Field(
         "write_budget_per_day",
-        size(least=0),
+        size(bytes_min=0),
         0,
         "Maximum number of bytes written per 24 hours (SSD endurance); 0 means no limit. Stores "
         "beyond it are skipped.",
@@ -400,7 +400,7 @@ register_tier_type(
             ),
             Field(
                 "segment",
-                size(least=0),
+                size(bytes_min=0),
                 1 << 30,
                 "Memory that this server contributes to the store, all ranks together, in "
                 "addition to `cpu.capacity`. Its content is lost for all servers when this "

@@ -305,18 +305,18 @@ def _assemble(
 ) -> OffloadConfig:
     capacity = cpu.capacity
     known = all(problem.where != "$.cpu.capacity" for problem in problems)
-    sizes = {  # name: (default, most)
+    sizes = {  # name: (default, bytes_max)
         "staging": (min(capacity // 16, STAGING_MAX), capacity // 2),
         "max_inflight_load": (capacity // 2, capacity),
         "max_inflight_store": (capacity // 4, capacity),
     }
-    for name, (default, most) in sizes.items():
+    for name, (default, bytes_max) in sizes.items():
         if top[name] is None:
             top[name] = max(1, default)
-        elif top[name] > most and known:
-            share = "half of cpu.capacity" if most < capacity else "cpu.capacity"
-            what = f"{format_size(top[name])} is more than {share} ({format_size(most)})"
-            fix = f"Use at most {format_size(most)}, or leave it out."
+        elif top[name] > bytes_max and known:
+            share = "half of cpu.capacity" if bytes_max < capacity else "cpu.capacity"
+            what = f"{format_size(top[name])} is more than {share} ({format_size(bytes_max)})"
+            fix = f"Use at most {format_size(bytes_max)}, or leave it out."
             problems.append(Problem(f"$.{name}", what, fix))
     return OffloadConfig(cpu=cpu, tiers=tiers, **top)
 

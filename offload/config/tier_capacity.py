@@ -8,7 +8,7 @@ from offload.sizes import KIB, format_size
 from tiers.base import ALIGNMENT
 from tiers.io.direct_io import pages_for
 from tiers.lmdb import files as lmdb_store
-from tiers.lmdb.folder import least_capacity
+from tiers.lmdb.folder import smallest_capacity
 from tiers.lmdb.index import RECORD_INDEX_BYTES
 from tiers.lmdb.shared import files as shared_store
 from tiers.lmdb.shared.index import SHARED_RECORD_INDEX_BYTES
@@ -24,7 +24,7 @@ def check_capacity(
     problems = check_cpu_capacity(config, slot_bytes, ranks)
     chunk = f"one chunk takes {format_size(slot_bytes)} on each of {ranks} ranks"
     for number, tier in enumerate(config.tiers):
-        needed = ranks * least_share(tier, slot_bytes, record_bytes or slot_bytes)
+        needed = ranks * smallest_share(tier, slot_bytes, record_bytes or slot_bytes)
         if tier.path and tier.capacity < needed:
             beside = ", and the index is stored beside it" if tier.type == "lmdb" else ""
             what = f"{format_size(tier.capacity)} holds no chunk: {chunk}{beside}"
@@ -33,7 +33,7 @@ def check_capacity(
     return problems
 
 
-def least_share(tier: TierConfig, payload_bytes: int, record_bytes: int) -> int:
+def smallest_share(tier: TierConfig, payload_bytes: int, record_bytes: int) -> int:
     """The smallest share of a tier's capacity in which one rank can store a payload of this size,
     if the smallest payloads have ``record_bytes``."""
     if tier.type != "lmdb":
@@ -41,8 +41,8 @@ def least_share(tier: TierConfig, payload_bytes: int, record_bytes: int) -> int:
     per_record, small = RECORD_INDEX_BYTES, lmdb_store.SMALL_FILES_BYTES
     if tier.shared:
         per_record, small = SHARED_RECORD_INDEX_BYTES, shared_store.SMALL_FILES_BYTES
-    least = least_capacity(payload_bytes, max(record_bytes, ALIGNMENT), per_record, small)
-    return least + SMALL_FILES_BYTES
+    bytes_min = smallest_capacity(payload_bytes, max(record_bytes, ALIGNMENT), per_record, small)
+    return bytes_min + SMALL_FILES_BYTES
 
 
 SMALL_FILES_BYTES = 64 * KIB

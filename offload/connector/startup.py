@@ -257,15 +257,15 @@ class ServerSetup:
         """The log of this server's lookups, which also writes a file and sends spans if that is
         configured."""
         sinks: list[Sink] = []
-        most, path = self.config.recent_requests, self.config.record_requests
+        records_max, path = self.config.recent_requests, self.config.record_requests
         if path is not None:
-            self._requests = RequestFile(self._own(path), most)
+            self._requests = RequestFile(self._own(path), records_max)
             sinks.append(self._requests)
         if self.vllm_config.observability_config.otlp_traces_endpoint:
             from offload.connector.scheduler.request_spans import RequestSpans
 
             sinks.append(RequestSpans(self.layout.hash_tokens))
-        return RequestLog(most, *sinks)
+        return RequestLog(records_max, *sinks)
 
     def _own(self, path: str) -> str:
         """A path for this data-parallel replica alone."""

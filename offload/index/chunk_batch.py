@@ -109,7 +109,7 @@ PAIR_TOKENS = 30_000.0
 """At about this depth a token costs twice as much as the first one, because it attends to all
 tokens before it: 2 FLOPs per parameter against 4 x layers x width per earlier token, with the sizes
 of a dense model of 8 billion parameters. A policy only compares costs."""
-FEW = 16
+NUMPY_CHUNKS_MIN = 16
 """For fewer chunks, numpy is slower."""
 
 
@@ -190,7 +190,7 @@ class LazyEntryInfos(Sequence[EntryInfo]):
         depths, tokens = self._depths, self._info.chunk_tokens
         # All groups except full ones read a window, or a state.
         slope = tokens / PAIR_TOKENS if self._info.kind == FULL else 0.0
-        if len(depths) < FEW:
+        if len(depths) < NUMPY_CHUNKS_MIN:
             return [tokens + slope * max(end - tokens / 2, 0.0) for end in depths]
         if isinstance(depths, range):
             ends = np.arange(depths.start, depths.stop, depths.step)

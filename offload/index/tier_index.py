@@ -22,7 +22,7 @@ from offload.telemetry.removed_chunks import RemovalLog
 from policies.base import EntryInfo, EvictionPolicy, RemoveCause
 from policies.guarded import contained
 
-MANY = 16
+BULK_KEYS_MIN = 16
 """From this number of keys on, the bulk paths are faster than a loop."""
 
 
@@ -194,7 +194,7 @@ class TierIndex:
     ) -> Sequence[int] | None:
         """``reserve`` for many keys that must all be absent; returns ``None`` if nothing was done.
         Without ``make_space`` nothing is evicted."""
-        if len(keys) < MANY or not self.are_absent(keys):
+        if len(keys) < BULK_KEYS_MIN or not self.are_absent(keys):
             return None
         locations = self.space.take_all(sizes)
         if locations is None and make_space is not None:
@@ -275,7 +275,7 @@ class TierIndex:
     def unpin(self, keys: Iterable[bytes]) -> None:
         """Undo one ``pin`` per key; the last one frees the location of a DOOMED chunk."""
         pins, doomed, keys = self._pins, self._doomed, list(keys)
-        if len(keys) >= MANY and not doomed:  # mostly one pin for each chunk
+        if len(keys) >= BULK_KEYS_MIN and not doomed:  # mostly one pin for each chunk
             counts = list(map(pins.pop, keys, repeat(0)))
             if counts.count(1) == len(keys):
                 return
@@ -427,7 +427,7 @@ class TierIndex:
         self, keys: Sequence[bytes], event: ChunkEvent, route: _Route, moved: list[bytes]
     ) -> None:
         """Apply one event to each of these chunks; add those that took the route to ``moved``."""
-        if len(keys) >= MANY and self._move_all(keys, route):
+        if len(keys) >= BULK_KEYS_MIN and self._move_all(keys, route):
             moved += keys
             return
         source, free, pinned, takes_pinned = route

@@ -17,15 +17,15 @@ from offload.layout.keys import group_of
 
 
 class _Kept:
-    """The kept chunks of one tier: when each expires, and how much of ``most`` they take. ``sizes``
-    are by group, in units of the tier's space."""
+    """The kept chunks of one tier: when each expires, and how much of ``size_max`` they take.
+    ``sizes`` are by group, in units of the tier's space."""
 
-    def __init__(self, index: TierIndex, sizes: Mapping[int, int], most: int) -> None:
+    def __init__(self, index: TierIndex, sizes: Mapping[int, int], size_max: int) -> None:
         self.until: dict[bytes, int] = {}
         self.used = 0
         self._index = index
         self._sizes = sizes
-        self._most = most
+        self._size_max = size_max
         self._due: dict[int, set[bytes]] = {}
         self._seconds: list[int] = []  # the keys of ``_due``, as a heap
         index.retention.keep(self.until)
@@ -36,7 +36,7 @@ class _Kept:
             before = self.until.get(key)
             if before is None:
                 size = self._sizes[group_of(key)]
-                if self.used + size > self._most:
+                if self.used + size > self._size_max:
                     return position
                 self.used += size
             elif before >= until:
@@ -50,9 +50,9 @@ class _Kept:
             self._due[until].add(key)
         return len(keys)
 
-    def tick(self, now: float, most: int) -> None:
+    def tick(self, now: float, keys_max: int) -> None:
         """Release expired chunks."""
-        left = most
+        left = keys_max
         while self._seconds and self._seconds[0] <= now and left:
             due = self._due[self._seconds[0]]
             while due and left:
@@ -106,10 +106,10 @@ class TimedPins:
     def _is_held(self, key: bytes) -> bool:
         return not self._cpu.is_absent(key) or any(key in index for index in self._lower)
 
-    def tick(self, now: float, most: int) -> None:
+    def tick(self, now: float, keys_max: int) -> None:
         """Set the time (monotonic seconds)."""
         for tier in self._tiers:
-            tier.tick(now, most)
+            tier.tick(now, keys_max)
 
     def clear(self) -> None:
         """Forget all chunks."""

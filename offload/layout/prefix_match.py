@@ -54,13 +54,13 @@ def _present_in_any(keys: Sequence[bytes], tests: Sequence[Callable[[bytes], boo
     return found.to_bytes(len(keys))
 
 
-def find_gap(present: PresentBatch, keys: Sequence[bytes], most: int) -> int | None:
+def find_gap(present: PresentBatch, keys: Sequence[bytes], queries_max: int) -> int | None:
     """The first of these keys that is not present, or ``None``.
 
-    Of more than ``most`` keys, only every nth is queried, and then those around the first missing
-    one: small gaps may be overlooked.
+    Of more than ``queries_max`` keys, only every nth is queried, and then those around the first
+    missing one: small gaps may be overlooked.
     """
-    nth = max(1, -(-len(keys) // most))
+    nth = max(1, -(-len(keys) // queries_max))
     gap = present(keys[::nth]).find(0)
     if gap < 0:
         return None

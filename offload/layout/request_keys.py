@@ -49,14 +49,14 @@ class RequestKeys(Sequence[bytes]):
         found.grow(self._hashes[: min(count, self._count) * self._per_chunk])
         return found
 
-    def make(self, end: int, most: int) -> int:
-        """Make up to ``most`` of the first ``end`` keys ahead, or all; return how many were
+    def make(self, end: int, keys_max: int) -> int:
+        """Make up to ``keys_max`` of the first ``end`` keys ahead, or all; return how many were
         made."""
-        end, left = min(end, self._count), most
+        end, left = min(end, self._count), keys_max
         for page in range(-(-end // PAGE)):
             wanted = min(PAGE, end - page * PAGE, self._made.get(page, 0) + left)
             left -= self._make(page, wanted)
-        return most - left
+        return keys_max - left
 
     def first(self, count: int) -> Sequence[bytes]:
         """The first ``count`` keys, which the caller must not change: the list is not copied if it

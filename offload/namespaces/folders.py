@@ -128,13 +128,13 @@ def claim_rank_folder(
     replica: int,
     rank: int,
     engine: str,
-    at_least: int = 0,
+    epoch_min: int = 0,
     starts: bool = False,
     on_damage: OnDamage = MOVE_ASIDE,
 ) -> ClaimedFolder:
     """Claim the folder of one rank of one data-parallel replica, and read its epoch.
 
-    The epoch is raised to ``at_least``, for a server that has already reached a higher one.
+    The epoch is raised to ``epoch_min``, for a server that has already reached a higher one.
     ``starts``: the weights come from the model's files, unlike those of an odd epoch (see
     ``bump_epoch``). ``engine`` names this server in messages to others.
 
@@ -146,7 +146,7 @@ def claim_rank_folder(
     with locked(base):
         replica_dir = _open_locked(base, namespace, on_damage) / f"replica-{replica}"
         epoch = _prepare_replica(base, replica_dir, on_damage)
-        wanted = epoch + epoch % 2 if starts else at_least
+        wanted = epoch + epoch % 2 if starts else epoch_min
         if epoch < wanted:
             epoch = raise_epoch(replica_dir, wanted)
         folder = replica_dir / f"rank-{rank}"
@@ -206,9 +206,9 @@ def read_epoch(folder: str | Path) -> int:
 
 
 def bump_epoch(
-    folder: str | Path, at_least: int = 0, noted: Callable[[], None] = lambda: None
+    folder: str | Path, epoch_min: int = 0, noted: Callable[[], None] = lambda: None
 ) -> int:
-    """Begin a new epoch that is not below ``at_least``, and return it.
+    """Begin a new epoch that is not below ``epoch_min``, and return it.
 
     The epoch is durable when this returns. ``noted`` is called as soon as other processes can see
     it, before the syncs.
@@ -222,7 +222,7 @@ def bump_epoch(
     replica_dir = Path(folder)
     replica_dir.mkdir(mode=0o700, exist_ok=True)
     with locked(replica_dir):
-        epoch = max(read_epoch(replica_dir) + 1, at_least) | 1
+        epoch = max(read_epoch(replica_dir) + 1, epoch_min) | 1
         # A file that a power cut damages here costs nothing: its epoch would be invalid anyway.
         _write_epoch(replica_dir, epoch, noted)
         return epoch
@@ -238,8 +238,8 @@ def restore_epoch(folder: str | Path, begun: int, before: int) -> None:
             _write_epoch(replica_dir, before)
 
 
-def raise_epoch(folder: str | Path, at_least: int) -> int:
-    """Raise the epoch of a replica's folder to ``at_least``; returns its epoch then, durably.
+def raise_epoch(folder: str | Path, epoch_min: int) -> int:
+    """Raise the epoch of a replica's folder to ``epoch_min``; returns its epoch then, durably.
 
     A tier calls this before it stores anything under that epoch: no tier may have records of an
     epoch that ``bump_epoch`` will later use for other weights. Raises the errors of ``bump_epoch``,
@@ -247,9 +247,9 @@ def raise_epoch(folder: str | Path, at_least: int) -> int:
     """
     replica_dir = Path(folder)
     epoch = read_epoch(replica_dir)
-    if epoch < at_least:
+    if epoch < epoch_min:
         with locked(replica_dir):
-            epoch = max(read_epoch(replica_dir), at_least)
+            epoch = max(read_epoch(replica_dir), epoch_min)
             _write_epoch(replica_dir, epoch)
     return epoch
 

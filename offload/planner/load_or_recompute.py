@@ -52,7 +52,7 @@ class LoadOrRecompute:
     double until loads, which meet more traffic than probes do, have shown that loading pays.
 
     ``chunk_tokens`` is the maximum number of tokens in a chunk: a load of two chunks is short,
-    whatever their size. A tier that pays may still be too slow for a few tokens: ``least_tokens``.
+    whatever their size. A tier that pays may still be too slow for a few tokens: ``tokens_min``.
     """
 
     def __init__(self, prefill: Rate, *, enabled: bool = True, chunk_tokens: int = 0) -> None:
@@ -66,7 +66,7 @@ class LoadOrRecompute:
         self._short: deque[tuple[float, float]] = deque(maxlen=SAMPLES_KEPT)  # (when, how long)
 
     @property
-    def least_tokens(self) -> float:
+    def tokens_min(self) -> float:
         """Below this number of tokens, a request should compute its prompt instead of loading it.
 
         This is the number of tokens that can be computed in the time of a short load. It is 0 if

@@ -215,19 +215,19 @@ class LoadSources:
         return promoted, len(grant.evicted)
 
     def let_go(
-        self, job: Job, most: int, filled: Callable[[Sequence[bytes]], None]
+        self, job: Job, chunks_max: int, filled: Callable[[Sequence[bytes]], None]
     ) -> Iterator[tuple[int, Callable[[], None]]]:
         """The work (cost, call) that is left when every rank has answered a load, in pieces of at
-        most ``most`` chunks. The head of the prefix comes last, both among the pieces and within
-        each piece, so that it ends up youngest."""
+        most ``chunks_max`` chunks. The head of the prefix comes last, both among the pieces and
+        within each piece, so that it ends up youngest."""
         good, bad = job.verdict()
         self._forget_promotions(bad)
         self._removals.note(bad)
-        for end in range(len(bad), 0, -most):
-            part = bad[max(0, end - most) : end]
+        for end in range(len(bad), 0, -chunks_max):
+            part = bad[max(0, end - chunks_max) : end]
             yield len(part), partial(self._filled, (), part, filled)
-        for end in range(len(good), 0, -most):
-            part = good[max(0, end - most) : end]
+        for end in range(len(good), 0, -chunks_max):
+            part = good[max(0, end - chunks_max) : end]
             yield len(part), partial(self._filled, part, (), filled)
         for tier, keys in job.pins:
             index = self._cpu if tier == CPU else self._lower[tier]

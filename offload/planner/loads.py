@@ -47,14 +47,14 @@ class _Load(Job):
     parts: int = 0
     counts: Counter[tuple[int, int]] = field(default_factory=Counter)
 
-    def take(self, most: int) -> list[ChunkBatch]:
-        """Return up to ``most`` chunks of the rest."""
+    def take(self, chunks_max: int) -> list[ChunkBatch]:
+        """Return up to ``chunks_max`` chunks of the rest."""
         taken = []
-        while self.rest and most > 0:
+        while self.rest and chunks_max > 0:
             run = self.rest[0]
-            end = min(len(run), self.at + most)
+            end = min(len(run), self.at + chunks_max)
             taken.append(run.part(self.at, end))
-            most -= end - self.at
+            chunks_max -= end - self.at
             self.at = end
             if end == len(run):
                 self.rest.pop(0)
@@ -204,14 +204,14 @@ class LoadPlanner:
         if errors:
             raise errors[0]
 
-    def _plan_part(self, load: _Load, most: int) -> None:
-        runs = load.take(most)
+    def _plan_part(self, load: _Load, chunks_max: int) -> None:
+        runs = load.take(chunks_max)
         later = self.held.holds(load.job)
         if not load.rest:
             self.held.release(load.job)
         taken = self._sources.take(load.job, runs, load.read, later=later)
         if taken is None:
-            self._allowance.take(most)
+            self._allowance.take(chunks_max)
             self._cut(load, NOBODY)
             return
         self._allowance.take(taken.cost)

@@ -100,20 +100,20 @@ class Allowance:
     """The number of chunks that one kind of work may handle in a step. Owned by the ``StepBudget``.
 
     ``chunks`` is the allowance of a short step, ``left`` is what is left of it in the current step.
-    ``least`` chunks may be handled at a time even when nothing is left.
+    ``chunks_min`` chunks may be handled at a time even when nothing is left.
     """
 
     def __init__(
         self,
         chunks: int,
         *,
-        least: int = 0,
+        chunks_min: int = 0,
         scales: bool = False,
         cost_tenths: int = 0,
         spend: Callable[[int], None] | None = None,
     ) -> None:
         self.chunks = self.left = chunks
-        self.least = least
+        self.chunks_min = chunks_min
         self._scales = scales
         self._cost_tenths = cost_tenths
         self._spend = spend
@@ -122,7 +122,7 @@ class Allowance:
     @property
     def available(self) -> int:
         """The number of chunks that may be handled now."""
-        return max(self.left, self.least)
+        return max(self.left, self.chunks_min)
 
     def take(self, chunks: int) -> None:
         """Record that ``chunks`` were handled, even if more than were left, and charge them to the
@@ -152,7 +152,7 @@ class StepBudget:
         self.loads = Allowance(step_chunks, scales=True)
         self.lookups = Allowance(
             LOOKUP_CHUNKS,
-            least=LOOKUP_CHUNKS_MIN,
+            chunks_min=LOOKUP_CHUNKS_MIN,
             scales=True,
             cost_tenths=LOOKUP_COST_TENTHS,
             spend=self.spend,
@@ -194,7 +194,7 @@ class DeferredWork:
         self._budget = budget
         self._has_worked = False
         self._behind = 0  # the total cost of all pieces
-        self._least = 0  # the part of it that must be done in this step
+        self._overdue = 0  # the part of it that must be done in this step
 
     def __len__(self) -> int:
         """The number of pieces that are left."""
@@ -209,11 +209,11 @@ class DeferredWork:
         """Do the pieces that the step still allows; return the errors of failed pieces."""
         errors: list[Exception] = []
         while self._pieces and (
-            self._budget.above(leave) > 0 or not self._has_worked or self._least > 0
+            self._budget.above(leave) > 0 or not self._has_worked or self._overdue > 0
         ):
             cost, work = self._pieces.popleft()
             self._behind -= cost
-            self._least -= cost
+            self._overdue -= cost
             self._budget.spend(cost)
             self._has_worked = True
             try:
@@ -226,5 +226,5 @@ class DeferredWork:
         """Do ``work`` once more, at the end of the step."""
         errors = self.work(leave)
         self._has_worked = False
-        self._least = self._behind // OVERDUE_SHARE
+        self._overdue = self._behind // OVERDUE_SHARE
         return errors

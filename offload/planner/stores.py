@@ -102,12 +102,12 @@ class StorePlanner:
         offer the rest again, unless the request has ``ended``.
         """
         is_state = self._groups[run.group].kind == STATE
-        most = self.available(ended=ended or is_state)
+        chunks_max = self.available(ended=ended or is_state)
         is_patient = may_wait and not (ended or is_state)
-        if self._is_full or most <= 0 or (is_patient and self._waits):
+        if self._is_full or chunks_max <= 0 or (is_patient and self._waits):
             return 0
         holders = (*self._sources.holders(), *self._cpu.barred)
-        fresh, settled = self._absent_prefix(run, holders, most)
+        fresh, settled = self._absent_prefix(run, holders, chunks_max)
         if not fresh:
             return settled
         infos = self._groups[run.group].entries(fresh, 1)
@@ -145,10 +145,10 @@ class StorePlanner:
         return min(STEP_CHUNKS // 2, max(STORE_PIECE_MIN, self.available()))
 
     def _absent_prefix(
-        self, run: ChunkBatch, holders: Sequence[Container[bytes]], most: int
+        self, run: ChunkBatch, holders: Sequence[Container[bytes]], chunks_max: int
     ) -> tuple[ChunkBatch, int]:
-        """The chunks that no tier has, as far as this step (``most``) and the limit on all stores
-        allow, and the number of chunks that were checked."""
+        """The chunks that no tier has, as far as this step (``chunks_max``) and the limit on all
+        stores allow, and the number of chunks that were checked."""
         wanted = _absent(run.keys, holders)
         if True not in wanted:
             return run.part(0, 0), len(run)
@@ -157,7 +157,7 @@ class StorePlanner:
         allowed = limit = len(run)
         if self._groups[run.group].kind != STATE:
             allowed = max(0, self._max_chunks - self.storing)
-            limit = min(allowed, most)
+            limit = min(allowed, chunks_max)
         if self._admission is not None:
             wanted = self._admitted(self._admission, run, wanted, limit)
         if wanted.count(True) > limit:
@@ -168,14 +168,14 @@ class StorePlanner:
         return run.chosen(wanted), len(wanted)
 
     def _admitted(
-        self, policy: AdmissionPolicy, run: ChunkBatch, wanted: Sequence[bool], most: int
+        self, policy: AdmissionPolicy, run: ChunkBatch, wanted: Sequence[bool], chunks_max: int
     ) -> list[bool]:
-        """``wanted`` without the chunks that are not admitted; stops after ``most`` + 1 admitted
-        chunks."""
+        """``wanted`` without the chunks that are not admitted; stops after ``chunks_max`` + 1
+        admitted chunks."""
         found, admitted = list(wanted), 0
         high = run.origin.priority == HIGH
         for at in compress(count(), wanted):
-            if admitted > most:
+            if admitted > chunks_max:
                 break
             (entry,) = self._groups[run.group].entries(run.part(at, at + 1), 1)
             found[at] = policy.admit(run.keys[at], entry) or high

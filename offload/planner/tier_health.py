@@ -77,9 +77,9 @@ class TierHealth:
         return self.break_even.pays
 
     @property
-    def least_tokens(self) -> float:
-        """See ``LoadOrRecompute.least_tokens``."""
-        return self.break_even.least_tokens
+    def tokens_min(self) -> float:
+        """See ``LoadOrRecompute.tokens_min``."""
+        return self.break_even.tokens_min
 
     @property
     def load_rate(self) -> float | None:

@@ -83,11 +83,11 @@ class WriteThrough:
         that is behind with deletions gets none."""
         queues = [queue for queue in self.queues if not self._deletes.is_behind(queue.tier)]
         waiting = max(1, sum(1 for queue in queues if len(queue)))
-        most = max(1, self._budget.left // (WRITE_THROUGH_COST * waiting))
+        chunks_max = max(1, self._budget.left // (WRITE_THROUGH_COST * waiting))
         write_throughs: list[WriteThroughJob] = []
         for queue in queues:
             is_behind = self._pressure.is_behind
-            jobs, evicted = queue.due(self._cpu, self._jobs, most, is_behind=is_behind)
+            jobs, evicted = queue.due(self._cpu, self._jobs, chunks_max, is_behind=is_behind)
             write_throughs += jobs
             self._deletes.add(queue.tier, evicted)
             self._stats.evicted(queue.tier, evicted)
@@ -163,19 +163,19 @@ class _WritesInFlight:
     about as many as the disk writes in a step. These are the oldest chunks of the CPU tier, whose
     newest chunks are worth the most. Owned by the tier's queue."""
 
-    def __init__(self, most: int, batch: int) -> None:
-        self._most = most
-        self._bound = most
-        self._least = max(1, min(batch, most // PINNED_PART))
+    def __init__(self, chunks_max: int, batch: int) -> None:
+        self._bound_max = chunks_max
+        self._bound = chunks_max
+        self._bound_min = max(1, min(batch, chunks_max // PINNED_PART))
         self._flying = 0  # chunks being written when the previous step ended
 
     def step(self, flying: int, *, is_behind: bool) -> int:
         """The limit for this step, in which ``flying`` chunks are being written."""
         finished = self._flying - flying
         if 2 * finished >= self._bound:
-            self._bound = min(self._most, 2 * self._bound)
+            self._bound = min(self._bound_max, 2 * self._bound)
         elif is_behind:
-            self._bound = max(self._least, self._bound // 2)
+            self._bound = max(self._bound_min, self._bound // 2)
         return self._bound
 
     def end_step(self, flying: int) -> None:
@@ -335,11 +335,11 @@ class WriteThroughQueue:
         self,
         cpu: TierIndex,
         job_table: JobTable,
-        most: int = FLYING_MAX,
+        chunks_max: int = FLYING_MAX,
         *,
         is_behind: bool = False,
     ) -> tuple[list[WriteThroughJob], list[bytes]]:
-        """Open write-throughs of about ``most`` chunks, within the bound on chunks being written:
+        """Open write-throughs of about ``chunks_max`` chunks, within the bound on those in flight:
         none while the tier's circuit breaker is open, one job while it is half-open. If the disk
         ``is_behind``, at most as many chunks are being written, and pinned, as it writes in a step.
         Checks no more chunks than that, even if the tier has no space for them. Returns the jobs,
@@ -351,7 +351,7 @@ class WriteThroughQueue:
         is_probe = not self._health.writes.closed
         if is_probe:
             max_flying = 0 if self._flying else self._batch
-        max_flying = min(max_flying, self._flying + most)
+        max_flying = min(max_flying, self._flying + chunks_max)
         due: list[WriteThroughJob] = []
         evicted: list[bytes] = []
         evicted_since = min(EVICTED_WRITES_MAX, self._count - len(cpu.unwritten.of_tier(self.tier)))
@@ -364,11 +364,11 @@ class WriteThroughQueue:
         return due, evicted
 
     def _next(
-        self, most: int, cpu: TierIndex, job_table: JobTable, evicted: list[bytes]
+        self, chunks_max: int, cpu: TierIndex, job_table: JobTable, evicted: list[bytes]
     ) -> list[WriteThroughJob]:
-        """Write-throughs of at most ``most`` chunks of one group. Adds evicted chunks to
+        """Write-throughs of at most ``chunks_max`` chunks of one group. Adds evicted chunks to
         ``evicted``, even if that made space for none of these."""
-        keys, infos = self._take(most, cpu)
+        keys, infos = self._take(chunks_max, cpu)
         if not keys:
             return []
         grant = self._index.reserve(keys, infos, remember=False)
@@ -395,13 +395,15 @@ class WriteThroughQueue:
             due.append(WriteThroughJob(job, self.tier, group_of(mine[0]), mine, slots[first:end]))
         return due
 
-    def _take(self, most: int, cpu: TierIndex) -> tuple[tuple[bytes, ...], Sequence[EntryInfo]]:
+    def _take(
+        self, chunks_max: int, cpu: TierIndex
+    ) -> tuple[tuple[bytes, ...], Sequence[EntryInfo]]:
         """The next waiting chunks of one group that the tier does not have yet."""
         keys: list[bytes] = []
         infos: list[Sequence[EntryInfo]] = []
         group = group_of(self._waiting[0].keys[0])
-        while self._waiting and len(keys) < most:
-            batch, left = self._waiting[0], most - len(keys)
+        while self._waiting and len(keys) < chunks_max:
+            batch, left = self._waiting[0], chunks_max - len(keys)
             if group_of(batch.keys[0]) != group:
                 break
             keys += batch.keys[:left]

@@ -60,15 +60,15 @@ def tokens_to_load(
         runs = known.runs_in(above, holders, planner.removals, planner.budget.lookups)
         return matcher.longest_match(keys, present_in(*holders), start, limit, runs)
 
-    most = origin.controls.max_load_tokens
-    limit = limit if most is None else min(limit, start + most)
+    tokens_max = origin.controls.max_load_tokens
+    limit = limit if tokens_max is None else min(limit, start + tokens_max)
     hit, is_shorter = longest_match(), False
     for tier in reversed(range(len(planner.lower))):
-        least = planner.health[tier].least_tokens
-        if hit <= start or not least or known.is_partial:
+        tokens_min = planner.health[tier].tokens_min
+        if hit <= start or not tokens_min or known.is_partial:
             break
         shorter = longest_match(above=tier)
-        if hit - shorter >= least:
+        if hit - shorter >= tokens_min:
             break
         is_shorter = is_shorter or hit > shorter
         hit = shorter
@@ -277,6 +277,6 @@ def _limits(state: RequestState, request: Request) -> range:
     The last token is always computed, because vLLM samples from its output.
     """
     possible = request.num_tokens - 1
-    most = state.identity.origin.controls.max_load_tokens
-    wanted = possible if most is None else min(possible, state.lookup.start + most)
+    tokens_max = state.identity.origin.controls.max_load_tokens
+    wanted = possible if tokens_max is None else min(possible, state.lookup.start + tokens_max)
     return range(wanted, possible)

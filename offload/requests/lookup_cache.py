@@ -53,11 +53,11 @@ class KnownRange:
                 if not is_there and self.chunk_of[key] < self.end:
                     self.end, self.has_gap = self.chunk_of[key], True
 
-    def extend(self, keys: Sequence[bytes], end: int, most: int) -> int:
-        """Query up to ``most`` more chunks before ``end``; returns how many were queried."""
+    def extend(self, keys: Sequence[bytes], end: int, keys_max: int) -> int:
+        """Query up to ``keys_max`` more chunks before ``end``; returns how many were queried."""
         present, asked = present_in(*self.holders), 0
-        while self.end < end and asked < most:
-            size = min(self._batch(), end - self.end, most - asked)
+        while self.end < end and asked < keys_max:
+            size = min(self._batch(), end - self.end, keys_max - asked)
             part = keys[self.end : self.end + size]
             gap = present(part).find(0)
             there = gap if gap >= 0 else size
@@ -118,10 +118,10 @@ class PartialLookup:
 
         def run_end(group: int, keys: Sequence[bytes], first: int, end: int) -> int:
             run = self._known((above, group), keys, first, holders, removals)
-            most = allowance.available
-            if self._partial_lookups > 2 * (end - first) // allowance.least + 1:
-                most = end - first
-            allowance.take(run.extend(keys, end, most))
+            keys_max = allowance.available
+            if self._partial_lookups > 2 * (end - first) // allowance.chunks_min + 1:
+                keys_max = end - first
+            allowance.take(run.extend(keys, end, keys_max))
             if run.end < end and not run.has_gap:
                 self.is_partial = True
             return max(first, min(run.end, end))

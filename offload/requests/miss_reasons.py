@@ -272,14 +272,14 @@ class Sink(Protocol):
 
 
 class RequestLog:
-    """Keeps the last ``most`` requests and counts all of them.
+    """Keeps the last ``records_max`` requests and counts all of them.
 
     ``changes`` counts how often the totals have changed. Each of ``sinks`` gets a request's record
     when its outcome is known.
     """
 
-    def __init__(self, most: int = 256, *sinks: Sink) -> None:
-        self.last: deque[RequestRecord] = deque(maxlen=most)
+    def __init__(self, records_max: int = 256, *sinks: Sink) -> None:
+        self.last: deque[RequestRecord] = deque(maxlen=records_max)
         self.requests: dict[Reason, int] = dict.fromkeys(Reason, 0)
         self.recomputed_tokens: dict[Reason, int] = dict.fromkeys(Reason, 0)
         self.wanted_tokens = 0

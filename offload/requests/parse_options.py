@@ -181,13 +181,13 @@ def _read(given: Mapping[str, Any], tiers: Sequence[str], wrong: list[str]) -> C
 def nearest(name: str, known: Iterable[str] = KNOWN_NAMES) -> str | None:
     """The known name that a client may have meant, if there is one."""
     matcher = SequenceMatcher(b=_plain(name))
-    best, most = None, NEAR
+    best, best_ratio = None, NEAR
     for one in known:
         matcher.set_seq1(_plain(one))
         # last, because it is slow
         bounds = (matcher.real_quick_ratio, matcher.quick_ratio, matcher.ratio)
-        if all(ratio() >= most for ratio in bounds):
-            best, most = one, matcher.ratio()
+        if all(ratio() >= best_ratio for ratio in bounds):
+            best, best_ratio = one, matcher.ratio()
     return best
 
 

@@ -28,15 +28,15 @@ EARLIER_MAX_BYTES = 16 << 20
 class RequestFile:
     """One JSON object per line, oldest first, each with the server's namespace.
 
-    The file holds at least the last ``most`` requests, including those of a server that used it
-    before, and at most twice that number. When it has grown to that number, a shorter file replaces
-    it, so that a reader who opens it by name always finds whole lines.
+    The file holds at least the last ``records_max`` requests, including those of a server that used
+    it before, and at most twice that number. When it has grown to that number, a shorter file
+    replaces it, so that a reader who opens it by name always finds whole lines.
     """
 
-    def __init__(self, path: str, most: int, namespace: str = "") -> None:
+    def __init__(self, path: str, records_max: int, namespace: str = "") -> None:
         self._namespace = namespace
         self._path = path
-        self._most = most
+        self._records_max = records_max
         self._writer: BackgroundWriter[RequestRecord] = BackgroundWriter(
             "kvtiers-requests", f"recording requests to {path}", self._write
         )
@@ -59,7 +59,7 @@ class RequestFile:
         self._writer.close(timeout_s)
 
     async def _write(self, batches: AsyncIterator[list[RequestRecord]], executor: Executor) -> None:
-        last = deque(await _earlier(self._path, executor), maxlen=self._most)
+        last = deque(await _earlier(self._path, executor), maxlen=self._records_max)
         file, lines = await self._replace(last, executor), len(last)
         try:
             async for batch in batches:
@@ -67,7 +67,7 @@ class RequestFile:
                 for line in map(self._line, batch):
                     last.append(line)
                     added.append(line)
-                    if lines + len(added) > 2 * self._most:
+                    if lines + len(added) > 2 * self._records_max:
                         await file.close()
                         file, lines = await self._replace(last, executor), len(last)
                         added.clear()

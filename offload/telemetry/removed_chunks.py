@@ -19,14 +19,14 @@ LOGGED_MAX = 16_384
 
 
 class RemovalLog:
-    """About the last ``most`` keys that a tier can no longer provide, though another tier may.
+    """About the last ``keys_max`` keys that a tier can no longer provide, though another tier may.
 
     ``count`` is the number of removals so far: a mark that can be passed to ``since`` later.
     """
 
-    def __init__(self, most: int = LOGGED_MAX) -> None:
+    def __init__(self, keys_max: int = LOGGED_MAX) -> None:
         self.count = 0
-        self._most = most
+        self._keys_max = keys_max
         self._batches: deque[Sequence[bytes]] = deque()
         self._forgotten = 0  # the value of ``count`` before the first batch
 
@@ -36,7 +36,7 @@ class RemovalLog:
             return
         self._batches.append(tuple(keys))
         self.count += len(keys)
-        while self.count - self._forgotten > self._most:
+        while self.count - self._forgotten > self._keys_max:
             self._forgotten += len(self._batches.popleft())
 
     def note_all(self) -> None:
@@ -88,11 +88,11 @@ class Removed:
 
 
 class RemovalCauses:
-    """About the last ``most`` keys, each with its latest removal."""
+    """About the last ``keys_max`` keys, each with its latest removal."""
 
-    def __init__(self, most: int = REMEMBERED_MAX) -> None:
-        self._most = most
-        self._part_most = min(PART_MAX, most // 2)
+    def __init__(self, keys_max: int = REMEMBERED_MAX) -> None:
+        self._keys_max = keys_max
+        self._part_max = min(PART_MAX, keys_max // 2)
         self._parts: deque[dict[bytes, Removed]] = deque()  # newest first
         self._count = 0
 
@@ -101,16 +101,16 @@ class RemovalCauses:
 
     def note(self, keys: Iterable[bytes], departure: Removed) -> None:
         """Note keys that were removed, or that did not enter."""
-        gone = dict.fromkeys(islice(keys, self._most), departure)
+        gone = dict.fromkeys(islice(keys, self._keys_max), departure)
         if not gone:
             return
-        if self._parts and len(self._parts[0]) + len(gone) <= self._part_most:
+        if self._parts and len(self._parts[0]) + len(gone) <= self._part_max:
             self._count -= len(self._parts[0])
             self._parts[0].update(gone)
         else:
             self._parts.appendleft(gone)
         self._count += len(self._parts[0])
-        while self._count > self._most:
+        while self._count > self._keys_max:
             self._count -= len(self._parts.pop())
 
     def find(self, key: bytes) -> Removed | None:

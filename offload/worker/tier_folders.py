@@ -270,7 +270,7 @@ class TierFolders:
             replica=self.replica,
             rank=self.rank,
             engine=self.engine,
-            at_least=epoch or 0,
+            epoch_min=epoch or 0,
             starts=epoch is None,
             on_damage=_on_damage(config, damage if damage is not None else []),
         )
@@ -295,8 +295,8 @@ def _check_space(
             f"of {format_size(config.capacity)} the namespaces read from other geometries take "
             f"{format_size(taken)}, which leaves too little"
         )
-        least = format_size(-(-int(taken / (1 - OWN_SHARE)) // MIB + 1) * MIB)
-        fix = f'Give at least {least}, or use "geometry": "own" to allow their removal.'
+        needed = format_size(-(-int(taken / (1 - OWN_SHARE)) // MIB + 1) * MIB)
+        fix = f'Give at least {needed}, or use "geometry": "own" to allow their removal.'
         raise ConfigError([Problem(where, what, fix)])
 
 

@@ -176,15 +176,15 @@ class Segments(Generic[SpanT]):
         """Count the keys from ``place`` on that are the segment's, from its head on."""
         if not self.is_dense(segment):
             return 0
-        most = min(segment.live, len(keys) - place)
+        keys_max = min(segment.live, len(keys) - place)
         if forwards:
-            own = segment.keys[segment.start : segment.start + most]
+            own = segment.keys[segment.start : segment.start + keys_max]
         else:
-            own = segment.keys[: -most - 1 : -1]
-        named = keys[place : place + most]
+            own = segment.keys[: -keys_max - 1 : -1]
+        named = keys[place : place + keys_max]
         if own[0] != named[0]:
             return 0
-        return most if own == named else next(compress(count(), map(ne, own, named)))
+        return keys_max if own == named else next(compress(count(), map(ne, own, named)))
 
     def _head(self, segment: Segment[SpanT], size: int, forwards: bool) -> Segment[SpanT]:
         """Cut off a segment's head.

@@ -22,7 +22,7 @@ from typing import Any
 from policies.base import EntryInfo, EvictionPolicy, Key, RemoveCause, free_among
 
 PART_MAX = 512
-FEW = 32
+PART_MIN = 32
 """Fewer keys than this are added to the youngest part, if that also began with few."""
 STALE_SHARE = 2
 STALE_MIN = 4096
@@ -125,7 +125,7 @@ class LruPolicy(EvictionPolicy):
         all."""
         for first in range(0, len(keys), PART_MAX):
             some = keys[first : first + PART_MAX]
-            is_few = len(some) < FEW
+            is_few = len(some) < PART_MIN
             if is_few and 0 < len(self._open) < PART_MAX and self._open.isdisjoint(some):
                 part = self._parts[-1]
                 part += some
@@ -143,7 +143,7 @@ class LruPolicy(EvictionPolicy):
         self._places += count
         places = self._places + PART_PLACES * len(self._parts)
         if places > (1 + STALE_SHARE) * len(self._part_of) + STALE_MIN:
-            self._sweep(2 * count + FEW)
+            self._sweep(2 * count + PART_MIN)
 
     def _in_order(self) -> Iterator[Key]:
         """All members, oldest first."""
@@ -192,26 +192,26 @@ class LruPolicy(EvictionPolicy):
             self._swept = max(0, self._swept - 1)
         self._open.clear()
 
-    def _tidy_oldest(self, most: int) -> None:
-        """Remove about ``most`` stale entries from the old end."""
+    def _tidy_oldest(self, entries_max: int) -> None:
+        """Remove about ``entries_max`` stale entries from the old end."""
         order, first = self._found_order, self._gone
-        end = min(len(order), first + most)
+        end = min(len(order), first + entries_max)
         kept = list(self._found_members(order[first:end]))
         self._gone = end - len(kept)
         order[self._gone : end] = kept
         swept, before = self._swept, len(self._parts)
         self._swept = 0
-        self._sweep(most - (end - first))
+        self._sweep(entries_max - (end - first))
         self._swept = max(self._swept, swept - (before - len(self._parts)))
 
-    def _sweep(self, most: int) -> None:
+    def _sweep(self, entries_max: int) -> None:
         """Remove stale entries from the next parts, except the youngest, and join small parts.
-        Checks about ``most`` entries."""
+        Checks about ``entries_max`` entries."""
         parts = self._parts
-        while most > 0 and len(parts) > 1:
+        while entries_max > 0 and len(parts) > 1:
             at = self._swept = self._swept if self._swept < len(parts) - 1 else 0
             part = parts[at]
-            most -= len(part) + 1
+            entries_max -= len(part) + 1
             self._keep_members(part)
             before = parts[at - 1] if at else None
             if part and (before is None or len(before) + len(part) > PART_MAX):

@@ -16,7 +16,7 @@ from policies.eviction._queues import GhostList
 from policies.options import Range
 
 _NEW = -1  # not touched since it was inserted
-_MOST = 3
+_USES_MAX = 3
 
 
 class S3FifoPolicy(EvictionPolicy):
@@ -29,7 +29,7 @@ class S3FifoPolicy(EvictionPolicy):
     def __init__(
         self,
         small_share: Annotated[float, Range(0, 1)] = 0.1,
-        moves_at: Annotated[int, Range(1, _MOST)] = 2,
+        moves_at: Annotated[int, Range(1, _USES_MAX)] = 2,
     ) -> None:
         self._share = small_share
         self._moves_at = moves_at
@@ -47,9 +47,9 @@ class S3FifoPolicy(EvictionPolicy):
         small, main = self._small, self._main
         for key in keys:
             if key in small:
-                small[key] = min(small[key] + 1, _MOST)
+                small[key] = min(small[key] + 1, _USES_MAX)
             elif key in main:
-                main[key] = min(main[key] + 1, _MOST)
+                main[key] = min(main[key] + 1, _USES_MAX)
 
     def victims(self, count: int, evictable: Callable[[Key], bool]) -> list[Key]:
         found: list[Key] = []
@@ -81,7 +81,7 @@ class S3FifoPolicy(EvictionPolicy):
 
     def _from_main(self, count: int, evictable: Callable[[Key], bool], found: list[Key]) -> None:
         """Name unused keys of the main queue; each round costs the others one use."""
-        for _ in range(_MOST + 2):
+        for _ in range(_USES_MAX + 2):
             if len(found) >= count:
                 return
             chosen = set(found)

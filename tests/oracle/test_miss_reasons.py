@@ -326,7 +326,7 @@ def test_too_few_tokens_to_load(world: OracleEngine, monkeypatch: pytest.MonkeyP
     stored(world)
     world.planner.cpu.drop(list(world.planner.cpu.resident))
     break_even = type(world.planner.health[0].break_even)
-    monkeypatch.setattr(break_even, "least_tokens", 1000.0)
+    monkeypatch.setattr(break_even, "tokens_min", 1000.0)
     assert reason(serve(world, "b", PROMPT)) is Reason.BREAK_EVEN
 
 

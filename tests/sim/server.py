@@ -160,7 +160,7 @@ class Server:
             write_through_queues=self.queues,
         )
         lookups = self.planner.budget.lookups
-        lookups.chunks, lookups.least = LOOKED_AT, FEW
+        lookups.chunks, lookups.chunks_min = LOOKED_AT, FEW
         lookups.renew()
         for tier in range(setup.tiers):
             await self._recover(tier)

@@ -148,11 +148,11 @@ class ReopeningTier(Tier, Generic[Wrapped]):
         await self._try(self._begin_epoch)
         self._reset_due = None
 
-    async def scrub(self, most_bytes: int, period_s: float) -> Scrubbed | None:
+    async def scrub(self, bytes_max: int, period_s: float) -> Scrubbed | None:
         """See ``Tier.scrub``. A scrub does not reopen a failed tier."""
         if self._failure is not None:
             return None
-        return await self._try(lambda tier: tier.scrub(most_bytes, period_s))
+        return await self._try(lambda tier: tier.scrub(bytes_max, period_s))
 
     def keys(self) -> AsyncIterator[StoredKeys]:
         return self._tier.keys()

@@ -204,7 +204,7 @@ def check_capacity(limits: Limits, bytes_per_record: int, small_bytes: int) -> i
     return left // ALIGNMENT * ALIGNMENT
 
 
-def least_capacity(
+def smallest_capacity(
     payload_bytes: int, record_bytes: int, bytes_per_record: int, small_bytes: int
 ) -> int:
     """Return the smallest capacity that has space for one record of ``payload_bytes`` beside the

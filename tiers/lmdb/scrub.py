@@ -95,7 +95,7 @@ class LmdbScrub:
         self._marked_at = 0.0
         self._scratch = Scratch(ALIGNMENT)
 
-    async def step(self, most_bytes: int, period_s: float) -> Scrubbed | None:
+    async def step(self, bytes_max: int, period_s: float) -> Scrubbed | None:
         """See ``Tier.scrub``."""
         now = self._clock()
         if self._mark is None:
@@ -107,7 +107,7 @@ class LmdbScrub:
             begun = now
         after = mark.last
         keys = await self._in_thread(lambda _: self._files.index.keys_after(after, KEYS_AT_ONCE))
-        items, seen = self._choose(keys, most_bytes)
+        items, seen = self._choose(keys, bytes_max)
         found = await self._check(items)
         if found.trouble:
             return found
@@ -119,7 +119,7 @@ class LmdbScrub:
             await self._in_thread(lambda _: mark.store(self._path))
         return found
 
-    def _choose(self, keys: Sequence[Key], most_bytes: int) -> tuple[list[ReadItem], int]:
+    def _choose(self, keys: Sequence[Key], bytes_max: int) -> tuple[list[ReadItem], int]:
         """Choose which of these keys to read, at least one. Returns also how many keys were
         considered."""
         chosen: list[tuple[Key, bytes, int]] = []
@@ -129,7 +129,7 @@ class LmdbScrub:
             if value is not None and (count := payload_bytes_of(value)) <= PAYLOAD_BYTES_MAX:
                 chosen.append((key, value, count))
                 size += pages_for(count) * ALIGNMENT
-            if size >= most_bytes:
+            if size >= bytes_max:
                 break
         buffer = self._buffer(size)
         items = []

@@ -188,10 +188,10 @@ class LmdbTier(FolderTier[LmdbFiles]):
         self._open_files()
         self._contents.touch(keys)
 
-    async def scrub(self, most_bytes: int, period_s: float) -> Scrubbed | None:
+    async def scrub(self, bytes_max: int, period_s: float) -> Scrubbed | None:
         with self._working():
             try:
-                return await self._scrub.step(most_bytes, period_s)
+                return await self._scrub.step(bytes_max, period_s)
             except (OSError, lmdb.Error) as error:
                 return Scrubbed(trouble=str(error))
 

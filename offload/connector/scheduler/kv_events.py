@@ -51,8 +51,8 @@ class _ChangedKeys:
     def left(self) -> int:
         return len(self.keys) - self.published
 
-    def next(self, most: int) -> Sequence[bytes]:
-        part = self.keys[self.published : self.published + most]
+    def next(self, keys_max: int) -> Sequence[bytes]:
+        part = self.keys[self.published : self.published + keys_max]
         self.published += len(part)
         return part
 

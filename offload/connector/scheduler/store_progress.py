@@ -168,14 +168,14 @@ class StoreProgress:
     ) -> None:
         """Plan as many chunks of one group as one step allows, except those that were loaded."""
         stores = state.stores
-        most = LOOK_AT_END_MAX if ended else STEP_CHUNKS * self._planner.budget.times
+        chunks_max = LOOK_AT_END_MAX if ended else STEP_CHUNKS * self._planner.budget.times
         size = self._layout.groups[index].chunk_tokens
         loaded = stores.loaded[index] if stores.loaded else range(0)
-        if ended and end - stores.next_chunk[index] > most:  # computed chunks come first
+        if ended and end - stores.next_chunk[index] > chunks_max:  # computed chunks come first
             cached = min(end, state.lookup.start // size)
             stores.go_on_at(index, max(stores.next_chunk[index], cached))
         seen = 0
-        while (first := stores.next_chunk[index]) < end and seen < most:
+        while (first := stores.next_chunk[index]) < end and seen < chunks_max:
             if first in loaded:
                 stores.go_on_at(index, loaded.stop)
                 continue

@@ -172,7 +172,7 @@ class TestManyAtOnce(IndexMachine.TestCase):  # type: ignore[misc, valid-type]  
 
     @pytest.fixture(autouse=True)
     def _at_once(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(index_module, "MANY", 1)
+        monkeypatch.setattr(index_module, "BULK_KEYS_MIN", 1)
 
 
 _S, _E = ChunkState, ChunkEvent
@@ -230,7 +230,7 @@ def test_an_event_that_is_not_in_the_table_is_refused(monkeypatch: pytest.Monkey
 def test_an_index_runs_the_rows_that_the_table_had_when_it_was_made(
     event: ChunkEvent, state: ChunkState, many: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(index_module, "MANY", many)
+    monkeypatch.setattr(index_module, "BULK_KEYS_MIN", many)
     with monkeypatch.context() as patch:
         patch.setitem(TRANSITIONS[event], state, TRANSITIONS[ChunkEvent.DROP][ChunkState.DOOMED])
         index = TierIndex("cpu", SlotCapacity(2), LruPolicy())
@@ -244,7 +244,7 @@ def test_an_index_runs_the_rows_that_the_table_had_when_it_was_made(
 @pytest.mark.parametrize("many", [1, 64])
 def test_every_transition_agrees_with_the_model(many: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """A long run that covers the whole table; Hypothesis reaches only a part of it."""
-    monkeypatch.setattr(index_module, "MANY", many)
+    monkeypatch.setattr(index_module, "BULK_KEYS_MIN", many)
     rng = random.Random(many)
     seen: set[tuple[ChunkState, ChunkEvent, ChunkState]] = set()
     machine = IndexMachine()

@@ -175,27 +175,27 @@ def short_loads(
 def test_the_smallest_load_is_what_is_computed_during_a_short_one() -> None:
     pace = LoadOrRecompute(prefill_of(1000))
     short_loads(pace, 0.2, 0.0, SAMPLES_MIN - 1)
-    assert pace.least_tokens == 0, "too few loads"
+    assert pace.tokens_min == 0, "too few loads"
     short_loads(pace, 0.2, 0.0, 1)
-    assert pace.least_tokens == pytest.approx(STOP_BELOW * 1000 * 0.2)
+    assert pace.tokens_min == pytest.approx(STOP_BELOW * 1000 * 0.2)
 
 
 def test_without_a_rate_of_computing_or_switched_off_every_load_pays() -> None:
     for pace in (LoadOrRecompute(Rate()), LoadOrRecompute(prefill_of(1000), enabled=False)):
         short_loads(pace, 9.0, 0.0)
-        assert pace.least_tokens == 0
+        assert pace.tokens_min == 0
 
 
 def test_long_loads_do_not_affect_the_smallest_load() -> None:
     pace = LoadOrRecompute(prefill_of(1000))
     load_at(pace, 2000)
-    assert pace.least_tokens == 0
+    assert pace.tokens_min == 0
 
 
 def test_times_of_short_loads_are_forgotten_so_that_they_are_tried_again() -> None:
     pace = LoadOrRecompute(prefill_of(1000))
     short_loads(pace, 0.2, now=10.0)
     pace.tick(10.0 + FORGET_S)
-    assert pace.least_tokens > 0
+    assert pace.tokens_min > 0
     pace.tick(10.1 + FORGET_S)
-    assert pace.least_tokens == 0
+    assert pace.tokens_min == 0

@@ -46,7 +46,7 @@ def live(world: PlannerWithRanks) -> None:
 def test_no_load_ever_restores_other_content(
     ranks: int, many: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(index, "MANY", many)
+    monkeypatch.setattr(index, "BULK_KEYS_MIN", many)
     loaded = 0
     for seed in range(SEEDS // 3):
         world = PlannerWithRanks(seed, ranks=ranks)

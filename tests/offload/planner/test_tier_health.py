@@ -368,7 +368,7 @@ def test_a_load_mostly_from_elsewhere_says_nothing_about_the_tier() -> None:
         planner.cpu.drop([key_of(1)])
         answer(planner, load.job, JobResult(seconds=0.2))
     assert found(planner, 1)
-    assert planner.health[0].break_even.least_tokens == 0
+    assert planner.health[0].break_even.tokens_min == 0
 
 
 def test_a_probe_counts_tokens_like_a_load() -> None:

@@ -59,7 +59,7 @@ class ChangingTiers:
         infos = {g.group: GroupInfo(g.kind, g.chunk_tokens, (1, 1)) for g in groups}
         self.planner = Planner(infos, self.cpu, [self.disk, self.other])
         self.allowance = self.planner.budget.lookups
-        self.allowance.chunks, self.allowance.least = STEP, FEW
+        self.allowance.chunks, self.allowance.chunks_min = STEP, FEW
         self.allowance.renew()
         self.known = PartialLookup()
         self.limit = CHUNKS * CHUNK
@@ -76,7 +76,7 @@ class ChangingTiers:
 
     def truth(self, start: int = 0) -> int | None:
         """The result of a lookup without a cache and without bounds."""
-        self.planner.budget.lookups = Allowance(10**6, least=10**6)
+        self.planner.budget.lookups = Allowance(10**6, chunks_min=10**6)
         try:
             return self.ask(start, PartialLookup())
         finally:
@@ -266,7 +266,7 @@ def test_several_long_prompts_share_a_step() -> None:
 def test_a_request_does_not_wait_forever_while_many_chunks_leave(most: int) -> None:
     """Between any two of its steps, more chunks have left than the log of removals keeps."""
     world = ChangingTiers(0)
-    world.planner.removals._most = most
+    world.planner.removals._keys_max = most
     world.put(world.disk, world.every)
     steps = 0
     while (found := world.ask()) is None:

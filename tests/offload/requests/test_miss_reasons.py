@@ -30,11 +30,11 @@ def test_every_reason_has_a_meaning() -> None:
 
 
 def test_memory_is_bounded_by_the_limits() -> None:
-    log = RequestLog(most=3)
+    log = RequestLog(records_max=3)
     for number in range(10):
         log.add(RequestRecord(str(number), 0.0, 0, 0))
     assert [record.request for record in log.last] == ["7", "8", "9"]
-    departures = RemovalCauses(most=100)
+    departures = RemovalCauses(keys_max=100)
     for number in range(1000):
         departures.note([b"%d" % number], Removed(Cause.EVICTED, 0, float(number)))
         assert len(departures) <= 101
@@ -62,7 +62,7 @@ def _record(number: int) -> RequestRecord:
 def test_the_file_keeps_the_last_requests_and_stays_small(tmp_path: Path) -> None:
     file = tmp_path / "requests.jsonl"
     file.write_text("what was there before")
-    written = RequestFile(str(file), most=10)
+    written = RequestFile(str(file), records_max=10)
     for number in range(95):
         written(_record(number))
     written.close()
@@ -76,7 +76,7 @@ def test_the_file_keeps_the_last_requests_and_stays_small(tmp_path: Path) -> Non
 def test_a_restart_keeps_what_the_previous_server_has_written(tmp_path: Path) -> None:
     file = tmp_path / "requests.jsonl"
     for numbers in (range(95), range(95, 100), range(100, 103)):
-        written = RequestFile(str(file), most=10)
+        written = RequestFile(str(file), records_max=10)
         for number in numbers:
             written(_record(number))
         written.close()
@@ -92,7 +92,7 @@ def test_a_link_is_replaced_and_not_followed(tmp_path: Path) -> None:
     target.write_text("text")
     for name in ("requests.jsonl", "requests.jsonl.new"):
         (tmp_path / name).symlink_to(target)
-    written = RequestFile(str(tmp_path / "requests.jsonl"), most=10)
+    written = RequestFile(str(tmp_path / "requests.jsonl"), records_max=10)
     written(_record(1))
     written.close()
     assert target.read_text() == "text"
@@ -104,7 +104,7 @@ def test_an_unwritable_file_ends_only_the_recording(
 ) -> None:
     logging.getLogger("offload").propagate = True  # another test may have sent it to vLLM's log
     with caplog.at_level(logging.ERROR, logger="offload"):
-        written = RequestFile(str(tmp_path / "missing" / "requests.jsonl"), most=10)
+        written = RequestFile(str(tmp_path / "missing" / "requests.jsonl"), records_max=10)
         for number in range(3000):
             written(_record(number))  # more than fits into the queue
         written.close()

@@ -39,8 +39,8 @@ class Scrubbing(MemoryTier):
         self.at: list[float] = []
         self.takes_s = 0.01
 
-    async def scrub(self, most_bytes: int, period_s: float) -> Scrubbed | None:
-        assert (most_bytes, period_s) == (BATCH_BYTES, LIMITS.period_s)
+    async def scrub(self, bytes_max: int, period_s: float) -> Scrubbed | None:
+        assert (bytes_max, period_s) == (BATCH_BYTES, LIMITS.period_s)
         self.at.append(asyncio.get_running_loop().time())
         await asyncio.sleep(self.takes_s)
         return self.answer()

@@ -204,7 +204,7 @@ def test_raising_an_epoch_never_lowers_one_that_was_raised_meanwhile(
     @contextmanager
     def late(folder: Path) -> Iterator[None]:
         monkeypatch.setattr(namespace_folders, "locked", real)
-        assert bump_epoch(folder, at_least=9) == 9
+        assert bump_epoch(folder, epoch_min=9) == 9
         with real(folder):
             yield
 

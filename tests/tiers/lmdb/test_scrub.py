@@ -63,12 +63,12 @@ def damage(tier: LmdbTier, folder: Path, number: int) -> None:
     flip(folder / "tier" / PAYLOAD_NAME, extents_of(value)[0].start * ALIGNMENT + 77)
 
 
-async def scrubbed(tier: LmdbTier, most_bytes: int = 5 * SIZE) -> list[Scrubbed]:
+async def scrubbed(tier: LmdbTier, bytes_max: int = 5 * SIZE) -> list[Scrubbed]:
     """Run a pass to its end."""
     found = []
-    while (one := await tier.scrub(most_bytes, WEEK)) is not None:
+    while (one := await tier.scrub(bytes_max, WEEK)) is not None:
         assert one.trouble == ""
-        assert one.payload_bytes <= max(most_bytes, SIZE)
+        assert one.payload_bytes <= max(bytes_max, SIZE)
         found.append(one)
     return found
 

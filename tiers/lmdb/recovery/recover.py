@@ -110,8 +110,8 @@ def _extents_of(tables: Sequence[RecordTable], good: Sequence[_Mask]) -> tuple[_
 class _ExtentList:
     """Extents as one number each: the start, and the length in the low bits."""
 
-    def __init__(self, most: int) -> None:
-        self._extents = np.empty(most, np.uint64)
+    def __init__(self, extents_max: int) -> None:
+        self._extents = np.empty(extents_max, np.uint64)
         self._count = 0
 
     def add(self, extents: npt.NDArray[Any]) -> None:

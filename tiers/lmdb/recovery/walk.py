@@ -263,8 +263,8 @@ class _Tables:
         """The first shape is usually that of all entries. Unused memory costs nothing."""
         if self._by_shape:
             return RecordTable(key_bytes, value_bytes)
-        most = self._file_bytes // (key_bytes + value_bytes)
-        return RecordTable(key_bytes, value_bytes, min(self._entries, most))
+        rows_max = self._file_bytes // (key_bytes + value_bytes)
+        return RecordTable(key_bytes, value_bytes, min(self._entries, rows_max))
 
 
 def _require_plain(nodes: Nodes) -> None:

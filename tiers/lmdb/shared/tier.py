@@ -209,11 +209,11 @@ class SharedLmdbTier(FolderTier[SharedLmdbFiles], SharedTier):
     def _read_jobs(
         self, files: SharedLmdbFiles, keys: Sequence[Key], into: Sequence[Buffer]
     ) -> list[SharedReadJob]:
-        most = job_bytes(self._options, sum(data.nbytes for data in into))
+        size_max = job_bytes(self._options, sum(data.nbytes for data in into))
         jobs: list[SharedReadJob] = []
-        size = most
+        size = size_max
         for position, (key, data) in enumerate(zip(keys, into, strict=True)):
-            if size >= most:
+            if size >= size_max:
                 rest = (self._own_epoch, files.index, files.codec, files.file)
                 jobs.append(SharedReadJob([], [], [], *rest))
                 size = 0

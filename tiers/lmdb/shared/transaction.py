@@ -188,12 +188,12 @@ class WriteTransaction:
                 self._store(key, with_use(value, self._next_use()))
                 self._txn.delete(value[:USE_BYTES], db=self._tables.order)
 
-    def evict(self, free_pages: int, records_most: int) -> int:
+    def evict(self, free_pages: int, records_max: int) -> int:
         """Evict the least recently used records until enough pages are free and few enough records
         and intents are left, or until ``EVICTED_AT_ONCE`` are gone. Returns their number."""
         count = 0
         while count < EVICTED_AT_ONCE and (
-            self._free.pages < free_pages or self.state.records + self.state.reserved > records_most
+            self._free.pages < free_pages or self.state.records + self.state.reserved > records_max
         ):
             with self._txn.cursor(db=self._tables.order) as oldest:
                 if not oldest.first():

@@ -137,12 +137,12 @@ class SharedWrites:
             return True
         if has_unused and not self._unused:
             return True
-        most = files.pages_max - 1
-        ahead = most - int(most * self._low_watermark)
+        pages_max = files.pages_max - 1
+        ahead = pages_max - int(pages_max * self._low_watermark)
         # Not for all of a long call at once, otherwise it might evict everything.
-        free_pages = max(ahead, max(pages), min(sum(pages), most // 2))
-        records_most = int(files.records_max * self._low_watermark)
-        evicted = await self._asking.ask(lambda changes: changes.evict(free_pages, records_most))
+        free_pages = max(ahead, max(pages), min(sum(pages), pages_max // 2))
+        records_max = int(files.records_max * self._low_watermark)
+        evicted = await self._asking.ask(lambda changes: changes.evict(free_pages, records_max))
         return evicted is not None
 
     def _send(
@@ -151,8 +151,8 @@ class SharedWrites:
         """Pass the records that got an allocation to the I/O threads. Returns the others."""
         left: list[Record] = []
         jobs: list[list[tuple[Put, Buffer, int]]] = []
-        most = job_bytes(self._options, sum(data.nbytes for _put, data in records))
-        size = most
+        size_max = job_bytes(self._options, sum(data.nbytes for _put, data in records))
+        size = size_max
         for n, record in enumerate(records):
             (put, data), extents = record, found.allocations[n]
             if found.present[n]:
@@ -161,7 +161,7 @@ class SharedWrites:
                 left.append(record)
             else:
                 put.allocate(extents, found.epoch)
-                if size >= most:
+                if size >= size_max:
                     jobs.append([])
                     size = 0
                 jobs[-1].append((put, data, found.uses[n]))
