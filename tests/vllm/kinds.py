@@ -8,6 +8,7 @@ offloading.)
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -168,15 +169,11 @@ def wrong_loads_are_seen(
 ) -> None:
     """Plant a fault in the loads of a group; the comparison must find it, and the engine must
     recompute."""
-    before = engine.verified().different
     engine.call(on_workers, copy_faults.plant, fault, group)
-    engine.reset_prefix_cache()
-    engine.generate_one(prompt, max_tokens=1)
+    fails_and_is_recomputed(engine, prompt, group, f"{fault.__name__} in group {group}")
     engine.call(on_workers, copy_faults.heal)
-    found = engine.verified().different - before
-    assert found, f"{fault.__name__} in group {group} went unseen"
-    engine.planted_differences += found
     settle(engine)
+    loads_without_differences(engine, prompt)
 
 
 def overwritten_stores_are_seen(engine: Engine, kind: Kind, group: int) -> None:
@@ -186,13 +183,42 @@ def overwritten_stores_are_seen(engine: Engine, kind: Kind, group: int) -> None:
     engine.generate_one(asked, max_tokens=1)
     settle(engine)
     engine.call(on_workers, copy_faults.heal_stores)
-    before = engine.verified().different
-    engine.reset_prefix_cache()
-    engine.generate_one(asked, max_tokens=1)
-    found = engine.verified().different - before
-    assert found, f"overwritten blocks of group {group} went unseen"
-    engine.planted_differences += found
+    fails_and_is_recomputed(engine, asked, group, f"overwritten blocks of group {group}")
     settle(engine)
+    loads_without_differences(engine, asked)
+
+
+def fails_and_is_recomputed(engine: Engine, prompt: Prompt, group: int | None, what: str) -> None:
+    """Load a prompt with a planted fault. The load must fail, and the log must name the group."""
+    failed, before = engine.call(totals)["load_failures"], engine.verified().different
+    logged = differences_logged(engine, group)
+    engine.call(on_workers, verified.log_again)
+    engine.reset_prefix_cache()
+    engine.generate_one(prompt, max_tokens=1)
+    settle(engine)
+    found = engine.verified().different - before
+    assert found, f"{what} went unseen"
+    assert engine.call(totals)["load_failures"] > failed, f"{what}: no load failed"
+    assert differences_logged(engine, group) > logged, f"{what}: the log names no such chunk"
+    engine.planted_differences += found
+
+
+def differences_logged(engine: Engine, group: int | None) -> int:
+    """The number of chunks of this group (None: of any) that differ according to the log."""
+    of_group = r"\d+" if group is None else str(group)
+    return len(re.findall(f"of group {of_group} is not what was computed", engine.whole_log()))
+
+
+def loads_without_differences(engine: Engine, prompt: Prompt) -> None:
+    """Load a prompt while no fault is planted."""
+    failed, before = engine.call(totals)["load_failures"], engine.verified()
+    engine.reset_prefix_cache()
+    engine.generate_one(prompt, max_tokens=1)
+    settle(engine)
+    found = engine.verified()
+    assert found.equal > before.equal, "nothing was loaded and compared"
+    assert found.different == before.different, "a chunk differs without a fault"
+    assert engine.call(totals)["load_failures"] == failed
 
 
 def restored(engine: Engine, own: Own, tier: str) -> None:

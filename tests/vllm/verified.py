@@ -46,6 +46,11 @@ def stop(worker: Any) -> None:
     faults.executor(worker)._lane.verifier = None
 
 
+def log_again(worker: Any) -> None:
+    """Let the comparison log differences although it has logged many."""
+    faults.executor(worker)._verifier._logged = 0
+
+
 def _of_worker(worker: Any) -> tuple[int, int, int, bool]:
     executor = faults.executor(worker)
     stats, verifier = executor.stats, executor._verifier
