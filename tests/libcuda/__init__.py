@@ -155,6 +155,11 @@ class Cuda:
         """Block until every stream has run all its work."""
         assert self.library.kvt_await_idle(ctypes.c_double(PATIENCE_S))
 
+    def await_stuck(self) -> None:
+        """Block until every stream has run all that it can: the rest is held, or waits for what is
+        held."""
+        assert self.library.kvt_await_stuck(ctypes.c_double(PATIENCE_S))
+
     def count(self, what: str) -> int:
         """Count ``streams``, ``events``, ``registered`` or ``allocated`` ranges, ``retained``
         contexts or ``queued`` streams; also returns ``largest_batch`` and ``clock_ns``."""

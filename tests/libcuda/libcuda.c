@@ -61,7 +61,7 @@ typedef struct operation {
 } operation_t;
 
 struct stream {
-    int destroyed, held, stopping;
+    int destroyed, held, stopping, running;
     uint64_t submitted, finished;
     operation_t *first, *last;
     pthread_t thread;
@@ -333,6 +333,11 @@ static void run_operation(stream_t *stream, operation_t *operation)
     }
 }
 
+static int waits_for_another(operation_t *operation)
+{
+    return operation->kind == WAIT && operation->other->finished < operation->position;
+}
+
 static void *work(void *argument)
 {
     stream_t *stream = argument;
@@ -344,15 +349,16 @@ static void *work(void *argument)
             pthread_cond_wait(&changed, &lock);
             continue;
         }
-        if (operation->kind == WAIT && operation->other->finished < operation->position
-            && !cuda.is_stopping) {
+        if (waits_for_another(operation) && !cuda.is_stopping) {
             pthread_cond_wait(&changed, &lock);
             continue;
         }
         if (!cuda.is_stopping) {
+            stream->running = 1;
             pthread_mutex_unlock(&lock);
             run_operation(stream, operation);
             pthread_mutex_lock(&lock);
+            stream->running = 0;
         }
         stream->first = operation->next;
         if (!stream->first) stream->last = NULL;
@@ -953,6 +959,23 @@ EXPORT int kvt_await_idle(double seconds)
     int code = 0, i = 0;
     while (i < cuda.stream_count && !code) {
         if (cuda.streams[i]->first) code = pthread_cond_timedwait(&changed, &lock, &deadline), i = 0;
+        else i++;
+    }
+    pthread_mutex_unlock(&lock);
+    return code == 0;
+}
+
+// Waits until no stream can go on: each has run everything, is held, or waits for another.
+EXPORT int kvt_await_stuck(double seconds)
+{
+    struct timespec deadline;
+    deadline_in(&deadline, seconds);
+    pthread_mutex_lock(&lock);
+    int code = 0, i = 0;
+    while (i < cuda.stream_count && !code) {
+        stream_t *stream = cuda.streams[i];
+        int can_go_on = stream->first && !is_held(stream) && !waits_for_another(stream->first);
+        if (stream->running || can_go_on) code = pthread_cond_timedwait(&changed, &lock, &deadline), i = 0;
         else i++;
     }
     pthread_mutex_unlock(&lock);

@@ -4,6 +4,7 @@ copies."""
 from __future__ import annotations
 
 import asyncio
+import threading
 import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -14,6 +15,7 @@ import pytest
 from offload.layout.registration import GroupCaches, register_kv_caches
 from offload.messages.plan import StepPlan, StoreJob
 from offload.worker.executor import Executor
+from offload.worker.fences import Reading
 from offload.worker.unanswered_jobs import Drained, ExecutorLimits
 from tests.libcuda import Cuda, strict_cuda
 from tests.offload.small_model import BLOCKS, kv_caches
@@ -84,6 +86,25 @@ async def fence_in_time(one: Rank) -> None:
     await asyncio.to_thread(one.executor.fence, [1])
 
 
+def set_when_called(patch: pytest.MonkeyPatch, name: str) -> threading.Event:
+    """An event that is set when a fence begins to wait in this method of ``Reading``."""
+    real, called = getattr(Reading, name), threading.Event()
+
+    def method(reading: Reading, timeout_s: float) -> object:
+        called.set()
+        return real(reading, timeout_s)
+
+    patch.setattr(Reading, name, method)
+    return called
+
+
+async def until_it_waits(fence: asyncio.Task[None], waits: threading.Event) -> None:
+    """Return when the fence waits; fail if it has ended instead."""
+    while not (waits.is_set() or fence.done()):  # noqa: ASYNC110  # set by a thread
+        await asyncio.sleep(0.001)
+    assert not fence.done(), "the store still reads"
+
+
 async def test_a_fence_does_not_wait_for_the_copy_and_the_bytes_are_right() -> None:
     async with rank() as one:
         one.fill(3, 7)
@@ -93,7 +114,7 @@ async def test_a_fence_does_not_wait_for_the_copy_and_the_bytes_are_right() -> N
         await fence_in_time(one)
         assert one.executor.stats.fence_timeouts == 0, "the fence waited for the copy"
         one.fill(3, 9)  # the block's next owner
-        await asyncio.sleep(0.05)  # enough time for a kernel that does not wait
+        one.cuda.await_stuck()  # a kernel that does not wait has run
         assert one.cuda.count("queued") == 2, "the model's stream waits for the store"
         one.cuda.release()
         drained = await one.result()
@@ -116,20 +137,19 @@ async def test_a_fence_waits_until_the_store_is_submitted() -> None:
 
 
 @pytest.mark.parametrize("name", ["cuStreamWaitEvent", "cuCtxPushCurrent_v2"])
-async def test_if_the_driver_refuses_the_fence_waits_for_the_copy(name: str) -> None:
+async def test_if_the_driver_refuses_the_fence_waits_for_the_copy(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     async with rank() as one:
         one.fill(3, 7)
         one.cuda.await_idle()
         one.cuda.hold(one.engine._store.stream)
         one.executor.post(StepPlan(stores=(StoreJob(1, 0, [3], [2]),)))
         await asyncio.to_thread(one.cuda.await_call, "cuEventSynchronize")
-        calls = one.cuda.calls(name)
         one.cuda.fail(name, 400, nth=1)
+        waits = set_when_called(monkeypatch, "result")
         fence = asyncio.create_task(fence_in_time(one))
-        while one.cuda.calls(name) == calls:  # noqa: ASYNC110  # set by a thread
-            await asyncio.sleep(0.001)
-        await asyncio.sleep(0.02)
-        assert not fence.done(), "the store still reads"
+        await until_it_waits(fence, waits)
         one.cuda.release()
         await fence
         assert one.executor.stats.fence_timeouts == 0
@@ -139,20 +159,20 @@ async def test_if_the_driver_refuses_the_fence_waits_for_the_copy(name: str) -> 
         assert np.unique(one.slab.slot_view(2, 6000)).tolist() == [7]
 
 
-async def test_a_fence_waits_for_a_store_without_an_event() -> None:
+async def test_a_fence_waits_for_a_store_without_an_event(monkeypatch: pytest.MonkeyPatch) -> None:
     async with rank() as one:
         one.fill(3, 7)
         one.cuda.await_idle()
         one.executor.post(StepPlan())
         one.cuda.hold(one.engine._store.stream)
-        records = one.cuda.calls("cuEventRecord")
+        synchronizations = one.cuda.calls("cuStreamSynchronize")
         one.cuda.fail("cuEventRecord", 700, nth=2)  # the first is the model's
         one.executor.post(StepPlan(stores=(StoreJob(1, 0, [3], [2]),)))
+        waits = set_when_called(monkeypatch, "end")
         fence = asyncio.create_task(fence_in_time(one))
-        while one.cuda.calls("cuEventRecord") < records + 2:  # noqa: ASYNC110  # set by a thread
-            await asyncio.sleep(0.001)
-        await asyncio.sleep(0.02)
-        assert not fence.done(), "the store still reads"
+        # Instead of the event, a thread waits for the whole stream.
+        await asyncio.to_thread(one.cuda.await_call, "cuStreamSynchronize", synchronizations + 1)
+        await until_it_waits(fence, waits)
         one.cuda.release()
         await fence
         assert (await one.result()).report.results[1].failed
