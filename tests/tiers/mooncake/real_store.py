@@ -27,6 +27,12 @@ class Master(mooncake.Master):
     def settings(self, segment_bytes: int = 256 << 20) -> MooncakeSettings:
         return MooncakeSettings(self.address, self.metadata, segment_bytes, host="127.0.0.1")
 
+    @property
+    def pid(self) -> int:
+        """Its process id."""
+        assert self._process is not None
+        return self._process.pid
+
     def stop(self) -> None:
         """Send SIGSTOP: from the return of this call on, the master accepts connections but does
         not respond."""
