@@ -12,7 +12,8 @@
 # (KVTIERS_TEST_WORKERS sets the number). Each file stays in one process, and the longest come first
 # (tests/order.py). tests/test_tidy.py is one of the checks.
 #
-# A whole run ends with a table of versions, runners and what ran with them (tests/results.py);
+# A whole run ends with a table of versions, runners and what ran with them, and with a line for each
+# thing that this machine lacks and that tests need, such as a C compiler (tests/results.py);
 # KVTIERS_TEST_RESULTS is the folder of the files that it is made of, for who wants to keep them.
 set -uo pipefail
 

@@ -1,7 +1,8 @@
 """Selects the tests that run again with another version of vLLM, or under Model Runner V2.
 
     python -m tests.combinations 0.33 v2          # the arguments for pytest
-    python -m tests.combinations --table FOLDER   # what ran, from the files of tests.results
+    python -m tests.combinations --table FOLDER   # what ran, and what could not run here, from the
+                                                  # files of tests.results
 
 The quick tests are those that import vLLM. Under V2, only those count in which a model runner takes
 part. Each combination runs a few of the tests on real engines. Together, these cover each kind of
@@ -89,6 +90,19 @@ def table(folder: Path) -> str:
     return "\n".join(lines)
 
 
+def not_run(folder: Path) -> str:
+    """Names what this machine lacks, and the files whose tests did not run for that reason."""
+    needs: dict[str, set[str]] = {}
+    for path in folder.glob("*.json"):
+        ran = json.loads(path.read_text(encoding="utf-8"))
+        for what, files in ran.get("needs", {}).items():
+            needs.setdefault(what, set()).update(files)
+    return "".join(
+        f"NOT RUN: tests of {', '.join(sorted(files))} need {what}\n"
+        for what, files in sorted(needs.items())
+    )
+
+
 def _engines(ran: dict[str, Any]) -> str:
     """Names the purposes of the tests on real engines, and the outcome of those that failed."""
     chosen = engines_of(ran["vllm"], ran["runner"])
@@ -112,6 +126,7 @@ def main(words: list[str]) -> int:
     """Print the arguments or the table."""
     if words[:1] == ["--table"]:
         print(table(Path(words[1])))
+        print(not_run(Path(words[1])), end="")
     else:
         print("\n".join(arguments(*words)))
     return 0

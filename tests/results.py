@@ -2,6 +2,10 @@
 
 With ``KVTIERS_TEST_RESULTS`` set to a folder, a run writes one JSON file there, named after vLLM's
 version and the model runner. ``tests.combinations`` makes its table of such files.
+
+A test that the machine cannot run is skipped with a reason that begins with ``needs``, for example
+``needs strace: apt-get install strace``. The file holds these reasons, and a whole run ends with
+them.
 """
 
 from __future__ import annotations
@@ -15,6 +19,8 @@ from typing import Any
 import pytest
 
 ENGINE_TESTS = "tests/vllm/"
+NEEDS = "Skipped: needs "
+"""How pytest reports a test that lacks something."""
 
 
 class Results:
@@ -23,11 +29,24 @@ class Results:
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         self._outcomes: dict[str, str] = {}
+        self._needs: dict[str, set[str]] = {}
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         """A test has failed if its set-up, its call or its end has."""
         if report.when == "call" or not report.passed:  # a set-up alone is no test
             self._outcomes[report.nodeid] = report.outcome
+        self._note_need(report)
+
+    def pytest_collectreport(self, report: pytest.CollectReport) -> None:
+        """A whole file may be skipped."""
+        self._note_need(report)
+
+    def _note_need(self, report: pytest.TestReport | pytest.CollectReport) -> None:
+        if report.skipped and isinstance(report.longrepr, tuple):
+            _, _, reason = report.longrepr
+            if reason.startswith(NEEDS):
+                file = report.nodeid.partition("::")[0]
+                self._needs.setdefault(reason.removeprefix(NEEDS), set()).add(file)
 
     def pytest_sessionfinish(self) -> None:
         if not self._outcomes:
@@ -38,7 +57,8 @@ class Results:
         path.write_text(json.dumps(found, indent=1, sort_keys=True) + "\n", encoding="utf-8")
 
     def as_json(self) -> dict[str, Any]:
-        """Counts of the quick tests, and the outcome of each test on real engines."""
+        """Counts of the quick tests, the outcome of each test on real engines, and what this
+        machine lacks, with the files whose tests need it."""
         from vllm.version import __version__
 
         from tests.model_runner import RUNNER
@@ -46,7 +66,14 @@ class Results:
         engines = {n: o for n, o in self._outcomes.items() if n.startswith(ENGINE_TESTS)}
         quick = Counter(o for n, o in self._outcomes.items() if n not in engines)
         version = __version__.partition("+")[0]
-        return {"vllm": version, "runner": RUNNER, "quick": dict(quick), "engines": engines}
+        needs = {what: sorted(files) for what, files in self._needs.items()}
+        return {
+            "vllm": version,
+            "runner": RUNNER,
+            "quick": dict(quick),
+            "engines": engines,
+            "needs": needs,
+        }
 
 
 def pytest_configure(config: pytest.Config) -> None:

@@ -45,12 +45,17 @@ def test_a_run_writes_down_what_it_tested(
     )
     pytester.path.joinpath("tests/test_two.py").write_text(
         "import pytest\ndef test_a(): pass\ndef test_b(): pytest.skip()\n"
+        "def test_c(): pytest.skip('needs gold: dig')\n"
+    )
+    pytester.path.joinpath("tests/test_three.py").write_text(
+        "import pytest\npytest.skip('needs gold: dig', allow_module_level=True)\n"
     )
     pytester.runpytest_subprocess("-p", "tests.results", "--import-mode=importlib")
     (path,) = (pytester.path / "results").iterdir()
     ran = json.loads(path.read_text())
     assert path.name == f"{ran['vllm']}-{ran['runner']}.json"
-    assert ran["quick"] == {"passed": 1, "skipped": 1}
+    assert ran["quick"] == {"passed": 1, "skipped": 2}
+    assert ran["needs"] == {"gold: dig": ["tests/test_three.py", "tests/test_two.py"]}
     assert ran["engines"] == {
         "tests/vllm/test_one.py::test_good": "passed",
         "tests/vllm/test_one.py::test_ends_badly": "failed",
@@ -70,6 +75,24 @@ def test_the_table_names_what_did_not_pass(tmp_path: Path) -> None:
     assert f"{chosen[failed]} (failed)" in row
     assert f"{chosen[missing]} (not run)" in row
     assert row.count("(") == 2
+
+
+def test_what_a_machine_lacks_is_named_at_the_end(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Once, also if several runs lack it; ``table`` knows older files without this entry."""
+    ran = {"vllm": "0.32.0", "runner": "v1", "quick": {"passed": 9}, "engines": {}}
+    (tmp_path / "old.json").write_text(json.dumps(ran))
+    assert combinations.main(["--table", str(tmp_path)]) == 0
+    assert "NOT RUN" not in capsys.readouterr().out
+    for number in (1, 2):
+        needs = {"gcc: apt-get install gcc": ["b.py", f"a{number}.py"], "root": ["c.py"]}
+        (tmp_path / f"{number}.json").write_text(json.dumps(ran | {"needs": needs}))
+    assert combinations.main(["--table", str(tmp_path)]) == 0
+    assert capsys.readouterr().out.splitlines()[-2:] == [
+        "NOT RUN: tests of a1.py, a2.py, b.py need gcc: apt-get install gcc",
+        "NOT RUN: tests of c.py need root",
+    ]
 
 
 @pytest.mark.thorough

@@ -48,7 +48,7 @@ def test_mkdocs_builds_it_and_sees_a_link_and_an_anchor_that_lead_nowhere(
     try:
         site.mkdocs()
     except subprocess.CalledProcessError:
-        pytest.skip("mkdocs cannot be installed here")
+        pytest.skip("needs mkdocs, which cannot be installed here")
     monkeypatch.setattr("sys.argv", ["site.py", "--out", str(tmp_path / "html")])
     assert site.main() == 0
     assert len(list((tmp_path / "html").rglob("*.html"))) > 60

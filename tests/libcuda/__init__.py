@@ -36,14 +36,14 @@ DEVICES = (40, 41)
 def missing(what: str) -> NoReturn:
     """Skip this test because a tool is missing; where all tools are expected, fail."""
     if os.environ.get("CI"):
-        pytest.fail(f"{what}: expected where CI is set")
-    pytest.skip(what)
+        pytest.fail(f"needs {what} (expected where CI is set)")
+    pytest.skip(f"needs {what}")
 
 
 def compiler() -> str:
     """The path of a C compiler."""
     found = shutil.which("gcc") or shutil.which("cc") or shutil.which("clang")
-    return found or missing("there is no C compiler")
+    return found or missing("a C compiler: apt-get install gcc")
 
 
 def triton_folder(name: str) -> Path:
@@ -51,7 +51,9 @@ def triton_folder(name: str) -> Path:
     spec = importlib.util.find_spec("triton")
     places = spec.submodule_search_locations if spec is not None else None
     folder = Path(next(iter(places or [""]))) / "backends/nvidia" / name
-    return folder if folder.is_dir() else missing(f"Triton's CUDA files are not installed ({name})")
+    return (
+        folder if folder.is_dir() else missing(f"Triton's CUDA files ({name}): pip install triton")
+    )
 
 
 def compile_c(source: Path, output: Path, flags: Sequence[str] = ()) -> None:

@@ -53,7 +53,7 @@ class Family:
         """The reason why this machine cannot run the family, or None."""
         if not self.needs_avx512 or has_avx512():
             return None
-        return "vLLM needs a processor with AVX-512 for this"
+        return "needs a processor with AVX-512"
 
     def kwargs(self, model: Path) -> dict[str, Any]:
         """Keyword arguments for the engine, in addition to those of every test engine."""

@@ -20,7 +20,9 @@ from tests.oracle.test_miss_reasons import PROMPT, serve
 from tests.oracle.test_requests_told import _request
 
 if not is_tracing_available():
-    pytest.skip("OpenTelemetry is not installed", allow_module_level=True)
+    pytest.skip(
+        "needs OpenTelemetry: pip install opentelemetry-exporter-otlp", allow_module_level=True
+    )
 
 TRACE, PARENT = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
 

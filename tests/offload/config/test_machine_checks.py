@@ -350,7 +350,9 @@ def test_key_files_must_be_there_and_private(tmp_path: Path) -> None:
     compare("config-machine-key-file", stable(texts, key=key))
 
 
-@pytest.mark.skipif(shutil.which("openssl") is None, reason="the command needs openssl")
+@pytest.mark.skipif(
+    shutil.which("openssl") is None, reason="needs openssl: apt-get install openssl"
+)
 def test_the_recommended_command_makes_a_valid_key_file(tmp_path: Path) -> None:
     """The command in the message must create a file that the tier accepts."""
     key = tmp_path / "key"

@@ -18,7 +18,7 @@ from tests.dashboards import FOLDER, alert_rules, dashboard, queries
 
 PROMTOOL = shutil.which("promtool")
 pytestmark = pytest.mark.skipif(
-    PROMTOOL is None, reason="promtool is not installed: apt-get install prometheus (Debian)"
+    PROMTOOL is None, reason="needs promtool: apt-get install prometheus"
 )
 
 RULES = FOLDER / "alerts.yaml"

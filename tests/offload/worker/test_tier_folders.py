@@ -257,7 +257,7 @@ def mounted(folder: Path) -> Iterator[None]:
         check=False,
     )
     if done.returncode:
-        pytest.skip(f"mounting is not allowed here: {done.stderr.decode().strip()}")
+        pytest.skip(f"needs permission to mount: {done.stderr.decode().strip()}")
     try:
         yield
     finally:

@@ -21,7 +21,7 @@ from policies.simulation.simulator import simulate
 from policies.simulation.trace import Request, Trace
 
 library: Any = pytest.importorskip(
-    "libcachesim", reason="libcachesim is not installed: pip install -e .[rivals]"
+    "libcachesim", reason="needs libcachesim: pip install -e .[rivals]"
 )
 CAPACITIES = (10, 60, 150)
 

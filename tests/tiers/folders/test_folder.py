@@ -27,7 +27,7 @@ def test_a_symbolic_link_is_refused(tmp_path: Path) -> None:
         prepare(tmp_path / "link")
 
 
-@pytest.mark.skipif(not IS_ROOT, reason="only root can give links away")
+@pytest.mark.skipif(not IS_ROOT, reason="needs root to give links away")
 def test_a_path_through_another_users_link_is_refused(tmp_path: Path) -> None:
     (tmp_path / "real" / "tier").mkdir(parents=True)
     (tmp_path / "link").symlink_to(tmp_path / "real")
@@ -52,7 +52,7 @@ def test_a_folder_that_others_can_write_is_refused(tmp_path: Path, mode: int) ->
         prepare(folder)
 
 
-@pytest.mark.skipif(not IS_ROOT, reason="only root can give folders away")
+@pytest.mark.skipif(not IS_ROOT, reason="needs root to give folders away")
 def test_another_users_folder_is_refused(tmp_path: Path) -> None:
     (tmp_path / "theirs").mkdir(mode=0o700)
     os.chown(tmp_path / "theirs", 12345, 12345)

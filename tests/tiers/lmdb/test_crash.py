@@ -158,14 +158,14 @@ def test_kill_9_during_writes(tmp_path: Path) -> None:
 def loop_mount(tmp_path: Path) -> Iterator[tuple[Path, Path]]:
     """A freshly formatted ext4 image: the image and its mount point."""
     if os.geteuid() != 0 or not shutil.which("mkfs.ext4"):
-        pytest.skip("needs root and mkfs.ext4 to mount an image")
+        pytest.skip("needs root, and mkfs.ext4: apt-get install e2fsprogs")
     image, point = tmp_path / "image", tmp_path / "mnt"
     point.mkdir()
     with image.open("wb") as file:
         file.truncate(96 << 20)
     subprocess.run(["mkfs.ext4", "-q", "-F", str(image)], check=True)
     if subprocess.run(["mount", "-o", "loop", str(image), str(point)], check=False).returncode:
-        pytest.skip("this system does not let root mount a loop device")
+        pytest.skip("needs permission to mount a loop device")
     try:
         yield image, point
     finally:

@@ -117,7 +117,7 @@ def test_eio_on_the_nth_system_call_of_the_index_too(
 ) -> None:
     """Injected below Python, so that LMDB's own calls fail as well; strace counts per thread."""
     if not shutil.which("strace"):
-        pytest.skip("needs strace")
+        pytest.skip("needs strace: apt-get install strace")
     command = ["strace", "-f", "-qq", "-o", str(tmp_path / "trace"), "-e", f"trace={call}"]
     command += ["-e", f"inject={call}:error=EIO:when={number}"]
     command += [sys.executable, str(CHILD), str(tmp_path / "tier")]
@@ -126,7 +126,7 @@ def test_eio_on_the_nth_system_call_of_the_index_too(
         command, env=environment, check=False, capture_output=True, text=True, timeout=PATIENCE_S
     )
     if "ptrace" in ended.stderr:
-        pytest.skip("this system does not let strace attach")
+        pytest.skip("needs permission to trace processes (in Docker: --cap-add SYS_PTRACE)")
     assert ended.returncode == 0, ended.stdout + ended.stderr
     assert "(INJECTED)" in (tmp_path / "trace").read_text(), "the fault was never met"
 

@@ -24,7 +24,7 @@ def mounted(point: Path, *arguments: str) -> None:
         pytest.skip("needs root to mount")
     point.mkdir()
     if subprocess.run(["mount", *arguments, str(point)], check=False).returncode:
-        pytest.skip("this system does not let root mount")
+        pytest.skip("needs permission to mount")
 
 
 @pytest.fixture
@@ -69,7 +69,7 @@ async def test_a_disk_too_small_for_the_tier(small_disk: Path) -> None:
 def own_disk(tmp_path: Path) -> Iterator[Path]:
     """A small, separate ext4 on a loop device."""
     if not shutil.which("mkfs.ext4"):
-        pytest.skip("needs mkfs.ext4")
+        pytest.skip("needs mkfs.ext4: apt-get install e2fsprogs")
     image = tmp_path / "image"
     with image.open("wb") as file:
         file.truncate(64 << 20)
@@ -123,7 +123,7 @@ def turn_read_only(point: Path) -> None:
     try:
         Path(f"/sys/fs/ext4/{device}/trigger_fs_error").write_text("1")
     except OSError:
-        pytest.skip("this system cannot make ext4 report an error")
+        pytest.skip("needs an ext4 that can be made to report an error")
     with pytest.raises(OSError, match="Read-only"):
         (point / "probe").touch()
 
@@ -140,7 +140,7 @@ async def test_a_file_system_that_shuts_down_under_the_tier(own_disk: Path) -> N
     try:
         fcntl.ioctl(fd, EXT4_IOC_SHUTDOWN, (2).to_bytes(4, "little"))
     except OSError:
-        pytest.skip("this file system cannot be shut down")
+        pytest.skip("needs a file system that can be shut down")
     finally:
         os.close(fd)
     messages: list[str] = []

@@ -18,7 +18,7 @@ from tiers.mooncake.client import MooncakeSettings
 def skip_without_mooncake() -> None:
     """While it is imported, skip the calling module with the reason if Mooncake cannot be used."""
     if missing := mooncake.why_not():
-        pytest.skip(missing, allow_module_level=True)
+        pytest.skip(f"needs Mooncake: {missing}", allow_module_level=True)
 
 
 class Master(mooncake.Master):

@@ -88,7 +88,7 @@ def policy_of(address: int) -> str:
 
 def test_a_slab_prefers_the_given_node() -> None:
     if not Path("/proc/self/numa_maps").exists():
-        pytest.skip("this kernel was built without NUMA")
+        pytest.skip("needs a kernel with NUMA")
     slab = HostSlab(4096, 16, numa_node=0, background=False)
     try:
         assert policy_of(slab.address) == "prefer:0"
