@@ -6,6 +6,7 @@ from __future__ import annotations
 import os
 import re
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -112,8 +113,22 @@ def test_a_relative_path_is_relative_to_the_caller(checkout: Path, tmp_path: Pat
     elsewhere.mkdir()
     done = bash(checkout, "../checkout/run serve models/mine --config my.yaml", cwd=elsewhere)
     assert done.returncode == 0, done.stderr
-    assert f"in {elsewhere}: -m demo.serve models/mine --config my.yaml" in done.stdout
+    assert f"in {elsewhere}: -P -m demo.serve models/mine --config my.yaml" in done.stdout
     assert f"path {checkout}" in done.stdout
+
+
+def test_modules_in_the_callers_folder_are_not_imported(checkout: Path, tmp_path: Path) -> None:
+    """It may contain anything: a file of the user's named like a module that vLLM imports."""
+    stamp_of(checkout)
+    script(checkout / ".venv-cuda/bin/python", f'exec {sys.executable} "$@"')
+    for package in ("demo", "offload", "policies", "tiers"):
+        (checkout / package).symlink_to(ROOT / package)
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    (elsewhere / "typer.py").write_text("raise SystemExit('imported from the current folder')\n")
+    done = bash(checkout, "../checkout/run serve m --kv-cpu 64MiB --dry-run", cwd=elsewhere)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith("vllm serve m ")
 
 
 @pytest.fixture

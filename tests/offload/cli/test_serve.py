@@ -4,13 +4,18 @@
 from __future__ import annotations
 
 import json
+import os
 import shlex
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
+import offload
 from offload.cli.serve import has_flag
 from tests.offload.cli.stores import Result, kvtiers
+from tests.patience import PATIENCE_S
 
 HASHING = ["--prefix-caching-hash-algo", "sha256_cbor"]
 
@@ -116,6 +121,31 @@ def test_bad_input_is_reported(words: list[str], texts: list[str]) -> None:
     assert (found.code, found.out) == (2, "")
     for text in texts:
         assert text in found.err
+
+
+def test_modules_in_the_current_folder_are_not_imported(tmp_path: Path) -> None:
+    """The folder may contain anything; this vLLM reports that it has been started."""
+    vllm = tmp_path / "installed/vllm/entrypoints/cli"
+    vllm.mkdir(parents=True)
+    for package in (vllm, vllm.parent, vllm.parents[1]):
+        (package / "__init__.py").touch()
+    (vllm / "main.py").write_text("import sys\ndef main(): print('started', *sys.argv[1:])\n")
+    here = tmp_path / "here"
+    here.mkdir()
+    for name in ("vllm", "offload", "json"):
+        (here / f"{name}.py").write_text("raise SystemExit('imported from the current folder')\n")
+    program = [sys.executable, "-P", "-m", "offload.cli", "serve", "m", "--kv-cpu", "64MiB"]
+    path = f"{tmp_path / 'installed'}:{Path(offload.__file__).parents[1]}"
+    done = subprocess.run(
+        program,
+        cwd=here,
+        env=os.environ | {"PYTHONPATH": path},
+        capture_output=True,
+        text=True,
+        timeout=PATIENCE_S,
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith("started serve m --kv-transfer-config")
 
 
 def test_flags_before_the_model() -> None:
