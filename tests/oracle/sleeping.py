@@ -15,6 +15,12 @@ import sys
 from contextlib import suppress
 from pathlib import Path
 
+from tests import model_runner, processor
+
+if __name__ == "__main__":
+    processor.pretend()
+    model_runner.pretend()  # vLLM must not have been imported yet
+
 import torch
 from torch import nn
 from vllm.v1.request import RequestStatus
