@@ -120,10 +120,18 @@ def _is_met(one: Requirement) -> bool:
         return False
 
 
+NO_INDEX = 3
+"""The exit code if no package index answered, so that nothing can be said of the version."""
+
+
+def _versions_on_index(log: str) -> set[str]:
+    listed = re.findall(r"\(from versions: ([^)]*)\)", log)
+    return {name for text in listed for name in text.split(", ") if name not in ("", "none")}
+
+
 def why(asked: str, log: str) -> str:
     """Explain, from pip's output, why pip found no wheel of a version."""
-    listed = re.findall(r"\(from versions: ([^)]*)\)", log)
-    versions = {name for text in listed for name in text.split(", ") if name not in ("", "none")}
+    versions = _versions_on_index(log)
     if not versions:
         return (
             f"vLLM {asked} cannot be set up: no package index answered with wheels of vllm for "
@@ -136,8 +144,9 @@ def why(asked: str, log: str) -> str:
 
 def main(arguments: list[str]) -> int:
     if arguments[0] == "why":
-        print("run:", why(arguments[1], Path(arguments[2]).read_text(encoding="utf-8")))
-        return 0
+        log = Path(arguments[2]).read_text(encoding="utf-8")
+        print("run:", why(arguments[1], log), file=sys.stderr)
+        return 1 if _versions_on_index(log) else NO_INDEX
     try:
         print("\n".join(make(Path(arguments[1]), Path(arguments[2]))))
     except LayerError as error:

