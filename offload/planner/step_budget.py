@@ -103,6 +103,8 @@ class Allowance:
     ``chunks_min`` chunks may be handled at a time even when nothing is left.
     """
 
+    __slots__ = ("_cost_tenths", "_scales", "_spend", "_tenths", "chunks", "chunks_min", "left")
+
     def __init__(
         self,
         chunks: int,
@@ -145,6 +147,8 @@ class StepBudget:
     that are queried, ``keys`` the keys made for requests that have ended, and ``stores`` the chunks
     that running requests may store even when the budget is spent.
     """
+
+    __slots__ = ("_ends", "keys", "left", "loads", "lookups", "stores", "times", "units")
 
     def __init__(self, step_chunks: int) -> None:
         self.units = self.left = UNITS_PER_CHUNK * step_chunks

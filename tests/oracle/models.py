@@ -119,6 +119,6 @@ def in_short_steps(side: Any, seed: int) -> Any:
         budget = planner.budget
         budget.units = budget.left = 4
         budget.loads.chunks = budget.loads.left = 2
-        budget.lookups.chunks, budget.lookups.least = 3, 1
+        budget.lookups.chunks, budget.lookups.chunks_min = 3, 1
         budget.lookups.renew()
     return planner

@@ -26,20 +26,28 @@ def executor(worker: Any) -> Any:
 
 def hold_reads(worker: Any) -> None:
     """Make reads of lower tiers wait until ``release_reads``."""
+    _hold(worker, "read")
+
+
+def hold_reads_and_writes(worker: Any) -> None:
+    """Make reads and writes of lower tiers wait, permanently."""
+    _hold(worker, "read", "write")
+
+
+def _hold(worker: Any, *names: str) -> None:
     found = executor(worker)
     gate = found.kvtest_gate = asyncio.Event()
     for tier in found._tiers:
-        _hold(tier, gate)
+        for name in names:
+            setattr(tier, name, _after(gate, getattr(tier, name)))
 
 
-def _hold(tier: Any, gate: asyncio.Event) -> None:
-    read = tier.read
-
-    async def held(keys: Any, into: Any) -> Any:
+def _after(gate: asyncio.Event, call: Callable[..., Any]) -> Callable[..., Any]:
+    async def held(*args: Any) -> Any:
         await gate.wait()
-        return await read(keys, into)
+        return await call(*args)
 
-    tier.read = held
+    return held
 
 
 def release_reads(worker: Any) -> None:

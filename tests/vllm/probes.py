@@ -21,10 +21,10 @@ def totals(llm: Any) -> dict[str, float]:
 
 
 def look_up_in_steps(llm: Any) -> None:
-    """Limit a step's lookups to three chunks instead of a thousand."""
+    """Limit a step's lookups to three chunks instead of a thousand, however long steps take."""
     lookups = connector(llm)._scheduler.lookups
     allowance = connector(llm)._scheduler.planner.budget.lookups
-    allowance.chunks, allowance.least = 3, 1
+    allowance.chunks, allowance.chunks_min, allowance._scales = 3, 1, False
     allowance.renew()
     lookups.put_off, ask = 0, lookups.ask
 

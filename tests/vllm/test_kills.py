@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import random
 from collections.abc import Set
@@ -14,7 +15,9 @@ from typing import Any
 import pytest
 
 from tests.vllm.engine import Engine
+from tests.vllm.faults import hold_reads_and_writes, on_workers
 from tests.vllm.probes import check, connector, totals
+from tests.vllm.protocol import Prompt
 from tests.vllm.restored import (
     HASH,
     Reference,
@@ -31,6 +34,8 @@ SEED = int(os.environ.get("KVTIERS_SEED", "9"))
 CAP_BYTES = 8 << 20
 AWAITED = ({"load"}, {"store", "write-through"}, {"load", "store", "write-through"})
 """The kinds of jobs of which a kill must meet one, in turn."""
+ATTEMPTS = 5
+"""Number of rounds in which a kill waits for such a job before it brings one about."""
 KNOWN_FILES = {"owner.lock", "data.mdb", "lock.mdb", "payload.data", "scrub", "scrub.new"}
 
 
@@ -54,6 +59,13 @@ def is_in_flight(llm: Any, kinds: Set[str]) -> bool:
     return not kinds_in_flight(llm).isdisjoint(kinds)
 
 
+def is_in_flight_or_over(llm: Any, kinds: Set[str]) -> bool:
+    """True if a job of one of these kinds is under way, or nothing is left to do."""
+    return is_in_flight(llm, kinds) or not (
+        llm.llm_engine.has_unfinished_requests() or kinds_in_flight(llm)
+    )
+
+
 def kill_under_load(
     engine: Engine, reference: Reference, draw: random.Random, kinds: Set[str]
 ) -> set[str]:
@@ -61,18 +73,26 @@ def kill_under_load(
     engine while a job of one of these kinds is under way; return the kinds of all jobs then."""
     for _ in range(draw.randrange(1, 3)):
         engine.reset_prefix_cache()
-        new = prompts(4, tokens=draw.randrange(64, 600), seed=draw.randrange(10**9))
-        asked = [*reference.prompts, *new]
-        engine.generate(asked, max_tokens=4)
-    engine.reset_prefix_cache()
-    draw.shuffle(asked)
-    for number, prompt in enumerate(asked):
-        engine.submit(str(number), prompt, max_tokens=4 + number % 3)
-    engine.step(draw.randrange(4))
-    engine.step_until(is_in_flight, kinds)
-    met = engine.call(kinds_in_flight)
+        engine.generate(known_and_new(reference, draw), max_tokens=4)
+    for attempt in itertools.count():
+        if attempt == ATTEMPTS:  # where steps are long, jobs end in the step that begins them
+            engine.call(on_workers, hold_reads_and_writes)
+        engine.reset_prefix_cache()
+        for number, prompt in enumerate(known_and_new(reference, draw)):
+            engine.submit(f"{attempt}-{number}", prompt, max_tokens=4 + number % 3)
+        engine.step(draw.randrange(4))
+        engine.step_until(is_in_flight_or_over, kinds)
+        met: set[str] = engine.call(kinds_in_flight)
+        if not met.isdisjoint(kinds):
+            break
+        assert attempt < ATTEMPTS, "no job is under way although the tiers do not answer"
     engine.kill()
     return met
+
+
+def known_and_new(reference: Reference, draw: random.Random) -> list[Prompt]:
+    new = prompts(4, tokens=draw.randrange(64, 600), seed=draw.randrange(10**9))
+    return draw.sample(mixed := [*reference.prompts, *new], len(mixed))
 
 
 @pytest.mark.timeout(300 + 120 * KILLS)
