@@ -25,7 +25,7 @@ machine."""
 LOG_CHARS = 20_000
 
 BASE_ENV = {
-    "VLLM_SERVER_DEV_MODE": "1",  # gives /reset_prefix_cache
+    "VLLM_SERVER_DEV_MODE": "1",  # gives /reset_prefix_cache and /collective_rpc
     "VLLM_NO_USAGE_STATS": "1",
     "HF_HUB_OFFLINE": "1",
     "TORCHDYNAMO_DISABLE": "1",  # no compiling of the sampler, which takes 3 s
@@ -184,6 +184,10 @@ class VllmServer:
         """Send a request of one token, so that the engine makes a step and reports what happened
         meanwhile."""
         self.complete([0], max_tokens=1)
+
+    def call_workers(self, method: str, *arguments: str) -> None:
+        """Call a method of every worker."""
+        self._request("POST", "/collective_rpc", {"method": method, "args": arguments})
 
     def stop(self) -> None:
         """Stop the server with SIGTERM, as an operator would; after the deadline, with SIGKILL and

@@ -10,8 +10,9 @@ from __future__ import annotations
 import logging
 import sys
 import tempfile
-from collections import OrderedDict
-from collections.abc import Callable, Mapping, Sequence
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from itertools import chain, islice, pairwise
 from pathlib import Path
 from typing import Any
@@ -98,9 +99,9 @@ def in_the_simulator() -> None:
         print(f"simulated {result.policy}: {result.token_hit_ratio:.1%} of the prompt tokens hit")
 
 
-def in_a_server(folder: Path) -> bool:
-    """Serve with the policy; return True if it chose victims and prompts were restored from the
-    disk with the bytes that were computed."""
+@contextmanager
+def serving(folder: Path, *flags: str) -> Iterator[VllmServer]:
+    """A server whose CPU tier and LMDB tier both use the policy; its log is ``server.log``."""
     policy = "examples.custom_policy:EndedFirstPolicy"
     connector = {
         "kv_connector": "KvTiersConnector",
@@ -125,26 +126,38 @@ def in_a_server(folder: Path) -> bool:
         "--max-model-len=4096",
         "--block-size=32",
         "--kv-cache-memory-bytes=67108864",
+        *flags,
     )
     model = make_llama(folder / "model")
-    restored = {"cpu": 0, "disk": 0}
     log = folder / "server.log"
-    with VllmServer(model, log=log, flags=flags, connector=connector) as server:
-        server.nudge()
-        for turn in range(2):
-            for user in range(4):
-                question = f"User {user} asks for the same long story again. " * 40
-                server.reset_prefix_cache()
-                before = server.metrics()
-                answer = server.chat([{"role": "user", "content": question}], 8)
-                sources = read_sources(server, before, answer.prompt_tokens)
-                print(f"served turn {turn}, user {user}: {sources}")
-                restored["cpu"] += sources.cpu
-                restored["disk"] += sources.disk
-                wait_until_on_disk(server)
-        compared = read_compared(server)
-    used = "EndedFirstPolicy names its first victims" in log.read_text(errors="replace")
-    print(f"restored tokens: {restored}; the policy chose victims in the server: {used}")
+    with VllmServer(model, log=log, flags=flags, connector=connector) as started:
+        started.nudge()
+        yield started
+
+
+def converse(server: VllmServer, turn: int) -> Counter[str]:
+    """Let four users ask, each with vLLM's own cache empty; return the restored tokens by tier."""
+    restored: Counter[str] = Counter()
+    for user in range(4):
+        question = f"User {user} asks for the same long story again. " * 40
+        server.reset_prefix_cache()
+        before = server.metrics()
+        answer = server.chat([{"role": "user", "content": question}], 8)
+        sources = read_sources(server, before, answer.prompt_tokens)
+        print(f"served turn {turn}, user {user}: {sources}")
+        restored.update(cpu=sources.cpu, disk=sources.disk)
+        wait_until_on_disk(server)
+    return restored
+
+
+def in_a_server(server: VllmServer) -> bool:
+    """Serve with the policy; return True if it chose victims and prompts were restored from the
+    disk with the bytes that were computed."""
+    restored = converse(server, 0) + converse(server, 1)
+    compared = read_compared(server)
+    log = server.log_path.read_text(errors="replace")
+    used = "EndedFirstPolicy names its first victims" in log
+    print(f"restored tokens: {dict(restored)}; the policy chose victims in the server: {used}")
     print(f"restored blocks: {compared}")
     all_right = compared.equal > 0 == compared.different == compared.unknown
     return used and all_right and restored["disk"] > 0
@@ -153,8 +166,8 @@ def in_a_server(folder: Path) -> bool:
 def main() -> int:
     """Simulate, then serve; returns the exit code."""
     in_the_simulator()
-    with tempfile.TemporaryDirectory() as folder:
-        return 0 if in_a_server(Path(folder)) else 1
+    with tempfile.TemporaryDirectory() as folder, serving(Path(folder)) as server:
+        return 0 if in_a_server(server) else 1
 
 
 if __name__ == "__main__":

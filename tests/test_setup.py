@@ -94,6 +94,13 @@ def test_a_failed_installation_shows_the_end_of_its_log(checkout: Path) -> None:
     assert not (checkout / ".venv/kvtiers.stamp").exists()
 
 
+def test_an_installation_that_cannot_be_imported_is_no_success(checkout: Path) -> None:
+    done = set_up(checkout, more="repair_transformers() { false; }", KVTIERS_NO_UV="1")
+    assert done.returncode == 1
+    assert done.stderr.splitlines()[-1].startswith("run: transformers cannot be imported")
+    assert not (checkout / ".venv/kvtiers.stamp").exists()
+
+
 def test_uv_is_used_if_available_and_pip_if_uv_fails(checkout: Path) -> None:
     install = ". scripts/setup.sh; VENV=$PWD/.venv; pip_install package"
     script(checkout / ".venv/bin/python", 'echo "python: $*"')
@@ -109,9 +116,10 @@ def test_uv_is_used_if_available_and_pip_if_uv_fails(checkout: Path) -> None:
 
 def test_caches_are_in_the_checkout_if_the_home_folder_is_not_writable(checkout: Path) -> None:
     names = ("XDG_CACHE_HOME", "XDG_CONFIG_HOME", "PIP_CACHE_DIR", "UV_CACHE_DIR", "MPLCONFIGDIR")
-    clean = f"unset {' '.join(names)}; . scripts/setup.sh; use_own_caches; export -p"
-    fitting = bash(checkout, clean)
+    clean = f"unset {' '.join(names)}; . scripts/setup.sh; {ENVIRONMENT} setup cpu; export -p"
+    fitting = bash(checkout, clean, KVTIERS_NO_UV="1")
     assert not (checkout / ".cache").exists()
+    assert not list(checkout.parent.glob(".kvtiers-probe*"))
     assert not [name for name in names if name in fitting.stdout]
     found = bash(checkout, clean, home=Path("/proc"))  # not even root can write there
     assert found.returncode == 0, found.stderr

@@ -3,8 +3,12 @@ server."""
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
+from demo.server import VllmServer
+from demo.sources import read_compared
 from examples import custom_policy
 from policies import make_policy, simulate
 from policies.testing import PolicyContract, synthetic_trace
@@ -39,10 +43,23 @@ def test_it_beats_lru_and_the_default(seed: int) -> None:
 
 @pytest.mark.thorough
 @pytest.mark.vllm
-def test_the_example_serves(tmp_path, capsys) -> None:
+def test_the_example_serves(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     custom_policy.in_the_simulator()
-    assert custom_policy.in_a_server(tmp_path), capsys.readouterr().out
+    extension = "--worker-extension-cls=tests.vllm.worker_extension.KvBytes"
+    with custom_policy.serving(tmp_path, extension) as server:
+        assert custom_policy.in_a_server(server), capsys.readouterr().out
+        see_planted_faults(server)
     log = (tmp_path / "server.log").read_text(errors="replace")
     # Both tiers were too small, and each had its own policy object.
     assert log.count("EndedFirstPolicy names its first victims") == 2
     assert "is replaced by LRU" not in log
+
+
+def see_planted_faults(server: VllmServer) -> None:
+    """The comparison must find a swapped pair of chunks, and a wrong bit."""
+    for fault, wrong in (("swapped_chunks", 2), ("wrong_bit", 1)):
+        before = read_compared(server)
+        server.call_workers("kvtest_plant_in_loads", fault)
+        custom_policy.converse(server, 2)
+        server.call_workers("kvtest_heal_loads")
+        assert read_compared(server).different >= before.different + wrong, f"{fault} went unseen"

@@ -18,7 +18,7 @@ from tests.patience import PATIENCE_S
 from tests.vllm import faults, sick_disk
 from tests.vllm.engine import Engine
 from tests.vllm.probes import check, is_idle, totals
-from tests.vllm.restored import HASH, config, prompts
+from tests.vllm.restored import HASH, config, prompts, see_planted_faults
 
 TURNS = int(os.environ.get("KVTIERS_SOAK_TURNS", "256"))
 SEED = int(os.environ.get("KVTIERS_SEED", "5"))
@@ -118,6 +118,9 @@ def test_load_with_faults_leaks_nothing(llama: Path, tmp_path: Path) -> None:
             if soak.turns % TURNS_PER_SAMPLE == 0:
                 soak.sample()
         found, checked = engine.call(totals), engine.verified()
+        soak.infect("well")
+        engine.generate_one(soak.known[0])
+        see_planted_faults(engine, lambda: engine.generate_one(soak.known[0]))
     print(f"seed {SEED}: {soak.turns} turns, {checked}, {found}")
     assert checked.equal > 0
     assert found["loaded_tokens:lmdb"] > 0

@@ -12,6 +12,7 @@ import torch
 from vllm.v1.kv_cache_interface import KVCacheConfig, UniformTypeKVCacheSpecs
 
 from tests.models import random_loader
+from tests.vllm import copy_faults
 
 BlocksByGroup = dict[int, list[int]]
 
@@ -61,6 +62,14 @@ class KvBytes:
                     memory[begin : begin + size] = rest[:size]
                     rest = rest[size:]
                 assert not len(rest)
+
+    def kvtest_plant_in_loads(self, fault: str) -> None:
+        """Plant a fault of ``copy_faults``, by name, in the loads of all groups."""
+        copy_faults.plant(self, getattr(copy_faults, fault), None)
+
+    def kvtest_heal_loads(self) -> None:
+        """Remove it again."""
+        copy_faults.heal(self)
 
     def kvtest_swap(self, group: int, first: int, second: int) -> None:
         """Swap the content of two blocks: a planted fault."""
