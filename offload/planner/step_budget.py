@@ -148,8 +148,6 @@ class StepBudget:
     that running requests may store even when the budget is spent.
     """
 
-    __slots__ = ("_ends", "keys", "left", "loads", "lookups", "stores", "times", "units")
-
     def __init__(self, step_chunks: int) -> None:
         self.units = self.left = UNITS_PER_CHUNK * step_chunks
         self.times = 1

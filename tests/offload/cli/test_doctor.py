@@ -17,6 +17,7 @@ from offload.admin.doctor import EXIT_CODES, ModelVerdict
 from offload.cli import app
 from tests.models.families import FAMILIES, write_model
 from tests.offload.connector.model.tiny_configs import config_of, make_model, namespace_of
+from tests.processor import has_avx512
 from tests.texts import same_text
 
 KINDS = {
@@ -74,6 +75,11 @@ def test_every_family_can_be_offloaded(name, tmp_path):
     family = FAMILIES[name]
     folder = family.make(tmp_path / name)
     code, report = ask(folder, *flags_of(family, folder))
+    if family.needs_avx512 and not has_avx512() and not report["ok"]:
+        # From 0.33 on, vLLM refuses these data types on such a host; 0.32 fails at the first step.
+        assert report["verdict"] == ModelVerdict.VLLM_REFUSES.value, report
+        assert "this host" in report["refused"][0], report
+        return
     assert (code, report["ok"], report["refused"]) == (0, True, [])
     found = [(group["kind"], group["block_tokens"]) for group in report["groups"]]
     if family.groups:
