@@ -7,7 +7,7 @@ and may change at any time.
 
 ``import offload`` imports neither torch nor vllm: names that need them are imported on first use.
 
-Owns the public names, and nothing that they stand for.
+Owns the list of public names; other packages define what they name.
 
 Must not know torch or vLLM until a name needs them.
 """
@@ -67,8 +67,7 @@ _LAZY = {
 
 
 def _check_neighbours() -> None:
-    """The packages ``policies`` and ``tiers`` have common names: report it if other packages come
-    first."""
+    """Raise ``ImportError`` if another package named ``policies`` or ``tiers`` hides ours."""
     here = Path(__file__).resolve().parents[1]
     for name in ("policies", "tiers"):
         spec = importlib.util.find_spec(name)

@@ -1,7 +1,7 @@
 """The arithmetic of ``kvtiers plan``: capacity, hits, whether loading pays, and bytes written.
 
-Pure: sizes, speeds and the simulator's result go in, a plan comes out. Nothing is measured here.
-Speeds are given by the user, or are marked as estimates.
+Pure functions: they turn sizes, speeds and the simulator's result into a plan. Nothing is measured
+here: the user gives the speeds, or the plan marks them as estimates.
 """
 
 from __future__ import annotations
@@ -60,8 +60,8 @@ class Machine:
 class TierPlan:
     """One tier of the plan.
 
-    ``loads_tokens_per_s`` is the number of tokens per second that it can restore: loading pays
-    while the model computes fewer. ``pays`` is ``None`` if the computing speed is unknown.
+    ``loads_tokens_per_s`` is how many tokens per second the tier can restore. Loading pays if the
+    model computes fewer tokens per second. ``pays`` is ``None`` if the computing speed is unknown.
     """
 
     name: str
@@ -78,8 +78,8 @@ class TierPlan:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """Everything that is printed. Ratios are shares of the prompt tokens; ``None`` means
-    unknown."""
+    """The values that ``kvtiers plan`` prints. Ratios are shares of the prompt tokens; ``None``
+    means unknown."""
 
     model: ModelSize
     tiers: tuple[TierPlan, ...]
@@ -114,7 +114,7 @@ class Simulated:
 
 
 def capacity_blocks(model: ModelSize, machine: Machine, block_tokens: int) -> tuple[int, int]:
-    """The trace's blocks that fit into the CPU tier and onto the disk."""
+    """How many of the trace's blocks fit into the CPU tier and onto the disk."""
     cpu, disk = _tokens(model, machine)
     return cpu // block_tokens, disk // block_tokens
 
@@ -167,11 +167,11 @@ def make_plan(
 
 
 def _does_not_pay(tier: str) -> str:
-    """Describe how a server would react: it compares lower tiers only
+    """Describe how a server would react. It compares loading with computing for lower tiers only
     (``offload.planner.tier_health``)."""
     what = f"{tier}: computing is faster than loading"
     if tier == "cpu":
-        return f"{what}, and break_even watches lower tiers only: loads would slow requests down"
+        return f"{what}, and break_even covers lower tiers only: loads would slow requests down"
     return f"{what}, so break_even leaves it out"
 
 
@@ -184,8 +184,8 @@ def _prefill(model: ModelSize, machine: Machine, notes: list[str]) -> float | No
         notes.append(
             f"estimated, not measured: computing {speed:,.0f} tokens/s, from "
             f"{machine.gpu_flops / 1e12:,.0f} TFLOPS at {ARITHMETIC_SHARE:.0%} and "
-            f"{model.parameters / 1e9:.1f} billion parameters (of a mixture of experts give the "
-            "active ones with --parameters)"
+            f"{model.parameters / 1e9:.1f} billion parameters (for a mixture of experts, give the "
+            f"active parameters with --parameters)"
         )
         return speed
     notes.append(

@@ -32,8 +32,7 @@ class RemovalFilter:
     set_aside: bool = False
 
     def fits(self, namespace: NamespaceFolder) -> bool:
-        """Return True if a namespace matches, or if something in it may match, regardless of
-        age."""
+        """Return True if a namespace, or something in it, can match, regardless of age."""
         return (not self.names or namespace.name.startswith(tuple(self.names))) and (
             not self.models or namespace.model in self.models
         )
@@ -43,8 +42,9 @@ class RemovalFilter:
 class Removal:
     """One removal.
 
-    It removes a namespace, or ``old`` records in it (their number), or the folders in it that a
-    tier moved ``aside``. ``left_bytes`` could not be deleted; ``problem`` is the reason.
+    It removes a namespace, ``old`` records in it (a number), or the folders in it that a tier moved
+    ``aside``. ``left_bytes`` is the size of what could not be deleted, and ``problem`` is the
+    reason.
     """
 
     namespace: NamespaceFolder

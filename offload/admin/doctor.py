@@ -1,4 +1,4 @@
-"""The findings of ``kvtiers doctor`` about a model, and their text. Pure: numbers in, text out.
+"""The findings of ``kvtiers doctor`` about a model, and their text. Pure functions of numbers.
 
 ``offload.connector.model.probe`` gets the geometry from vLLM; this module compares it with the
 configured tiers.
@@ -82,7 +82,7 @@ class TierReport:
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """Everything that is printed.
+    """The values that ``kvtiers doctor`` prints.
 
     ``ok`` is false if anything is refused. ``parameters`` counts those of the model, all ranks
     together.
@@ -128,7 +128,8 @@ def refusal(model: str, verdict: ModelVerdict, reason: str, fixes: Sequence[str]
 
 
 AskAgain = Callable[[Sequence[str]], LayoutInput | None]
-"""Runs vLLM on the model with more flags; returns ``None`` if vLLM refuses them."""
+"""Type of a function that runs vLLM on the model with additional flags and returns ``None`` if vLLM
+refuses them."""
 
 
 def examine(
@@ -185,7 +186,7 @@ def _helps(hint: Hint, ask_again: AskAgain | None) -> bool:
 
 
 def _causes(misfits: Sequence[Misfit], hints: Sequence[Hint]) -> Sequence[Misfit]:
-    """Remove misfits that only follow from others: they disappear when their cause is fixed."""
+    """Remove misfits that are consequences of others: they disappear when their cause is fixed."""
     cured = {hint.cures for hint in hints if hint.cures}
     causes = [misfit for misfit in misfits if misfit.cause in cured]
     return causes or misfits

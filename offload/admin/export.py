@@ -35,7 +35,7 @@ class ExportFileError(OffloadError):
 
 @contextlib.contextmanager
 def export_file(path: Path, *, overwrite: bool) -> Iterator[IO[bytes]]:
-    """A new file, readable only by its owner, that gets its name durably at the end of the block.
+    """Create a file, readable only by its owner, and rename it durably at the end of the block.
 
     If the block raises, the file is removed. Raises ``ExportFileError`` and ``OSError``.
     """
@@ -72,7 +72,8 @@ def _take(file: IO[bytes], part: Path) -> None:
         is_named = is_mine and os.path.samestat(found, os.lstat(part))
     except FileNotFoundError:
         is_named = False
-    if not is_named:  # otherwise its export has ended between our opening and locking it
+    # otherwise the other export ended after we opened the file and before we locked it
+    if not is_named:
         raise ExportFileError(
             f"another export is writing {part}. Wait for its end, or name another file"
         )
@@ -83,8 +84,9 @@ FORMAT = 1
 
 @dataclass(slots=True)
 class Exported:
-    """Counts of one rank's records. ``damaged`` and ``unread`` (encrypted, no key) records were
-    left out, and so were those that were ``gone`` before they could be read."""
+    """Counts of one rank's records. Three kinds of records were left out: ``damaged`` ones,
+    ``unread`` ones (encrypted, no key), and ones that were ``gone`` before the export could read
+    them."""
 
     replica: int
     rank: int

@@ -40,12 +40,12 @@ REPLICAS_MAX = 1_000_000
 LEAVE_AS_IS = OnDamage(is_strict=True)
 _RECORDS_OF = re.compile(f"[0-9a-f]{{{2 * NAMESPACE_BYTES}}}", re.ASCII)
 RECORD_BYTES = 64 << 10
-"""A common minimum for payloads, for exports that do not state theirs."""
+"""The minimum payload size to assume for exports that do not state one."""
 
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """The target of an import, and the settings of the tiers that it makes."""
+    """The target of an import, and the settings of the tiers that the import creates."""
 
     root: Path
     kind: str = ""
@@ -61,8 +61,8 @@ OWN = ("replica", "rank", "refused", "damaged", "left")
 class Imported:
     """The result for one rank.
 
-    ``damaged`` frames were skipped; ``refused`` is the reason why nothing of this rank could be
-    imported; ``left`` records were intact but did not fit, or were refused.
+    ``damaged`` counts the frames that were skipped. ``left`` counts intact records that did not fit
+    or that the tier refused. ``refused`` is the reason if nothing of this rank could be imported.
     """
 
     replica: int
@@ -144,7 +144,7 @@ class Import:
         replica, rank = about["replica"], about["rank"]
         result = Imported(replica, rank)
         replica_dir = replica_folder(self._target.root, self.namespace, replica)
-        if not replica_dir.exists():  # check before any folder is made
+        if not replica_dir.exists():  # check before creating any folder
             store = RankFolder(replica_dir / f"rank-{rank}", self.namespace.name, replica, rank)
             result.refused = _Maker(store, about, self._target, about["epoch"]).problem
         if result.refused:
@@ -249,7 +249,7 @@ class _Maker:
         if self.kind == "lmdb" and self.capacity_bytes < self._known_bytes:
             return (
                 f"--capacity is below the {self._known_bytes} bytes with which the store was "
-                "made, and would drop records"
+                f"created, and would drop records"
             )
         if self.kind == "lmdb":
             limits = Limits(self.capacity_bytes, self._record_bytes)

@@ -1,4 +1,5 @@
-"""The counts of ``kvtiers inspect``, from one walk over the records that reads no payloads."""
+"""Counts for ``kvtiers inspect``. One walk over the records collects them without reading
+payloads."""
 
 from __future__ import annotations
 
@@ -25,10 +26,10 @@ class RankSummary:
 
     Sizes in bytes; uses in ns since 1970, 0 if unknown; ``ages`` counts records by the time since
     their last use. ``hits`` stays ``None``, because tiers do not store hit counts on disk.
-    ``standing`` is how the next start would treat the folder
-    (``offload.namespaces.inventory.Standing``); ``problem`` is the reason why it would not be used,
-    or cannot be read, and ``remark`` adds other facts. ``aside_bytes`` is the size of untrusted
-    data that its tier moved aside.
+    ``standing`` says what the next server to start would do with the folder
+    (``offload.namespaces.inventory.Standing``). ``problem`` is the reason why the server would not
+    use the folder or cannot read it; ``remark`` adds other facts. ``aside_bytes`` is the size of
+    untrusted data that its tier moved aside.
     """
 
     replica: int

@@ -1,7 +1,7 @@
 """Reads a server's ``/metrics`` for ``kvtiers top``: tiers, totals, and rates from two pages.
 
-Versions differ in their metrics: a missing one is ``None`` and shown as a dash. The numbers of
-several engines (data-parallel replicas) are added; of their states the worst one is shown.
+Versions publish different metrics: a missing metric is ``None`` and shown as a dash. For several
+engines (data-parallel replicas), numbers are added up and the worst state is shown.
 """
 
 from __future__ import annotations
@@ -137,7 +137,7 @@ class View:
 
 @dataclass(frozen=True, slots=True)
 class TierHits:
-    """Tokens since the server started: wanted and found, of those restored, and missing."""
+    """Tokens since the server started: wanted and found, restored, and missing."""
 
     name: str
     hit_tokens: float
@@ -183,7 +183,7 @@ def shown_url(url: str) -> str:
 
 
 def _without_password(text: str) -> str:
-    """``shown_url`` for a text that is not an address, which hides everything before an ``@``."""
+    """Like ``shown_url``, for a text that is not an address: hides everything before an ``@``."""
     _, hidden, host = text.rpartition("@")
     return f"...@{host}" if hidden else text
 

@@ -93,8 +93,8 @@ def is_older(record: Found, before_ns: int) -> bool:
 def _open_alone(store: RankFolder, key_file: str) -> LmdbReader | FileReader:
     if store.kind == "file":
         return FileReader(store.folder)
-    # The folder was checked when the walk began, and every later user has checked it too. It is
-    # checked again before each change.
+    # The folder was checked when the walk began, and every later user checks it too. We check it
+    # again before each change.
     return LmdbReader(store.folder, is_owned=True, key_file=key_file)
 
 

@@ -43,9 +43,9 @@ class RateLimit:
 class VerifyResult:
     """The result for one rank's folder.
 
-    ``gone`` records were removed or replaced by the owner meanwhile; ``unread`` ones are encrypted,
-    and no key was given. ``problem`` is the reason why the folder could not be read to its end, or
-    why a server would not use it; ``standing`` and ``remark`` are as in
+    ``gone`` counts records that the owner removed or replaced meanwhile, ``unread`` counts
+    encrypted records for which no key was given. ``problem`` is the reason why the folder could not
+    be read to its end, or why a server would not use it; ``standing`` and ``remark`` are as in
     ``offload.namespaces.inventory``.
     """
 

@@ -2,8 +2,9 @@
 
 Must not know how records are stored, or vLLM before a command needs it.
 
-One module per command, imported when it is run: ``kvtiers --help`` and shell completion of names
-import none of them. A module has ``app``, a ``typer.Typer`` with that one command.
+Each command has a module, which is imported when the command runs: ``kvtiers --help`` and shell
+completion of command names import none. A module has ``app``, a ``typer.Typer`` with its one
+command.
 """
 
 from __future__ import annotations

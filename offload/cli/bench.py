@@ -23,7 +23,7 @@ PASS_ALL_ON = {
 
 @app.command(context_settings=PASS_ALL_ON)
 def bench(context: typer.Context) -> None:
-    """Run a benchmark of this project: the same as python -m bench in a checkout."""
+    """Run a benchmark of this project, like python -m bench in a checkout."""
     checkout = Path(offload.__file__).resolve().parents[1]
     if not (checkout / "bench" / "__main__.py").is_file():
         give_up(
@@ -41,8 +41,8 @@ def bench(context: typer.Context) -> None:
 
 
 def _ended(process: subprocess.Popen[bytes]) -> int | None:
-    """Wait for the benchmark's exit code. Ctrl-C reaches the benchmark as well, which then cleans
-    up and ends; returns ``None`` in that case."""
+    """Wait for the benchmark's exit code. After Ctrl-C, which reaches the benchmark as well, it
+    waits for the benchmark to clean up and returns ``None``."""
     try:
         return process.wait()
     except KeyboardInterrupt:

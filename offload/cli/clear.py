@@ -32,8 +32,9 @@ LIVE = (
     "/reset_prefix_cache?reset_external=true; to remove the files, stop the server first"
 )
 LIVE_SHARED = (
-    "shared by pid {pids}: not removed. A reset would not empty it, and that server would not "
-    "share its blocks until it restarts. To remove the files, stop all of these servers first"
+    "shared by pid {pids}: not removed. A reset would not empty it, and the server that resets "
+    "would not share its blocks until it restarts. To remove the files, stop all of these servers "
+    "first"
 )
 
 
@@ -51,8 +52,8 @@ def clear(
         str,
         typer.Option(
             help=(
-                "Only data last used longer ago than this, e.g. 12h or 30d: whole namespaces, "
-                "and single records of the others."
+                "Only data that was last used longer ago than this, e.g. 12h or 30d: whole "
+                "namespaces, or single records of a namespace."
             )
         ),
     ] = "",
@@ -81,7 +82,7 @@ def clear(
     wanted = RemovalFilter(tuple(namespace or ()), tuple(model or ()), before_ns, set_aside)
     _check(problems, wanted, namespaces, everything, unused_for)
     if not (yes or dry_run) and (as_json or sys.stdin is None or not sys.stdin.isatty()):
-        why = "with --json" if as_json else "where there is no terminal to ask on"
+        why = "with --json" if as_json else "without a terminal to ask on"
         problems.add("--yes", f"is required {why}", "Add --yes, or --dry-run to look first.")
     problems.refuse("clear")
     with guarded_work("clear"):
@@ -122,7 +123,7 @@ def _check(
         if name not in models:
             problems.add("--model", f'matches nothing (got "{name}")', f"Known: {_list(models)}.")
     if names == [""] and not unused_for:
-        fix = "Delete the folder once nothing uses it, or give --unused-for."
+        fix = "Delete the folder when nothing uses it, or give --unused-for."
         problems.add(str(namespaces[0].folder), "is the folder of a single tier", fix)
 
 

@@ -68,7 +68,7 @@ class Problems(list[Problem]):
         return float(match[1]) * _SECONDS[match[2]] if match else default
 
     def file(self, path: Path, fix: str) -> None:
-        """Add a problem if that is not a readable file."""
+        """Add a problem if the path is not a readable file."""
         try:
             if not stat.S_ISREG(path.stat().st_mode):
                 self.add(str(path), "is not a file", fix)
@@ -162,7 +162,7 @@ def guarded_work(command: str) -> Iterator[None]:
     except FolderChangedError as error:
         give_up(command, f"{error} while the store was read. Run this again")
     except FolderUnusableError as error:
-        text = "A server that opens it starts empty; kvtiers clear removes it"
+        text = "A server that opens the folder starts empty; kvtiers clear removes it"
         give_up(command, f"the tier's folder is damaged: {error}. {text}")
     except (TierError, NamespaceError, TierUnavailableError, OSError) as error:
         give_up(command, str(error))
@@ -175,7 +175,8 @@ def _end(_number: int, _frame: object) -> None:
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         # the shell of a script starts background jobs with this signal ignored
         raise KeyboardInterrupt
-    signal.raise_signal(signal.SIGINT)  # asyncio handles it as well, and ends its tasks in order
+    # asyncio handles this signal itself, and ends its tasks in order
+    signal.raise_signal(signal.SIGINT)
 
 
 def confirm(question: str) -> bool:

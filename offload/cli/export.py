@@ -85,7 +85,9 @@ def _choose(
     if len(fitting) == 1:
         [chosen] = fitting
         if chosen.problem or not chosen.name:
-            what = chosen.problem or "has no manifest, so the owner of its records is unknown"
+            what = chosen.problem or (
+                "has no manifest, so it is unknown which model its records belong to"
+            )
             problems.add(str(chosen.folder), what, "Only namespaces can be exported.")
         return chosen
     if namespaces:

@@ -83,7 +83,7 @@ def _check_folder(problems: Problems, folder: Path) -> None:
     elif os.path.lexists(folder) and not os.path.isdir(folder):
         problems.add(str(folder), "is not a folder", "Give the path of a tier.")
     elif RankFolder(folder).kind != "empty":
-        fix = "Give another path: an export goes into a tier's path, with namespaces in it."
+        fix = "Give another path: the target must be a tier's path, which contains namespaces."
         problems.add(str(folder), "is the folder of a single tier", fix)
     elif found := path_problem(folder):
         what, fix = found

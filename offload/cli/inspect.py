@@ -29,8 +29,8 @@ if TYPE_CHECKING:
 app = make_app()
 
 NO_HITS = (
-    "Hits are not stored on disk: a running server counts them (--server URL). Last uses are at "
-    "most 5 s behind."
+    "Hits are not stored on disk: a running server counts them (--server URL). Times of last use "
+    "can be up to 5 s old."
 )
 COLUMNS = (
     *("replica/rank", "kind", "used by", "records", "payload", "of capacity", "record size"),
@@ -63,8 +63,8 @@ def inspect(
 ) -> None:
     """Show the namespaces below a tier's path: records, sizes, ages, and who uses them.
 
-    Works while a server runs on the folder. Exits with 1 if a part cannot be read, or if a server
-    that starts would not use it.
+    Works while a server runs on the folder. Exits with 1 if a part of the folder cannot be read, or
+    if the next server to start would not use it.
     """
     from offload.admin.inspect import summarise, to_json
     from offload.admin.metrics_client import shown_url
@@ -114,7 +114,7 @@ def _print(namespaces: list[NamespaceSummary], hits: list[TierHits]) -> None:
             soft_wrap=True,
         )
         for path, here, newest in namespace.differs:
-            line = f"  differs from the one used last: {path} is {here}, not {newest}"
+            line = f"  differs from the namespace used last: {path} is {here}, not {newest}"
             out.print(line, markup=False, soft_wrap=True)
         out.print(_table(namespace.stores))
         for store in namespace.stores:

@@ -61,7 +61,7 @@ def guarded_output() -> Iterator[None]:
             sys.stdout.flush()
     except (OutputLostError, BrokenPipeError) as error:
         nowhere = os.open(os.devnull, os.O_WRONLY)
-        os.dup2(nowhere, file.fileno())  # otherwise Python would try again when it exits, and fail
+        os.dup2(nowhere, file.fileno())  # otherwise Python would flush again at exit, and fail
         os.close(nowhere)
         if isinstance(error, OutputLostError):
             with contextlib.suppress(OSError):  # stderr is full as well

@@ -1,4 +1,4 @@
-"""Formats numbers in the same way for every command: sizes, shares, counts, rates and ages.
+"""Formats numbers for all commands: sizes, shares, counts, rates and ages.
 
 Sizes have three significant digits, shares one decimal, and whole numbers thousands separators. An
 unknown value is printed as a dash.
@@ -53,7 +53,7 @@ def age_text(at_ns: int, now_s: float | None = None) -> str:
 
 
 def duration_text(seconds: float) -> str:
-    """A duration in the largest unit of which it has at least two: ``90m``, ``3d``."""
+    """A duration in the largest unit that gives at least two: ``90m``, ``3d``."""
     for unit, length in _AGES.items():
         if seconds >= 2 * length:
             return f"{seconds / length:.0f}{unit}"

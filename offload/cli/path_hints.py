@@ -1,7 +1,7 @@
 """Hints for a user who gives a command something other than a tier's folder.
 
-That may be the address of a Mooncake store, or a server's configuration. The command cannot read
-those, and explains what to do instead.
+For example the address of a Mooncake store, or a server's configuration. The command cannot read
+these, and explains what to do instead.
 """
 
 from __future__ import annotations

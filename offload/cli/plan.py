@@ -42,7 +42,7 @@ Endurance = Annotated[
     str, typer.Option(help="Bytes that may be written to the disk in its life, e.g. 1200TB.")
 ]
 TokenBytes = Annotated[
-    str, typer.Option(help="Bytes of one token's KV, all ranks; instead of a model.")
+    str, typer.Option(help="Bytes of one token's KV on all ranks, instead of a model.")
 ]
 
 
@@ -102,7 +102,7 @@ def plan(
 def _check(problems: Problems, model: str, given: str, flags: list[str], cpu: str) -> None:
     if not cpu:
         problems.add("--cpu", "is required", "Give the memory of the CPU tier, as 64GiB.")
-    if model.startswith("-"):  # an unknown option is passed on to vLLM, but only after a model
+    if model.startswith("-"):  # options are passed on to vLLM only after a model
         problems.add(model, "is not an option", "Flags of vLLM come after MODEL; see --help.")
     elif bool(model) == bool(given):
         what = (
@@ -141,7 +141,8 @@ def _check_policies(problems: Problems, *texts: str) -> None:
 
 
 def _requests(problems: Problems, trace: Path | None, mix: str) -> Trace | str | None:
-    """The trace that was given, or the mix as text, because its blocks depend on the model."""
+    """The given trace, or the mix as text: the mix becomes a trace only when the model's block size
+    is known."""
     from policies.simulation.synthetic_trace import Mix
     from policies.simulation.trace_formats import read_trace
 
@@ -191,7 +192,7 @@ def _work_out(
     try:
         simulated = _simulate(trace, size, machine, policy, disk_policy) if trace else None
         return make_plan(size, machine, block_tokens, simulated)
-    except ValueError as error:  # the CPU tier contains its own name
+    except ValueError as error:  # the text already begins with the CPU tier's name
         text = str(error)
         where = "" if text.startswith("--") else f"--disk {size_text(machine.disk_bytes)}: "
         give_up("plan", f"{where}{text}")
@@ -271,7 +272,7 @@ def _lines(found: Plan) -> list[str]:
             f"{share_text(found.compute_saved)} of the arithmetic saved"
         )
     else:
-        lines.append("hits: give --trace or --mix to have them simulated")
+        lines.append("hits: give --trace or --mix to simulate them")
     if found.disk_writes_per_day is not None:
         text = f"disk writes: {size_text(found.disk_writes_per_day)} per day"
         if found.write_budget:

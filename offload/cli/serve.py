@@ -19,7 +19,7 @@ from offload.errors import ConfigError, Problem
 app = make_app()
 
 VLLM = [sys.executable, "-P", "-m", "offload.connector.vllm_cli", "serve"]
-"""As the script ``vllm`` does, without the current folder among the modules."""
+"""Start vLLM as its script ``vllm`` does: without the current folder on the module search path."""
 TRANSFER, HASH, FILE = "--kv-transfer-config", "--prefix-caching-hash-algo", "--config"
 STABLE_HASH = "sha256_cbor"
 CPU_VARIABLE, DISK_VARIABLE = "KVTIERS_CPU", "KVTIERS_DISK"
@@ -145,5 +145,5 @@ def tiers_wanted(
 
 
 def _named(problem: Problem, sources: Mapping[str, str]) -> Problem:
-    """A problem, named by the flag or variable that causes it."""
+    """Name a problem by the flag or variable that causes it."""
     return Problem(sources.get(problem.where, problem.where), problem.what, problem.fix)

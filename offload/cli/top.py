@@ -99,7 +99,7 @@ def _follow(address: str, interval: float) -> None:
 
     out = screen()
     views = _views(address, interval)
-    first = next(views)  # ends the wait for a server that never answers
+    first = next(views)  # do not wait for a server that never answers
     if not out.is_terminal:
         for found in itertools.chain([first], views):
             out.print(found)

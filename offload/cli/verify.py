@@ -53,8 +53,8 @@ def verify(
     """Read every record and check it against its checksum, key, namespace and epoch.
 
     Removes damaged records if no server uses the folder. A running server drops them itself when it
-    reads them, and recomputes the prompt. Exits with 1 if anything was damaged, or if a server that
-    starts would not use the records.
+    reads them, and recomputes the prompt. Exits with 1 if anything was damaged, or if the next
+    server to start would not use the records.
     """
     from offload.namespaces.inventory import Standing
 
@@ -164,8 +164,9 @@ def _remarks(result: VerifyResult) -> list[str]:
     lines = [f"{place}: {text}" for text in (result.problem, result.remark) if text]
     if result.damaged and result.owner_pid is not None:
         lines.append(
-            f"{place}: pid {result.owner_pid} uses it, so nothing was removed: it drops a damaged "
-            "record when it next reads it. Run this again once it has stopped to remove them"
+            f"{place}: pid {result.owner_pid} uses it, so nothing was removed: that process drops "
+            f"a damaged record when it next reads the record. To remove them all, stop it and run "
+            f"this again"
         )
     if result.unread:
         lines.append(f"{place}: {result.unread:,} encrypted records were not read: give --key-file")

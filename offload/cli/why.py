@@ -32,13 +32,14 @@ _HEX = re.compile(r"(?:[0-9a-f]{2})+", re.ASCII)
 def why(
     file: File,
     last: Annotated[int, typer.Option(help="Number of the newest requests to show.")] = 20,
-    request: Annotated[str, typer.Option(help="Only requests whose id contains this.")] = "",
+    request: Annotated[str, typer.Option(help="Only requests whose id contains this text.")] = "",
     reason: Annotated[str, typer.Option(help="Only requests with this reason.")] = "",
     as_json: AsJson = False,
 ) -> None:
-    """Show what the last requests of a server found in which tier, and why the rest was missing.
+    """Show in which tiers the last requests of a server found their prefixes, and why the rest was
+    missing.
 
-    Works while the server runs. The counters vllm:kvtiers_misses_total include all requests.
+    Works while the server runs. The counters vllm:kvtiers_misses_total cover all requests.
     """
     from offload.requests.miss_reasons import MEANINGS
 

@@ -29,7 +29,8 @@ _POLICY_NAME = re.compile(r"[A-Za-z0-9_.\-]+(:[A-Za-z_][A-Za-z0-9_]*)?", re.ASCI
 
 
 class PolicyConfig(msgspec.Struct, frozen=True):
-    """A policy by name, ``module:Class`` or entry point, and the options for its constructor."""
+    """A policy, given by name, ``module:Class`` or entry point, with the options for its
+    constructor."""
 
     name: str
     options: dict[str, Any] = msgspec.field(default_factory=dict)

@@ -21,8 +21,8 @@ EXTRA = "kv_connector_extra_config"
 
 
 def transfer_config(extra: Mapping[str, Any]) -> dict[str, Any]:
-    """The complete value for one of our configurations. By default vLLM ends a request with an
-    error if its load fails; with ``recompute`` it computes the request."""
+    """The complete value for one of our configurations. It sets ``recompute``: by default vLLM ends
+    a request with an error if its load fails."""
     return {
         "kv_connector": NAME,
         "kv_connector_module_path": MODULE,
@@ -40,7 +40,7 @@ def check_transfer(
     With ``patience``, wait for servers that hold the folders and may be about to end. Raises
     ``ConfigError`` with all problems. Returns nothing for other connectors.
     """
-    from offload.config.machine_checks import patiently  # at first, vLLM needs only the names
+    from offload.config.machine_checks import patiently  # for now, vLLM needs only the names
 
     if patience is None:
         return _check_now(transfer)

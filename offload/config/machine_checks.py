@@ -1,7 +1,7 @@
 """Checks a configuration against this machine: memory, folders, disks, other servers.
 
-``load_config`` reads and checks in one go and reports every problem at once, before a model is
-loaded. It leaves no traces: a folder that does not exist is not created here.
+``load_config`` reads and checks a configuration and reports all problems together, before a model
+is loaded. It changes nothing on the machine and creates no folder.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ class LoadedConfig:
 
 @dataclass(frozen=True, slots=True)
 class InUse(Problem):
-    """Another server holds the folder now. It may be about to end."""
+    """Another server holds the folder at the moment, but may be about to exit."""
 
 
 IsOurs = Callable[[Owner], bool]
@@ -78,17 +78,18 @@ IsOurs = Callable[[Owner], bool]
 
 
 def nobody(_: Owner) -> bool:
-    """For checks before a server has claimed anything."""
+    """Always False: for checks that run before this server has claimed anything."""
     return False
 
 
 def same_server(owner: Owner) -> bool:
-    """For ranks, which may claim their folders before the first of them checks the machine."""
+    """Like ``is_relative``, for ranks: they can claim their folders before the first rank checks
+    the machine."""
     return owner.is_here and is_relative(owner.pid)
 
 
 def patiently(check: Callable[[], T], patience: Patience) -> T:
-    """The result of ``check``, repeated while nothing is wrong but that other servers hold folders.
+    """Call ``check`` again as long as the only problem is that other servers hold folders.
 
     Raises its ``ConfigError``.
     """
@@ -338,7 +339,7 @@ def _only_in_lmdb(tier: TierConfig, where: str) -> Iterator[Problem]:
 
 
 def _key_file_problem(path: str, where: str) -> Problem | None:
-    """Make the same check as the tier does. No message shows any part of the key."""
+    """Make the same check as the tier. No message shows any part of the key."""
     try:
         read_key_file(Path(path))
     except KeyFileError as error:
@@ -379,8 +380,8 @@ def _existing(path: str) -> Path:
 def _not_writable(folder: Path) -> str:
     """Describe why nothing can be created in ``folder``.
 
-    It tries to create a file, because access bits are not enough (root, read-only mounts, /proc),
-    and removes it again.
+    It creates a file and removes it again, because access bits are not conclusive (root, read-only
+    mounts, /proc).
     """
     try:
         with tempfile.TemporaryDirectory(prefix=".kvtiers-probe-", dir=folder):

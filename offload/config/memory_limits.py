@@ -44,8 +44,8 @@ def memory_limit(proc: Path = PROC, cgroup: Path = CGROUP) -> MemoryLimit:
 
 def is_relative(pid: int, proc: Path = PROC) -> bool:
     """Return True if ``pid`` is this process or one of its ancestors, descendants or siblings (the
-    ranks of one server are siblings). Only for processes of a server: what a user starts in one
-    shell are siblings, too."""
+    ranks of one server are siblings). Valid only for processes of a server, because all programs
+    that a user starts in one shell are siblings, too."""
     parent = _parent(os.getpid(), proc)
     if parent > 1 and parent == _parent(pid, proc):
         return True

@@ -41,10 +41,16 @@ CPU_FIELDS = (
         "policy",
         policy(),
         CPU_POLICY,
-        "Which chunks are evicted first when the tier is full.",
+        "Policy that decides which chunks are evicted first when the tier is full.",
         f"`{DEFAULT_CPU_POLICY}`",
     ),
-    Field("admission", policy(), ADMIT_ALL, "Which computed chunks may enter the tier.", "`all`"),
+    Field(
+        "admission",
+        policy(),
+        ADMIT_ALL,
+        "Policy that decides which computed chunks enter the tier.",
+        "`all`",
+    ),
     Field(
         "pin",
         choice("require", "prefer", "off"),
@@ -72,11 +78,17 @@ TIER_FIELDS = (
         "policy",
         policy(),
         LRU,
-        "Which records are evicted first when the tier is full. Not for shared tiers, which do "
-        "their own eviction.",
+        "Policy that decides which records are evicted first when the tier is full. Not for shared "
+        "tiers, which do their own eviction.",
         "`lru`",
     ),
-    Field("admission", policy(), ADMIT_ALL, "Which chunks may be written to the tier.", "`all`"),
+    Field(
+        "admission",
+        policy(),
+        ADMIT_ALL,
+        "Policy that decides which chunks are written to the tier.",
+        "`all`",
+    ),
     Field(
         "io_threads",
         count(1, 64),
@@ -115,10 +127,10 @@ TIER_FIELDS = (
         "geometry",
         choice("own", "translate", "refuse"),
         "own",
-        "What to do with blocks of the same model that engines of another geometry (tensor "
-        "parallel size, chunks, layout) left below `path` or in the store: `own` ignores them, "
-        "`translate` reads them if that is exact and refuses to start if it is not, `refuse` "
-        "refuses to start beside them. See the [guide](../guides/geometry.md).",
+        "What to do with blocks of the same model that engines with another geometry (tensor "
+        "parallel size, chunks, layout) left below `path` or in the store. `own` ignores them. "
+        "`translate` reads them if an exact translation exists, and otherwise refuses to start. "
+        "`refuse` refuses to start if there are any. See the [guide](../guides/geometry.md).",
     ),
     Field(
         "encryption",
@@ -132,7 +144,7 @@ TIER_FIELDS = (
         "compression",
         choice("off", "zstd"),
         "off",
-        "Lossless compression; stops by itself when it does not pay.",
+        "Lossless compression; the tier stops compressing if it saves too little.",
     ),
 )
 
@@ -150,9 +162,8 @@ TOP_FIELDS = (
         "staging",
         size(),
         None,
-        "Part of `cpu.capacity` through which prefixes that are longer than the CPU tier are "
-        "restored from lower tiers. With lower tiers it is at least one chunk, without them "
-        "nothing.",
+        "Part of `cpu.capacity` reserved for restoring prefixes that are longer than the CPU tier "
+        "from lower tiers. At least one chunk with lower tiers, otherwise nothing.",
         "a sixteenth of `cpu.capacity`, at most 256MiB",
     ),
     Field(
@@ -179,8 +190,8 @@ TOP_FIELDS = (
         "fence_timeout_s",
         number(0.001, 60, " s"),
         5.0,
-        "Maximum time that a step waits for stores that still read blocks which vLLM reuses; "
-        "after it these stores are abandoned.",
+        "Maximum time that a step waits for stores still reading blocks that vLLM is about to "
+        "reuse; after it these stores are abandoned.",
     ),
     Field(
         "max_load_gpu_share",
@@ -193,8 +204,8 @@ TOP_FIELDS = (
         "tier_timeout_s",
         number(0.01, 600, " s"),
         5.0,
-        "Maximum time of one operation of a lower tier; a late operation counts as one failure "
-        "for each such period.",
+        "Maximum time of one operation of a lower tier; a late operation counts as one failure per "
+        "elapsed timeout.",
     ),
     Field(
         "breaker_failures",
@@ -214,8 +225,9 @@ TOP_FIELDS = (
         "lookup_timeout_s",
         number(0.001, 10, " s"),
         0.05,
-        "Maximum time that a request waits for the reply of a shared tier; after it, but not "
-        "before three steps, it continues with what is known. Other requests do not wait.",
+        "Maximum time that a request waits for the reply of a shared tier. After this time, and "
+        "after at least three steps, the request continues with the replies that have arrived. "
+        "Other requests do not wait.",
     ),
     Field(
         "remember_s",
@@ -248,9 +260,10 @@ TOP_FIELDS = (
         "record_trace",
         path(),
         None,
-        "File in which the prompts of this server are recorded for `kvtiers simulate`: which of "
-        "them share blocks, and when, but no content. Replaced at each start; `.gz` is "
-        "compressed. With several data-parallel replicas, the number of each is added to the "
+        "File in which the prompts of this server are recorded for `kvtiers simulate`: when they "
+        "arrived and which of them share blocks, but no content. The file is replaced at each "
+        "start; a name that ends in `.gz` is compressed. With several data-parallel replicas, the "
+        "number of each is added to the "
         "name.",
         "off",
     ),
@@ -259,8 +272,8 @@ TOP_FIELDS = (
         path(),
         None,
         "File for `kvtiers why`: one line for each of at least the last `recent_requests` "
-        "requests, with the tiers where its prefix was found and the reason why it was not "
-        "longer; no content. Lines of an earlier server are kept at first. With several "
+        "requests, with the tiers that held its prefix and the reason why the prefix was not "
+        "longer; no content. Lines of the previous server are kept at first. With several "
         "data-parallel replicas, the number of each is added to the name.",
         "off",
     ),
@@ -284,8 +297,8 @@ TOP_FIELDS = (
         path(),
         None,
         "Folder for the digests of `verify`, so that chunks stored before a restart, or by "
-        "another engine with the same folder, can be compared as well. It only grows: remove it "
-        "afterwards.",
+        "another engine with the same folder, can be compared as well. The folder only grows: "
+        "remove it afterwards.",
         "in memory only",
     ),
 )
@@ -354,7 +367,7 @@ register_tier_type(
                 "scrub_period_s",
                 number(60, 31_536_000, " s"),
                 604_800.0,
-                "Time in which the scrub verifies each record once.",
+                "Time within which the scrub verifies each record once.",
             ),
             Field(
                 "shared",
@@ -403,8 +416,8 @@ register_tier_type(
                 size(bytes_min=0),
                 1 << 30,
                 "Memory that this server contributes to the store, all ranks together, in "
-                "addition to `cpu.capacity`. Its content is lost for all servers when this "
-                "server stops; 0 contributes none.",
+                "addition to `cpu.capacity`. The content of this memory is lost for all servers "
+                "when this server stops. 0 contributes none.",
                 "`1GiB`",
             ),
             Field(

@@ -21,7 +21,7 @@ SYSTEM_FOLDERS = frozenset(
 """System folders; a folder below one of them can be used."""
 SYSTEM_TREES = ("/bin", "/boot", "/dev", "/etc", "/lib", "/lib32", "/lib64", "/sbin", "/usr/bin",
                 "/usr/lib", "/usr/lib64", "/usr/libexec", "/usr/sbin", "/usr/share")  # fmt: skip
-"""Folders below which a tier must not be either, except in ``/dev/shm``."""
+"""Folders that a tier must not use, and must not be below, except in ``/dev/shm``."""
 _SHARED_MEMORY = "/dev/shm"
 _WEIGHTS = (".safetensors", ".gguf", ".bin", ".pt", ".pth")
 _NOT_CONTENT = frozenset(("lost+found", LOCK_NAME))

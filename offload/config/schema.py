@@ -1,10 +1,10 @@
 """The configuration: the contents of ``kv_connector_extra_config``, defaults, and arithmetic.
 
-``parse_config`` is pure (apart from reading the machine's memory size when no CPU capacity is
-given) and returns the same result in every process of one server, because scheduler and workers
-each parse for themselves and must agree on the number of slots. Checks of the machine (folders,
-disks, other servers) are in ``offload.config.machine_checks``; ``load_config`` there does both and
-reports every problem at once.
+``parse_config`` is pure, apart from reading the machine's memory size when no CPU capacity is
+given. It returns the same result in every process of one server: scheduler and workers each parse
+the configuration and must agree on the number of slots. Checks of the machine (folders, disks,
+other servers) are in ``offload.config.machine_checks``; its ``load_config`` parses and checks, and
+reports all problems together.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ class TierConfig(msgspec.Struct, frozen=True):
 
     @property
     def shared(self) -> bool:
-        """True if other engines write to it as well."""
+        """True if other engines write to this tier as well."""
         tier_type = TIER_TYPES.get(self.type)
         return bool(tier_type and tier_type.shared) or bool(self.options.get("shared"))
 
@@ -188,8 +188,8 @@ def describe_default(capacity: int, limit: MemoryLimit) -> str:
 def default_cpu_capacity(memory: int) -> int:
     """A quarter of ``memory`` bytes in steps of 256 MiB, between 256 MiB and 64 GiB.
 
-    It depends on the limit and not on what is free at present, so that every process of a server
-    gets the same number at any time.
+    The result depends on the memory limit, not on the memory that is free now, so every process of
+    a server gets the same number at any time.
     """
     quarter = memory // 4 // CPU_CAPACITY_MIN * CPU_CAPACITY_MIN
     return min(max(quarter, CPU_CAPACITY_MIN), CPU_CAPACITY_MAX)
@@ -199,8 +199,8 @@ def slot_counts(config: OffloadConfig, slot_bytes: int, ranks: int) -> SlotCount
     """The configured sizes in chunks of ``slot_bytes``, on each of ``ranks`` ranks.
 
     No other code does this division, because scheduler and workers must agree. Staging is part of
-    the capacity, and with lower tiers at least one slot; budgets allow at least one chunk. If the
-    capacity is too small, ``slots`` is 0: see ``check_cpu_capacity``.
+    the capacity, and is at least one slot if there are lower tiers. Budgets allow at least one
+    chunk. If the capacity is too small, ``slots`` is 0: see ``check_cpu_capacity``.
     """
     chunk_bytes = slot_bytes * ranks
     staging = max(1, config.staging // chunk_bytes) if config.tiers else 0
@@ -217,7 +217,11 @@ def check_cpu_capacity(config: OffloadConfig, slot_bytes: int, ranks: int) -> li
     counts = slot_counts(config, slot_bytes, ranks)
     if counts.slots >= 1:
         return []
-    staged = ", and loads from lower tiers need as much for staging" if config.tiers else ""
+    staged = (
+        ", and loads from lower tiers need the same amount again for staging"
+        if config.tiers
+        else ""
+    )
     chunk = f"one chunk takes {format_size(slot_bytes)} on each of {ranks} ranks"
     what = f"{format_size(config.cpu.capacity)} holds no chunk: {chunk}{staged}"
     fix = f"Give at least {at_least((counts.staging + 1) * slot_bytes * ranks)}."
@@ -267,8 +271,8 @@ def _tier(raw: Any, where: str, problems: list[Problem]) -> TierConfig:
 
 _TIER_NAMES = {field.name for field in TIER_FIELDS}
 _NOT_SHARED = {"policy", "high_watermark", "scrub", "scrub_rate", "scrub_period_s"}
-"""Options that a shared tier ignores: it manages its capacity for all its engines, and does not
-scrub."""
+"""Report options that do not apply to a shared tier: it manages its capacity for all its engines,
+and does not scrub."""
 
 
 def _tier_type(raw: Any, where: str, problems: list[Problem]) -> TierType | None:
@@ -328,7 +332,7 @@ def at_least(size_bytes: int) -> str:
 
 
 def tier_names(config: OffloadConfig) -> list[str]:
-    """Name each lower tier by its type, followed by a number from the second tier of a type on.
+    """Name each lower tier by its type. The second and later tiers of a type also get a number.
 
     A read-only tier for other geometries gets the name of the tier with the same path.
     """

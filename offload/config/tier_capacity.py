@@ -19,7 +19,7 @@ def check_capacity(
 ) -> list[Problem]:
     """Find capacities that cannot hold one chunk, once the chunk sizes on each rank are known.
 
-    ``slot_bytes`` is the largest size, ``record_bytes`` the smallest (0: the same).
+    ``slot_bytes`` is the largest chunk size, ``record_bytes`` the smallest (0 if they are equal).
     """
     problems = check_cpu_capacity(config, slot_bytes, ranks)
     chunk = f"one chunk takes {format_size(slot_bytes)} on each of {ranks} ranks"
@@ -46,4 +46,4 @@ def smallest_share(tier: TierConfig, payload_bytes: int, record_bytes: int) -> i
 
 
 SMALL_FILES_BYTES = 64 * KIB
-"""Bytes of a rank's share of the capacity for its locks, claim, epoch and manifest."""
+"""Bytes of a rank's share of the capacity that its lock, claim, epoch and manifest take."""

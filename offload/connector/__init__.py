@@ -1,9 +1,9 @@
 """The vLLM connector: the only package of this project that imports vllm.
 
 vLLM finds ``KvTiersConnector`` here by ``kv_connector_module_path``; its earlier name
-``OffloadConnector`` stays valid. It is imported on first use, because vLLM loads the plugin
-(`offload.connector.plugin`) while it is still importing itself. Before that import,
-`offload.connector.contract.at_start` checks a vLLM version that was not tested.
+``OffloadConnector`` stays valid. The class is imported on first use, because vLLM loads the plugin
+(`offload.connector.plugin`) while vLLM itself is still being imported. Before that import,
+`offload.connector.contract.at_start` checks the installed vLLM if its version was not tested.
 
 Owns everything that knows vLLM.
 

@@ -125,14 +125,14 @@ class KvTiersConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  
 
     @property
     def requires_kv_delivery(self) -> bool:
-        """False, because this is a cache: a dropped store is only a later miss."""
+        """Return False: this is a cache, so a dropped store only causes a later miss."""
         return False
 
     @classmethod
     def requires_piecewise_for_cudagraph(cls, extra_config: dict[str, Any]) -> bool:
-        """False, because there is no work per layer, so full CUDA graphs are fine.
+        """Return False: the connector does no work per layer, so full CUDA graphs are possible.
 
-        vLLM calls this while it parses its flags: the earliest place to refuse a bad configuration.
+        Check the configuration as early as possible: vLLM calls this while it parses its flags.
         """
         ServerSetup.check(extra_config)
         return False
@@ -173,14 +173,14 @@ class KvTiersConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  
                 self._weights.begin()
 
     def unregister_kv_caches(self) -> None:
-        """vLLM is about to unmap the KV cache. Raises if a copy cannot be ended: vLLM then fails
-        the request to sleep, instead of taking the memory from under it."""
+        """Prepare for vLLM unmapping the KV cache. Raises if a copy does not end: vLLM then refuses
+        to sleep, instead of unmapping memory that the copy still uses."""
         if self._worker is not None and self._worker.fall_asleep() and self._weights is not None:
             self._weights.fell_asleep()
 
     @guarded(lambda: None)
     def restore_kv_caches(self) -> None:
-        """The KV cache is mapped again, without its content."""
+        """Resume after vLLM has mapped the KV cache again, without its content."""
         if self._worker is not None:
             self._worker.wake_up()
 
@@ -218,7 +218,7 @@ class KvTiersConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  
             self._worker.post(_plan_of(self._connector_metadata), refused=self._distrust())
 
     def _distrust(self) -> str:
-        """The reason why none of the plan's copies may run, or ``None``."""
+        """Return the reason why none of the plan's copies may run, or ``None``."""
         meta = self._connector_metadata
         if not isinstance(meta, OffloadMetadata) or not meta.adapters:
             return ""
@@ -248,7 +248,7 @@ class KvTiersConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  
         )
 
     def _answer(self) -> WeightsAnswer | None:
-        """The answer to what this step asks about the weights, if it asks."""
+        """Answer this step's question about the weights, if there is one."""
         meta = self._connector_metadata
         question = meta.question if isinstance(meta, OffloadMetadata) else 0
         return self._weights.answer(question) if self._weights is not None else None
@@ -262,7 +262,7 @@ class KvTiersConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  
     def set_xfer_handshake_metadata(
         self, metadata: dict[int, KVConnectorHandshakeMetadata]
     ) -> None:
-        # vLLM hands over the same again whenever it wakes up.
+        # vLLM registers the same caches again whenever it wakes up.
         if self._scheduler is not None and self._scheduler.planner is None:
             ranks = [_state_of(meta) for _, meta in sorted(metadata.items())]
             config, layout = self._setup.config, self._setup.layout
@@ -328,7 +328,8 @@ class KvTiersConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  
             return
         meta = connector_output.kv_connector_worker_meta
         known = isinstance(meta, OffloadWorkerMetadata)
-        if known and meta.adapters:  # before anything stored in the meantime is committed
+        # before the planner commits anything that was stored in the meantime
+        if known and meta.adapters:
             self._scheduler.adapters_loaded(meta.adapters)
         if known and meta.weights is not None:
             self._weights_answered(meta.weights)
@@ -409,7 +410,8 @@ class KvTiersConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  
         return self._hold is not None and self._hold.is_holding
 
     def _weights_answered(self, answer: WeightsAnswer) -> None:
-        """The workers say what the resets since their last answer meant."""
+        """Process the workers' answer, which shows whether the resets since the previous one
+        changed the weights."""
         assert self._scheduler is not None
         if self._hold is None:
             return
@@ -417,7 +419,10 @@ class KvTiersConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  
         if may_go_on is None:
             return
         if may_go_on:
-            logger.info("kvtiers: the weights are those from before the sleep: the tiers go on")
+            logger.info(
+                "kvtiers: the weights are the same as before the sleep: the tiers keep "
+                "their content"
+            )
             self._scheduler.release()
             if self._epochs is not None:
                 self._epochs.withdraw()

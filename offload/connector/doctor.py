@@ -23,7 +23,8 @@ if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
 NOT_FOUND = {"EntryNotFoundError", "HFValidationError", "RepositoryNotFoundError"}
-"""Errors of the hub's library, by name: the library has moved them between its modules."""
+"""Errors of the hub's library. They are compared by name because the library has moved them between
+its modules."""
 
 
 def examine_model(
@@ -73,13 +74,13 @@ def _ask(
 def _is_unknown(error: Exception) -> bool:
     """True if vLLM found no such model, neither as a folder nor on the hub."""
     names = {kind.__name__ for kind in type(error).__mro__}
-    # also raised when no hub responds
+    # vLLM also raises this when no hub responds
     is_lost = isinstance(error, OSError) or bool(names & NOT_FOUND)
     return is_lost or "Invalid repository ID or local directory" in str(error)
 
 
 def _first_words(error: Exception) -> str:
-    """The error's first words; pydantic wraps vLLM's text in lines about the input."""
+    """The first words of vLLM's error, without the lines about the input that pydantic adds."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     wrapped = [line for line in lines if line.startswith("Value error, ")]
     text = wrapped[0].removeprefix("Value error, ") if wrapped else " ".join(lines)

@@ -20,8 +20,8 @@ F = TypeVar("F", bound=Callable[..., Any])
 LOGGED_MAX = 20
 LINES_MAX = 60
 HOOKS = {"explain", "build_connector_meta"}
-"""Names of all hooks in metrics; each guarded method adds its name. These two are parts of hooks
-and are guarded by their caller."""
+"""Names of all hooks in metrics; each guarded method adds its name. The two listed here are parts
+of hooks, guarded by their callers."""
 
 
 class HookClock:

@@ -18,19 +18,20 @@ from offload.messages.report import RankState, StepReport
 
 @dataclass
 class OffloadMetadata(KVConnectorMetadata):  # type: ignore[misc]  # vllm is untyped here
-    """One step's plan, from the scheduler to every worker, with the adapter contents that the plan
-    assumes."""
+    """One step's plan, sent by the scheduler to every worker, with the adapter contents that the
+    plan assumes."""
 
     plan: StepPlan
     adapters: Mapping[AdapterName, bytes] = field(default_factory=dict)
     question: int = 0
-    """About the weights (`offload.connector.scheduler.sleep_hold`); 0: none."""
+    """Number of the question about the weights (`offload.connector.scheduler.sleep_hold`); 0 for
+    none."""
 
 
 @dataclass(frozen=True, slots=True)
 class WeightsAnswer:
-    """Of so many ``ranks``: how often each slept since the last answer, and whether the weights of
-    all are those of then."""
+    """The answer of ``ranks`` ranks: how often each has slept since the previous answer, and
+    whether all still have the same weights as at that time."""
 
     question: int
     ranks: int
@@ -38,7 +39,7 @@ class WeightsAnswer:
     is_same: bool
 
     def merge(self, other: WeightsAnswer | None) -> WeightsAnswer:
-        """The answer of both. Ranks that disagree have not the same weights."""
+        """Combine two answers. If the ranks disagree, the weights count as changed."""
         if other is None:
             return self
         is_same = self.is_same and other.is_same

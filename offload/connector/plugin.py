@@ -21,7 +21,7 @@ from offload.namespaces.wait_for_owners import Patience
 
 
 def register() -> None:
-    """Called by vLLM in every process, possibly more than once."""
+    """Register the connector. vLLM calls this in every process, possibly more than once."""
     from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 
     for name in NAMES:

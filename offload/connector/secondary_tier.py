@@ -12,8 +12,8 @@
     }
 
 vLLM calls the tier on its scheduler's thread; every operation that waits runs on a separate event
-loop. The tier evicts, verifies and recovers as it does under kvtiers' connector. The layers above
-are vLLM's: vLLM looks up key by key, and a prefix must fit into its CPU tier.
+loop. The tier evicts, verifies and recovers as under kvtiers' connector. Everything above the tier
+is vLLM's: it looks up one key at a time, and a prefix must fit into vLLM's CPU tier.
 
 Ownership: vLLM's thread owns ``_open``; the loop owns the tier; finished jobs return through a
 queue.
@@ -90,7 +90,7 @@ class LmdbSecondaryTier(SecondaryTierManager):  # type: ignore[misc]  # vllm is 
         backpressure_detector: Any = None,
     ) -> None:
         super().__init__(offloading_spec, primary_kv_view, tier_type, backpressure_detector)
-        del locality  # always a local disk; vLLM only publishes this value
+        del locality  # a local disk in all cases; vLLM only publishes this value
         self._rows = np.asarray(primary_kv_view).view(np.uint8)
         self._done: queue.SimpleQueue[JobResult] = queue.SimpleQueue()
         self._open: set[concurrent.futures.Future[None]] = set()
@@ -111,7 +111,7 @@ class LmdbSecondaryTier(SecondaryTierManager):  # type: ignore[misc]  # vllm is 
         try:
             self._loop.call(self._start(), OPEN_TIMEOUT_S)
         except (TierError, ValueError, TimeoutError) as error:
-            # ValueError: the capacity is too small
+            # ValueError means that the capacity is too small
             self._close()
             raise TierUnavailableError(f"kvtiers: {tier_type} at {folder}: {error}") from error
 
@@ -119,7 +119,7 @@ class LmdbSecondaryTier(SecondaryTierManager):  # type: ignore[misc]  # vllm is 
         info = await self._tier.open()
         self._epoch = info.epoch
         if info.epoch % 2:
-            # the weights were changed in place: only the previous server had them (0013)
+            # only the previous server had these weights, which were changed in place (0013)
             await self._new_epoch()
 
     async def _new_epoch(self) -> None:
@@ -175,8 +175,8 @@ class LmdbSecondaryTier(SecondaryTierManager):  # type: ignore[misc]  # vllm is 
     def drain_jobs(self) -> None:
         """Wait for every transfer, then forget all stored blocks, because vLLM resets its caches.
 
-        Blocks of other weights may follow under the same hashes; vLLM's own tiers keep the old
-        blocks.
+        vLLM's own tiers keep the old blocks, but blocks of other weights may follow under the same
+        hashes.
 
         The wait has no bound, because vLLM reuses the memory of these transfers as soon as this
         returns. A reset that fails disables the tier until another one succeeds.

@@ -135,7 +135,7 @@ class ServerSetup:
     def check(extra_config: Mapping[str, Any]) -> OffloadConfig:
         """Read the configuration and check it against this machine; log what was chosen.
 
-        Other ranks of this server may have claimed their folders before. Raises ``ConfigError``
+        Other ranks of this server may already have claimed their folders. Raises ``ConfigError``
         with every problem.
         """
         loaded = patiently(
@@ -154,8 +154,8 @@ class ServerSetup:
             logger.warning("kvtiers: %s", untested)
         if recompute_failed_loads(self.vllm_config):
             logger.info(
-                "kvtiers: kv_load_failure_policy was 'fail' (vLLM's default) and is 'recompute' "
-                "now: a request whose load fails is computed instead of ended"
+                "kvtiers: kv_load_failure_policy was 'fail' (vLLM's default) and is now "
+                "'recompute': if a load fails, vLLM computes the request instead of ending it"
             )
         for line in startup_warnings(self.vllm_config, self.config):
             logger.warning("kvtiers: %s", line)
@@ -197,9 +197,9 @@ class ServerSetup:
     def _describe(
         self, kv_caches: Mapping[str, LayerTensors], registration: Registration
     ) -> Geometry | None:
-        """Describe this worker's records for engines of other geometry.
+        """Describe this worker's records for engines with another geometry.
 
-        Returns ``None`` if that is not possible; this prevents a start only if the user has
+        Returns ``None`` if that is not possible; the server then starts unless the user has
         requested translation.
         """
         try:
@@ -215,7 +215,9 @@ class ServerSetup:
         except Exception as error:  # an unknown kind of model
             if any(tier.geometry != "own" for tier in self.config.tiers):
                 raise
-            text = "kvtiers: engines of other geometry will not be able to read these blocks: %r"
+            text = (
+                "kvtiers: engines with another geometry will not be able to read these blocks: %r"
+            )
             logger.warning(text, error)
             return None
         return geometry
@@ -275,8 +277,8 @@ class ServerSetup:
         return f"{stem or rest}.{self.replica}{dot}{rest if stem else ''}"
 
     def neighbours(self, lower: Sequence[TierIndex]) -> list[str]:
-        """The fields in which the records of other namespaces differ, for tiers without records of
-        this namespace."""
+        """The fields in which the records of other namespaces differ from this one, for tiers
+        without records of this namespace."""
         empty = [
             tier for tier, index in zip(self.config.tiers, lower, strict=False) if not len(index)
         ]

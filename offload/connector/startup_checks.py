@@ -14,8 +14,8 @@ if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
 ENGINE_ID = (
-    'Give "engine_id" in --kv-transfer-config a name that stands for these weights, and another '
-    "one whenever they change, to use stored blocks again after a restart"
+    'To use stored blocks again after a restart, set "engine_id" in --kv-transfer-config to a name '
+    "for these weights, and to another name whenever they change"
 )
 
 
@@ -52,7 +52,7 @@ def startup_warnings(vllm_config: VllmConfig, config: OffloadConfig) -> list[str
     if not vllm_config.cache_config.enable_prefix_caching:
         lines.append(
             "prefix caching is off: blocks are still stored and loaded by their hashes. Set "
-            "--enable-prefix-caching to reuse them on the device, too"
+            "--enable-prefix-caching to reuse them on the device as well"
         )
     return lines + (_weight_warnings(vllm_config) if config.tiers else [])
 
@@ -73,8 +73,8 @@ def _hash_warnings(vllm_config: VllmConfig) -> list[str]:
         )
     if algorithm == "sha256":
         lines.append(
-            "block hashes of sha256 go through pickle and may differ for equal content, which "
-            f"costs hits after a restart (never a wrong one). {use}"
+            f"block hashes of sha256 go through pickle and may differ for equal content, which "
+            f"costs hits after a restart but never causes a wrong one. {use}"
         )
     return lines
 

@@ -1,8 +1,8 @@
 """Decides whether this engine may read the records of another engine of the same model but another
 geometry.
 
-If it may not, this module words the refusal. The same rules apply to every kind of storage: folders
-(``offload.geometry.folder_source``) and stores without folders
+It also writes the error message for a refusal. The same rules apply to every kind of storage:
+folders (``offload.geometry.folder_source``) and stores without folders
 (``offload.geometry.mooncake_source``). Pure.
 """
 
@@ -17,8 +17,8 @@ from offload.namespaces.geometry import Geometry
 from offload.namespaces.manifest import Namespace
 
 FREE_FIELDS = frozenset({"block_size", "page_bytes", "num_kv_heads", "page_size_padded"})
-"""Fields of a group in the manifest that may differ: the geometry has the same facts for every
-layer."""
+"""Fields of a manifest's group that may differ, because the geometry states the same facts for
+every layer."""
 LEFT_TO_GEOMETRY = frozenset({"layers", "layer_count", "shapes"})
 
 
@@ -59,8 +59,9 @@ def _rank_obstacles(place: str, ranks: Sequence[Geometry], now: Geometry) -> lis
     """The reason why the records of a replica cannot be read."""
     if not ranks:
         why = (
-            f"{place} does not describe the order of its records. It was written before that "
-            "was stored, or imported: an engine with its flags adds it at its next start"
+            f"{place} does not describe the order of its records. Either it was imported, or an "
+            f"earlier version wrote it: an engine with the same flags adds the description at its "
+            f"next start"
         )
         return [Incompatibility("geometry", "not described", "described", why)]
     first = ranks[0]

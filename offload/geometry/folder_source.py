@@ -1,4 +1,4 @@
-"""Finds and reads the records of engines of other geometry below a tier's path.
+"""Finds and reads the records that engines with another geometry left below a tier's path.
 
 As the tier's ``geometry`` option requires, each namespace of the same model is translated, refused
 with an error that names the differing field, or left alone. Namespaces of other models, versions or
@@ -74,7 +74,7 @@ class NeighbourFolder:
 
 
 def write_geometry(rank_folder: Path, geometry: Geometry) -> None:
-    """Write durably, beside the folder of this rank, how its records are ordered.
+    """Durably write a description of how this rank orders its records, beside its folder.
 
     Raises ``OSError``; writing the same description again changes nothing.
     """
@@ -84,14 +84,14 @@ def write_geometry(rank_folder: Path, geometry: Geometry) -> None:
         if read_small_file(path, GEOMETRY_BYTES_MAX) == content:
             return
     except NamespaceError:
-        pass  # whatever this is, it is replaced
+        pass  # unreadable or not ours: replace it
     write_durably(path, content)
 
 
 def find_neighbours(
     where: str, root: str | Path, namespace: Namespace, now: Geometry, how: str
 ) -> list[NeighbourFolder]:
-    """Find stores of other geometry below ``root`` that can be translated to ``now``.
+    """Find stores with another geometry below ``root`` that can be translated to ``now``.
 
     With ``how`` "own" there is no search; with "refuse" there must be none. Raises
     ``NamespaceError`` for stores that cannot be translated, or must not be. The error names every
@@ -104,7 +104,7 @@ def find_neighbours(
     for name, other in _same_model(Path(root), namespace):
         stores = list(_stores(Path(root) / name))
         if not stores:
-            continue  # opened, and never written
+            continue  # opened, but never written to
         ranks = {str(store.folder): store.ranks for store in stores}
         problems = problems_with(other, ranks, namespace, now, how)
         if problems:
@@ -136,7 +136,7 @@ def _same_model(root: Path, namespace: Namespace) -> Iterator[tuple[str, Namespa
         try:
             other = read_manifest(root / name)
         except NamespaceError:
-            continue  # the process that opens it reports the problem
+            continue  # the process that opens the folder reports the problem
         if other is not None and content_fields(other.fields) == content:
             yield name, other
 
@@ -236,7 +236,7 @@ class TranslatedSource:
             for rank, store in self._stores.items():
                 held[rank] = self._held_by(store)
         except FolderChangedError as error:
-            logger.info("kvtiers: %s: none of its records are translated", error)
+            logger.info("kvtiers: %s: no records will be translated", error)
             return []
         found = []
         for suffix, plan in self._plans.items():
@@ -330,6 +330,6 @@ class TranslatedSource:
 def _check_owner(store: OfflineFolder, identity: Identity, epoch: int) -> None:
     """Check that a rank's records match its description."""
     if store.owner != identity:
-        raise NamespaceError(f"{store.folder} contains other records than its geometry describes")
+        raise NamespaceError(f"the records in {store.folder} do not match its geometry")
     if store.epoch != epoch:
-        raise NamespaceError(f"{store.folder} is of epoch {store.epoch}, its replica of {epoch}")
+        raise NamespaceError(f"{store.folder} has epoch {store.epoch}, but its replica has {epoch}")

@@ -1,11 +1,11 @@
-"""Finds and reads the records of engines of other geometry in a Mooncake store.
+"""Finds and reads the records of engines with another geometry in a Mooncake store.
 
 A store has no folders, so each rank posts a description of its records: its namespace and its
-geometry. The description is on a board (``tiers.mooncake.bulletin``), one per rank, that all
-engines of one model share, whatever their geometry. It is parsed as untrusted input.
+geometry. The description is on a board (``tiers.mooncake.bulletin``). There is one board per rank,
+shared by all engines of one model, whatever their geometry. It is parsed as untrusted input.
 
-If an engine of the same model has records that cannot be translated, this engine refuses to start,
-as with folders, unless the description has not been renewed for a day. Engines that appear later
+As with folders, this engine refuses to start if an engine of the same model has records that cannot
+be translated. It ignores descriptions that were not renewed for a day. Engines that appear later
 are translated, or named once in the log.
 
 Ownership: several threads call ``MooncakeSource``. Its knowledge of other engines is one value that
@@ -127,15 +127,16 @@ def _log_neighbours(namespace: Namespace, posted: Sequence[Posted]) -> None:
             for path, theirs, ours in differing_fields(other, namespace)
         ]
         logger.info(
-            "kvtiers: the store holds blocks of this model in another geometry, too (namespace "
-            '%s): %s. With "geometry": "translate" they would be read where that is exact',
+            "kvtiers: the store also holds blocks of this model in another geometry (namespace "
+            '%s): %s. With "geometry": "translate" this engine would '
+            "read those that it can translate exactly",
             other.name,
             ", ".join(fields[:8]),
         )
 
 
 def _ignore(_posted: Sequence[Posted]) -> None:
-    """Ignore the others: a rank that translates looks for them itself."""
+    """Ignore other descriptions: a rank that translates looks for them itself."""
 
 
 T = TypeVar("T")
@@ -144,7 +145,7 @@ FILES_EPOCH = 0
 """The epoch of the weights in the model's files, which all engines of a namespace have."""
 RANKS_MAX = 1024
 READ_BYTES = 64 << 20
-"""Maximum number of records of others in memory at a time, or the records of one chunk."""
+"""Maximum number of other engines' records in memory at a time; one chunk can exceed it."""
 THREADS = 2
 WARNED_MAX = 1000
 
@@ -162,8 +163,8 @@ class Neighbour:
 class MooncakeView:
     """This rank's view of the other engines in the store.
 
-    It looks for engines of the model of ``namespace`` whose records are to be read with the
-    geometry ``now``; ``how`` is the tier's ``geometry``.
+    It looks for engines of the model of ``namespace``, and translates their records to the geometry
+    ``now``. ``how`` is the tier's option ``geometry``.
     """
 
     settings: MooncakeSettings
@@ -173,7 +174,7 @@ class MooncakeView:
 
     @property
     def place(self) -> str:
-        """The store, in messages."""
+        """The name of the store in messages."""
         return f"the Mooncake store at {self.settings.master}"
 
     def check(self, where: str) -> None:
@@ -198,7 +199,8 @@ class MooncakeView:
     def look(
         self, client: MooncakeClient, warn: Callable[[str], object]
     ) -> tuple[list[Neighbour], dict[str, list[Incompatibility]]]:
-        """The engines that can be read and, by namespace, the reasons why others cannot.
+        """The engines whose records can be read and, by namespace, the reasons why those of others
+        cannot.
 
         Raises ``TierIoError``; ``warn`` gets invalid documents.
         """
@@ -250,7 +252,7 @@ class MooncakeSource:
         self._neighbours: tuple[Neighbour, ...] = ()
         try:
             self.look()
-        except BaseException:  # the client has threads that would live on
+        except BaseException:  # the client's threads would stay alive
             self._client.close()
             raise
 
@@ -258,7 +260,7 @@ class MooncakeSource:
         """Find the engines that are there at present."""
         found, refused = self._called(partial(self._view.look, self._client, self._warn_once))
         if len(found) > len(self._neighbours) and self._view.now.rank == 0:
-            text = "kvtiers: %s: translating blocks of %d engines of other geometry"
+            text = "kvtiers: %s: translating blocks of %d engines with another geometry"
             logger.info(text, self._view.place, len(found))
         self._neighbours = tuple(found)
         for name, problems in refused.items():
@@ -293,7 +295,7 @@ class MooncakeSource:
         return found
 
     def read(self, keys: Sequence[Key], into: Sequence[Buffer]) -> list[ReadOutcome]:
-        """Read each chunk from the first neighbour that has anything under its key."""
+        """Read each chunk from the first neighbour that has a record under its key."""
         return self._called(partial(self._read, keys, into))
 
     def _read(self, keys: Sequence[Key], into: Sequence[Buffer]) -> list[ReadOutcome]:

@@ -1,18 +1,18 @@
 """Translates chunks that an engine of another geometry wrote: finds obstacles, and plans the
 copies.
 
-A translation is exact, or it is refused. Chunks must end at the same tokens on both sides, because
-a key names a chunk's last token and does not show which chunks lie before it. Blocks may have
-different sizes within one chunk, heads may be spread over another number of ranks, and pages may be
-ordered differently. Recurrent states are never split.
+Only exact translations are made; others are refused. Chunks must end at the same tokens on both
+sides, because a key names a chunk's last token and does not show which chunks lie before it. Blocks
+may have different sizes within one chunk, heads may be spread over another number of ranks, and
+pages may be ordered differently. Recurrent states are never split.
 
 Pure except ``apply``, which moves the bytes.
 
 How block ids change where engines split blocks differently.
 
 One side's kernel may divide a block into ``ratio`` kernel blocks, the other side's into more or
-fewer. The ids of kernel blocks have a meaning only together with the ratio of the side that wrote
-them. Recurrent states are never split: a state's block is one kernel block on every side.
+fewer. The ids of kernel blocks are meaningful only with the ratio of the side that wrote them.
+Recurrent states are never split: a state's block is one kernel block on every side.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ class Incompatibility:
     flags: str = ""
 
     def __str__(self) -> str:
-        return f"{self.field} is {self.stored} stored, {self.now} now: {self.why}"
+        return f"{self.field} was {self.stored} when stored and is {self.now} now: {self.why}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,7 +107,7 @@ def plan_group(stored: Geometry, now: Geometry, group: int) -> GroupPlan:
     """The copies that make a chunk of ``now`` from records of ``stored``; there must be no
     obstacles.
 
-    ``stored`` may be any rank's: all ranks of a side are alike.
+    ``stored`` can come from any rank: all ranks of a side are alike.
     """
     theirs, ours = stored.by_group[group], now.by_group[group]
     offsets = dict(_offsets(theirs))
@@ -187,7 +187,7 @@ def _layer_obstacles(
     for field in ("split", "form"):
         there, here = getattr(theirs, field), getattr(ours, field)
         if there != here:
-            why = f"layer {name} has other bytes for the same content"
+            why = f"layer {name} stores the same content as different bytes"
             yield Incompatibility(f"{where}.{field}", there, here, why)
             return
     if ours.split == OWN:
@@ -197,7 +197,7 @@ def _layer_obstacles(
         return
     by_token = _by_token(theirs) and _by_token(ours)
     if not by_token and theirs.kernel_tokens != ours.kernel_tokens:
-        why = f"how {ours.form} orders the tokens of a kernel block is not known (layer {name})"
+        why = f"the order of tokens in a kernel block of {ours.form} is unknown (layer {name})"
         yield Incompatibility(
             f"{where}.kernel_block_size", theirs.kernel_tokens, ours.kernel_tokens, why
         )
@@ -217,8 +217,8 @@ def _head_obstacles(
 ) -> Iterator[Incompatibility]:
     """Check that the heads can be mapped.
 
-    Both sides must have the same total number of heads, or one side holds each head several times,
-    which vLLM does only if every rank has one.
+    Both sides must have the same total number of heads, or one side replicates each head, which
+    vLLM does only if every rank has one head.
     """
     counts = sorted(
         [(stored.ranks * theirs.heads, theirs.heads), (now.ranks * ours.heads, ours.heads)]
@@ -333,7 +333,8 @@ class _Pair:
     def _copy(
         self, shape: tuple[int, ...], there: tuple[int, int, int], here: tuple[int, int, int]
     ) -> StridedCopy:
-        """``there`` and ``here`` are (kernel block of the chunk, head, token) of the first unit."""
+        """``there`` and ``here`` give the (kernel block of the chunk, head, token) of the first
+        unit."""
         from_offset, from_strides = _place(self.theirs, self.their_group, self.from_at, there)
         to_offset, to_strides = _place(self.ours, self.our_group, self.at, here)
         return StridedCopy(

@@ -33,7 +33,8 @@ class Capacity(ABC):
         """A location for ``size`` bytes, or ``None`` if there is no space."""
 
     def take_all(self, sizes: Sequence[int]) -> Sequence[int] | None:
-        """A location for each of these, or ``None``, with nothing taken, if not all of them fit."""
+        """A location for each of these sizes; ``None``, with nothing taken, if they do not all
+        fit."""
         locations = self.take_some(sizes)
         if len(locations) < len(sizes):
             self.give_all(locations)
@@ -41,7 +42,7 @@ class Capacity(ABC):
         return locations
 
     def take_some(self, sizes: Sequence[int]) -> Sequence[int]:
-        """Locations for the first of these, as long as there is space."""
+        """Locations for the first of these sizes, as long as there is space."""
         locations: list[int] = []
         for size in sizes:
             location = self.take(size)
@@ -51,8 +52,8 @@ class Capacity(ABC):
         return locations
 
     def take_bytes(self, size: int) -> bool:
-        """Take many locations whose sizes add up to this, where a location *is* its size. Returns
-        ``False``, with nothing taken, if locations are not sizes or if they do not fit."""
+        """Take many locations at once, given the sum of their sizes, if a location *is* its size.
+        Returns ``False``, with nothing taken, if locations are not sizes or do not fit."""
         return False
 
     @abstractmethod
@@ -69,7 +70,7 @@ class Capacity(ABC):
         """The bytes by which ``used`` must fall so that ``size`` bytes fit; 0 if they fit now."""
 
     def missing_all(self, sizes: Sequence[int]) -> int:
-        """``missing`` for all of these sizes together."""
+        """Like ``missing``, for all of these sizes together."""
         return self.missing(sum(sizes))
 
     @abstractmethod
@@ -95,7 +96,7 @@ class SlotCapacity(Capacity):
         usable = min(usable, self.capacity)
         if usable > self._usable:
             added = range(self._first + usable - 1, self._first + self._usable - 1, -1)
-            self._free[:0] = added  # last: slots freed earlier are warm
+            self._free[:0] = added  # appended last, because slots freed earlier are warm
             self._usable = usable
 
     def take(self, size: int) -> int | None:

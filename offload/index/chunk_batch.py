@@ -1,6 +1,7 @@
-"""Chunks and groups as the planner sees them, and the facts about chunks for policies, in columns.
+"""Chunks and groups as the planner sees them, and the facts about chunks that policies get, in
+columns.
 
-A long prompt has thousands of chunks, and most policies never read these facts: they are made on
+A long prompt has thousands of chunks and most policies never read these facts, so they are made on
 first use.
 """
 
@@ -25,8 +26,8 @@ from policies.base import EntryInfo
 class RequestOrigin:
     """The request that a chunk comes from.
 
-    It includes a digest of the tenant's cache salt and hints, which policies may know, and
-    controls, which the planner obeys.
+    Policies may know the digest of the tenant's cache salt, and the hints. The planner obeys the
+    controls.
     """
 
     salt: bytes = b""
@@ -47,8 +48,8 @@ UNKNOWN = RequestOrigin()
 class ChunkBatch:
     """Chunks of one group that a request needs, in prefix order and as columns.
 
-    A long prompt has thousands of them. The columns are the keys, the GPU blocks of all chunks
-    (equally many for each; a negative id means: skip), and the end of each chunk in the prompt (in
+    A long prompt has thousands of them. The columns are the keys, the GPU blocks of all chunks (the
+    same number for each; negative ids are skipped), and the end of each chunk in the prompt (in
     tokens).
     """
 
@@ -141,7 +142,7 @@ class LazyEntryInfos(Sequence[EntryInfo]):
         return self._with(list(compress(self._depths, flags)))
 
     def is_like(self, other: object) -> bool:
-        """True if the two differ only in depths."""
+        """True if the two batches differ only in depths."""
         return isinstance(other, LazyEntryInfos) and (
             (self.group, self.size, self._info, self._origin)
             == (other.group, other.size, other._info, other._origin)
@@ -188,7 +189,7 @@ class LazyEntryInfos(Sequence[EntryInfo]):
     def _costs(self) -> Sequence[float]:
         """The cost of recomputing a chunk, in units of a prompt's first token."""
         depths, tokens = self._depths, self._info.chunk_tokens
-        # All groups except full ones read a window, or a state.
+        # Groups other than full ones read only a window, or a state.
         slope = tokens / PAIR_TOKENS if self._info.kind == FULL else 0.0
         if len(depths) < NUMPY_CHUNKS_MIN:
             return [tokens + slope * max(end - tokens / 2, 0.0) for end in depths]

@@ -46,8 +46,8 @@ def recover(
 def held_by_all(
     ranks: Sequence[Sequence[KeyColumn]],
 ) -> tuple[Sequence[KeyColumn], set[bytes]]:
-    """The keys that every rank holds, in the order of the first rank, and those that only some hold
-    (after a crash between them)."""
+    """The keys that every rank holds, in the order of the first rank, and the keys that only some
+    ranks hold (after a crash between their writes)."""
     first = ranks[0]
     if all(_are_equal(first, other) for other in ranks[1:]):
         return first, set()

@@ -16,8 +16,8 @@ from policies import hints as names
 class RequestHints:
     """A client's hints for one request.
 
-    ``stored`` applies to its chunks, ``ended`` is reported when it ends; the first
-    ``pinned_tokens`` are to be kept as long as possible.
+    ``stored`` applies to its chunks, and ``ended`` is reported when it ends. The first
+    ``pinned_tokens`` should be kept as long as possible.
     """
 
     stored: Mapping[str, Any] = field(default_factory=dict)
@@ -40,8 +40,8 @@ class Controls:
 
     ``read`` and ``write`` are numbers of tiers (``CPU``: the CPU tier), ``None`` for all; only
     lower tiers count in ``write``, since every chunk passes the CPU tier. ``max_load_tokens``
-    bounds the load, ``pin_s`` is how long to keep its chunks. ``is_doubtful`` means that the
-    request is not stored because some value was not understood.
+    bounds the load, ``pin_s`` is the time for which its chunks are pinned. ``is_doubtful`` means
+    that the request is not stored because some value was not understood.
     """
 
     no_store: bool = False

@@ -1,5 +1,5 @@
-"""Knows which chunks of a tier must not be evicted now, gives policies the callback to check that,
-and knows which chunks lose a write if they are evicted."""
+"""Tracks which chunks of a tier must not be evicted now and which lose a pending write if they are
+evicted; provides the check that policies call."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ class Retention:
         self._held: Container[bytes] = NOTHING
 
     def keep(self, keys: Container[bytes]) -> None:
-        """Retain the chunks in this container, which clients have asked to keep."""
+        """Retain the chunks in this container: clients have pinned them."""
         self._kept = keys
 
     def hold(self, keys: Container[bytes]) -> None:
-        """Retain the chunks in this container, which loads are about to use."""
+        """Retain the chunks in this container: loads are about to use them."""
         self._held = keys
 
     def is_in_use(self, key: bytes) -> bool:
@@ -36,15 +36,15 @@ class Retention:
         return key in self.pins or key in self._held
 
     def evictable(self, protect: Container[bytes]) -> Evictable:
-        """The test for one eviction, which must also spare the keys of ``protect``."""
+        """The test for one eviction, which must not evict the keys of ``protect`` either."""
         return Evictable(self._kept, self.pins, protect, self._held)
 
 
 class LoadHolds:
     """Chunks that loads are about to use, by the job of the load. Owned by the load planner.
 
-    A set per load that is added and released as a whole is cheaper than a count per chunk; it is
-    queried only for chunks that are about to be evicted.
+    Each load has one set, added and released as a whole. This is cheaper than a count per chunk,
+    because the sets are searched only for chunks that are about to be evicted.
     """
 
     def __init__(self) -> None:
@@ -61,11 +61,11 @@ class LoadHolds:
         return False
 
     def isdisjoint(self, keys: Collection[Hashable]) -> bool:
-        """True if no load holds any of these."""
+        """True if no load holds any of these chunks."""
         return all(held.isdisjoint(keys) for held in self._held.values())
 
     def hold(self, owner: int, keys: Iterable[bytes]) -> None:
-        """Hold these until ``release``."""
+        """Hold these chunks until ``release``."""
         self._held[owner] = frozenset(keys)
 
     def holds(self, owner: int) -> bool:
@@ -78,14 +78,14 @@ class LoadHolds:
 
 
 PASSED_MAX = 64
-"""When a policy has named more retained keys than this, it moves them out of the way."""
+"""When a policy has proposed more retained keys than this, it moves them out of its way."""
 
 
 class Evictable:
     """The test that a policy applies while it chooses victims; used for one eviction.
 
-    A key in one of ``others`` must stay; ``passed`` contains the keys that the policy has tested
-    and that must stay, in the policy's order.
+    Keys in any of ``others`` must stay. ``passed`` contains the tested keys that must stay, in the
+    policy's order.
     """
 
     def __init__(self, *others: Container[bytes]) -> None:
@@ -121,9 +121,9 @@ def _holds_any(names: Container[bytes], keys: Sequence[Hashable]) -> bool:
 class UnwrittenChunks:
     """The chunks that wait to be written to any lower tier. Owned by the write-through.
 
-    Such a chunk may be evicted like any other, but its write is then given up. The queue of each
+    Such a chunk can be evicted like any other, but then its write is cancelled. The queue of each
     lower tier keeps the set of that tier (``of_tier``); eviction removes chunks from all of them.
-    ``given_up`` counts, by tier, the writes that were given up in this way.
+    ``given_up`` counts the cancelled writes by tier.
     """
 
     def __init__(self) -> None:
@@ -147,7 +147,7 @@ class UnwrittenChunks:
         return all(waiting.isdisjoint(keys) for waiting in self._tiers.values())
 
     def before_first(self, keys: Sequence[Hashable]) -> Sequence[Hashable]:
-        """The keys before the first one that waits."""
+        """The keys before the first key that waits."""
         if self.isdisjoint(keys):
             return keys
         return keys[: next(at for at, key in enumerate(keys) if key in self)]

@@ -7,8 +7,8 @@
     PINNED   -unpin (last)-> RESIDENT
     FILLING, PINNED -drop-> DOOMED   -last unpin, commit or abort-> ABSENT
 
-A DOOMED chunk cannot be hit; its location is not reused before the last job has released it. From
-the moment that a FILLING chunk is dropped the job that fills it counts as one more pin.
+A DOOMED chunk cannot be hit, and its location is not reused before the last job has released it.
+When a FILLING chunk is dropped, the job that fills it counts as one more pin from then on.
 """
 
 from __future__ import annotations

@@ -27,9 +27,9 @@ BULK_KEYS_MIN = 16
 
 
 class _Route(NamedTuple):
-    """The table's rows of one event for the chunks of one dict of locations, looked up once: the
-    chunks move to ``free``, or to ``pinned`` if they have pins. ``None`` means out of the tier.
-    Unless ``takes_pinned`` is set, the table has no row for chunks with pins."""
+    """One event's transitions for the chunks in one dict of locations, looked up once. Chunks move
+    to ``free``, or to ``pinned`` if they have pins; ``None`` means that they leave the tier. Unless
+    ``takes_pinned`` is set, the event is not allowed for chunks with pins."""
 
     source: dict[bytes, int]
     free: dict[bytes, int] | None
@@ -40,15 +40,14 @@ class _Route(NamedTuple):
 class TierIndex:
     """States and locations of one tier's chunks. Owned by the planner; used on its thread.
 
-    States change as ``offload.index.states.TRANSITIONS`` says. The index looks up the rows of the
-    usual events when it is made (``_route``) and the others when they occur (``_apply``); only pins
-    that do not change a chunk's state are counted without the table. A policy other than our LRU is
-    guarded: one that raises, is slow or names keys that it must not is replaced by LRU
+    States change as ``offload.index.states.TRANSITIONS`` says. The index looks up the transitions
+    of common events when it is created (``_route``), and those of other events when they occur
+    (``_apply``). Only pins that do not change a chunk's state bypass the table. A policy other than
+    our LRU is guarded: one that raises, is slow or names keys that it must not is replaced by LRU
     (``policies.guarded``).
 
     With ``low_watermark`` < 1, eviction runs ahead: a full tier is emptied to this share of its
-    capacity, so that it has free space before it needs it. ``retention`` knows which chunks must
-    not be evicted.
+    capacity, to have free space in advance. ``retention`` knows which chunks must not be evicted.
     """
 
     def __init__(
@@ -61,7 +60,7 @@ class TierIndex:
         self.unwritten = UnwrittenChunks()
         self._removals = RemovalLog()
         self._low = int(space.capacity * low_watermark)
-        # always this object: the policy's guard looks into it
+        # never replaced, because the policy's guard refers to this object
         self._resident: dict[bytes, int] = {}
         self.policy = contained(policy, name, self._resident)
         self._filling: dict[bytes, int] = {}
@@ -116,7 +115,7 @@ class TierIndex:
 
     @property
     def barred(self) -> tuple[Mapping[bytes, int], ...]:
-        """Keys that are not resident but cannot be reserved either."""
+        """Keys that are neither resident nor reservable."""
         return tuple(filter(None, (self._filling, self._doomed)))
 
     def filling_among(self, keys: Sequence[bytes]) -> set[bytes]:
@@ -157,12 +156,12 @@ class TierIndex:
         remember: bool = True,
         patient: bool = False,
     ) -> Reservation:
-        """ABSENT -> FILLING for a prefix of ``keys``, evicting what the policy names.
+        """ABSENT -> FILLING for a prefix of ``keys``; evicts the policy's victims.
 
         ``protect`` contains keys that must not be evicted for this; with ``evict`` false, nothing
         is evicted. If ``patient``, eviction stops at a victim that waits to be written to a lower
-        tier. The infos must be passed to ``commit`` unless this index remembers them. Stops at the
-        first key for which there is no space, so the granted keys are a prefix without a hole.
+        tier. The infos must be passed to ``commit`` as well, unless this index remembers them.
+        Stops at the first key without space, so the granted keys are a prefix without a hole.
         """
         evicted: list[bytes] = []
         sizes = sizes_of(infos)
@@ -172,7 +171,8 @@ class TierIndex:
             granted, take = [], self.space.take
             for key, size in zip(keys, sizes, strict=True):
                 if not self.is_absent(key):
-                    self._check(key, ChunkEvent.RESERVE)  # raises: see the table
+                    # raises, because the table does not allow it
+                    self._check(key, ChunkEvent.RESERVE)
                 location = take(size)
                 if location is None and make_space is not None:
                     evicted += make_space(self.space.missing(size))
@@ -236,7 +236,7 @@ class TierIndex:
 
     def abort(self, keys: Iterable[bytes]) -> None:
         """FILLING -> ABSENT (DOOMED while other jobs still pin the chunk)."""
-        self._removals.note(keys := list(keys))  # a lookup may have relied on them
+        self._removals.note(keys := list(keys))  # a lookup may have relied on these chunks
         self._move(keys, ChunkEvent.ABORT, self._aborts, [])
         for key in keys:
             self._infos.pop(key, None)
@@ -267,7 +267,7 @@ class TierIndex:
     # -- uses --------------------------------------------------------------------------------------
 
     def pin(self, keys: Collection[bytes]) -> None:
-        """Keep RESIDENT or FILLING chunks in their locations until they are unpinned as often."""
+        """Keep RESIDENT or FILLING chunks in their locations until each pin is undone."""
         for key in filterfalse(self._resident.__contains__, keys):
             self._check(key, ChunkEvent.PIN)
         self._pins.update(keys)
@@ -347,8 +347,8 @@ class TierIndex:
     def _make_space(
         self, missing: int, protect: Container[bytes], *, patient: bool = False
     ) -> list[bytes]:
-        """Evict until ``missing`` is free, and on to the low watermark, but no further. See
-        ``reserve`` for ``patient``."""
+        """Evict until ``missing`` is free and the low watermark is reached. See ``reserve`` for
+        ``patient``."""
         space, evictable = self.space, self.retention.evictable(protect)
         if missing and self._low < space.capacity:
             missing = max(missing, space.used - self._low)
@@ -365,12 +365,12 @@ class TierIndex:
             freed += self._evict(names)  # type: ignore[arg-type]  # policies see Hashable
             evicted += names  # type: ignore[arg-type]  # policies see Hashable
         if len(evictable.passed) > PASSED_MAX and self.policy.takes_parts:
-            # otherwise each eviction would meet them again
+            # otherwise each eviction would test them again
             self.policy.touch(evictable.passed[::-1])
         return evicted
 
     def _evict(self, keys: Sequence[bytes]) -> int:
-        """RESIDENT -> ABSENT; returns how much space that has freed."""
+        """RESIDENT -> ABSENT; returns the freed space."""
         used = self.space.used
         if not self._move_all(keys, self._evictions):
             for key in keys:
@@ -414,8 +414,8 @@ class TierIndex:
             self.space.give(location)
 
     def _route(self, event: ChunkEvent, free: ChunkState, pinned: ChunkState) -> _Route:
-        """The rows of an event for chunks in state ``free`` without pins and in ``pinned`` with
-        pins."""
+        """The transitions of an event for chunks that are in state ``free`` without pins and in
+        ``pinned`` with pins."""
         row = TRANSITIONS[event]
         source, pinned_row = self._locations[free], row.get(pinned, row[free])
         assert source is not None
@@ -446,8 +446,9 @@ class TierIndex:
             self._apply(key, event)
 
     def _move_all(self, keys: Sequence[bytes], route: _Route) -> bool:
-        """``_move`` for all these chunks at once. ``False``, with nothing done, if one is not in
-        the route's source or is named twice, or if they do not all have the same target."""
+        """Like ``_move``, for all these chunks at once. Returns ``False`` and does nothing if a
+        chunk is not in the route's source or is named twice, or if the chunks have different
+        targets."""
         source, target, pinned, _ = route
         if target is not pinned and self._pins and not self._pins.keys().isdisjoint(keys):
             return False

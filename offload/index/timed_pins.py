@@ -2,8 +2,8 @@
 
 Part of the scheduler side, on its thread. Such a chunk is not evicted until its time is over; like
 any other chunk it is dropped if it is damaged or the weights change. At most a share of each tier
-is kept, so that no client can fill it: chunks beyond that are not pinned, and the client gets a
-report. That share also bounds the memory: one entry per kept chunk.
+can be pinned, so no client can fill the tier. Chunks beyond this share are not pinned, and the
+client gets a report. The share also bounds the memory used here: one entry per pinned chunk.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class _Kept:
         index.retention.keep(self.until)
 
     def keep(self, keys: Sequence[bytes], until: int) -> int:
-        """Keep a prefix of these keys, as far as there is space; returns its length."""
+        """Pin a prefix of these keys, as far as there is space; returns its length."""
         for position, key in enumerate(keys):
             before = self.until.get(key)
             if before is None:
@@ -92,15 +92,17 @@ class TimedPins:
         ]
 
     def keep(self, keys: Sequence[bytes], seconds: float, now: float) -> int:
-        """Keep these chunks of one group (prefix order) for that many seconds, if some tier holds
-        or gets them; returns how many, from the first on, are kept in at least one tier."""
+        """Pin these chunks of one group (in prefix order) for this many seconds in every tier that
+        holds or gets them. Returns how many, counted from the first, are pinned in at least one
+        tier."""
         until = int(now + seconds) + 1
         held = [key for key in keys if self._is_held(key)]
         kept = max(tier.keep(held, until) for tier in self._tiers)
         self.refused += len(held) - kept
         for position, key in enumerate(held[:kept]):
             if key != keys[position]:
-                return position  # that chunk is gone: what comes after it is no prefix
+                # this chunk is gone, so the chunks after it cannot belong to a prefix
+                return position
         return kept
 
     def _is_held(self, key: bytes) -> bool:

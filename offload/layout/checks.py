@@ -1,9 +1,10 @@
-"""The start-up checks of a model's geometry: they report what does not fit, and what would help.
+"""The start-up checks of a model's geometry: they report what does not fit, and which changes would
+help.
 
 ``build_layout`` checks a ``LayoutInput`` and returns the ``ModelLayout`` that the rest of the
-package works with. One error lists every misfit of every group. A hint is a changed input together
-with the words that lead to it. It is printed only if the checks pass on the changed input; hints
-that help only together are tried together.
+package works with. One error lists every misfit of every group. A hint is a changed input with the
+advice that leads to it. It is printed only if the checks pass on the changed input. If no single
+hint helps, pairs are tried.
 """
 
 from __future__ import annotations
@@ -24,8 +25,8 @@ UNALIGNED = "states that are not kept at block boundaries"
 class GroupInput:
     """The facts about one KV cache group before the checks.
 
-    ``spec`` is the name of its kind; ``kind`` its restore rule, empty if it has none.
-    ``refused`` says why it cannot be offloaded; ``skipped`` why it need not be.
+    ``spec`` is the name of its kind; ``kind`` its restore rule, empty if it has none. ``refused``
+    is the reason why it cannot be offloaded, ``skipped`` the reason why it need not be.
     ``unaligned_state`` marks a recurrent state that is not kept at block boundaries.
     """
 
@@ -87,7 +88,7 @@ def build_layout(given: LayoutInput) -> ModelLayout:
 
 
 def unchecked_layout(given: LayoutInput) -> ModelLayout:
-    """The layout that follows from the input, whether or not it can work."""
+    """The layout that follows from the input, even if it cannot work."""
     return ModelLayout(
         num_blocks=given.num_blocks,
         hash_tokens=given.hash_tokens,
@@ -109,9 +110,9 @@ def _chunk_blocks(group: GroupInput, given: LayoutInput) -> int:
 
     A state is one block and is never joined with others. If there are states, chunks of other
     groups must end at the ends of the states' blocks: vLLM keeps few states of a prompt, often only
-    the last one, so hits must be able to end at each of them. A window's chunk is not larger than
-    the range that vLLM keeps: the first blocks of a larger one would be freed before its last block
-    is full.
+    the last one, so a hit must be able to end at each of them. A chunk of a window group is at most
+    as large as the range that vLLM keeps: otherwise its first blocks would be freed before its last
+    block is full.
     """
     if group.kind == STATE or group.block_tokens < 1:
         return 1
@@ -129,7 +130,7 @@ def _chunk_blocks(group: GroupInput, given: LayoutInput) -> int:
 
 
 def _largest_part(count: int, fits: Callable[[int], bool]) -> int:
-    """The largest divisor of ``count`` that fits; 1 if no larger one does."""
+    """The largest divisor of ``count`` that fits, at least 1."""
     return next((n for n in range(count, 0, -1) if count % n == 0 and fits(n)), 1)
 
 
@@ -150,9 +151,10 @@ def _group_layout(group: GroupInput, given: LayoutInput) -> GroupLayout:
 
 @dataclass(frozen=True, slots=True)
 class Misfit:
-    """One misfit: groups of ``unsupported`` kinds cannot be offloaded, others do not fit together.
+    """One reason why the model cannot be offloaded: a group of an ``unsupported`` kind, or sizes
+    that do not fit together.
 
-    ``cause`` is set if other misfits may follow from this one (see ``Hint.cures``).
+    ``cause`` is set if this misfit can cause others (see ``Hint.cures``).
     """
 
     text: str
@@ -162,7 +164,7 @@ class Misfit:
 
 @dataclass(frozen=True, slots=True)
 class Hint:
-    """Words for the user, and the input that results from following them.
+    """Advice for the user, and the input that results from following it.
 
     ``flags`` are the additions to vLLM's command line. ``changed`` is the input that these checks
     expect vLLM to derive from them; ``kvtiers doctor`` asks vLLM instead. ``cures`` names the
@@ -202,9 +204,9 @@ def find_misfits(given: LayoutInput) -> list[Misfit]:
 
 
 def helping_hints(given: LayoutInput) -> list[Hint]:
-    """The hints that each make all checks pass.
+    """The hints that make all checks pass.
 
-    If there are none, the two hints that do so together, as one hint; empty if no two do.
+    If no single hint does, a pair that does so together, as one hint; empty if there is none.
     """
     hints = [hint for hint in _single_hints(given) if not find_misfits(hint.changed)]
     if hints:
@@ -226,7 +228,7 @@ def hint_lines(hints: Sequence[Hint]) -> list[str]:
 
 
 def _kind_misfits(group: GroupInput) -> list[Misfit]:
-    """Misfits that follow from the group's kind alone."""
+    """Misfits caused by the group's kind alone."""
     if group.refused:
         return [Misfit(f"{group.name}: {group.refused}", unsupported=True)]
     if not group.kind:
@@ -266,7 +268,8 @@ def _parallel_misfits(given: LayoutInput) -> list[Misfit]:
 
 
 def _chunk_size_misfits(given: LayoutInput) -> list[Misfit]:
-    """Chunks of an impossible size, or hits so coarse that no request is long enough for one."""
+    """Misfits of chunks with an impossible size, and of hits so coarse that no request is long
+    enough for one."""
     if given.chunk_blocks < 1:
         return [Misfit(f'"chunk_blocks" must be at least 1, it is {given.chunk_blocks}')]
     smallest = alignment_of(given)
@@ -305,7 +308,7 @@ def _alignment_misfits(group: GroupInput, given: LayoutInput) -> list[Misfit]:
 
 
 def _single_hints(given: LayoutInput) -> list[Hint]:
-    """Every single change that could help; the caller checks whether it does."""
+    """All single changes that could help; the caller checks which of them do."""
     hints = [_aligned_states(given), _finer_hash(given), _smaller_chunk(given)]
     hints += [_no_context_parallel(given), _no_pipeline(given)]
     hints += [_no_token_scales(given, dtype) for dtype in ("auto", "fp8")]
@@ -317,7 +320,8 @@ def _with_flags(flags: str, changed: LayoutInput, more: str = "", cures: str = "
 
 
 def _aligned_states(given: LayoutInput) -> Hint | None:
-    """Prefix caching makes vLLM keep states at block boundaries and widen all blocks to match."""
+    """The change to prefix caching, with which vLLM keeps states at block boundaries and widens all
+    blocks to match."""
     if not any(group.unaligned_state for group in given.taking_part):
         return None
     others = [g.block_tokens for g in given.taking_part if not g.unaligned_state]

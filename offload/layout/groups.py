@@ -29,7 +29,7 @@ class GroupLayout:
       the last multiple of ``span_tokens``;
     * state: the block that ends at ``b``.
 
-    The last position of a draft model's KV depends on the token after it, so a draft group's chunk
+    The KV of a draft model at one position depends on the next token. So a chunk of a draft group
     counts only if the chunk after it is also present.
     """
 

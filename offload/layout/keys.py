@@ -1,7 +1,7 @@
 """Keys of chunks.
 
-A key is the block hash at the chunk's end followed by the group id (4 bytes, big-endian), so a key
-exists where a block ends on a hash boundary. vLLM's block hash covers the whole prefix, the cache
+A key is the block hash at the chunk's end followed by the group id (4 bytes, big-endian), so only
+blocks that end on a hash boundary have keys. vLLM's block hash covers the whole prefix, the cache
 salt, the adapter's name and the media of the prompt; kvtiers never derives hashes from tokens.
 """
 

@@ -1,4 +1,4 @@
-"""The attributes of a ``kv_cache_config`` that the in-process API reads, and classes to make
+"""The attributes of a ``kv_cache_config`` that the in-process API reads, and classes to build
 one."""
 
 from __future__ import annotations

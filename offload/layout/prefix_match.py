@@ -2,10 +2,10 @@
 changes nothing.
 
 A boundary is a hit if every group can resume there: its chunks from ``tail_start`` to the boundary
-are present or end before ``start_tokens``, up to which the GPU's own cache has all blocks. A draft
-group needs one more chunk as proof, which is not loaded. The result equals that of vLLM's
-``find_longest_cache_hit``, which is the oracle of the tests; the largest common boundary is found
-in the same way, by letting each group lower the bound until none does.
+are present, or end before ``start_tokens`` (the GPU's own cache has all blocks up to there). A
+draft group needs one more chunk as proof, which is not loaded. The result equals that of vLLM's
+``find_longest_cache_hit``, with which tests compare it. The algorithm is the same, too: each group
+lowers the bound until none lowers it further.
 
 Presence is queried in batches and kept as bytes, one per chunk (0 or 1), so that ``bytes.find``
 does the search in C.
@@ -26,7 +26,7 @@ PresentBatch = Callable[[Sequence[bytes]], bytes]
 """Presence of a batch of keys: one byte per key, 0 or 1."""
 
 RunEnd = Callable[[int, Sequence[bytes], int, int], int]
-"""For these keys of a group (given by its place in the layout): the first chunk of ``[first, end)``
+"""Given a group (its index in the layout) and its keys, returns the first chunk of ``[first, end)``
 that is not present, or ``end``."""
 
 
@@ -90,8 +90,8 @@ class PrefixMatcher:
         """The longest restorable prefix in tokens, at most ``limit_tokens``.
 
         ``keys[g][i]`` is the key of chunk ``i`` of ``layout.groups[g]``; the proof chunk of a draft
-        group may lie beyond the limit, but not for a model of one group (vLLM does the same).
-        Returns ``start_tokens`` if nothing longer can be restored. ``run_end`` is used instead of
+        group may lie beyond the limit, except in a model with only one group (as in vLLM). Returns
+        ``start_tokens`` if nothing longer can be restored. ``run_end`` is used instead of
         ``present`` for groups that need every chunk.
         """
         batch = present if callable(present) else present_in(present)
@@ -132,8 +132,8 @@ class PrefixMatcher:
         start_tokens: int,
         hit_tokens: int,
     ) -> tuple[int, int] | None:
-        """The first gap at the boundary after a longest hit: a group's index in the layout, and
-        the chunk; ``None`` if it is a chunk without a key yet (a draft group's proof)."""
+        """The first missing chunk at the boundary after a longest hit: a group's index in the
+        layout, and the chunk. ``None`` if this chunk has no key yet (a draft group's proof)."""
         boundary = self.next_boundary(hit_tokens)
         for at in self._full_first:
             group = self.layout.groups[at]
@@ -146,10 +146,10 @@ class PrefixMatcher:
         return None
 
     def load_ranges(self, start_tokens: int, hit_tokens: int) -> tuple[range, ...]:
-        """Chunks of each group to load so that tokens up to ``hit_tokens`` need not be computed.
+        """The chunks of each group that must be loaded to restore the tokens up to ``hit_tokens``.
 
-        The proof chunk of a draft group is not among them. The first chunk may be needed only in
-        part: see ``block_ranges``.
+        They do not include a draft group's proof chunk. The first chunk may be needed only in part:
+        see ``block_ranges``.
         """
         return tuple(
             _needed(group, start_tokens, hit_tokens, group.chunk_tokens)
@@ -246,7 +246,7 @@ class _GroupLookup:
         return tokens // self._alignment * self._alignment
 
     def _lower_full(self, bound: int) -> int:
-        """Determine presence without a gap from ``start`` on once; later calls only trim the
+        """Find the first gap after ``start`` in the first call; later calls only trim the
         result."""
         size = self._layout.chunk_tokens
         if self._run_end < 0:

@@ -1,9 +1,9 @@
 """Turns KV cache tensors into byte regions: the addresses of every layer's pages.
 
-The meaning of a shape is not interpreted: MLA and GQA tensors use ``shape[-2]`` differently, and a
-kernel may see a block as several kernel blocks. Dimension 0 counts blocks or kernel blocks; the
-other dimensions are the page, which is cut into runs of adjacent bytes by its strides. A page is
-one run in most layouts, and one run per head if heads lie outside blocks.
+Shapes are not interpreted: MLA and GQA tensors use ``shape[-2]`` differently, and a kernel may
+divide a block into several kernel blocks. Dimension 0 counts blocks or kernel blocks; the other
+dimensions are the page, which is cut into runs of adjacent bytes by its strides. A page is one run
+in most layouts, and one run per head if heads lie outside blocks.
 """
 
 from __future__ import annotations
@@ -126,7 +126,7 @@ def page_shape(tensor: torch.Tensor, num_blocks: int) -> PageShape:
     """The pages of one tensor. Raises ``PageSizeError`` if dimension 0 does not count blocks or
     kernel blocks, or if a page lies outside the storage."""
     if num_blocks < 1 or tensor.dim() < 1 or tensor.numel() == 0:
-        raise PageSizeError(f"shape {tuple(tensor.shape)} holds none of {num_blocks} blocks")
+        raise PageSizeError(f"shape {tuple(tensor.shape)} holds none of the {num_blocks} blocks")
     if tensor.shape[0] % num_blocks:
         raise PageSizeError(
             f"shape {tuple(tensor.shape)} has {tensor.shape[0]} kernel blocks, which is not a "

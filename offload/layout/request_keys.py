@@ -2,8 +2,8 @@
 
 A prompt of 131,072 tokens has 8,192 chunks in every group. Making their keys takes most of a
 millisecond of vLLM's scheduler thread and about as much memory as vLLM's hashes of it. But few keys
-are needed before the prompt is computed: the first ones of a new prompt, those behind the part in
-vLLM's cache, and the last ones for a sliding window.
+are needed before the prompt is computed: the first keys of a new prompt, the keys behind the part
+in vLLM's cache, and the last keys for a sliding window.
 """
 
 from __future__ import annotations
@@ -15,16 +15,16 @@ from offload.errors import InvariantError
 from offload.layout.keys import chunk_keys
 
 PAGE = 256
-"""Number of keys that are made together: a query for one key makes the keys before it in its page,
-and no others."""
+"""Number of keys per page. A query for a key also makes the keys before it in its page, but no
+others."""
 
 
 class RequestKeys(Sequence[bytes]):
     """The keys of one group's chunks, in prefix order; see ``offload.layout.keys.chunk_keys``.
 
     vLLM's list of block hashes is referenced, not copied; ``grow`` sets how many of them are valid.
-    A resumed session replaces only hashes of tokens that were never part of a step, whose keys were
-    never requested. Keys that were made are kept; they contain their hashes.
+    A resumed session replaces only hashes of tokens that were never part of a step, and the keys of
+    such tokens were never requested. So keys stay valid once they are made.
     """
 
     __slots__ = ("_count", "_group", "_hashes", "_identity", "_keys", "_made", "_per_chunk")
@@ -35,7 +35,7 @@ class RequestKeys(Sequence[bytes]):
         self._identity = identity
         self._hashes: Sequence[bytes] = ()
         self._count = 0
-        self._keys: list[bytes] = []  # empty if not made
+        self._keys: list[bytes] = []  # an empty key is not made yet
         self._made: dict[int, int] = {}  # the number of keys made in each page
 
     def grow(self, block_hashes: Sequence[bytes]) -> None:
@@ -59,8 +59,8 @@ class RequestKeys(Sequence[bytes]):
         return keys_max - left
 
     def first(self, count: int) -> Sequence[bytes]:
-        """The first ``count`` keys, which the caller must not change: the list is not copied if it
-        has all keys of a request that has ended."""
+        """The first ``count`` keys. The caller must not change the list: it is not a copy if it has
+        all keys of a request that has ended."""
         self._ask(0, min(count, self._count))
         return self._keys if count >= len(self._keys) else self._keys[:count]
 

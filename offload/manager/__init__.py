@@ -44,7 +44,7 @@ __all__ = ["OffloadManager", "SimpleConfig", "SimpleGroup", "SimpleSpec"]
 logger = logging.getLogger(__name__)
 
 CLOSE_TIMEOUT_S = 2.0
-"""Limit for a hurried close: for all work in flight together, then for each tier."""
+"""Time limits for a hurried close: one for all work in flight together, then one per tier."""
 STEP_ATTEMPTS = 3
 
 
@@ -71,7 +71,7 @@ class OffloadManager:
         self._loads: dict[str, asyncio.Future[bool]] = {}
         self._storing: dict[bytes, asyncio.Future[JobResult]] = {}
         self._moved = asyncio.Event()
-        self._is_due = False  # for a callback that processes ended work
+        self._is_due = False  # for a callback that processes completed work
         self._faults = Tally()
         self._is_broken = self._is_closing = False
         self._closing: asyncio.Task[None] | None = None
@@ -141,12 +141,14 @@ class OffloadManager:
         return self._held(keys, group)
 
     async def offload(self, keys: Sequence[bytes], block_ids: Sequence[int], group: int = 0) -> int:
-        """Copy blocks to the CPU tier and wait for that; lower tiers follow in the background.
+        """Copy blocks to the CPU tier and wait for the copy; writes to lower tiers follow in the
+        background.
 
         ``block_ids`` has ``chunk_blocks`` entries per key. Returns how many keys, counted from the
-        first one, a tier holds now; there was no space for the rest. The caller may reuse the
-        blocks afterwards, even if the call was cancelled: it ends only when nothing reads them any
-        more. Raises ``ValueError`` before anything is done, and ``ManagerClosedError``.
+        first one, a tier now holds; there was no space for the rest. The caller can reuse the
+        blocks once the call has ended, even if it was cancelled: a call ends only when nothing
+        reads its blocks any more. Raises ``ValueError`` before anything is done, and
+        ``ManagerClosedError``.
         """
         run = self._wanted(keys, block_ids, group)
         filling = self.planner.cpu.filling_among(run.keys)
@@ -168,9 +170,9 @@ class OffloadManager:
         """Fill blocks with the longest stored prefix of ``keys``, and wait until they are filled.
 
         Returns how many chunks, counted from the first one, were restored completely and verified;
-        the content of the blocks after them is undefined. The caller may reuse the blocks
-        afterwards, even if the call was cancelled: it ends only when nothing writes into them any
-        more. Raises ``ValueError`` before anything is done, and ``ManagerClosedError``.
+        the content of the blocks after them is undefined. The caller can reuse the blocks once the
+        call has ended, even if it was cancelled: a call ends only when nothing writes into its
+        blocks any more. Raises ``ValueError`` before anything is done, and ``ManagerClosedError``.
         """
         run = self._wanted(keys, block_ids, group)
         if self.planner.presence.tiers:
@@ -187,7 +189,8 @@ class OffloadManager:
         job = next(load.job for load in self._pump().loads if load.request == request)
         result = self._jobs[job]
         ended = self._loads[request] = self._loop.create_future()
-        # A read that hangs fills slots, not blocks: a cancelled caller does not wait for it.
+        # A read that hangs writes into slots, not blocks, so a cancelled caller does not wait for
+        # it.
         if await settled(ended, lambda: self._executor.leave(request)):
             return hit
         self._check_open()
@@ -214,7 +217,7 @@ class OffloadManager:
     async def flush(self, timeout_s: float = 60.0) -> None:
         """Wait until everything accepted so far has reached, or failed to reach, every tier.
 
-        Raises ``TimeoutError`` if a tier takes longer; the work that the tier has accepted
+        Raises ``TimeoutError`` if a tier takes longer; work that the tier has already accepted
         continues. Raises ``ManagerClosedError``.
         """
         self._check_open()
@@ -224,8 +227,8 @@ class OffloadManager:
     async def reset(self, timeout_s: float = 60.0) -> None:
         """Forget everything at once, in every tier and durably, because the weights have changed.
 
-        Raises ``TierUnavailableError`` if a tier could not make it durable within ``timeout_s``,
-        and ``ManagerClosedError``.
+        Raises ``TierUnavailableError`` if a tier could not make the reset durable within
+        ``timeout_s``, and ``ManagerClosedError``.
         """
         self._check_open()
         self._epoch += 1
@@ -259,7 +262,7 @@ class OffloadManager:
                 await asyncio.wait([self._closing])
             except asyncio.CancelledError as error:
                 cancelled, flush_s, closes_s = error, 0.0, min(timeout_s, CLOSE_TIMEOUT_S)
-                self._closing.cancel()  # it starts again, with the short limits
+                self._closing.cancel()  # close again, with the short limits
         if cancelled is not None:
             raise cancelled
 
@@ -286,9 +289,10 @@ class OffloadManager:
             try:
                 plan = self.planner.step()
                 break
-            except Exception as error:  # from an operation that has ended: continue with the others
+            except Exception as error:
+                # this error belongs to an operation that has ended: continue with the others
                 self._note_fault(error)
-        if plan is None:  # it is never sent; the calls that raise this own its blocks
+        if plan is None:  # the job is never sent; the calls that raise this error own its blocks
             self._is_broken = True
             raise InvariantError("kvtiers: nothing can be planned any more; the log says why")
         for job in {*(s.job for s in plan.stores), *(load.job for load in plan.loads)}:
@@ -297,10 +301,10 @@ class OffloadManager:
         return plan
 
     def _notice(self) -> None:
-        """Schedule ``_take_in``, because something has ended.
+        """Schedule ``_take_in`` after an operation has ended.
 
-        This is a callback, not a task, because a loop that is about to end cancels all tasks, and a
-        caller that waits for a copy must still be notified of its end.
+        This is a callback, not a task: a loop that is about to end cancels all tasks, but a caller
+        that waits for a copy must still be notified when it ends.
         """
         if not self._is_due:
             self._is_due = True
@@ -328,7 +332,7 @@ class OffloadManager:
         if not self._released.done():
             with contextlib.suppress(
                 Exception
-            ):  # logged, and tried again when the next operation ends
+            ):  # log the error, and try again when the next operation ends
                 self._pump()
         self._moved.set()
 
@@ -345,7 +349,7 @@ class OffloadManager:
         await self._executor.settle()
 
     async def _ends(self, work: Coroutine[Any, Any, None], timeout_s: float) -> bool:
-        """Return True if this ends within ``timeout_s``.
+        """Wait for ``work``; return True if it ends within ``timeout_s``.
 
         Raises ``ManagerClosedError`` if the manager was closed meanwhile.
         """
@@ -376,5 +380,6 @@ class OffloadManager:
         waited_for: list[asyncio.Future[Any]] = [*self._jobs.values(), *self._loads.values()]
         for future in waited_for:
             future.set_exception(ManagerClosedError("kvtiers: the OffloadManager was closed"))
-            future.exception()  # marks it as retrieved, because perhaps no call waits for it
+            # mark the exception as retrieved: there may be no call that waits for it
+            future.exception()
         self._moved.set()

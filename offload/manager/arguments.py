@@ -44,7 +44,8 @@ def group_caches(
 
 
 def group_layouts(kv_cache_config: KvCacheConfig, config: OffloadConfig) -> tuple[GroupLayout, ...]:
-    """Callers restore prefixes of keys, so every group needs all of its chunks."""
+    """Spans of the groups. Callers restore prefixes of keys, so every group needs all of its
+    chunks."""
     return tuple(
         GroupLayout(
             number,

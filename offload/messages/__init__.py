@@ -1,4 +1,4 @@
 """Owns plans and reports: plain values that travel between processes.
 
-Must not know who makes them and who carries them out.
+Must not know who creates plans and reports, or who carries them out.
 """

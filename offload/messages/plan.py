@@ -18,7 +18,8 @@ import msgspec
 from offload.layout.keys import pack_keys, unpack_keys
 
 STAGED = -1
-"""Slot of a load item that only passes through one of the worker's staging buffers."""
+"""Slot number of a load item that passes through one of the worker's staging buffers and gets no
+slot."""
 IN_SLAB = -1
 """Tier of a load item whose bytes are already in its slot, or are being read into it."""
 
@@ -31,8 +32,8 @@ _ROWS = msgspec.msgpack.Decoder(tuple[list[int], list[int]])
 class StoreJob:
     """Copies chunks of one group from GPU blocks into slots.
 
-    ``blocks`` has equal parts: the i-th part goes to ``slots[i]``. It is pickled in the same way as
-    ``LoadJob``.
+    ``blocks`` has equal parts: the i-th part goes to ``slots[i]``. The job is pickled in the same
+    way as ``LoadJob``.
     """
 
     __slots__ = ("_rows", "group", "job")
@@ -78,8 +79,8 @@ class DigestJob:
     """Digests chunks of one group as they are in the KV cache (`offload.worker.block_verifier`);
     has no answer.
 
-    ``blocks`` is as in ``StoreJob``. ``early``: the chunks were complete before this step, whose
-    forward pass may overwrite them.
+    ``blocks`` is as in ``StoreJob``. ``early`` means that the chunks were complete before this
+    step, and that its forward pass may overwrite them.
     """
 
     group: int
@@ -91,12 +92,12 @@ class DigestJob:
 class LoadItem(NamedTuple):
     """One chunk of a load.
 
-    ``tier`` is the first tier to read it from (``IN_SLAB``: no read); ``slot`` is where it is or
-    through which it passes (``STAGED``: one of the worker's buffers). Blocks with negative ids are
-    not wanted.
+    ``tier`` is the first tier to read the chunk from (``IN_SLAB``: no read). ``slot`` is the slot
+    that holds the chunk or receives it (``STAGED``: one of the worker's buffers). Blocks with
+    negative ids are not filled.
 
-    A tuple, because a long prompt has thousands of items, which are made, pickled and unpickled on
-    vLLM's threads: a dataclass takes 30 times as long.
+    It is a tuple for speed: a long prompt has thousands of items, which vLLM's threads create,
+    pickle and unpickle, and a dataclass takes 30 times as long.
     """
 
     key: bytes
@@ -112,11 +113,11 @@ Row = tuple[bytes, int, tuple[int, ...], int, int]
 class Columns(NamedTuple):
     """The chunks of a load by columns: key, group, GPU blocks, slot and tier, as in ``LoadItem``.
 
-    The blocks of all chunks are in one list; ``widths`` says how many each chunk has, with one
-    number if all have the same. A long load has thousands of chunks. They are planned and pickled
-    on vLLM's scheduler thread and unpickled on its model runner's: flat lists take a fraction of
-    the time there that one object per chunk would take. The rank that carries out the load builds
-    rows from them, on its own thread.
+    The blocks of all chunks are in one list. ``widths`` is the number of blocks per chunk: one
+    number if it is the same for all chunks, else a list. A long load has thousands of chunks. They
+    are planned and pickled on vLLM's scheduler thread and unpickled on its model runner's: there,
+    flat lists take a fraction of the time of one object per chunk. The rank that carries out the
+    load builds rows from them, on its own thread.
     """
 
     keys: Sequence[bytes]
@@ -182,8 +183,8 @@ class LoadJob:
     only after the part that ``is_last``. All parts are one job, which is answered once.
 
     A probe is a load without a request, whose items name no blocks: it only reads. Items are made
-    on first use, which happens on the worker's loop, not on vLLM's threads; until then a plan from
-    another process stays in bytes.
+    on first use, which happens on the worker's loop, not on vLLM's threads; until then, items from
+    another process stay pickled.
     """
 
     __slots__ = ("_chunks", "_items", "is_last", "job", "part", "request")
@@ -280,7 +281,7 @@ class Keys(Sequence[bytes]):
 
 
 class WriteThroughJob:
-    """Writes chunks from ``slots`` to a lower tier, by key. It is pickled in the same way as
+    """Writes chunks from ``slots`` to a lower tier, by key. The job is pickled in the same way as
     ``LoadJob``."""
 
     __slots__ = ("_slots", "group", "job", "keys", "tier")
@@ -339,10 +340,10 @@ class StepPlan:
     """The work of all workers for one scheduler step.
 
     ``fence`` names store jobs whose source blocks get new content in this step: they must have read
-    those blocks before the step's forward pass. ``reset`` requests a reset of everything, which
-    comes first; ``epochs`` are new epochs of lower tiers, by tier number. ``queries`` go to
-    shared tiers and have no place in that order. ``digests`` are present only with ``"verify":
-    "device"``. ``idle``: no forward pass in this step.
+    those blocks before the step's forward pass. ``reset`` requests a reset of all tiers, which is
+    carried out before everything else in the plan; ``epochs`` are new epochs of lower tiers, by
+    tier number. ``queries`` go to shared tiers at any time. ``digests`` are present only with
+    ``"verify": "device"``. ``idle`` means that this step has no forward pass.
     """
 
     stores: tuple[StoreJob, ...] = ()

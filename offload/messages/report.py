@@ -20,7 +20,7 @@ class Observed:
 
     It counts operations that succeeded in time, operations that failed or were late, and how often
     the tier has lost all its records. ``damaged`` has the keys of damaged records that the tier
-    itself found, not a read.
+    found by itself, without a read.
     """
 
     reads_good: int = 0
@@ -153,9 +153,9 @@ class RankTier:
 
 @dataclass(frozen=True, eq=False)
 class RankState:
-    """Everything that a rank has opened before the first step.
+    """What a rank opened before the first step.
 
-    That is its part of the CPU tier (``slots`` slots of ``slot_bytes`` each, from ``first_slot``
+    This is its part of the CPU tier (``slots`` slots of ``slot_bytes`` each, from ``first_slot``
     on) and its lower tiers. The first ``usable`` slots may be used at once (``None``: all of them);
     later reports announce the others. ``copy_ways`` are its engine's ways of copying.
     """

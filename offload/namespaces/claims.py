@@ -1,9 +1,8 @@
 """Claims on folders and short locks; both are ``flock`` locks of the kernel.
 
 A claim ends with its process, for whatever reason the process ends. Its file stays and names the
-last holder, for messages. The ``owner.lock`` files of the tiers count as claims too, and so do the
-files by which engines that share a folder without locks show that they are alive
-(``tiers.files.members``).
+last holder, for messages. The tiers' ``owner.lock`` files count as claims too. So do the files with
+which engines that share a folder without locks show that they are alive (``tiers.files.members``).
 """
 
 from __future__ import annotations
@@ -77,7 +76,8 @@ def live_owners(root: str | Path) -> list[Owner]:
 def locked(folder: Path, *, may_lack_locks: bool = False) -> Iterator[None]:
     """Hold the folder's lock; raises ``TierUnavailableError`` after ``LOCK_WAIT_S``.
 
-    With ``may_lack_locks``, a file system without locks is not an error; nothing is locked there.
+    With ``may_lack_locks``, nothing is locked on a file system without locks; otherwise that is an
+    error.
     """
     fd = _open_lock(folder / LOCK_NAME)
     try:
@@ -175,7 +175,7 @@ def _write_owner(fd: int, engine: str) -> None:
 
 
 def _machine() -> str:
-    """Empty where ``/proc`` does not tell."""
+    """The id of this machine; empty if ``/proc`` does not show it."""
     try:
         return machine()
     except OSError:
@@ -219,8 +219,9 @@ def _engine(file: Path) -> Owner | None:
 def _settled_owner(fd: int, path: Path) -> Owner:
     """The owner of a claim that is held.
 
-    A process that has just taken it (the ranks of a server start together) may not have written its
-    name yet, and the name of an earlier owner may still be there, so this waits.
+    A process that has just taken the claim may not have written its name yet, and the file may
+    still have the name of an earlier owner (the ranks of a server start together). So this waits a
+    moment.
     """
     deadline = time.monotonic() + OWNER_WAIT_S
     owner = _read_owner(fd, path)
@@ -233,7 +234,7 @@ def _settled_owner(fd: int, path: Path) -> Owner:
 
 
 def _read_owner(fd: int, path: Path) -> Owner:
-    """Read the owner's entry: our claims contain an object, the tiers' locks only a pid."""
+    """Read the owner's entry: a JSON object in our claims, only a pid in the tiers' locks."""
     try:
         found = json.loads(os.pread(fd, 4096, 0))
         shares = ".sharer-" in path.name
@@ -248,7 +249,8 @@ def _read_owner(fd: int, path: Path) -> Owner:
 def claims_below(root: Path, only: str | None = None) -> Iterator[Path]:
     """Every claim file below ``root``, or below its entry ``only``, held or not.
 
-    A folder that was moved aside may still be in use: its claims moved with it, and are found too.
+    Includes folders that were moved aside: their claims moved with them, and they may still be in
+    use.
     """
     folders = [root / only if only else root]
     while folders:
@@ -257,7 +259,7 @@ def claims_below(root: Path, only: str | None = None) -> Iterator[Path]:
             yield folder / TIER_LOCK_NAME
         yield from engine_files(folder)
         if folder.name.startswith("rank-"):
-            continue  # contains payloads, perhaps a million files
+            continue  # this folder contains payloads, perhaps a million files
         for name in entries(folder):
             inner = folder / name
             if _CLAIM.fullmatch(name):

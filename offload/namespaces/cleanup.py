@@ -2,8 +2,8 @@
 space.
 
 The configured capacity of a tier covers everything below its path, including data of other models.
-A folder is renamed to ``.trash-<hex>`` before it is removed, so that no process opens half of it.
-Data that cannot be deleted stays there and counts; the next start or ``clear`` tries again.
+A folder is renamed to ``.trash-<hex>`` before it is removed, so no process opens a partly removed
+folder. Data that cannot be deleted stays there and counts; the next start or ``clear`` tries again.
 """
 
 from __future__ import annotations
@@ -110,10 +110,10 @@ def make_space(
     """Remove the least recently used other namespaces until they take at most ``others_share`` of
     ``capacity``, and return the bytes that are left for ``keep``.
 
-    The configured capacity covers everything below the path, so a tier is opened with the result as
-    its capacity (divided by the ranks). Namespaces in use and ``wanted`` ones are left alone.
-    Repeating the call changes nothing, so every rank may make it and gets the same answer. Data
-    that cannot be deleted causes a warning, and counts.
+    The configured capacity covers everything below the path, so the result (divided by the ranks)
+    is the capacity with which a tier is opened. Namespaces in use and ``wanted`` ones are left
+    alone. The call is idempotent, so every rank can make it and gets the same answer. Data that
+    cannot be deleted causes a warning, and counts.
     """
     base = Path(root)
     trash = [base / name for name in entries(base) if TRASH.fullmatch(name)]
@@ -197,7 +197,7 @@ def _delete(path: Path) -> str:
     for parent, folders, files in os.walk(path, topdown=False):
         for name in files:
             tried(os.unlink, os.path.join(parent, name))
-        for name in folders:  # links to folders are among them, and are not followed
+        for name in folders:  # these include links to folders, which are not followed
             inner = os.path.join(parent, name)
             tried(os.unlink if os.path.islink(inner) else os.rmdir, inner)
     tried(os.rmdir, path)

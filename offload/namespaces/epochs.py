@@ -23,11 +23,11 @@ RANDOM_BITS = 30
 
 
 def draw_epoch() -> int:
-    """Draw an epoch of a shared tier for weights that are known to be in this engine only. It is
-    higher than the engine's earlier epochs and different from every other engine's.
+    """Draw an epoch of a shared tier for weights that only this engine is known to have. The epoch
+    is higher than the engine's earlier epochs and differs from those of all other engines.
 
-    Seconds since 1970, then random bits, then a one: odd, as all epochs of changed weights are, and
-    never 0, which is the epoch of the model's files.
+    It consists of the seconds since 1970, random bits, and a one. So it is odd, as are all epochs
+    of changed weights, and never 0, which is the epoch of the model's files.
     """
     return (int(time.time()) << RANDOM_BITS | secrets.randbits(RANDOM_BITS)) << 1 | 1
 
@@ -62,8 +62,8 @@ class TierEpochs:
         """Begin a new epoch, durably when this returns.
 
         ``noted`` is called as soon as a server that starts would see the epoch, even if this
-        process is killed. A disk that has come back empty gets its folders again, so that no
-        process waits for another to create them. Raises ``OSError``, ``NamespaceError`` or
+        process is killed. A disk that has come back empty gets its folders again, so no process
+        must wait for another to create them. Raises ``OSError``, ``NamespaceError`` or
         ``TierUnavailableError`` if the epoch cannot be written; may block as long as the disk does.
         """
         if tier >= len(self._paths):
@@ -82,9 +82,9 @@ class TierEpochs:
         return epoch
 
     def take_back(self, tier: int, epoch: int) -> None:
-        """Restore the epoch before this one of ``begin``, under which nothing was stored. Raises
+        """Undo ``begin``: restore the epoch before this one, under which nothing was stored. Raises
         and blocks as ``begin`` does."""
         before = self._before.get(tier)
-        if before is not None:  # else the epoch is kept nowhere
+        if before is not None:  # otherwise the epoch is not stored
             path = self._paths[tier]
             restore_epoch(replica_folder(path, self._namespace, self._replica), epoch, before)

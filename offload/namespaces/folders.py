@@ -42,7 +42,7 @@ from offload.namespaces.manifest import (
 from tiers.folders.folder import FolderError, sync_folder
 from tiers.folders.folder import prepare as prepare_folder
 
-__all__ = [  # everything that a start-up needs, in one place
+__all__ = [  # one import for everything that a start-up needs
     "ClaimedFolder",
     "OnDamage",
     "bump_epoch",
@@ -96,9 +96,8 @@ class ClaimedFolder:
 
 @dataclass(frozen=True, slots=True)
 class OnDamage:
-    """The treatment of a folder that cannot be trusted. The folder is moved aside, and ``note``
-    receives one line about it; or, if ``is_strict``, it stays as it is and ``NamespaceError`` is
-    raised."""
+    """What to do with a folder that cannot be trusted: move it aside and pass one line about it to
+    ``note``; or, if ``is_strict``, leave it and raise ``NamespaceError``."""
 
     note: Callable[[str], None] = _warn
     is_strict: bool = False
@@ -138,8 +137,8 @@ def claim_rank_folder(
     ``starts``: the weights come from the model's files, unlike those of an odd epoch (see
     ``bump_epoch``). ``engine`` names this server in messages to others.
 
-    If the epoch file is damaged, the replica's folder is moved aside, because records of an older
-    epoch could come back with it. Raises the errors of ``open_namespace``, and
+    If the epoch file is damaged, the replica's folder is moved aside, because it could contain
+    valid-looking records of an older epoch. Raises the errors of ``open_namespace``, and
     ``TierUnavailableError`` if another process holds the claim.
     """
     base = _prepare_root(root)
@@ -177,7 +176,7 @@ def share_rank_folder(
         replica_dir.mkdir(mode=0o700, exist_ok=True)
         if not (replica_dir / EPOCH_NAME).exists():  # for a later server that does not share
             _write_epoch(replica_dir, 0)
-        # written last: ranks without an epoch file count as damaged
+        # written last, because ranks without an epoch file count as damaged
         folder = replica_dir / f"rank-{rank}"
         folder.mkdir(mode=0o700, exist_ok=True)
         fd = claim_shared(replica_dir / f"rank-{rank}.claim", engine)
@@ -193,7 +192,8 @@ def replica_folder(root: str | Path, namespace: Namespace, replica: int = 0) -> 
 def read_epoch(folder: str | Path) -> int:
     """The weights epoch of a replica's folder; 0 before the first ``bump_epoch``.
 
-    Raises ``NamespaceError`` if the file is damaged: then no record below can be trusted.
+    Raises ``NamespaceError`` if the file is damaged: then no record below the folder can be
+    trusted.
     """
     path = Path(folder) / EPOCH_NAME
     text = read_small_file(path, 64)
@@ -229,9 +229,9 @@ def bump_epoch(
 
 
 def restore_epoch(folder: str | Path, begun: int, before: int) -> None:
-    """Go back from an epoch that ``bump_epoch`` has given out to the one before, durably. Only for
-    an epoch under which nothing was stored. Does nothing if yet another epoch was begun since.
-    Raises as ``bump_epoch`` does."""
+    """Durably go back from an epoch of ``bump_epoch`` to the one before it. Only for an epoch under
+    which nothing was stored. Does nothing if another epoch has begun since. Raises the errors of
+    ``bump_epoch``."""
     replica_dir = Path(folder)
     with locked(replica_dir):
         if read_epoch(replica_dir) == begun:
@@ -241,9 +241,9 @@ def restore_epoch(folder: str | Path, begun: int, before: int) -> None:
 def raise_epoch(folder: str | Path, epoch_min: int) -> int:
     """Raise the epoch of a replica's folder to ``epoch_min``; returns its epoch then, durably.
 
-    A tier calls this before it stores anything under that epoch: no tier may have records of an
-    epoch that ``bump_epoch`` will later use for other weights. Raises the errors of ``bump_epoch``,
-    and creates no folder.
+    A tier calls this before it stores anything under that epoch. Otherwise ``bump_epoch`` could
+    later use the same epoch for other weights. Raises the errors of ``bump_epoch``, and creates no
+    folder.
     """
     replica_dir = Path(folder)
     epoch = read_epoch(replica_dir)
@@ -267,7 +267,7 @@ def judge_namespace(folder: Path) -> str:
     """The reason why the folder of a namespace cannot be used; empty if it can, or if it does not
     exist yet.
 
-    Used at a start and by inspections from outside. Raises ``NewerFormatError``.
+    Used at start and by the command line. Raises ``NewerFormatError``.
     """
     if _is_something_else(folder):
         return "is not a folder"

@@ -1,16 +1,15 @@
-"""Describes the order of a chunk's bytes on one rank, so that a rank of another shape can read
-them.
+"""Describes the order of a chunk's bytes on one rank, so a rank with another shape can read them.
 
 A chunk in a slot or a record is a sequence of blocks. A block is a sequence of pages, one per layer
 of the group. A page has three dimensions, kernel blocks, heads and tokens, in the order that
 ``LayerGeometry.order`` gives, outermost first; its smallest part is a unit of ``unit_bytes``
-adjacent bytes. The ``split`` of a layer says what ranks have in common:
+adjacent bytes. The ``split`` of a layer describes how its pages are divided among ranks:
 
-* ``heads``: each of ``R`` ranks has ``heads`` heads. If there are fewer heads than ranks, every
-  head is on several neighbouring ranks (vLLM: ``QKVParallelLinear.num_kv_head_replicas``).
+* ``heads``: each of ``R`` ranks has ``heads`` heads. If there are fewer heads than ranks, several
+  neighbouring ranks have the same head (vLLM: ``QKVParallelLinear.num_kv_head_replicas``).
 * ``copies``: every rank has the whole page (the latents of MLA).
-* ``own``: the content of other ranks is unknown, or the page is a recurrent state: never split,
-  never joined.
+* ``own``: the content of other ranks is unknown, or the page is a recurrent state. Such pages are
+  never split or joined.
 
 Plain numbers that become canonical JSON and back. ``offload.geometry.translate`` compares and
 translates, ``offload.connector.model.worker_geometry`` describes vLLM's tensors. This module knows
@@ -64,7 +63,7 @@ class LayerGeometry:
 
     @property
     def strides(self) -> dict[str, int]:
-        """Bytes from one kernel block, head or token to the next within the page."""
+        """Strides in bytes, within the page, between kernel blocks, heads and tokens."""
         sizes = {KERNEL_BLOCK: self.kernel_blocks, HEAD: self.heads, TOKEN: self.tokens}
         found, step = {}, self.unit_bytes
         for axis in reversed(self.order):
@@ -104,7 +103,7 @@ class GroupGeometry:
 class Geometry:
     """All groups on rank ``rank`` of ``ranks`` (tensor parallel).
 
-    ``records`` is the namespace of the described records, so that a description is never applied to
+    ``records`` is the namespace of the described records, so a description is never applied to
     other records.
     """
 
@@ -122,7 +121,8 @@ class Geometry:
     def dump(self) -> bytes:
         """One document of JSON with a check value, at most ``GEOMETRY_BYTES_MAX``.
 
-        Folders keep it as a file, stores without folders in a ``offload.geometry.mooncake_source``.
+        In folders it is a file; for stores without folders see
+        ``offload.geometry.mooncake_source``.
         """
         body = {
             "records": self.records.hex(),
@@ -216,7 +216,7 @@ def _layer(body: Any) -> LayerGeometry:
     if sorted(found.order) != [KERNEL_BLOCK, HEAD, TOKEN] or found.split not in _SPLITS:
         raise ValueError(f"order {found.order!r}, split {found.split!r}")
     if not isinstance(found.layer, str) or not isinstance(found.form, str):
-        raise TypeError("names are texts")
+        raise TypeError("names must be strings")
     return found
 
 

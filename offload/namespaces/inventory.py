@@ -1,12 +1,12 @@
 """Finds the rank folders below a path for the command line.
 
-It lists the namespaces and their users, and reports how a server that starts would treat them.
-``RankFolder.look`` calls the same functions as a start, level by level: ``judge_namespace`` and
-``judge_replica`` for the folders, ``tiers.lmdb.folder`` or ``tiers.files.exclusive_folder`` for the
-files, and ``judge_epochs`` for both together.
+It lists the namespaces and their users, and reports what the next server to start would do with
+them. ``RankFolder.look`` calls the same functions as a start, level by level: ``judge_namespace``
+and ``judge_replica`` for the folders, ``tiers.lmdb.folder`` or ``tiers.files.exclusive_folder`` for
+the files, and ``judge_epochs`` for both together.
 
-A folder may be a tier's path (with namespaces, replicas and ranks below), one of these inside it,
-or the folder of a single tier that was opened without vLLM.
+A folder can be a tier's path (with namespaces, replicas and ranks below it), a namespace, replica
+or rank inside such a path, or the folder of a single tier that was opened without vLLM.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ _RANK = re.compile(r"rank-([0-9]{1,6})", re.ASCII)
 class Standing(enum.Enum):
     """How the next start treats a rank folder.
     * ``EMPTY``: begin empty, because nothing was stored.
-    * ``STALE``: begin empty, because the weights have been replaced since.
+    * ``STALE``: begin empty, because the weights have been replaced since then.
     * ``WHOLE``: use its records.
     * ``DAMAGED``: begin empty because it cannot be trusted, or refuse to start if recovery is
       strict.
@@ -104,7 +104,7 @@ class RankFolder:
         return self.folder.with_name(f"{self.folder.name}.claim")
 
     def owner(self) -> Owner | None:
-        """The process that uses it at present, or one of the processes that share it."""
+        """The process that uses the folder at present, or one of the processes that share it."""
         found = holder(self.claim) if self.namespace else None
         return found or next(iter(self.members()), None) or holder(self.folder / TIER_LOCK_NAME)
 
@@ -152,7 +152,8 @@ class RankFolder:
         """Judge whether the records belong to the folder's namespace, rank and epoch."""
         epoch = outside.epoch
         try:
-            noted = read_epoch(self.folder.parent)  # later: a reset changes the epoch first
+            # read after the records, because a reset changes the epoch first
+            noted = read_epoch(self.folder.parent)
             if outside.owner is not None:
                 records_of = self._described() or outside.owner.namespace
                 check_owner(outside.owner, Identity(records_of, self.rank))
@@ -168,8 +169,8 @@ class RankFolder:
             return None
         return FolderVerdict(
             Standing.STALE,
-            f"its records are of epoch {epoch}, and a start begins epoch {start}: the weights "
-            "have been replaced, so none of them will be used",
+            f"its records are of epoch {epoch}, but the next start begins epoch {start}: the "
+            f"weights have been replaced, so none of its records will be used",
         )
 
     def _described(self) -> bytes:
@@ -190,7 +191,7 @@ class RankFolder:
             return LmdbReader(self.folder, is_owned=is_owned, key_file=key_file)
         except IndexUnusableError:
             # A server that is starting now may have written the files while they were being
-            # checked: look again, as with any live server.
+            # checked, so check again, as for any live server.
             if is_owned or self.owner() is None:
                 raise
             return LmdbReader(self.folder, is_owned=True, key_file=key_file)
@@ -219,7 +220,7 @@ class NamespaceFolder:
 
     @property
     def is_trash(self) -> bool:
-        """True if it was removed, but not all of it could be deleted."""
+        """True if it was removed but could not be deleted completely."""
         return bool(TRASH.fullmatch(self.name))
 
     @property
@@ -273,7 +274,7 @@ def _inside_a_namespace(folder: Path) -> NamespaceFolder | None:
 
 
 def _namespace_in(folder: Path, below: Path | None = None) -> NamespaceFolder:
-    """The namespace in ``folder``, with its rank folders, or only those below ``below``."""
+    """The namespace in ``folder``, with all its rank folders or only those below ``below``."""
     found = NamespaceFolder(folder.name, folder)
     try:
         if NAME.fullmatch(folder.name):

@@ -1,7 +1,7 @@
 """The identity of stored blocks: named fields, their digest, and the manifest that contains both.
 
-Two servers may read each other's records only if every field that can change a byte of a block, or
-the block that a key refers to, is equal. The fields are plain JSON values
+Two servers may read each other's records only if they agree in every field that can change a byte
+of a block, or which block a key refers to. The fields are plain JSON values
 (``offload.connector.model.identity`` collects them from vLLM). Their canonical JSON is hashed;
 every record contains the 16-byte digest, and its 32 hex digits name the folder, so no text from a
 user or a model is ever part of a path.
@@ -40,7 +40,7 @@ class NewerFormatError(NamespaceError):
 
 
 class _Absent:
-    """Represents a field that one side lacks; equal to no JSON value."""
+    """Represents a field that one side lacks; it equals no JSON value."""
 
     def __repr__(self) -> str:
         return "(absent)"
@@ -60,7 +60,7 @@ class Namespace:
         """The namespace of these fields: strings to JSON values; a tuple counts as a list.
 
         Raises ``TypeError`` for anything else and ``ValueError`` for NaN and infinities, because a
-        value without one canonical text would make two namespaces out of one, or one out of two.
+        value without a unique canonical text would split a namespace or merge two.
         """
         plain = {_name(name): _plain(value, str(name)) for name, value in fields.items()}
         text = json.dumps(plain, sort_keys=True, separators=(",", ":"), allow_nan=False)
@@ -158,12 +158,12 @@ def read_small_file(path: Path, size_max: int) -> bytes | None:
 
 
 def write_durably(path: Path, content: bytes, *, placed: Callable[[], None] | None = None) -> None:
-    """Replace ``path`` by ``content`` so that after a crash either the old or the new file is
-    there, and complete.
+    """Replace the content of ``path``, so that after a crash either the old or the new file exists
+    and is complete.
 
     The file and its folder are synced before this returns. With ``placed``, the file is renamed
-    before it is synced, and ``placed`` is called in between: other processes see it from then on,
-    even if this one is killed, but a power cut may leave a damaged file.
+    before it is synced, and ``placed`` is called in between: from then on other processes see the
+    file even if this one is killed, but a power cut can leave it damaged.
     """
     draft = path.with_name(f".{path.name}.{secrets.token_hex(8)}")
     fd = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
@@ -177,7 +177,7 @@ def write_durably(path: Path, content: bytes, *, placed: Callable[[], None] | No
             if placed is not None:
                 placed()
                 os.fsync(fd)
-    except BaseException:  # whatever failed, no draft is left
+    except BaseException:  # leave no draft behind, whatever failed
         draft.unlink(missing_ok=True)
         raise
     sync_folder(path.parent)
@@ -232,7 +232,7 @@ def _differences(path: str, a: Any, b: Any) -> Iterator[tuple[str, Any, Any]]:
 
 
 def _text(value: Any) -> str:
-    """A text for comparisons: Python considers 1, 1.0 and True equal, the digest does not."""
+    """A text for comparisons: in Python 1, 1.0 and True are equal, but their digests differ."""
     return json.dumps(value, sort_keys=True)
 
 

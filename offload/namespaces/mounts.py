@@ -1,7 +1,7 @@
 """Finds the mounted disk that contains a path, to notice when that disk is missing.
 
-A mount point without its disk is an empty folder of the enclosing file system. Folders that are
-created there fill the wrong disk, and are hidden when the right disk is back.
+A mount point without its disk is an empty folder of the enclosing file system. Folders created
+there fill the wrong disk, and disappear from view when the right disk is back.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ class MountPoint:
     mount: str
 
     def is_same_disk(self, other: MountPoint) -> bool:
-        """Return True if a path that used to be here and is now there is still on the right disk:
-        the same file system, or another one that is mounted at the same folder."""
+        """Return True if both are the same disk for a path: the same file system, or file systems
+        mounted at the same folder."""
         return self.device == other.device or self.mount == other.mount
 
 

@@ -1,6 +1,6 @@
-"""Waits for servers that are about to end, so that restarts may overlap.
+"""Waits for servers that are about to end, so that restarts can overlap.
 
-Kubernetes and systemd may start a server while the one before it still writes its last blocks and
+Kubernetes and systemd can start a server while its predecessor still writes its last blocks and
 holds its folders.
 """
 
@@ -16,7 +16,7 @@ LOOK_EVERY_S = 0.25
 
 
 class Patience:
-    """Half a minute for everything that one process waits for; it begins with the first wait.
+    """One time limit of half a minute for all waits of a process; it starts with the first wait.
 
     ``say`` gets a line at once and then every few seconds. Blocks; never for vLLM's threads while
     they serve.
@@ -27,8 +27,7 @@ class Patience:
         self._until = self._next_line = 0.0
 
     def wait(self, what: str) -> bool:
-        """Wait a moment because of ``what``, which may have changed then. Returns False when the
-        time is up."""
+        """Wait a moment for ``what`` to change. Returns False when the time is up."""
         now = time.monotonic()
         self._until = self._until or now + WAIT_S
         left = self._until - now

@@ -1,6 +1,6 @@
 """Builds the planner from the ranks' states, for the connector and for the in-process manager.
 
-The ranks must agree, and only chunks that every rank holds count.
+The ranks must agree, and a chunk counts only if every rank holds it.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def make_planner(
     ranks: Sequence[RankState],
     limits: WorkLimits,
 ) -> Planner:
-    """Build the planner of these ranks, which hold chunks of the groups ``layouts``.
+    """Build the planner for these ranks, which hold chunks of the groups ``layouts``.
 
     Raises ``TierUnavailableError`` if two ranks have not opened the same tiers.
     """
@@ -70,7 +70,7 @@ def make_planner(
             admissions=_tier_admissions(config.lower[tier], len(ranks)),
             read_only=config.is_read_only(tier),
             max_waiting=limits.waiting_writes,
-            max_flying=max(1, slots // 4),  # a hanging operation keeps its slots
+            max_flying=max(1, slots // 4),  # a hanging operation does not release its slots
         )
         for tier, index in enumerate(lower)
     ]
@@ -93,15 +93,15 @@ def make_planner(
 
 
 def unit_bytes(ranks: Sequence[RankState]) -> dict[str, int]:
-    """The bytes, over all ranks, of one unit of each tier's space: a slot, or a byte on one
-    rank."""
+    """The number of bytes, summed over all ranks, that one unit of each tier's space stands for.
+    The unit is a slot, or a byte on one rank."""
     lower = {tier.name: len(ranks) for tier in ranks[0].tiers}
     return {"cpu": sum(rank.slot_bytes for rank in ranks)} | lower
 
 
 def copy_gauges(ranks: Sequence[RankState]) -> dict[str, float]:
-    """How the ranks copy, as gauges: the number of groups copied in each way, and the slowest
-    measured rate of that way."""
+    """Gauges of the ranks' ways of copying: the number of groups copied in each way, and the
+    slowest measured rate of each way."""
     gauges: dict[str, float] = {}
     for way in ranks[0].copy_ways:
         if way.is_used:
@@ -117,8 +117,8 @@ def copy_gauges(ranks: Sequence[RankState]) -> dict[str, float]:
 def agreed_namespace(own: Namespace, ranks: Sequence[RankState]) -> Namespace:
     """The namespace in which the workers store.
 
-    ``own`` contains the fields that the scheduler knows itself, because it makes the keys and the
-    layout. If two processes disagree, raises ``NamespaceError``, which names the fields.
+    ``own`` contains the fields that the scheduler determines, because it makes the keys and the
+    layout. Raises ``NamespaceError``, naming the fields, if two processes disagree.
     """
     first = ranks[0]
     for other in ranks[1:]:
@@ -159,7 +159,8 @@ def _lower_index(config: OffloadConfig, ranks: Sequence[RankState], tier: int) -
     share = 1.0 if config.is_read_only(tier) else settings.high_watermark
     space = ByteCapacity(int(capacity * share))
     state = ranks[0].tiers[tier]
-    if state.shared:  # the chunks known so far; the tier manages its capacity itself
+    # the index has only the chunks known so far; the tier manages its capacity itself
+    if state.shared:
         space = ByteCapacity(KNOWN_MAX * max(state.footprints.values()))
     low = settings.low_watermark / settings.high_watermark
     name = ranks[0].tiers[tier].name
@@ -186,8 +187,8 @@ def _recover(
 
 
 def _tier_admissions(tier: TierConfig, ranks: int) -> list[AdmissionPolicy]:
-    """The policies that must admit a chunk before it is written. The daily budget is the server's;
-    only one rank's share is counted, because every rank writes the same chunks."""
+    """The policies that must admit a chunk before it is written. The daily budget is for the
+    server; only one rank's share is counted, because every rank writes the same chunks."""
     chosen = _admission(tier.admission)
     found = [chosen] if chosen is not None else []
     if tier.write_budget_per_day:

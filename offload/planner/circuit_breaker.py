@@ -21,7 +21,7 @@ class BreakerState(enum.Enum):
 
 
 class CircuitBreaker:
-    """``failures`` in a row open the breaker; the first wait is ``wait_s``, the longest
+    """``failures`` consecutive failures open the breaker. The first wait is ``wait_s``, the longest
     ``wait_max_s``."""
 
     def __init__(self, failures: int = 3, wait_s: float = 5.0, wait_max_s: float = 60.0) -> None:
@@ -41,7 +41,7 @@ class CircuitBreaker:
         """Count the operations of one rank that succeeded, and those that failed or were late.
 
         Ranks are counted separately: a request needs its chunks from every rank, so one broken disk
-        among many ruins as many hits as if all were broken.
+        costs as many hits as if all disks were broken.
         """
         if self.state is BreakerState.CLOSED:
             if good:
@@ -53,11 +53,11 @@ class CircuitBreaker:
                 self._open(now, self._first_wait_s)
         elif self.state is BreakerState.HALF_OPEN and failed:
             self._open(now, min(2 * self._wait_s, self._wait_max_s))
-        # OPEN: the operation began before the breaker opened; only the probe counts now
+        # OPEN: this operation began before the breaker opened, and now only the probe counts
 
     def judge(self, now: float, *, good: bool) -> None:
-        """Count the result of a probe that every rank has answered; only this closes the
-        breaker."""
+        """Count the result of a probe that every rank has answered. Only a successful probe closes
+        the breaker."""
         if self.state is BreakerState.HALF_OPEN:
             if good:
                 self.state = BreakerState.CLOSED
@@ -65,7 +65,7 @@ class CircuitBreaker:
                 self._open(now, min(2 * self._wait_s, self._wait_max_s))
 
     def tick(self, now: float) -> None:
-        """Set the time, at which the wait may be over."""
+        """Set the time; the wait can be over now."""
         if self.state is BreakerState.OPEN and now >= self._retry_at:
             self.state = BreakerState.HALF_OPEN
 

@@ -28,8 +28,8 @@ NO_LIMIT = 1 << 30
 class WorkLimits:
     """Bounds on chunks in flight: ``store_chunks`` to the CPU tier, ``load_chunks`` to the GPU,
     into at most ``load_blocks`` blocks, and ``waiting_writes`` for each lower tier. A short step
-    loads at most ``step_chunks`` and scales its other work by that number (see ``StepBudget``); the
-    rest follows in later steps."""
+    loads at most ``step_chunks``, and the bounds of its other work are proportional to this number
+    (see ``StepBudget``); the rest follows in later steps."""
 
     store_chunks: int = NO_LIMIT
     load_chunks: int = NO_LIMIT

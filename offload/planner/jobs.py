@@ -1,7 +1,7 @@
 """Jobs that workers have not finished, and the GPU blocks they read.
 
 A job is opened once, answered once by each rank, and closed when the last rank has answered. Late
-answers to jobs that are not open (from a worker that was restarted) are counted and ignored.
+answers to jobs that are no longer open (from a worker that was restarted) are counted and ignored.
 """
 
 from __future__ import annotations
@@ -46,8 +46,8 @@ Pins = tuple[int, Sequence[bytes]]
 
 @dataclass(slots=True, eq=False)
 class Job:
-    """One job and the resources that it holds. The part of the planner that opens it writes all
-    fields but ``result`` and ``distrusted``, which the ``JobTable`` writes.
+    """One job and the resources that it holds. The ``JobTable`` writes ``result`` and
+    ``distrusted``; the part of the planner that opens the job writes the other fields.
 
     ``fills`` are reserved keys of tier ``fill_tier``; ``pins`` are pinned keys by tier; ``blocks``
     are GPU blocks that a store reads, ``holds`` counts the GPU blocks that a load fills; ``write``
@@ -93,7 +93,7 @@ class Job:
         return [k for k in self.fills if k not in bad], [k for k in self.fills if k in bad]
 
     def infos_of(self, keys: Sequence[bytes]) -> Sequence[EntryInfo] | None:
-        """The ``infos`` of some of ``fills``, in the order of these."""
+        """The ``infos`` of these keys, which are some of ``fills``, in the same order."""
         if self.infos is None or len(keys) == len(self.fills):
             return self.infos
         wanted = set(keys)

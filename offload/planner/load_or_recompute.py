@@ -11,7 +11,8 @@ import statistics
 from collections import deque
 
 TOKENS_MIN = 256
-"""Shorter computations and loads reveal more about fixed costs than about rates."""
+"""Minimum length of a computation or load that is measured: shorter ones show fixed costs rather
+than rates."""
 SAMPLES_MIN = 3
 SAMPLES_KEPT = 8
 STOP_BELOW = 0.9
@@ -19,7 +20,7 @@ RESUME_ABOVE = 1.1
 RETRY_S = 5.0
 RETRY_MAX_S = 60.0
 FORGET_S = 60.0
-"""For this long, the durations of short loads are remembered."""
+"""Time for which the durations of short loads are remembered."""
 
 
 class Rate:
@@ -29,7 +30,7 @@ class Rate:
         self._samples: deque[float] = deque(maxlen=SAMPLES_KEPT)
 
     def observe(self, tokens: int, seconds: float) -> None:
-        """Add one measured piece of work; short ones do not count."""
+        """Add one measurement; short pieces of work are ignored."""
         if tokens >= TOKENS_MIN and seconds > 0:
             self._samples.append(tokens / seconds)
 
@@ -48,8 +49,8 @@ class LoadOrRecompute:
     """Decides whether one tier provides tokens faster than the model computes them.
 
     Loading stops paying below ``STOP_BELOW`` times the rate of computing and pays again above
-    ``RESUME_ABOVE`` times. While it does not pay, only probes measure it. The waits between probes
-    double until loads, which meet more traffic than probes do, have shown that loading pays.
+    ``RESUME_ABOVE`` times. While it does not pay, only probes measure it. Probes see less traffic
+    than loads, so the waits between probes double until real loads have shown that loading pays.
 
     ``chunk_tokens`` is the maximum number of tokens in a chunk: a load of two chunks is short,
     whatever their size. A tier that pays may still be too slow for a few tokens: ``tokens_min``.
@@ -78,8 +79,7 @@ class LoadOrRecompute:
         return STOP_BELOW * prefill * statistics.median(took for _, took in self._short)
 
     def tick(self, now: float) -> None:
-        """Set the time: this forgets old durations of short loads, so that loading is tried
-        again."""
+        """Set the time. This forgets old durations of short loads, so loading is tried again."""
         while self._short and self._short[0][0] < now - FORGET_S:
             self._short.popleft()
 

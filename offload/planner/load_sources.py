@@ -76,7 +76,7 @@ class LoadSources:
         return any(key in holder for holder in self.holders())
 
     def forget_all(self) -> None:
-        """Note that all chunks are forgotten."""
+        """Forget all chunks."""
         self.promoting.clear()
 
     def expected(self, runs: Sequence[ChunkBatch], read: frozenset[int] | None) -> dict[int, int]:
@@ -92,16 +92,16 @@ class LoadSources:
                 left = list(compress(left, map(not_, held)))
                 counts[run.group, tier] = len(run) * held.count(True) // len(sample)
                 rest -= counts[run.group, tier]
-            counts[run.group, tiers[-1]] = rest  # only if a lookup has found all of them
+            counts[run.group, tiers[-1]] = rest  # only for chunks that a lookup has found
         return self.tokens(+counts)
 
     def take(
         self, job: int, runs: Sequence[ChunkBatch], read: frozenset[int] | None, *, later: bool
     ) -> Taken | None:
         """Pin these chunks until the job has ended, and reserve slots for chunks of lower tiers, as
-        far as slots are free. Does nothing and returns ``None`` if no tier holds one of the chunks,
-        or if they are taken ``later`` than they were looked up and the tier of one of them has
-        begun to fail."""
+        far as slots are free. Does nothing and returns ``None`` if one of the chunks is in no tier,
+        or if they are taken ``later`` than they were looked up and one is in a tier that has begun
+        to fail."""
         keys = runs[0].keys if len(runs) == 1 else [*chain.from_iterable(r.keys for r in runs)]
         groups = [*chain.from_iterable([run.group] * len(run) for run in runs)]
         slots, tiers = self._find(keys, read)
@@ -130,8 +130,8 @@ class LoadSources:
     def _find(
         self, keys: Sequence[bytes], read: frozenset[int] | None
     ) -> tuple[list[int], list[int]]:
-        """Slot and tier of each chunk: a slot of the CPU tier and ``IN_SLAB`` if the chunk is in
-        that slot or is being read into it, otherwise ``STAGED`` and the lower tier to read."""
+        """Slot and tier of each chunk. If the chunk is in a slot of the CPU tier, or is being read
+        into one: that slot and ``IN_SLAB``. Otherwise: ``STAGED`` and the lower tier to read."""
         count = len(keys)
         cpu_counts = read is None or CPU in read
         slots = [STAGED] * count
@@ -168,8 +168,8 @@ class LoadSources:
     def _joins(self, key: bytes, source: int) -> bool:
         """True if a load should wait for another load's read of this chunk.
 
-        It should not if that read may come from an unreadable tier while ``source``, which is
-        readable, also has the chunk.
+        It should not wait if ``source``, which is readable, also has the chunk and that read may
+        come from an unreadable tier.
         """
         if key not in self.promoting:
             return False

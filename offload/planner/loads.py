@@ -1,8 +1,8 @@
 """Loads that requests wait for, planned part by part, and the limits on loads in flight.
 
-A load with more chunks than one step may plan (all loads together) is one job that is sent to the
-workers in parts, one per step. Its chunks are not evicted before their part is planned; if one is
-lost or forgotten, or its tier becomes unavailable, the load fails. Pure.
+One step plans a limited number of chunks for all loads together. A load with more chunks is one job
+that is sent to the workers in parts, one per step. Its chunks are not evicted before their part is
+planned. The load fails if a chunk is lost or forgotten, or if its tier becomes unavailable. Pure.
 """
 
 from __future__ import annotations
@@ -34,8 +34,9 @@ NOBODY = LoadItem(b"", 0, (), STAGED, IN_SLAB)
 class _Load(Job):
     """A load that a request waits for: a job whose ``fills`` and ``pins`` grow part by part.
 
-    ``parts`` parts are planned; ``rest`` is not, from chunk ``at`` of its first run on. It reads
-    the tiers ``read`` (``None``: all). ``counts`` are the planned chunks by group and tier.
+    ``parts`` is the number of planned parts. ``rest`` is not planned yet, from chunk ``at`` of its
+    first run on. The load reads the tiers ``read`` (``None``: all). ``counts`` are the planned
+    chunks by group and tier.
     """
 
     fills: list[bytes] = field(default_factory=list)
@@ -123,7 +124,8 @@ class LoadPlanner:
         if failed:
             self._failed.append((job.request, job.answer))
         slowest = max(tokens, default=CPU)
-        # This is the time of the whole load; it measures the tier that provided most of it.
+        # The time is that of the whole load, and is attributed to the tier that provided most of
+        # it.
         if slowest != CPU and 2 * tokens[slowest] >= sum(tokens.values()):
             if job.answer.late:
                 self._health[slowest].too_late(tokens[slowest], job.answer.seconds, now)
@@ -133,9 +135,9 @@ class LoadPlanner:
             self.request_ended(job.request)
 
     def request_ended(self, request: str) -> None:
-        """Note that a request no longer waits for its load, even if the load's job continues. A
-        read that hangs holds no GPU block, and must not count towards the limits on loads from
-        other tiers."""
+        """Note that a request no longer waits for its load, even if the load's job continues. The
+        job then holds no GPU blocks, so a read that hangs must not count towards the limits on
+        loads from other tiers."""
         load = self._waited_for.pop(request, None)
         if load is not None:
             self.loading -= load.chunks
@@ -160,8 +162,8 @@ class LoadPlanner:
         several.
 
         Chunks in the CPU tier are pinned; chunks of a lower tier are read into a slot of the CPU
-        tier, or through a staging buffer where no slot is free. If no tier holds one of the chunks
-        (a bug of the caller), the load fails: the request is recomputed and never gets wrong bytes.
+        tier, or through a staging buffer where no slot is free. If a chunk is in no tier (a bug of
+        the caller), the load fails, so the request is recomputed and never gets wrong bytes.
         Returns the tokens that come from each tier, for the request's outcome.
         """
         load = _Load(
@@ -196,7 +198,7 @@ class LoadPlanner:
             try:
                 self._plan_part(load, min(self._allowance.left, LOAD_PART_MAX))
             except Exception as error:
-                # its request must get an answer, and the others must not be lost
+                # this request must get an answer, and other loads must not be lost
                 self._cut(load, NOBODY)
                 errors.append(error)
             if load.rest:
@@ -229,7 +231,8 @@ class LoadPlanner:
         load.parts += 1
 
     def _cut(self, load: _Load, *items: LoadItem) -> None:
-        """Plan no more of this load than these items. Its tokens are then those planned so far."""
+        """End the planning of this load with these items. Its tokens are then those planned so
+        far."""
         self.held.release(load.job)
         load.rest = []
         load.tokens.set(self._sources.tokens(load.counts))
@@ -257,7 +260,7 @@ class LoadPlanner:
         for tier, keys in job.pins:
             self._context.lower[tier].unpin(keys)
             health = self._health[tier]
-            if job.distrusted:  # a reset came in between: the probe says nothing about the tier
+            if job.distrusted:  # after a reset in between, the probe says nothing about the tier
                 health.drop_probe()
                 continue
             read = 0 if job.answer.failed else len(keys) - len(job.answer.bad)

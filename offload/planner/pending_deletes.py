@@ -25,8 +25,8 @@ class PendingDeletes:
     ) -> None:
         """Queue the deletion of records that the tier's index does not know.
 
-        In a shared tier only the ``damaged`` ones are deleted: other engines may know the rest, and
-        a record that is present is not overwritten.
+        In a shared tier only ``damaged`` records are deleted: other engines may know the rest, and
+        damaged records would not be overwritten.
         """
         if tier in self._shared:
             keys = [key for key in keys if key in damaged]
@@ -42,13 +42,13 @@ class PendingDeletes:
         return self.waiting(tier) > DELETIONS_MAX
 
     def take(self, tiers: Iterable[int]) -> Mapping[int, Keys]:
-        """The deletions of this step, for those of ``tiers`` that have any."""
+        """The deletions of this step by tier, for ``tiers`` that have any."""
         taken = {}
         for tier in tiers:
             waiting = self._waiting.pop(tier, None)
             if not waiting:
                 continue
-            if len(waiting) <= 2 * DELETIONS_MAX:  # together with keys that this step has evicted
+            if len(waiting) <= 2 * DELETIONS_MAX:  # includes keys that this step has evicted
                 taken[tier] = Keys(tuple(waiting))
             else:
                 taken[tier] = Keys([waiting.popleft() for _ in range(DELETIONS_MAX)])

@@ -1,8 +1,8 @@
 """The planner: turns what requests need into jobs, and workers' reports into chunk states.
 
 Pure and synchronous. It knows keys, GPU block ids and slots; it knows neither the tokens of
-requests nor how bytes move. It composes the parts, runs them once per step, and handles everything
-that concerns several parts; callers use the parts directly.
+requests nor how bytes move. It composes its parts, runs them once per step, and handles everything
+that concerns several of them. Callers use the parts directly.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from offload.telemetry.removed_chunks import RemovalCauses, RemovalLog
 from policies.base import AdmissionPolicy
 
 FORGOTTEN_MAX = 16_384
-"""Number of chunks of each tier whose absence a reset still explains."""
+"""Number of chunks per tier for which a reset is remembered as the cause of their absence."""
 
 
 class Planner:
@@ -124,7 +124,7 @@ class Planner:
         """Set the time (monotonic seconds); call this before each ``step`` and ``complete``."""
         self._now = now
         self.stats.tick(now)
-        if self.uses.is_long:  # before anything else draws from this step's budget
+        if self.uses.is_long:  # must come before anything else draws from this step's budget
             self.budget.spend(TOUCH_COST * self.uses.step())
         self.loads.tick(now)
         self.presence.tick(now)
@@ -168,25 +168,26 @@ class Planner:
             epochs=dict(self._epochs),
             queries=self.presence.take(),
             idle=idle,
-            loads=self.loads.take(),  # last, because what is taken here must be sent
+            loads=self.loads.take(),  # last, because everything taken here must be sent
         )
         self._reset = False
         self._epochs.clear()
         self.pressure.end_step(self.write_through.depth, self.cpu.unwritten.given_up.total())
-        self.budget.end_step(self._now, half=len(self.loads) > 0)  # for loads that continue
+        # for loads that continue in later steps
+        self.budget.end_step(self._now, half=len(self.loads) > 0)
         return plan
 
     def _note_uses(self) -> None:
-        """Report deferred uses to the policies, as far as the budget allows but at least one piece;
-        not after a long piece, which has used more than its share of the step."""
+        """Report deferred uses to the policies: at least one piece, more if the budget allows.
+        Stops after a long piece, which has used more than its share of the step."""
         eighths = 0
         while self.budget.above(eighths) > 0 and not self.uses.is_long and len(self.uses):
             self.budget.spend(TOUCH_COST * self.uses.step())
             eighths = WRITE_THROUGH_LEAVES
 
     def _ready_for_deletes(self) -> list[int]:
-        """The tiers to which deletions may be sent: not while the breaker is open, and while it is
-        half-open not behind a write that has not returned."""
+        """The tiers to which deletions may be sent. None are sent while the circuit breaker is
+        open, or while it is half-open and a write has not returned."""
         return [
             queue.tier
             for queue in self.write_through.queues
@@ -205,7 +206,7 @@ class Planner:
             self._slots.take_in(report.usable)
         for (tier, rank), seen in report.tiers.items():
             self.health[tier].observe(rank, seen, self._now)
-            if seen.losses:  # a chunk counts only if every rank has it
+            if seen.losses:  # a chunk must be on every rank
                 self._lost(tier)
             elif bad := seen.damaged:
                 self.deferred.add(len(bad), partial(self._drop, tier, list(bad), bad))
@@ -219,7 +220,7 @@ class Planner:
                     written.append(job)
                 elif job is not None:
                     ended[job.kind](job)
-            except Exception as error:  # one bad answer must not cost the others
+            except Exception as error:  # one bad answer must not affect the others
                 errors.append(error)
         self.write_through.answered(written, self.deferred, self._now)
         errors += self.deferred.work()
@@ -250,13 +251,14 @@ class Planner:
     # -- forgetting --------------------------------------------------------------------------
 
     def forget(self, keys: Iterable[bytes], corrupt: Container[bytes] = frozenset()) -> None:
-        """Drop keys whose records a tier has lost or has found damaged, from every lower tier."""
+        """Drop keys from every lower tier, because a tier has lost their records or found them
+        damaged."""
         lost = list(keys)
         for tier in range(len(self.lower)):
             self._drop(tier, lost, corrupt)
 
     def _forget_wrong(self, keys: frozenset[bytes]) -> None:
-        """Drop chunks whose content differs from what was computed, from every tier."""
+        """Drop chunks from every tier, because their content differs from what was computed."""
         self.stats.dropped(CPU, self.cpu.drop(keys), keys)
         self.forget(keys, keys)
 
@@ -268,8 +270,8 @@ class Planner:
         self.stats.dropped(tier, dropped, corrupt)
 
     def _lost(self, tier: int) -> None:
-        """Forget all records of a tier that one rank has lost: the other ranks' records are useless
-        then."""
+        """Forget all records of a tier after one rank has lost its part: the other ranks' records
+        are useless then."""
         keys = tuple(self.lower[tier].resident)
         self.lower[tier].clear()
         self.deletes.add(tier, keys)

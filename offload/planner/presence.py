@@ -1,7 +1,7 @@
 """Queries shared tiers about their chunks, and caches their replies.
 
 Other engines write to a shared tier, so this engine's index of it is incomplete: it contains the
-chunks that the tier reported, or that this engine wrote, within the last ``remember_s``. Absent
+chunks that the tier reported, or that this engine wrote, in the last ``remember_s`` seconds. Absent
 chunks are remembered for the same time. Queries travel with a step's plan and replies with a
 report; nothing waits here. Open queries and remembered chunks are bounded. Pure.
 """
@@ -21,12 +21,12 @@ from offload.planner.step_budget import EXPIRED_MAX
 from policies.base import EntryInfo
 
 KNOWN_MAX = 262_144
-"""Maximum number of chunks of one tier that are remembered as present, and of those remembered as
-absent."""
+"""Maximum number of chunks of one tier that are remembered as present; the same maximum applies to
+chunks remembered as absent."""
 STEPS_MIN = 3
-"""A reply takes this many steps in an engine that computes other requests meanwhile."""
+"""Number of steps that a reply takes in an engine that computes other requests meanwhile."""
 ANSWER_MAX_S = 30.0
-"""A query that gets no reply is dropped after this time."""
+"""Time after which a query without a reply is dropped."""
 PROBE_KEY = b"kvtiers-probe"
 
 
@@ -42,8 +42,8 @@ class SharedLimits:
 
 @dataclass(slots=True)
 class PendingLookup:
-    """The queries that a request waits for, when and in which step it sent them, and whether it has
-    continued since."""
+    """The queries that a request waits for, the time and step in which they were sent, and whether
+    the request has continued since then."""
 
     numbers: frozenset[int]
     since: float
@@ -53,7 +53,7 @@ class PendingLookup:
 
 @dataclass(slots=True)
 class _Open:
-    """A query that some ranks have not answered."""
+    """A query that at least one rank has not answered yet."""
 
     query: PresenceQuery
     since: float
@@ -64,8 +64,8 @@ class _Open:
 class _Memory:
     """The cached replies of one shared tier.
 
-    The dicts of chunks that are ``absent``, ``there`` or unknown because the tier failed to reply
-    (``silent``) map each to its expiry, oldest first.
+    Three dicts map chunks to their expiry, oldest first: chunks that are ``absent``, ``there``, or
+    unknown because the tier failed to reply (``silent``).
     """
 
     def __init__(self, tier: int, index: TierIndex, groups: Mapping[int, GroupInfo]) -> None:
@@ -81,7 +81,7 @@ class _Memory:
         }
 
     def unknown(self, keys: Iterable[bytes]) -> list[bytes]:
-        """The keys of unknown state that no open query contains."""
+        """The keys of unknown state that are in no open query."""
         resident, absent, asked = self.index.resident, self.absent, self.asked
         return [k for k in keys if not (k in resident or k in absent or k in asked)]
 
@@ -158,8 +158,8 @@ class PresenceCache:
     # -- a request ---------------------------------------------------------------------------
 
     def ask(self, keys: Sequence[bytes], read: frozenset[int] | None, now: float) -> PendingLookup:
-        """Query every readable shared tier among ``read`` (``None``: all) for these keys. Leaves
-        out keys whose state is known or that an open query contains, up to a bound."""
+        """Query every readable shared tier among ``read`` (``None``: all) for these keys. Skips
+        keys whose state is known or that are in an open query. The number of keys is bounded."""
         numbers: set[int] = set()
         for tier, memory in self._memories.items():
             if tier in self._closed or not self._health[tier].readable:
@@ -191,8 +191,8 @@ class PresenceCache:
     def is_stale(self, wait: PendingLookup, now: float) -> bool:
         """True if the request must query again because replies may have expired.
 
-        This is never true before the request has continued once: in an engine with long steps it
-        would wait forever.
+        This is never true before the request has continued once: otherwise a request in an engine
+        with long steps would wait forever.
         """
         return wait.is_over and now > wait.since + self.limits.remember_s
 
@@ -229,7 +229,7 @@ class PresenceCache:
                     self._close(number, now)
 
     def plan_probe(self, tier: int, now: float) -> int:
-        """Query an unavailable tier for no request, to test whether it replies."""
+        """Query an unavailable tier without a request, to test whether it replies."""
         number = self._ask(tier, (PROBE_KEY,), now)
         self._open[number].is_probe = True
         return number
@@ -300,7 +300,8 @@ class PresenceCache:
 
 
 def _due(known: dict[bytes, float], now: float) -> Iterable[bytes]:
-    """Remove expired entries, and the oldest ones while there are too many: a bounded number."""
+    """Remove a bounded number of entries: expired ones, and the oldest ones while there are too
+    many."""
     taken = 0
     while known and taken < EXPIRED_MAX:
         key, until = next(iter(known.items()))

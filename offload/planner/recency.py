@@ -75,7 +75,8 @@ class _PendingUse:
 
 @dataclass(frozen=True, slots=True)
 class _Piece:
-    """Keys to report to a tier's policy; the last piece of a use contains the ``use``."""
+    """Keys to report to a tier's policy. The last piece of a use also contains the ``use``
+    itself."""
 
     tier: int
     keys: Sequence[bytes]
@@ -83,7 +84,8 @@ class _Piece:
 
 
 class RequestUses:
-    """Ended requests whose uses have not been reported yet; ``touch`` reports keys to one tier.
+    """Holds ended requests whose uses have not been reported yet; ``touch`` reports keys to one
+    tier.
 
     Owned by the planner; used on its thread. If a policy accepts parts, a long request is reported
     to it in pieces over several steps.

@@ -1,10 +1,10 @@
 """Bounds the planner's work in one step of vLLM: one budget, its allowances, and all their numbers.
 
-The parts of the planner draw from one ``StepBudget``. Work late in a chunk's life comes first:
-processing ended jobs may use most of the budget, stores less, and the stages before them even less.
-So under overload the end of the pipeline keeps up with its beginning, and stores wait: they are
-requested again later, and a store that is never made costs nothing. Some kinds of work also have an
-``Allowance``, a number of chunks per step.
+The parts of the planner draw from one ``StepBudget``. Work late in a chunk's life has priority:
+processing ended jobs may use most of the budget, stores less, and earlier stages even less. So
+under overload the end of the pipeline keeps up, and stores wait. Stores are requested again later,
+and a store that is never made costs nothing. Some kinds of work also have an ``Allowance``, a
+number of chunks per step.
 
 The table below lists all bounds per step of the planner, the lookups and the scheduler side. Owned
 by the planner; used on vLLM's scheduler thread.
@@ -24,16 +24,17 @@ TOUCH_COST = WRITE_THROUGH_COST = WRITTEN_THROUGH_COST = 2
 LOOKUP_COST_TENTHS = 6
 KEY_COST_TENTHS = 1
 UNITS_PER_CHUNK = 3
-"""The budget of a step per chunk that it may load; such a load uses half of the budget."""
+"""Budget of a step in units per chunk that the step may load. Loading that many chunks uses half of
+the budget."""
 
 # -- loads, in chunks that are in the CPU tier
 
 STEP_CHUNKS = 256
-"""Chunks that a short step may load. A chunk that gets a slot counts twice."""
+"""Number of chunks that a short step may load. A chunk that gets a slot counts twice."""
 EVICTED_COST = 2
-"""Evicting a chunk to make space counts as much as loading two."""
+"""Cost of evicting a chunk to make space, in loaded chunks."""
 ACCEPTED_COST = 1 / 16
-"""Accepting a chunk of a long load, to be planned later."""
+"""Cost of accepting a chunk of a long load that is planned later."""
 LOAD_PART_MAX = 64
 """Number of chunks that are planned at a time; their cost is known only afterwards."""
 PROBE_CHUNKS = 64
@@ -44,7 +45,8 @@ PROBE_CHUNKS = 64
 LOOKUP_CHUNKS = 768
 """Number of chunks that the lookups of a short step may query: about half a millisecond."""
 LOOKUP_CHUNKS_MIN = 256
-"""Number of chunks that each lookup may query even when others have used up the allowance."""
+"""Number of chunks that each lookup may query even when other lookups have used up the
+allowance."""
 KEYS_MAX = 1024
 """Number of keys made in one step for requests that have ended: a tenth of a millisecond. Usually
 their lookups, loads and stores have already made all of them."""
@@ -52,10 +54,11 @@ STORE_CHUNKS_MIN = 64
 """Number of chunks that may be stored even when the budget is spent: for each request that ends,
 because its last chunks cannot be stored later, and for all running requests together."""
 STORE_PIECE_MIN = 16
-"""Planning fewer chunks at a time costs more than planning some of them again."""
+"""Minimum number of chunks to plan at a time: planning fewer costs more than planning some of them
+again."""
 LOOK_AGAIN_MAX = LOOK_AT_END_MAX = 1024
-"""Number of chunks of an ended request that are looked up again, and number of those looked up for
-the first time."""
+"""Numbers of an ended request's chunks that are looked up in a step: again, and for the first
+time."""
 
 # -- other work, in chunks unless stated otherwise
 
@@ -68,7 +71,7 @@ EVICTED_WRITES_MAX = 256
 """Number of queued but evicted chunks that a write-through queue skips."""
 EVENT_CHANGES_MAX = 4096
 EVENT_FOUND_MAX = 1024
-"""Chunks that KV events cover: changes, and chunks found at the start. A thousand cost a
+"""Number of chunks in one step's KV events, including chunks found at the start. A thousand cost a
 millisecond or more."""
 DELETIONS_MAX = 1024
 """Number of deletions sent to one tier: a tier that has lost everything has millions."""
@@ -81,23 +84,24 @@ TAKE_IN_LEAVES = 5
 STORES_LEAVE = 3
 WRITE_THROUGH_LEAVES = 2
 OVERDUE_SHARE = 16
-"""This share of the backlog is processed in every step, however little of the budget is left: until
-then, the chunks keep their slots and cannot be hit."""
+"""Share of the backlog that every step processes, even if the budget is spent: until then, its
+chunks keep their slots and cannot be hit."""
 
 # -- long steps
 
 LONG_S = 0.025
-"""A step of twice this length may do twice as much, and so on: the work takes about a twentieth of
-the step's time. Otherwise a load of a hundred steps would take longer than computing its prompt,
-and fewer of the chunks that long steps compute would be stored."""
+"""A step that is n times this long may do n times as much work, which takes about a twentieth of
+the step's time. Otherwise a load of a hundred long steps would take longer than computing its
+prompt, and fewer of the chunks that long steps compute would be stored."""
 TIMES_MAX = 8
 STEPS = 4
-"""This many steps in a row must be that long: an idle server must not look like one with long
-steps."""
+"""Number of consecutive steps that must be this long, so that an idle server does not look like one
+with long steps."""
 
 
 class Allowance:
-    """The number of chunks that one kind of work may handle in a step. Owned by the ``StepBudget``.
+    """Limits the number of chunks that one kind of work handles in a step. Owned by the
+    ``StepBudget``.
 
     ``chunks`` is the allowance of a short step, ``left`` is what is left of it in the current step.
     ``chunks_min`` chunks may be handled at a time even when nothing is left.
@@ -127,8 +131,8 @@ class Allowance:
         return max(self.left, self.chunks_min)
 
     def take(self, chunks: int) -> None:
-        """Record that ``chunks`` were handled, even if more than were left, and charge them to the
-        budget."""
+        """Record that ``chunks`` were handled, even if this exceeds the allowance, and charge them
+        to the budget."""
         self.left -= chunks
         if self._spend is not None:
             units, self._tenths = divmod(self._tenths + self._cost_tenths * chunks, 10)
@@ -142,8 +146,8 @@ class Allowance:
 class StepBudget:
     """The budget of a step and its allowances.
 
-    A short step has ``units``, a long one ``times`` as many; ``left`` is what is left in the
-    current step. The allowances: ``loads`` counts chunks in the CPU tier, ``lookups`` the chunks
+    A short step has ``units``, a long one ``times`` as many; ``left`` is the rest of the current
+    step's budget. The allowances: ``loads`` counts chunks in the CPU tier, ``lookups`` the chunks
     that are queried, ``keys`` the keys made for requests that have ended, and ``stores`` the chunks
     that running requests may store even when the budget is spent.
     """
@@ -184,7 +188,7 @@ class StepBudget:
 
 
 class DeferredWork:
-    """The pieces of work that ended jobs leave behind, in order. Owned by the planner.
+    """Queue of the work that ended jobs leave, in pieces. Owned by the planner.
 
     Several jobs with thousands of chunks may end between two steps; the states of their chunks then
     change over several steps. A step does as many pieces as its budget allows, but at least one,
@@ -220,7 +224,7 @@ class DeferredWork:
             self._has_worked = True
             try:
                 work()
-            except Exception as error:  # one failing piece must not cost the others
+            except Exception as error:  # a failing piece must not affect the others
                 errors.append(error)
         return errors
 

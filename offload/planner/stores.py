@@ -1,5 +1,5 @@
-"""Plans stores: which chunks get a slot of the CPU tier, and which stores need a fence before their
-blocks change.
+"""Plans stores: which chunks get a slot of the CPU tier, and which stores need a fence because
+their blocks are about to change.
 
 Pure. A fence makes a step wait for stores that still read GPU blocks which the step overwrites.
 """
@@ -58,8 +58,9 @@ class StorePlanner:
         self._budget = context.budget
         self._planned: list[StoreJob] = []
         self._fence: set[int] = set()
-        self._is_full = False  # nothing can be evicted in this step, so do not try again
-        # the next victim waits to be written, and so do the stores that can wait
+        # set if nothing can be evicted in this step, so that eviction is not tried again
+        self._is_full = False
+        # set if the next victim waits to be written: stores that can wait must wait, too
         self._waits = False
 
     def __len__(self) -> int:
@@ -96,7 +97,7 @@ class StorePlanner:
         """Plan to store chunks of one group whose content is final after this step.
 
         ``protect`` contains keys that must not be evicted for these chunks. With ``may_wait`` the
-        store stops at a victim that waits to be written, instead of giving up that write
+        store stops at a victim that waits to be written, instead of cancelling that write
         (``WritePressure``). Returns how many of the chunks, from the first on, need no more
         attention: a tier holds them, a job is writing them, or they got a slot. The caller may
         offer the rest again, unless the request has ``ended``.
@@ -135,7 +136,7 @@ class StorePlanner:
         self._stats.no_space(len(refused), refused[:1])
 
     def available(self, *, ended: bool = False) -> int:
-        """The number of a request's chunks that may be stored in this step without any eviction."""
+        """The number of a request's chunks that can be stored in this step without an eviction."""
         always = STORE_CHUNKS_MIN if ended else self._budget.stores.left
         return max(self._budget.above(STORES_LEAVE) // STORE_COST, always)
 
@@ -152,8 +153,8 @@ class StorePlanner:
         wanted = _absent(run.keys, holders)
         if True not in wanted:
             return run.part(0, 0), len(run)
-        # A recurrent state is offered only once; other chunks that are refused here are offered
-        # again.
+        # Recurrent states are offered only once; other chunks are offered again if they are refused
+        # here.
         allowed = limit = len(run)
         if self._groups[run.group].kind != STATE:
             allowed = max(0, self._max_chunks - self.storing)
@@ -196,8 +197,8 @@ class StorePlanner:
     def fence(self, blocks: Iterable[int]) -> None:
         """Note that the coming step overwrites these GPU blocks.
 
-        Stores that still read them are fenced; a store that was planned but not sent is cancelled,
-        because its source has been overwritten when the plan arrives.
+        Stores that still read them are fenced. Stores that were planned but not sent are cancelled,
+        because their source will be overwritten before the plan arrives.
         """
         readers = self._jobs.readers(blocks)
         if not readers:
@@ -227,7 +228,7 @@ class StorePlanner:
 
 
 def _absent(keys: Sequence[bytes], holders: Sequence[Container[bytes]]) -> list[bool]:
-    """The chunks that no holder has. Usually that is all of them, and a single test shows it."""
+    """The chunks that no holder has. Usually these are all chunks, which a single test shows."""
     if all(isinstance(held, dict) and held.keys().isdisjoint(keys) for held in holders):
         return [True] * len(keys)
     return [not here for here in present_in(*holders)(keys)]

@@ -1,8 +1,8 @@
 """The health of the lower tiers: circuit breakers, and whether loading from a tier pays.
 
-A tier whose breaker is open, or from which loading does not pay, costs nothing: lookups leave it
-out, nothing is written to it, and only a probe is sent to it from time to time. Every change is
-one line in the log. Pure.
+A tier whose breaker is open, or from which loading does not pay, costs nothing: lookups skip it,
+nothing is written to it, and only an occasional probe is sent to it. Every change is one line in
+the log. Pure.
 """
 
 from __future__ import annotations
@@ -20,8 +20,9 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class HealthLimits:
-    """``failures`` in a row open a circuit breaker. With ``break_even``, the speed of loading is
-    compared with that of computing; ``chunk_tokens`` is the maximum length of a chunk."""
+    """``failures`` consecutive failures open a circuit breaker. With ``break_even``, the speed of
+    loading is compared with that of computing; ``chunk_tokens`` is the maximum length of a
+    chunk."""
 
     failures: int = 3
     break_even: bool = True
@@ -31,7 +32,7 @@ class HealthLimits:
 class TierHealth:
     """The health of one lower tier. Owned by ``TierHealths``; used on vLLM's scheduler thread.
 
-    ``probe`` is the open job that tests whether reading works again, or pays again.
+    ``probe`` is the open job that tests whether reading works, or pays, again.
     """
 
     def __init__(self, name: str, prefill: Rate, limits: HealthLimits) -> None:
@@ -91,7 +92,7 @@ class TierHealth:
         self.probe = job
 
     def drop_probe(self) -> None:
-        """Note that the probe says nothing about the tier; another may be planned."""
+        """Note that the probe had no meaningful result; another one can be planned."""
         self.probe = None
 
     def observe(self, rank: int, seen: Observed, now: float) -> None:
@@ -111,7 +112,7 @@ class TierHealth:
         self._log()
 
     def too_late(self, tokens: int, seconds: float, now: float) -> None:
-        """Count a load whose slowest source was this tier and that missed its deadline; its prompt
+        """Count a load that missed its deadline and whose slowest source was this tier; its prompt
         was recomputed."""
         self.break_even.observe_late(tokens, seconds, now)
         self._log()
@@ -148,8 +149,8 @@ class TierHealth:
                 logger.warning("kvtiers: tier %s is %s again", self.name, what)
         if before[2] and not now[2]:
             logger.warning(
-                "kvtiers: loading from tier %s is slower than computing; it is not read until it "
-                "is faster",
+                "kvtiers: loading from tier %s is slower than computing; the tier is not read "
+                "until loading is faster",
                 self.name,
             )
         elif now[2] and not before[2]:

@@ -1,9 +1,9 @@
 """Write-through: moves committed chunks of the CPU tier to the lower tiers.
 
-A chunk that waits here may be evicted, and then its write is given up: a slow disk must not keep
-new chunks out of the CPU tier. ``WritePressure`` decides when stores wait for the disk instead, so
-that a disk that keeps up gets a prefix longer than the CPU tier without holes. A chunk that is
-being written is pinned. Both the waiting chunks and those being written are bounded. Pure.
+A chunk that waits here can be evicted, which cancels its write: a slow disk must not keep new
+chunks out of the CPU tier. ``WritePressure`` decides when stores wait for the disk instead, so a
+disk that keeps up gets a prefix longer than the CPU tier without holes. A chunk that is being
+written is pinned. Both the waiting chunks and those being written are bounded. Pure.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from policies.hints import HIGH, LOW, PRIORITY
 
 
 class WriteThrough:
-    """Write-through to all lower tiers, within the budget of a step.
+    """Manages the write-through to all lower tiers, within the budget of a step.
 
     Owned by the planner; used on its thread. ``queues`` are the queues of the lower tiers, by
     number.
@@ -107,8 +107,8 @@ class WriteThrough:
         self._stats.stored(tier, kept, bad)
         self._presence.written(tier, kept, now)
         # Delete records that a rank may have written but the index does not keep (the write failed
-        # on another rank, or the chunk was forgotten meanwhile): they must not take space, and must
-        # not reappear after a restart.
+        # on another rank, or the chunk was forgotten meanwhile): otherwise they would take space
+        # and reappear after a restart.
         self._deletes.add(tier, gone)
 
     def suspend(self) -> None:
@@ -137,7 +137,7 @@ class WriteThrough:
 FLYING_MAX = 1024
 """Maximum number of chunks that are being written to one tier."""
 PINNED_PART = 16
-"""Part of the limit that a slow tier gets at a time: about a hundredth of the CPU tier."""
+"""Fraction of the limit that a slow tier gets at a time: about a hundredth of the CPU tier."""
 
 
 class _Group(Protocol):
@@ -159,9 +159,9 @@ class _Waiting:
 
 
 class _WritesInFlight:
-    """Limits how many chunks of one tier are being written, and are therefore pinned, at a time:
-    about as many as the disk writes in a step. These are the oldest chunks of the CPU tier, whose
-    newest chunks are worth the most. Owned by the tier's queue."""
+    """Limits how many chunks are being written to one tier, and are therefore pinned, at a time:
+    about as many as the disk writes in a step. Pinning more would keep old chunks in the CPU tier
+    at the cost of newer, more valuable ones. Owned by the tier's queue."""
 
     def __init__(self, chunks_max: int, batch: int) -> None:
         self._bound_max = chunks_max
@@ -218,7 +218,8 @@ class WriteThroughQueue:
         self._max_flying = min(max_flying, FLYING_MAX)
         self._batch = min(batch, self._max_flying)
         self._waiting: deque[_Waiting] = deque()
-        self._count = 0  # in ``_waiting``, including chunks that were evicted meanwhile
+        # number of chunks in ``_waiting``, including chunks that were evicted meanwhile
+        self._count = 0
         self._flying = 0
         self._in_flight = _WritesInFlight(self._max_flying, self._batch)
 
@@ -265,13 +266,13 @@ class WriteThroughQueue:
                 self.offer(mine, cpu, groups, [EntryInfo(group, groups[group].kind)] * len(mine))
             return
         infos = sized(infos, groups[group_of(keys[0])].footprints[self.tier])
-        # Chunks that a readable tier holds were never stored (``StorePlanner.plan``), so this check
-        # is needed only if no tier is readable.
+        # The store planner never stores chunks that a readable tier holds (``StorePlanner.plan``),
+        # so this check is needed only if no tier is readable.
         if not self._health.readable and not self._index.are_absent(keys):
             absent = list(map(self._index.is_absent, keys))
             keys, infos = list(compress(keys, absent)), chosen(infos, absent)
         self._forget_evicted(cpu)
-        # Check the limit first: an admission policy may spend a budget.
+        # Check the limit first, because an admission policy can spend a budget.
         unwritten = cpu.unwritten.of_tier(self.tier)
         left = max(0, left - len(unwritten))
         if self._admissions or _any_is_low(infos):
@@ -286,7 +287,7 @@ class WriteThroughQueue:
             self._count += len(keys)
 
     def _forget_evicted(self, cpu: TierIndex) -> None:
-        """Once most queued chunks have been evicted, rebuild the queue without them."""
+        """Rebuild the queue without evicted chunks once they are the majority."""
         unwritten = cpu.unwritten.of_tier(self.tier)
         if self._count < 2 * len(unwritten) + self._batch:
             return
@@ -341,9 +342,9 @@ class WriteThroughQueue:
     ) -> tuple[list[WriteThroughJob], list[bytes]]:
         """Open write-throughs of about ``chunks_max`` chunks, within the bound on those in flight:
         none while the tier's circuit breaker is open, one job while it is half-open. If the disk
-        ``is_behind``, at most as many chunks are being written, and pinned, as it writes in a step.
-        Checks no more chunks than that, even if the tier has no space for them. Returns the jobs,
-        and the chunks evicted from the tier to make space."""
+        ``is_behind``, the bound is the number of chunks that it writes in a step. Checks no more
+        chunks than this, even if the tier has no space for them. Returns the jobs, and the chunks
+        evicted from the tier to make space."""
         if not self._health.writable:
             self.skipped += self._count
             self.clear(cpu)
@@ -479,8 +480,7 @@ def _any_is_low(infos: Sequence[EntryInfo]) -> bool:
 def queues_of(
     cpu: TierIndex, lower: Sequence[TierIndex], health: TierHealths
 ) -> list[WriteThroughQueue]:
-    """One queue per lower tier. A write that hangs keeps its slots: at most a quarter of the CPU
-    tier."""
+    """One queue per lower tier. Writes that hang keep at most a quarter of the CPU tier's slots."""
     flying = max(1, cpu.space.capacity // 4)
     return [
         WriteThroughQueue(tier, index, health=health[tier], max_flying=flying)

@@ -2,8 +2,8 @@
 
 Speed does not matter here, but vLLM's scheduler thread must never wait for the disk. ``put`` and
 ``close`` belong to that thread. The ``write`` coroutine runs on the event loop of one daemon
-thread, and its file system calls run on another. Nothing here joins a thread that hangs on a dead
-disk, so the process can always exit (docs/decisions/0019).
+thread, and its file system calls run on another. Nothing here joins a thread that may hang on a
+dead disk, so the process can always exit (docs/decisions/0019).
 """
 
 from __future__ import annotations
@@ -24,20 +24,20 @@ from tiers.io.threads import DaemonExecutor
 T = TypeVar("T")
 
 Write = Callable[[AsyncIterator[list[T]], Executor], Awaitable[None]]
-"""Writes batches until none are left; the executor is for ``aiofiles``."""
+"""Function that writes batches until none are left; the executor is for ``aiofiles``."""
 
 logger = logging.getLogger(__name__)
 
 WAITING_MAX = 1024
-"""Items that may wait for the writer."""
+"""Maximum number of items that wait for the writer."""
 
 
 class BackgroundWriter(Generic[T]):
     """Passes items to ``write`` in batches.
 
-    ``dropped`` counts the items that were not passed on: at most ``WAITING_MAX`` items wait, and
-    after ``write`` has ended no item is accepted. ``task`` names the work in log messages,
-    ``thread`` names the threads.
+    ``dropped`` counts the items that were not passed on, because ``WAITING_MAX`` items were waiting
+    or because ``write`` had ended. ``task`` names the work in log messages, ``thread`` names the
+    threads.
     """
 
     def __init__(self, thread: str, task: str, write: Write[T]) -> None:
@@ -76,8 +76,7 @@ class BackgroundWriter(Generic[T]):
         self._thread.stop(max(0.1, due - time.monotonic()))
 
     def _wake(self) -> None:
-        """Clear the flag before reading the queue, so that an item queued in between is still
-        seen."""
+        """Clear the flag before reading the queue, so an item queued in between is not missed."""
         if not self._is_woken or self._is_closing:
             self._is_woken = True
             self._thread.loop.call_soon_threadsafe(self._more.set)

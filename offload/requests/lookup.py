@@ -1,7 +1,7 @@
 """Looks up one request and records what was found.
 
 Runs on vLLM's scheduler thread. A lookup is repeated while its request waits; the record is made
-once, when vLLM has accepted the hit. The part to load is the longest hit, without a tail that is
+once, when vLLM has accepted the hit. The part to load is the longest hit, without any tail that is
 faster to compute than to load.
 """
 
@@ -101,9 +101,10 @@ class Lookups:
         self._names = {-1: "cpu"} | {t: index.name for t, index in enumerate(planner.lower)}
 
     def advance(self) -> None:
-        """Spend the rest of the step's allowance on unfinished lookups that vLLM has not repeated.
+        """Spend the rest of the step's allowance on unfinished lookups that vLLM did not repeat in
+        this step.
 
-        vLLM does not look up waiting requests in a step that other requests fill.
+        vLLM does not look up waiting requests if other requests fill the step.
         """
         asked, self._asked = self._asked, set()
         for name, (state, request) in list(self._unfinished.items()):
@@ -115,7 +116,7 @@ class Lookups:
     def _go_on(self, state: RequestState, request: Request) -> None:
         wait: PendingLookup | None = state.lookup.wait
         if wait is not None and self._planner.presence.is_stale(wait, time.monotonic()):
-            return  # its next lookup queries again before it compares the known results
+            return  # the request's next lookup queries again before it uses the known results
         if self._find(state, request, state.lookup.start).end_tokens is not None:
             self.given_up(state)
 
@@ -185,7 +186,7 @@ class Lookups:
     def load_ranges(self, state: RequestState, end_tokens: int) -> tuple[range, ...]:
         """Return the chunks of each group to load for a hit that ends at this token.
 
-        They are computed once per lookup.
+        The result is computed once per lookup.
         """
         lookup = state.lookup
         if lookup.load_end_tokens != end_tokens:
@@ -217,7 +218,8 @@ class Lookups:
         wanted = max(0, limits.stop // alignment * alignment - lookup.start)
         is_used = not (state.identity.no_load or lookup.refused)
         hit = min(lookup.hit_end_tokens - lookup.start, external_tokens) if is_used else 0
-        name = request.request_id[:NAME_MAX]  # a client may have chosen the request's name
+        # a client can choose the request's name, so it may have been used before
+        name = request.request_id[:NAME_MAX]
         record = RequestRecord(
             name,
             time.time(),
@@ -245,7 +247,7 @@ class Lookups:
         if lookup.refused:
             return Miss(Reason.BUDGET)
         if hit < end - start:
-            return Miss(Reason.FILTERED, note="vLLM took fewer tokens than were found")
+            return Miss(Reason.FILTERED, note="vLLM accepted fewer tokens than were found")
         if lookup.shortened:
             return Miss(Reason.BREAK_EVEN, note="too few tokens to query that tier for")
         return self._explainer.why(self._planner, identity, start, end, limits)
@@ -272,7 +274,7 @@ class Lookups:
 
 
 def _limits(state: RequestState, request: Request) -> range:
-    """The number of tokens that the request wants at most, and the most that it could have.
+    """The maximum number of tokens that the request wants, and the maximum that it could have.
 
     The last token is always computed, because vLLM samples from its output.
     """

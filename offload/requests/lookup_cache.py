@@ -14,7 +14,7 @@ from offload.planner.step_budget import Allowance
 from offload.telemetry.removed_chunks import RemovalLog
 
 FIRST_BATCH = 16
-"""Number of chunks that are queried together before any chunk was found."""
+"""Number of chunks that are queried together as long as no chunk has been found."""
 
 Holders = tuple[Container[bytes], ...]
 
@@ -23,7 +23,7 @@ class KnownRange:
     """Chunks ``[first, end)`` of one group that the holders have, and whether the next chunk is
     missing.
 
-    ``mark`` is the position in the log of removals up to which the range has been checked.
+    ``mark`` is the position in the log of removals up to which this range has been checked.
     """
 
     __slots__ = ("chunk_of", "end", "first", "has_gap", "holders", "mark")
@@ -33,16 +33,17 @@ class KnownRange:
         self.has_gap = False
         self.holders = holders
         self.mark = mark
-        self.chunk_of: dict[bytes, int] | None = None  # made on first use
+        self.chunk_of: dict[bytes, int] | None = None  # created on first use
 
     def is_of(self, first: int, holders: Holders) -> bool:
-        """True if this range covers chunks from ``first`` on in these holders."""
+        """True if this range has chunks from ``first`` on, for the same holders."""
         if not self.first <= first <= self.end or len(holders) != len(self.holders):
             return False
         return all(a is b for a, b in zip(holders, self.holders, strict=True))
 
     def cut(self, keys: Sequence[bytes], gone: Iterable[Sequence[bytes]]) -> None:
-        """Shorten the range at the first of these removed chunks that no holder has any more."""
+        """Shorten the range to end before the first of these removed chunks that no holder has any
+        more."""
         if self.chunk_of is None:
             found = keys[self.first : self.end]
             self.chunk_of = dict(zip(found, range(self.first, self.end), strict=True))
@@ -74,8 +75,8 @@ class KnownRange:
     def _batch(self) -> int:
         """The next chunks to query.
 
-        A few if the first one is likely to be missing, as for a new prompt; a single one if the
-        next chunk was missing before, because it usually still is.
+        A few chunks if the first one is likely to be missing, as for a new prompt. A single one if
+        the next chunk was missing before, because it usually still is.
         """
         if self.has_gap:
             return 1
@@ -85,10 +86,10 @@ class KnownRange:
 class PartialLookup:
     """The known results for one request's chunks.
 
-    ``is_partial`` is set if a lookup ended before it knew everything: it is repeated in the next
-    step and continues where it stopped. Each step queries a bounded number of chunks. Even so, a
-    request does not wait forever: if results are invalidated again and again because chunks keep
-    leaving the tiers, everything is queried at once.
+    ``is_partial`` is set if a lookup ended before it knew everything; the next step's lookup
+    continues where this one stopped. Each step queries a bounded number of chunks. If results are
+    invalidated repeatedly because chunks keep leaving the tiers, everything is queried at once, so
+    no request waits forever.
     """
 
     def __init__(self) -> None:
@@ -112,7 +113,7 @@ class PartialLookup:
         """Return the ends of the runs of chunks that ``holders`` have, for
         `PrefixMatcher.longest_match`.
 
-        The ends are too low, and ``is_partial`` is set, if this step's ``allowance`` is used up.
+        If this step's ``allowance`` is used up, the ends are too low and ``is_partial`` is set.
         ``above`` names the holders; ``removals`` logs the chunks that left them.
         """
 

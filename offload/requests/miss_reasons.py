@@ -23,11 +23,13 @@ from offload.requests.request_state import RequestIdentity
 from offload.telemetry.removed_chunks import Cause, Removed
 
 NEIGHBOURS_S = 3600.0
-"""For this long after the start, a chunk that was never stored here may be in another namespace."""
+"""Time after the start in which a chunk that was never stored here is assumed to be in another
+namespace."""
 
 
 class Reason(enum.Enum):
-    """The reason why the hit was not longer. Their names are used in the metric and in the file."""
+    """The reason why a hit was not longer. The names of the members are used in the metric and in
+    the file."""
 
     COMPLETE = "complete"
     NEVER_STORED = "never_stored"
@@ -62,11 +64,11 @@ MEANINGS: dict[Reason, str] = {
     Reason.STORE_FAILED: "storing it failed, or its GPU blocks were reused before it was copied",
     Reason.CORRUPT: "its record was damaged and was dropped",
     Reason.LOST: "its record had disappeared from the tier",
-    Reason.NAMESPACE: "it may be in another namespace, whose records are not used",
-    Reason.RESET: "all tiers were cleared on request, for example after a change of weights",
+    Reason.NAMESPACE: "it may be in another namespace, and its records are not used",
+    Reason.RESET: "all tiers were reset on request, for example after a change of weights",
     Reason.WINDOW: "the sliding window or recurrent state for this boundary was not kept, "
     "though the layers that keep every token may have it",
-    Reason.FILTERED: "the request or vLLM excluded it, or the request may not use the cache",
+    Reason.FILTERED: "the request or vLLM excluded it, or the request must not use the cache",
     Reason.BUDGET: "too many loads were under way",
     Reason.BREAKER: "the circuit breaker of its tier is open",
     Reason.BREAK_EVEN: "loading from its tier is slower than computing",
@@ -167,8 +169,8 @@ class Explainer:
     ) -> Miss:
         """Explain why the hit of a lookup from ``start`` on ends at ``hit`` tokens.
 
-        ``limits`` are the number of tokens that the request wanted at most, and the most that its
-        prompt could have had.
+        ``limits`` are the maximum number of tokens that the request wanted, and the maximum that
+        its prompt could have had.
         """
         now = planner.stats.now
         self._started_s = now if self._started_s is None else self._started_s
@@ -218,7 +220,7 @@ class Explainer:
             if planner.presence.is_unanswered(tier, key):
                 return Miss(Reason.UNANSWERED, tier=name)
             if not health.reads.closed and (read is None or tier in read):
-                return Miss(Reason.BREAKER, tier=name, note="it was not asked")
+                return Miss(Reason.BREAKER, tier=name, note="the tier was not queried")
         return None
 
     @staticmethod
@@ -264,7 +266,7 @@ class Sink(Protocol):
 
     @property
     def dropped(self) -> int:
-        """Number of records that were not accepted, because the sink was too slow or has failed."""
+        """Number of records that were not accepted because the sink was too slow or had failed."""
 
     def __call__(self, record: RequestRecord) -> None: ...
 
@@ -293,7 +295,7 @@ class RequestLog:
         self._count(record, record.wanted_tokens - record.hit_tokens)
 
     def failed(self, record: RequestRecord, reason: Reason) -> None:
-        """Count the request once more, under this reason, because its hit could not be loaded."""
+        """Count the request again under this reason, because its hit could not be loaded."""
         record.loaded = {}
         record.miss = Miss(reason)
         self._count(record, record.hit_tokens)

@@ -1,4 +1,4 @@
-"""The state of a live request on the scheduler side, in four parts that have one user each.
+"""The state of a live request on the scheduler side, in four parts with one user each.
 
 Pure; knows no vLLM type. Used on vLLM's scheduler thread.
 """
@@ -58,7 +58,7 @@ class RequestIdentity:
     def take_options(
         self, origin: RequestOrigin, rejected: Sequence[str], *, client_asked: bool
     ) -> None:
-        """Take in what the client has requested, without its ``rejected`` options."""
+        """Store the client's options, and descriptions of the ``rejected`` ones."""
         self.origin = origin
         self.rejected_options = rejected
         self.client_asked = client_asked
@@ -76,10 +76,10 @@ class LookupState:
 
     The lookup began at ``start`` and its hit ends at ``hit_end_tokens``. ``known`` caches the
     results of all lookups; ``wait`` is the last query to shared tiers. ``is_promised`` means that a
-    hit was reported to vLLM, which has not allocated blocks for it yet. ``refused`` means that too
-    many loads were under way, ``shortened`` that a tail not worth loading was cut off. ``load`` has
-    the chunks to load by group, for a hit that ends at ``load_end_tokens``. ``record`` is the
-    request's record, once vLLM has accepted the hit.
+    hit was reported to vLLM and that vLLM has not allocated blocks for it yet. ``refused`` means
+    that too many loads were under way, ``shortened`` that a tail not worth loading was cut off.
+    ``load`` has the chunks to load by group, for a hit that ends at ``load_end_tokens``. ``record``
+    is the request's record, once vLLM has accepted the hit.
     """
 
     __slots__ = (
@@ -119,11 +119,11 @@ class LookupState:
         self.wait = wait
 
     def find(self, *, is_shortened: bool) -> None:
-        """Note whether an end of the hit was cut off."""
+        """Note whether a tail of the hit was cut off."""
         self.shortened = is_shortened
 
     def refuse(self) -> None:
-        """Note that too many loads are under way for this one."""
+        """Note that this request's load was refused because too many loads are in progress."""
         self.refused = True
 
     def end(self, hit_end_tokens: int) -> None:
@@ -132,7 +132,7 @@ class LookupState:
         self.is_promised = not self.refused and hit_end_tokens > self.start
 
     def choose(self, load: tuple[range, ...], end_tokens: int) -> None:
-        """Set the chunks to load for a hit that ends there."""
+        """Set the chunks to load for a hit that ends at this token."""
         self.load = load
         self.load_end_tokens = end_tokens
 
@@ -175,11 +175,11 @@ class StoreState:
         self.removal_mark = removal_mark
 
     def wait_until(self, tokens: int) -> None:
-        """Set the number of computed tokens that completes the next chunk."""
+        """Set the number of computed tokens at which the next chunk is complete."""
         self.ready_at = tokens
 
     def go_on_at(self, index: int, chunk: int) -> None:
-        """Go on with this chunk of ``layout.groups[index]``."""
+        """Continue with this chunk of ``layout.groups[index]``."""
         self.next_chunk[index] = chunk
 
     def load(self, chunks: Sequence[range]) -> None:

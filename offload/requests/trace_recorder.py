@@ -71,7 +71,7 @@ class TraceRecorder:
         """Write the waiting prompts, within a time limit."""
         self._writer.close(timeout_s)
         if self.dropped:
-            logger.warning("kvtiers: %s is missing %d prompts", self._path, self.dropped)
+            logger.warning("kvtiers: %s lacks %d prompts", self._path, self.dropped)
 
     async def _write(
         self, batches: AsyncIterator[list[RecordedPrompt]], executor: Executor

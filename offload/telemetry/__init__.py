@@ -1,4 +1,4 @@
 """Owns counters, metrics, and a log of the chunks that left the tiers.
 
-Must not know anything that decides.
+Must not know the planner, policies or any other code that makes decisions.
 """

@@ -10,12 +10,12 @@ from offload.layout.keys import CPU
 from offload.telemetry.removed_chunks import Cause, RemovalCauses, Removed
 
 LEFT_FOR = (Cause.EVICTED, Cause.CORRUPT, Cause.LOST, Cause.RESET)
-"""Causes for which chunks leave a tier; the other causes explain why chunks did not enter."""
+"""Causes of chunks leaving a tier; the other causes explain why chunks did not enter one."""
 
 
 class ChunkListener(Protocol):
-    """Is notified of changes of the chunks that a tier (``CPU`` or a lower tier's number) can
-    load."""
+    """Is notified when the chunks that a tier (``CPU`` or a lower tier's number) can load
+    change."""
 
     def stored(self, tier: int, keys: Sequence[bytes]) -> None:
         """Called when a tier can provide these chunks."""
@@ -75,7 +75,7 @@ class PlannerStats:
         self._listener = listener
 
     def shortened(self) -> None:
-        """Count a hit that was shortened because too few of its tokens were in a slow tier."""
+        """Count a hit that was shortened because a slow tier held too few of its tokens."""
         self.short_loads += 1
 
     def load_refused(self) -> None:
@@ -83,7 +83,8 @@ class PlannerStats:
         self.load_refusals += 1
 
     def no_space(self, chunks: int, examples: Sequence[bytes]) -> None:
-        """Count chunks that found no slot in the CPU tier, and remember the cause of these."""
+        """Count chunks that found no slot in the CPU tier, and remember the cause for these
+        keys."""
         self.store_refusals += chunks
         self.refused(CPU, examples, Cause.NO_SPACE)
 
@@ -129,7 +130,7 @@ class PlannerStats:
         self._gone(tier, keys, cause)
 
     def planned(self, tokens_by_tier: Mapping[int, int]) -> None:
-        """Count a planned load of these numbers of tokens per tier: the tiers above lack the
+        """Count a planned load, given its tokens per tier: the tiers above each one lacked those
         tokens."""
         for tier, tokens in tokens_by_tier.items():
             self.tier(tier).hit_tokens += tokens
@@ -142,7 +143,8 @@ class PlannerStats:
             counters.missed_tokens += tokens
 
     def reset(self, keys: Sequence[bytes], counts: Mapping[int, int]) -> None:
-        """Count a reset: ``counts`` chunks of each tier were forgotten, ``keys`` among them."""
+        """Count a reset: ``counts`` gives the number of forgotten chunks per tier; ``keys`` are
+        some of them."""
         self.resets += 1
         for tier, count in counts.items():
             self._count_removed(tier, Cause.RESET, count)

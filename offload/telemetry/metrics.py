@@ -1,4 +1,5 @@
-"""Every metric by name: its text and labels. ``docs/reference/metrics.md`` is generated from it.
+"""Every metric by name, with its text and labels. ``docs/reference/metrics.md`` is generated from
+this table.
 
 Names follow Prometheus: ``vllm:kvtiers_<what>_<unit>``; a published counter also ends in
 ``_total``.
@@ -52,7 +53,7 @@ def _gauge(text: str, *labels: str) -> Metric:
 
 FOUND = {
     "wanted_tokens": Metric(
-        "Prompt tokens beyond vLLM's own cache that a tier could have provided."
+        "Prompt tokens, beyond those in vLLM's own cache, that a tier could have provided."
     ),
     "hit_tokens": Metric("Tokens for which a load was planned, by the tier that holds them.", TIER),
     "missed_tokens": Metric("Wanted tokens that neither this tier nor one above it holds.", TIER),
@@ -65,7 +66,7 @@ FOUND = {
         "Wanted tokens that were computed, by the reason of the first missing chunk.", ("reason",)
     ),
     "complete_lookups": Metric("Requests that found their whole prefix."),
-    "lookups": Metric("Lookups; a request that waits is looked up again."),
+    "lookups": Metric("Lookups; each lookup of a waiting request counts."),
     "lookup_seconds": Metric("Time spent in lookups, on vLLM's scheduler thread."),
     "asked_chunks": _shared("Chunks whose presence in a shared tier was queried."),
     "found_chunks": _shared("Chunks that a shared tier reported as present."),
@@ -80,8 +81,10 @@ MOVED = {
     "load_seconds": Metric("Time from the start of a load to its end."),
     "load_failures": Metric("Loads that failed and were recomputed."),
     "load_timeouts": Metric("Loads that took longer than load_timeout_s."),
-    "load_refusals": Metric("Lookups whose hit was not used: the load budget was spent."),
-    "short_loads": Metric("Lookups whose hit was shortened: a slow tier held only a few tokens."),
+    "load_refusals": Metric("Lookups whose hit was not used because the load budget was spent."),
+    "short_loads": Metric(
+        "Lookups whose hit was shortened because a slow tier held only a few of its tokens."
+    ),
     "store_bytes": Metric("Bytes copied from GPU blocks into the CPU tier."),
     "store_seconds": Metric("Time from the submission of a store to its end."),
     "store_refusals": Metric("Chunks that found no slot in the CPU tier."),
@@ -95,7 +98,8 @@ MOVED = {
         *("direction", "way"),
     ),
     "copy_bytes_per_second": _gauge(
-        "Rate of a way of copying, measured when the server started: the slowest group (GPUs).",
+        "Rate of each way of copying for the slowest group, measured when the server started "
+        "(GPUs).",
         *("direction", "way"),
     ),
     "read_bytes": _lower("Bytes read from a lower tier."),

@@ -1,9 +1,9 @@
-"""Remembers the chunks that left the tiers most recently: in order, and by key with the cause.
+"""Remembers the chunks that left the tiers most recently, both in order and by key with the cause.
 
-Owned by the planner and used on its thread. ``RemovalLog`` is one bounded log of all tiers, for
-lookups that remember their results: a lookup that reads it too late queries everything again.
-``RemovalCauses`` keeps a dict per batch of removed chunks and forgets the oldest: building one runs
-at C speed, and no dict grows large enough to slow down.
+Owned by the planner and used on its thread. ``RemovalLog`` is one bounded log of all tiers. Lookups
+that remember their results read it; a lookup that reads it too late starts again. ``RemovalCauses``
+keeps one dict per batch of removed chunks and drops the oldest batch: a dict is built at C speed,
+and none grows large enough to be slow.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ LOGGED_MAX = 16_384
 class RemovalLog:
     """About the last ``keys_max`` keys that a tier can no longer provide, though another tier may.
 
-    ``count`` is the number of removals so far: a mark that can be passed to ``since`` later.
+    ``count`` is the number of removals so far, and can be passed to ``since`` later as a mark.
     """
 
     def __init__(self, keys_max: int = LOGGED_MAX) -> None:
         self.count = 0
         self._keys_max = keys_max
         self._batches: deque[Sequence[bytes]] = deque()
-        self._forgotten = 0  # the value of ``count`` before the first batch
+        self._forgotten = 0  # ``count`` before the first remembered batch
 
     def note(self, keys: Collection[bytes]) -> None:
         """Note removed chunks."""
@@ -62,7 +62,7 @@ class RemovalLog:
 REMEMBERED_MAX = 65_536
 """Number of keys that are remembered; about 11 MiB."""
 PART_MAX = 512
-"""Number of keys of small batches that share a dict."""
+"""Maximum number of keys in a dict that small batches share."""
 
 
 class Cause(enum.Enum):

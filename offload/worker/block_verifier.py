@@ -2,8 +2,8 @@
 
 Right after the step that completes a chunk, the chunk's blocks are digested in the KV cache, on the
 model's stream (`offload.worker.device_digest`). After a load, the blocks are digested again in
-their new place, and compared under the chunk's key. This covers everything in between: fences,
-copies, slots, tiers, and restarts.
+their new place, and the digests for the chunk's key are compared. This covers everything in
+between: fences, copies, slots, tiers, and restarts.
 
 Two requests may compute the same chunk with different bytes (the kernels depend on the shape of the
 batch), so a key can have several digests. A load is correct if it matches one of them.
@@ -63,8 +63,7 @@ class _DigestLine(msgspec.Struct, array_like=True):
 
 
 class _Known:
-    """One digest of a key, and the lines that contain it: each file with the last such offset in
-    it."""
+    """One digest of a key, and where it was recorded: files with the last offset in each."""
 
     __slots__ = ("digest", "lines")
 
@@ -89,7 +88,8 @@ class DigestTable:
         self._folder = folder
         self._name = name
         self._read: dict[str, int] = {}  # how far each file has been read
-        self._void: dict[str, int] = {}  # the offset before which a reset has voided each file
+        # by file: the offset before which a reset has invalidated it
+        self._void: dict[str, int] = {}
         self._own: int | None = None
         self._own_name = ""
         self._written = 0
@@ -131,7 +131,7 @@ class DigestTable:
         self._append([_DigestLine(b"", 0, b"", others)])
 
     def known(self, key: bytes) -> Sequence[Digest]:
-        """The digests of a key; reads the other engines' files if there are none."""
+        """The digests of a key; reads the other engines' files if none is known."""
         if key not in self._digests:
             self._read_others()
         return tuple(known.digest for known in self._digests.get(key, ()))
@@ -251,7 +251,7 @@ class Verifier:
         self._digest([job for job in plan.digests if not job.early])
 
     def suspend(self, timeout_s: float) -> bool:
-        """Read the KV cache no more until `resume`. Returns False if a read has not ended in
+        """Stop reading the KV cache until `resume`. Returns False if a read has not ended in
         time."""
         self._asleep = True
         if not self._reading.acquire(timeout=max(0.0, timeout_s)):
@@ -260,11 +260,11 @@ class Verifier:
         return True
 
     def resume(self) -> None:
-        """The KV cache may be read again."""
+        """Allow reading the KV cache again."""
         self._asleep = False
 
     def _digest(self, jobs: Sequence[DigestJob]) -> None:
-        """Digest these blocks as they are at this point of the current stream.
+        """Digest the content that these blocks have at this point of the current stream.
 
         Never raises: a fault ends the verification, not the server.
         """
@@ -326,7 +326,7 @@ class Verifier:
         """Return the keys of these loaded chunks whose bytes in the KV cache differ from those
         computed. Chunks that cannot be compared are counted, and none of them is returned.
 
-        Their blocks must not be written until this returns.
+        The chunks' blocks must not be written to until this returns.
         """
         if self._thread is None:
             return frozenset()
@@ -359,7 +359,8 @@ class Verifier:
         return frozenset()
 
     def _verdicts(self, items: Sequence[LoadItem]) -> list[tuple[bytes, bool | None]]:
-        """For each key, True if its chunk is as computed, or None if its digest is not known."""
+        """For each key: True if its chunk equals what was computed, False if not, None if its
+        digest is not known."""
         by_group: dict[int, list[LoadItem]] = {}
         for item in items:
             by_group.setdefault(item.group, []).append(item)
@@ -367,7 +368,7 @@ class Verifier:
         for group, mine in by_group.items():
             blocks = [block for item in mine for block in item.blocks if block >= 0]
             with self._reading:
-                if self._asleep:  # the blocks are gone, and their load has failed
+                if self._asleep:  # the blocks are gone because their load has failed
                     return verdicts
                 with self._own_stream():
                     found = self._device.of(group, blocks).cpu().numpy()
@@ -389,7 +390,7 @@ class Verifier:
 
     @contextlib.contextmanager
     def _own_stream(self) -> Iterator[None]:
-        """A separate stream. The load has ended, so this stream waits for nothing, and no other
+        """Use a separate stream. The load has ended, so this stream waits for nothing, and no other
         stream waits for it."""
         if self._device.device.type != "cuda":
             yield

@@ -30,15 +30,15 @@ class CacheSleep:
         self._fences = fences
         self._verifier = verifier
         self.reason = ""
-        """Why plans must be refused at present; empty if they need not."""
+        """The reason why plans must be refused at present; empty if there is none."""
 
     def begin(self, timeout_s: float) -> None:
-        """Return when nothing touches the KV cache any more. Copies under way end. Stores and loads
-        that have not begun to copy fail, and so do loads whose end the driver has not seen, because
-        their blocks lose their content. Idempotent.
+        """End all access to the KV cache before returning. Copies in progress complete. Stores and
+        loads that have not begun to copy fail. Loads whose end the driver has not seen fail as
+        well, because their blocks lose their content. Idempotent.
 
-        Raises ``TransferError`` if a copy has not ended within ``timeout_s``; the KV cache must not
-        be unmapped then, and may be used as before.
+        Raises ``TransferError`` if a copy has not ended within ``timeout_s``; the KV cache must
+        then stay mapped, and can be used as before.
         """
         self.reason = ASLEEP
         self._loads.fail_all()
@@ -52,7 +52,7 @@ class CacheSleep:
             raise TransferError(f"copies of the KV cache have not ended within {timeout_s:g} s")
 
     def end(self) -> None:
-        """The KV cache is mapped again, where it was. Idempotent."""
+        """Allow access again: the KV cache is mapped at its old address. Idempotent."""
         self.reason = ""
         if self._verifier is not None:
             self._verifier.resume()

@@ -2,8 +2,8 @@
 
 The arithmetic uses integers in torch, so a digest is the same on every processor and on a GPU. On a
 GPU it runs on the stream on which it is called. Each 64-bit word of a page is mixed with a number
-that depends on its position, in bijective steps (the constants and the shape of the mix are those
-of splitmix64, Steele et al., OOPSLA 2014), and the results are summed. So a digest always detects a
+that depends on its position, in bijective steps, and the results are summed. (Constants and
+structure of the mix are from splitmix64, Steele et al., OOPSLA 2014.) So a digest always detects a
 single changed word, and misses any other change with a probability of 2^-64.
 """
 
@@ -31,7 +31,7 @@ _MIX_2 = 0x94D049BB133111EB
 
 @dataclass(frozen=True, slots=True)
 class _Pages:
-    """Pages of one region.
+    """The pages of one region, as words.
 
     ``words[b]`` is block ``b``, as 64-bit words, or as bytes if the pages are not aligned to 64
     bits. ``first`` is the position of its first salt among the salts of its layer.
@@ -124,7 +124,7 @@ def _salts(count: int) -> torch.Tensor:
 
 
 def _signed(number: int) -> int:
-    """The same 64 bits as a signed number, which torch requires."""
+    """The same 64 bits as a signed number, because torch has no unsigned ones."""
     return number - (1 << 64) if number >> 63 else number
 
 

@@ -45,7 +45,8 @@ logger = logging.getLogger(__name__)
 
 
 STALL_S = 5.0
-"""This long after its deadline, a load is given up without the loop, which must be blocked."""
+"""Time after its deadline at which a load is given up without the loop, which is presumably
+blocked."""
 
 
 class Executor:
@@ -144,7 +145,8 @@ class Executor:
             sources = self._fences.add(plan.stores)
             after = self._engine.record_event()
             self._loop.call_soon_threadsafe(self.accept, plan, sources, loads, after)
-        except Exception as error:  # the plan's jobs must still be answered
+        except Exception as error:
+            # catch any error, because the plan's jobs must still be answered
             self._fences.remove(store.job for store in plan.stores)
             self._degrade(f"a plan could not be posted: {error!r}")
             self._refuse(Unanswered(plan))
@@ -158,9 +160,9 @@ class Executor:
         self._refuse_on_loop(plan.loads)
 
     def _refuse_on_loop(self, loads: Sequence[LoadJob]) -> None:
-        """Fail these loads' fills: no other load may join them or wait for their parts."""
+        """Fail these loads' fills, so that no other load joins them or waits for their parts."""
         if loads and self._loop is not None:
-            with contextlib.suppress(RuntimeError):  # closed loop: no load can join these
+            with contextlib.suppress(RuntimeError):  # the loop is closed, so no load can join these
                 self._loop.call_soon_threadsafe(self._lane.refuse, loads)
 
     def before_step(self, plan: StepPlan) -> None:
@@ -174,7 +176,7 @@ class Executor:
         launches wait for them; at most ``fence_timeout_s``.
 
         A store that has not started by then never starts. A store that is under way fails, even if
-        its copy succeeds. In both cases its slot is never committed.
+        its copy succeeds. In both cases the store's slots are never committed.
         """
         timeout_s = self.limits.fence_timeout_s
         late = self._fences.wait(jobs, timeout_s, self._engine.hold_compute)
@@ -364,13 +366,14 @@ class Executor:
         Call this on the loop.
         """
         assert self._loop is not None
-        self._loop.call_soon(self._lane.leave, request)  # after the plan that contains the load
+        # scheduled after the plan that contains the load
+        self._loop.call_soon(self._lane.leave, request)
 
     def _load_ended(self, load: LoadTask, task: asyncio.Future[None]) -> None:
         """End a load whose task was cancelled or has failed.
 
-        When the whole loop is closed, a task may be cancelled before it has begun. The request must
-        still be reported as finished, once its blocks are no longer written to.
+        When the whole loop is closed, a task may be cancelled before it has begun. The load must
+        still be reported as ended, once nothing writes to its request's blocks.
         """
         if task.cancelled() or task.exception() is not None:
             load.give_up()
@@ -402,7 +405,8 @@ class Executor:
             self._answer(task.job, await body)
             return
         result = await body
-        # First the job: a caller that sees the end of the request must find the job's result.
+        # Answer the job first: a caller that sees the end of the request must find the job's
+        # result.
         self._answer(task.job, result)
         self._end_load(task.job, is_ok=not (result.failed or result.bad))
 
@@ -464,7 +468,7 @@ class Executor:
 
     async def settle(self) -> None:
         """Wait until the tiers have done everything that was posted so far."""
-        await asyncio.sleep(0)  # first accept a plan that was posted on this loop
+        await asyncio.sleep(0)  # let the loop accept a plan that was posted on it
         await asyncio.gather(*(writer.finish() for writer in self._writers))
 
     async def aclose(self, timeout_s: float = 2.0) -> None:
@@ -488,13 +492,14 @@ class Executor:
         for writer in self._writers:
             writer.stop()
         self._engine.close()
-        if self._tasks:  # they end while the loop still runs
+        if self._tasks:  # these tasks must end while the loop still runs
             await asyncio.wait(set(self._tasks), timeout=timeout_s)
         if self._verifier is not None:
             self._verifier.stop()
 
 
 def _reads_nothing(source: Reading) -> None:
-    """Mark a store that will never begin as having read its blocks: no fence must wait for it."""
+    """Mark a store that will never begin as having read its blocks, so that no fence waits for
+    it."""
     if source.set_running_or_notify_cancel():
         source.set_result(None)

@@ -40,7 +40,7 @@ class Reading(Future[None]):
         return self._end.result(timeout_s)
 
     def _end_is(self, event: object | None) -> None:
-        with suppress(InvalidStateError):  # the end itself may come before the event
+        with suppress(InvalidStateError):  # the store may end before it has an event
             self._end.set_result(event)
 
 
@@ -63,7 +63,7 @@ class Fences:
         return added
 
     def remove(self, jobs: Iterable[int]) -> None:
-        """Remove stores that were not posted in the end."""
+        """Remove stores that could not be posted."""
         for job in jobs:
             self._reading.pop(job, None)
 
@@ -86,10 +86,9 @@ class Fences:
     def wait(self, jobs: Sequence[int], timeout_s: float, hold: Callable[[object], None]) -> int:
         """Wait until these stores have read their blocks, for at most ``timeout_s`` seconds in all.
 
-        Returns the number of stores that have not; those are poisoned. A store that is already
-        poisoned is not waited for again. While a store for which a step has waited without success
-        still hangs, this does not wait for any other store either, because copies run one after the
-        other.
+        Returns the number of stores that have not; these are poisoned. Does not wait again for a
+        store that is already poisoned. If a store that an earlier step waited for in vain still
+        hangs, does not wait for other stores either, because copies run one after the other.
         """
         deadline = time.monotonic() + timeout_s
         missed = 0
@@ -116,7 +115,7 @@ class Fences:
             try:
                 hold(event)
                 return
-            except Exception as error:  # for the GPU's driver to wait: wait here instead
+            except Exception as error:  # the GPU's driver cannot wait, so wait here
                 logger.warning("kvtiers: the model's stream cannot wait for a copy: %s", error)
         reading.result(left())
 

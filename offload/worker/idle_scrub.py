@@ -1,4 +1,4 @@
-"""Lets a tier verify records while it is idle.
+"""Makes a tier verify its records while it is idle.
 
 A batch begins only when the tier has been idle for a moment, and batches run one at a time, so a
 request's read waits for at most one batch.

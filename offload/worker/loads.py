@@ -1,7 +1,8 @@
 """Loads on one rank.
 
-A chunk of a load is in a slot already, is read into a slot, or only passes through a staging
-buffer. All parts overlap; a batch goes to the load stream as soon as its bytes are in memory.
+A chunk of a load is already in a slot, is read into a slot, or only passes through a staging
+buffer. Reads and copies overlap: a batch goes to the load stream as soon as its bytes are in
+memory.
 """
 
 from __future__ import annotations
@@ -83,7 +84,7 @@ class LoadLane:
         """Add a further part of a load.
 
         If the load was given up, the fills of the part's slots fail, because nothing reads into
-        them and other loads may be about to join.
+        these slots and other loads may be about to join them.
         """
         task = self._open.get(job.job)
         if task is not None:
@@ -104,7 +105,7 @@ class LoadLane:
                 logger.warning("kvtiers: a load could not be refused: %r", error)
 
     def expect(self, items: Iterable[LoadItem]) -> None:
-        """Create the fills of these items, which are about to be read."""
+        """Create the fills for these items, which are about to be read."""
         loop = asyncio.get_running_loop()
         for item in items:
             if item.tier != IN_SLAB and item.slot != STAGED:
@@ -200,7 +201,7 @@ class LoadTask:
     def time_left(self, timeout_s: float) -> float:
         """Seconds until the load is late, counted as ``timeout_s`` after its newest part arrived.
 
-        The clock stops while the load only waits for its next part.
+        The clock does not run while the load only waits for its next part.
         """
         if not self._running and not self._news.is_set():
             return timeout_s
@@ -218,7 +219,7 @@ class LoadTask:
         self._news.set()
 
     def leave(self) -> None:
-        """Abandon the load: its request need not wait for reads."""
+        """Abandon the load, so that its request does not wait for reads."""
         self.give_up()
         if not self.left.done():
             self.left.set_result(None)
@@ -285,7 +286,8 @@ class LoadTask:
             if item.tier != IN_SLAB:
                 by_source.setdefault((item.tier, item.slot == STAGED), []).append(item)
             elif item.slot == STAGED:
-                self._bad.add(item.key)  # without a slot or tier: the planner requests a failure
+                # an item without slot and tier is the planner's request to fail
+                self._bad.add(item.key)
             else:
                 fill = self._lane.fill(item.slot)
                 (joined if fill is not None and not fill.done() else ready).append(item)

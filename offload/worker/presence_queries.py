@@ -17,8 +17,7 @@ logger = logging.getLogger(__name__)
 IN_FLIGHT = 4
 """Maximum number of concurrent queries to one tier; further queries wait."""
 LATE_S = 1.0
-"""A query that takes longer than this counts as a failure of the tier; no request waits that
-long."""
+"""Time after which a query counts as a failure of the tier; no request waits this long."""
 
 
 class PresenceQueries:
@@ -52,6 +51,6 @@ class PresenceQueries:
                     return PresenceReply(None)
                 asking = self._tiers[tier].present(query.keys)
                 return PresenceReply(bytes(await self._watches[tier].ask(asking, len(query.keys))))
-            except Exception as error:  # the query must be answered, whatever the error
+            except Exception as error:  # catch any error, because the query must be answered
                 logger.debug("kvtiers: tier %d could not be queried: %r", tier, error)
                 return PresenceReply(None)

@@ -16,7 +16,7 @@ class RankHealth:
     """The health of one rank.
 
     ``degraded`` is the reason why it stores nothing at present; ``is_stalled`` means that the loop
-    was sent a ping and has not answered.
+    has not answered a ping.
 
     Ownership: the loop and the driver may call ``degrade``; ``_has_turned`` belongs to the loop,
     everything else to the driver. Times are in monotonic seconds.

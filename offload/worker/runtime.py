@@ -69,8 +69,8 @@ class RankMemory:
 
 @dataclass(frozen=True, slots=True)
 class UnopenedTier:
-    """A lower tier to open. ``where`` names it in error messages and ``name`` in metrics (``""``:
-    the tier has its own name); ``option`` is the configuration key of its capacity, if it has one;
+    """A lower tier to open. ``where`` names it in error messages and ``name`` in metrics (``""``
+    for the tier's own name); ``option`` is the configuration key of its capacity, if it has one;
     ``set_aside`` counts folders that were moved out of its way."""
 
     tier: Tier
@@ -129,7 +129,7 @@ def make_slab(
                 numa_node=node,
             )
             undo.callback(slab.close)
-            if pins:  # the first piece reveals a memlock limit
+            if pins:  # pinning the first piece shows whether there is a memlock limit
                 slab.wait_ready(max(1, at_once))
             undo.pop_all()
         return slab
@@ -230,7 +230,7 @@ async def _opened(unopened: UnopenedTier, groups: Sequence[GroupRegions]) -> Ran
             fits = _fits(batch, sizes)
             columns.append(batch.column if fits.all() else batch.column[fits])
             others += batch.column[~fits].tolist()
-    if others:  # they cannot be loaded, and no index would count their space
+    if others:  # these records cannot be loaded, and no index would count their space
         await tier.delete(others)
     name = unopened.name or info.name
     return RankTier(name, info.capacity_bytes, footprints, joined(columns), is_shared)

@@ -1,7 +1,7 @@
 """Slots through which chunks pass on their way from a lower tier to the GPU.
 
 Each lower tier has a separate window, because a tier that hangs keeps its slots. Part of a window
-is reserved for probes, which find out whether a tier that hung works again.
+is reserved for probes, which test whether a tier that hung works again.
 """
 
 from __future__ import annotations
@@ -10,12 +10,12 @@ import asyncio
 from collections.abc import Iterable, Sequence
 
 PROBE_SHARE = 4
-"""A window of at least this many slots reserves one in this many for probes."""
+"""A window reserves one in this many slots for probes, if it has at least this many."""
 
 
 class Window:
-    """Slots that are granted to one caller at a time, so that two callers cannot deadlock. ``size``
-    is the most that one call may take."""
+    """Slots that are granted to one caller at a time, so two callers cannot deadlock. ``size`` is
+    the maximum number per call."""
 
     def __init__(self, slots: Sequence[int]) -> None:
         self.size = len(slots)

@@ -28,9 +28,9 @@ class TierSpec:
     share of the capacity in bytes, and the identity that its records must have.
 
     ``renew(epoch)`` claims the folder again after its medium has failed, for a tier that has
-    reached this epoch, and raises while the medium is unavailable; without ``renew``, a failed tier
-    stays closed. ``make`` creates a tier whose type is not one of the configured types. ``notice``
-    is the description of its records that a tier on a store publishes for other engines.
+    reached this epoch, and raises while the medium is unavailable. Without ``renew``, a failed tier
+    stays closed. ``make`` creates a tier that no configured type describes. ``notice`` is the
+    description of its records that a tier in a store publishes for other engines.
     ``keep_epoch(epoch)`` records in the folder that the tier is about to reach this epoch.
     ``set_aside`` is the number of untrusted folders that were moved aside when this one was
     claimed.
@@ -135,7 +135,8 @@ def mooncake_settings(config: TierConfig, segment_bytes: int) -> MooncakeSetting
 
 
 def _mooncake(spec: TierSpec, memory: range | None) -> Tier:
-    """Create a Mooncake tier. It finds its master again by itself, so it needs no reopening."""
+    """Create a Mooncake tier. The tier reconnects to its master by itself, so it needs no
+    reopening."""
     return MooncakeTier(
         mooncake_settings(spec.config, spec.capacity_bytes),
         namespace=spec.namespace,

@@ -1,8 +1,8 @@
 """Locates and claims the folders of one rank's lower tiers, at start and after a medium has failed.
 
-A running server knows more than the folders on a disk that has come back: the epoch that it has
-reached, the capacity that its scheduler relies on, and the disk that the tier belongs on. Every
-function here blocks on the disk.
+A running server knows more than the folders on a disk that has come back: its current epoch, the
+capacity on which its scheduler relies, and the disk to which the tier belongs. Every function here
+blocks on the disk.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ that it reads."""
 class TierFolders:
     """Claims the folders of one rank's lower tiers.
 
-    Capacities are divided among ``shares`` workers of this machine; that of a tier that all
+    Capacities are divided among ``shares`` workers of this machine; the capacity of a tier that all
     replicas share is divided among ``ranks`` workers. Records carry ``identity``, and their bytes
     are ordered as ``geometry`` describes; ``engine`` names this server in messages to other
     engines.
@@ -76,8 +76,8 @@ class TierFolders:
     def specs(self) -> list[TierSpec]:
         """Describe this rank's lower tiers, and claim their folders for this process.
 
-        Raises ``NamespaceError`` if a tier's ``geometry`` option forbids to start beside the
-        namespaces that are there.
+        Raises ``NamespaceError`` if a tier's ``geometry`` option forbids a start beside the
+        existing namespaces.
         """
         names = tier_names(self.config)
         neighbours = [self._neighbours(number) for number in range(len(self.config.tiers))]
@@ -91,8 +91,8 @@ class TierFolders:
         return own
 
     def _neighbours(self, number: int) -> list[NeighbourFolder]:
-        """Find namespaces of other engines below a tier's path that may be read. This runs before
-        anything is created."""
+        """Find other engines' namespaces below a tier's path that may be read. Runs before anything
+        is created."""
         config, where = self.config.tiers[number], f"$.tiers[{number}]"
         if self.geometry is None:
             return []
@@ -122,10 +122,10 @@ class TierFolders:
             return replace(own, name=name, capacity_bytes=0, notice=None, make=tier)
         if self.rank == 0:
             for store in neighbours:
-                logger.info("kvtiers: translating blocks of other geometry in %s", store.folder)
+                logger.info("kvtiers: translating blocks of another geometry in %s", store.folder)
         key_file = own.config.encryption.key_file if own.config.encryption else ""
         opened = open_sources(neighbours, self.geometry, key_file)
-        # engines that share the folder continue to write while this server runs
+        # engines that share the folder keep writing while this server runs
         make = partial(SharedReadOnlyTier if own.config.shared else ReadOnlyTier, opened)
         return replace(own, name=name, capacity_bytes=0, renew=None, make=make)
 
@@ -235,9 +235,9 @@ class TierFolders:
     ) -> TierSpec:
         """Claim the tier's folder again after its medium has failed.
 
-        The capacity stays the same, because the scheduler relies on it, and so does the epoch,
-        which the folder on another medium does not know. A missing path is not created: an operator
-        may still bring it back.
+        The capacity stays the same, because the scheduler relies on it. The epoch stays the same,
+        too; a folder on another medium does not know it. A missing path is not created, because an
+        operator may still restore it.
 
         Raises ``OSError``, ``NamespaceError`` or ``TierUnavailableError`` while the medium is
         unavailable.
@@ -257,11 +257,11 @@ class TierFolders:
         known: Collection[str] = (),
         damage: list[str] | None = None,
     ) -> ClaimedFolder:
-        """Claim the folder for a server that starts, or for a server that has already reached this
+        """Claim the folder for a server that is starting, or that has already reached this
         ``epoch``.
 
-        Messages do not mention the ``known`` namespaces beside it; ``damage`` collects the folders
-        that were moved aside.
+        Messages do not mention the ``known`` namespaces; ``damage`` collects the folders that were
+        moved aside.
         """
         path = config.path
         claimed = claim_rank_folder(
@@ -285,8 +285,8 @@ def _check_space(
 ) -> None:
     """Check that foreign records leave enough space.
 
-    They are never removed to free space, but count towards the capacity like everything below the
-    path. Raises ``ConfigError`` if they leave almost nothing.
+    Foreign records are never removed to free space, but count towards the capacity like everything
+    below the path. Raises ``ConfigError`` if they leave almost no space.
     """
     others = other_namespaces(config.path, namespace) if wanted else []
     taken = sum(stored.size_bytes for stored in others if stored.name in wanted)

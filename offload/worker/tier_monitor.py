@@ -2,7 +2,7 @@
 
 A late operation is not abandoned, because it may still use its buffers. It counts as a failure for
 every ``timeout_s`` that it is late, which opens the tier's circuit breaker on the scheduler side.
-After some time an operation that never ends is no longer reported, so that the tier can be probed.
+After some time an operation that never ends is no longer reported, so the tier can be probed.
 
 A tier may be third-party code. An answer without exactly one result per key is a ``TierIoError``:
 if part of it were used, one key's bytes could be taken for another's.
@@ -51,8 +51,8 @@ class TierMonitor:
     ) -> list[ReadOutcome]:
         """Run a read.
 
-        Missing keys say nothing about the tier's health. A tier that is too busy to read any of the
-        keys costs requests as much as a tier that fails.
+        Missing keys say nothing about the tier's health. But being too busy to read any of the keys
+        counts as a failure: it costs requests just as much.
         """
         failure = Observed(reads_failed=1)
         found, late = await self._finish(operation, failure)
@@ -109,7 +109,7 @@ class TierMonitor:
         except asyncio.CancelledError:
             task.cancel()
             raise
-        if task.cancelled():  # if passed on, it would look as if the caller had been cancelled
+        if task.cancelled():  # if raised, it would look as if the caller had been cancelled
             self._report(failure)
             raise TierIoError("the tier itself has cancelled a call")
         if task.exception() is not None:

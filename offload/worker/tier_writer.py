@@ -1,12 +1,12 @@
 """Performs one lower tier's writes on one rank, in the order of the plans.
 
-Deletes and resets are barriers: a write planned after a delete may need its space, and a record
-planned before a reset must not carry the new epoch. Writes between barriers overlap.
+Deletes and resets are barriers: a write planned after a delete may need the freed space, and a
+record planned before a reset must not carry the new epoch. Writes between barriers overlap.
 
-A failed delete or reset is repeated before the next write. Until a reset is done, the tier holds
-records of other weights and accepts a write of a key that it already has without replacing it, so
-every write fails. A delete must be repeated because the index no longer counts the space of its
-keys.
+A failed delete or reset is repeated before the next write. Until a reset has succeeded, every write
+fails: the tier holds records of other weights, and would accept a write of a key that it already
+has without replacing the record. A delete must be repeated because the index no longer counts the
+space of its keys.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class TierWriter:
         self._reported = False
         self._undeleted: dict[bytes, None] = {}
         self._epoch_due: int | None = None
-        self._resets = 0  # those still in the queue
+        self._resets = 0  # the operations still in the queue
         self._caught_up = asyncio.Event()
 
     def start(self, answer: Answer) -> None:
@@ -149,7 +149,7 @@ class TierWriter:
             return
         try:
             await self._delete(())
-        except Exception as error:  # still try the write
+        except Exception as error:  # try the write nevertheless
             self._report(error)
             for key in job.keys:
                 self._undeleted.pop(key, None)

@@ -17,9 +17,9 @@ from tiers.copy.base import Ticket
 class ExecutorLimits:
     """Bounds of one rank.
 
-    In seconds: how long a request waits for its load, how long a fence may delay a step, and when
-    an operation of a lower tier is late. Then the most chunks in one read, and the most concurrent
-    reads of one tier.
+    In seconds: the maximum time that a request waits for its load, the maximum delay of a step by a
+    fence, and the time after which an operation of a lower tier is late. Then the maximum number of
+    chunks in one read, and of concurrent reads of one tier.
     """
 
     load_timeout_s: float = 10.0
@@ -30,7 +30,7 @@ class ExecutorLimits:
 
 
 class _Copy:
-    """A copy into the blocks of a request, from before its submission until its end."""
+    """Covers a copy into a request's blocks from before its submission until its end."""
 
     __slots__ = ("is_refused", "ticket")
 
@@ -74,7 +74,7 @@ class OpenLoad:
             return None
         try:
             copy.ticket = submit()
-        except BaseException:  # whatever failed, nobody waits for this copy
+        except BaseException:  # after any failure, nothing waits for this copy
             copy.is_refused = True
             raise
         return copy.ticket
@@ -127,7 +127,8 @@ class OpenLoads:
             load.is_ok = is_ok
 
     def fail_all(self) -> None:
-        """Fail every load that has not been seen to end: no copy of it begins from now on."""
+        """Fail every load whose end has not been reported; none of their copies begins from now
+        on."""
         for load in self._open.values():
             if load.is_ok is None:
                 load.is_ok = False
@@ -147,7 +148,7 @@ class OpenLoads:
         return late
 
     def take_ended(self) -> list[tuple[str, bool]]:
-        """Return the requests whose load has ended since the previous call, and whether it
+        """Return the requests whose load has ended since the previous call, with whether it
         succeeded.
 
         A request is held back while a copy into its blocks is still under way, because vLLM reuses
@@ -164,7 +165,7 @@ class OpenLoads:
 
 
 class Unanswered:
-    """The jobs of a plan that nothing answers yet.
+    """The jobs of a plan that have no answer yet.
 
     ``loads`` are its loads and parts of loads; the first part answers for the whole load.
     """
@@ -182,8 +183,8 @@ class Unanswered:
 class Drained:
     """Everything that ended since the last ``drain``.
 
-    That is, the requests whose load has ended (including those in ``failed``) and the jobs'
-    results. A request may end before its job does, if a read hangs.
+    The requests whose load has ended (including those in ``failed``), and the jobs' results. If a
+    read hangs, a request can end before its job.
     """
 
     finished: set[str] = field(default_factory=set)

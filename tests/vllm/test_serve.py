@@ -328,5 +328,5 @@ def test_the_connector_works_by_its_short_name_and_without_configuration(
         assert engine.call(recomputes_failed_loads)
         log, shared_memory = engine.log(), engine.shared_memory()
     assert "cpu.capacity not given: using" in log
-    assert "kv_load_failure_policy was 'fail' (vLLM's default) and is 'recompute' now" in log
+    assert "kv_load_failure_policy was 'fail' (vLLM's default) and is now 'recompute'" in log
     assert not [path for path in shared_memory if path.exists()]

@@ -2,8 +2,8 @@
 
 Must not know requests, blocks or tiers.
 
-All other modules import them from here. There is one module per range of versions, each with the
-same names; the installed vLLM's version selects one.
+All other modules import the names that differ from here. There is one module per range of versions,
+with the same names in each; the installed vLLM's version selects one.
 """
 
 from __future__ import annotations

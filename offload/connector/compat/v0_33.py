@@ -1,4 +1,4 @@
-"""vLLM 0.33: KV cache planning is a separate module, and groups are made first."""
+"""vLLM 0.33: KV cache planning is in a separate module and creates groups first."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Lets workers of a vLLM without hooks for sleep mode (before 0.33) call ours."""
+"""Makes the workers of a vLLM without sleep-mode hooks (before 0.33) call ours."""
 
 from __future__ import annotations
 

@@ -1,11 +1,12 @@
-"""Owns the comparison of what this package uses of vLLM with what a version of vLLM has.
+"""Owns the comparison between the parts of vLLM that this package uses and the parts that a version
+of vLLM has.
 
 Must not know requests, blocks or tiers; it reads source text and does not import vLLM.
 
     python -m offload.connector.contract WHEEL
 
-Reads source text only: neither vLLM nor the rest of this package is imported. `uses` derives the
-used names from this project's source, `declared` lists what cannot be derived, `library` answers
-from vLLM's source, `kept` holds the answers of the versions that were tested, and `compare` names
-the breaks.
+The comparison reads source text only: neither vLLM nor the rest of this package is imported. `uses`
+derives the used names from this project's source, `declared` lists what cannot be derived,
+`library` answers from vLLM's source, `kept` holds the answers of the versions that were tested, and
+`compare` lists what would break.
 """

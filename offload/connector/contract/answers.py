@@ -17,7 +17,8 @@ ORDER, CALLS = "order of ", "calls of "
 
 
 class Answers:
-    """Looks up facts in one library. ``classes``: the name under which each class is found."""
+    """Looks up facts in one library. ``classes`` maps each class to the name under which it is
+    found."""
 
     def __init__(self, library: Library, classes: Mapping[str, str]) -> None:
         self._library = library
@@ -58,7 +59,7 @@ class Answers:
         return found
 
     def calls(self, table: Declared, modules: Iterable[str], hooks: Iterable[str]) -> Facts:
-        """The calls of our methods in these modules; ``hooks`` are the methods' keys."""
+        """The calls to our methods in these modules; ``hooks`` are the methods' keys."""
         found: Facts = {}
         known = list(modules)
         for callers in table.callers:

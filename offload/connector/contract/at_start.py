@@ -2,7 +2,7 @@
 
 A tested version is not checked. Any other version is compared with the nearest kept contract, in
 less than a tenth of a second. It is refused only for differences with which a server must not run:
-imported or read names are missing, calls do not fit, or hooks come in another order.
+missing names that we import or read, calls that do not fit, or hooks that come in another order.
 """
 
 from __future__ import annotations
@@ -56,15 +56,15 @@ def check_installed() -> str:
     spent = 1000 * (time.perf_counter() - started)
     return (
         f"vLLM {version} was not tested with this kvtiers ({' and '.join(TESTED)} were). "
-        f"Everything that a server needs of it is the same as in {against.version} (compared in "
+        f"Everything that a server needs from it is the same as in {against.version} (compared in "
         f"{spent:.0f} ms). python -m offload.connector.contract {INSTALLED} lists all differences"
     )
 
 
 @contextlib.contextmanager
 def _no_collection() -> Iterator[None]:
-    """Turn off garbage collection: parsing creates so many objects that the collector would
-    repeatedly walk all of vLLM."""
+    """Turn off garbage collection: parsing creates many objects, and each collection would walk all
+    of vLLM's."""
     was_on = gc.isenabled()
     gc.disable()
     try:
@@ -114,8 +114,8 @@ def stopping(source: PackageSource, against: Contract) -> list[Break]:
 def _must_be_there(key: str, against: Contract, library: Library) -> bool:
     """True if a missing fact is a reason to stop the server.
 
-    A class that we know only from objects may have moved to another file; its content cannot be
-    read then.
+    A class that we know only from objects can have moved to another file, where its content cannot
+    be found.
     """
     name = key.partition(".")[0].partition(":")[0].removesuffix("()")
     at = against.classes.get(name)

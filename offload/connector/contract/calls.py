@@ -20,7 +20,7 @@ _BRACKET = re.compile(r"[()\[\]{}]")
 
 
 def function_at(library: Library, at: str) -> AnyFunction | None:
-    """The function at ``module:name`` or ``module:Class.name``; inherited ones do not count."""
+    """The function at ``module:name`` or ``module:Class.name``; inherited methods do not count."""
     module, _, path = at.partition(":")
     name, _, method = path.partition(".")
     found = library.resolve(module, name)
@@ -70,8 +70,8 @@ def _body_of(text: str, name: str, indent: str) -> str | None:
 
 
 def step_name(called: str) -> str:
-    """The name under which a call is watched: its last part, or with the receiver for a connector
-    of another kind."""
+    """The name under which a call is watched: its last part, prefixed by the receiver for a
+    connector of another kind."""
     others = _OTHERS.search(called)
     return called[others.start() :] if others else called.rpartition(".")[2]
 
@@ -108,8 +108,8 @@ def calls_in(
     library: Library, module_name: str, receiver: str, pattern: re.Pattern[str]
 ) -> Iterator[tuple[str, str, str]]:
     """(hook, function, arguments) of each call in a module whose receiver matches; arguments are
-    ``2 keyword keyword``, or ``read`` for an attribute that is not called. Works on text, because
-    these modules are vLLM's largest."""
+    ``2 keyword keyword``, or ``read`` for an attribute that is not called. Searches the text
+    instead of parsing it, because these modules are vLLM's largest."""
     module = library.module(module_name)
     if module is None:
         return

@@ -16,7 +16,7 @@ from offload.connector.contract.uses import OURS
 
 @dataclass(frozen=True)
 class Checked:
-    """The outcome. ``unkept``: uses that the kept contract does not have."""
+    """The outcome. ``unkept`` lists uses that the kept contract lacks."""
 
     version: str
     label: str

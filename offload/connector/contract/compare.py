@@ -11,7 +11,7 @@ from offload.connector.contract.kept import Contract, Need
 from offload.connector.contract.uses import CallShape
 
 FIELDS = frozenset({"field", "property", "value"})
-"""Parameter kinds that our code reads in the same way."""
+"""Kinds of facts that our code reads in the same way."""
 VERSIONS = frozenset({"vllm:__version__", "vllm.version:__version_tuple__"})
 Parameters = list[str]
 OursOf = Callable[[str], Parameters | None]
@@ -34,8 +34,7 @@ class Break:
 def breaks(
     kept: Contract, found: Facts, ours_of: OursOf, places: dict[str, tuple[str, ...]] | None = None
 ) -> list[Break]:
-    """All differences that may affect us. Uses that are missing in the kept contract are not
-    compared."""
+    """All differences that can affect us. Uses that the kept contract lacks are not compared."""
     named = []
     read = {key for key, need in kept.needs.items() if need.serves}
     for key, before in kept.facts.items():
@@ -78,8 +77,8 @@ def _differences(
 def _order(before: list[list[str]], now: list[list[str]]) -> Iterator[tuple[str, bool]]:
     """Compare the order of calls.
 
-    A call whose position in the order differs stops the server. A new call or another condition is
-    only reported.
+    The server must not start if a call's position in the order differs. A new call or another
+    condition is only reported.
     """
     names, old = [name for name, _ in now], [name for name, _ in before]
     if names != old:
@@ -109,7 +108,7 @@ def _base(before: Fact, now: Fact, ours: list[str]) -> Iterator[tuple[str, bool]
 def _enum(
     key: str, before: dict[str, str], now: dict[str, str], read: Set[str]
 ) -> Iterator[tuple[str, bool]]:
-    """Compare an enum. ``read``: the members that we use; other members may change."""
+    """Compare an enum. ``read`` lists the members that we use; other members may change."""
     for name, value in before.items():
         is_used = f"{key.rpartition(':')[2]}.{name}" in read
         if name not in now:

@@ -12,8 +12,8 @@ TABLE = Path(__file__).with_name("declared.toml")
 
 @dataclass(frozen=True)
 class Order:
-    """Calls whose order within a function of vLLM counts. ``ours`` is the code that relies on it,
-    as ``path:function``."""
+    """Calls whose order within a function of vLLM matters. ``ours`` is the code that relies on this
+    order, as ``path:function``."""
 
     what: str
     at: str
@@ -23,8 +23,8 @@ class Order:
 
 @dataclass(frozen=True)
 class Callers:
-    """Where vLLM calls the methods of a class that we subclass (``also``: and the methods of
-    another class). ``receiver`` matches the text before the dot."""
+    """The places where vLLM calls the methods of a class that we subclass, or of the additional
+    class ``also``. ``receiver`` matches the text before the dot."""
 
     class_name: str
     also: str
@@ -45,8 +45,8 @@ class Members:
 
 @dataclass(frozen=True)
 class Declared:
-    """The whole table. ``names``: imports that count besides ours, and the parts of our code that
-    they affect."""
+    """The whole table. ``names`` lists imports that count besides ours, with the parts of our code
+    that they affect."""
 
     apart: tuple[str, ...]
     members: tuple[Members, ...]

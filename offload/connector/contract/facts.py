@@ -14,7 +14,7 @@ _ENUMS = frozenset({"Enum", "IntEnum", "StrEnum", "Flag", "IntFlag"})
 _STRUCTS = frozenset({"Struct", "BaseModel", "NamedTuple"})
 _MAKERS = ("dataclass", "config")
 VALUE_MAX = 200
-"""Values with longer text are not compared: they are tables, not constants."""
+"""Longer values are not compared: they are tables, not constants."""
 
 
 def of_definition(library: Library, found: Definition) -> Fact:

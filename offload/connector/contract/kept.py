@@ -25,8 +25,8 @@ Version = tuple[int, int]
 
 @dataclass(frozen=True)
 class Need:
-    """How we use one name of vLLM. ``serves``: a running server uses it; ``calls``: the arguments
-    that we pass; ``ours``: our methods that override it."""
+    """How we use one name of vLLM. ``serves`` is true if a running server uses it, ``calls`` has
+    the arguments that we pass, and ``ours`` the methods with which we override it."""
 
     serves: bool = False
     calls: tuple[CallShape, ...] = ()
@@ -35,8 +35,8 @@ class Need:
 
 @dataclass(frozen=True)
 class Contract:
-    """The facts about one version of vLLM. ``modules``: those that call us; our ``places`` are not
-    kept."""
+    """The facts about one version of vLLM. ``modules`` are the modules that call us. Our ``places``
+    are not kept."""
 
     version: str
     classes: Mapping[str, str]
@@ -150,7 +150,7 @@ def load(version: Version) -> Contract:
 
 
 def nearest(version: Version) -> Version:
-    """The kept version to compare with: the newest that is not newer, else the oldest. Raises
+    """The kept version to compare with: the newest one up to this version, else the oldest. Raises
     ``SourceError`` if none is kept."""
     known = kept_versions()
     if not known:

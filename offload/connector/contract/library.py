@@ -1,4 +1,4 @@
-"""Looks names up in source text the way Python would, without running it."""
+"""Looks up names in source text as Python would, without running it."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ MODULE, CLASS, FUNCTION, VALUE = "module", "class", "function", "value"
 _HOPS_MAX = 12
 """Maximum number of imports between a name and its definition."""
 _TABLE_MIN = 4000
-"""Values with longer text are tables, which are not examined."""
+"""Longer values are tables, which are not examined."""
 _SELF = r"^\s+self\.{name}\s*(?::[^=\n]+)?=(?!=)|^\s+self\.{name}\s*:"
 
 
@@ -136,7 +136,7 @@ class Library:
             return None
         own = module.outline.named(name)
         if own:
-            if own[-1].is_class:  # its body is parsed only when it is needed
+            if own[-1].is_class:  # the body is parsed only when needed
                 return Definition(CLASS, module_name, name, text=own[-1].text)
             if len(own[-1].text) > _TABLE_MIN and not own[-1].is_function:
                 return Definition(VALUE, module_name, name)

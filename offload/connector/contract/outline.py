@@ -1,9 +1,9 @@
-"""Finds the definition of a name in source text and parses that alone.
+"""Finds the definition of a name in source text and parses only that definition.
 
-vLLM's largest modules take half a second to parse; a start may spend a tenth of a second on all of
-them. So a module is cut at the lines that begin a statement, and only what defines a wanted name is
-parsed. Strings in three quotes, which may hold anything at the beginning of a line, are emptied
-first.
+vLLM's largest modules take half a second to parse, but the check at start may take only a tenth of
+a second for all of them. So a module is split at the lines that begin a statement, and only the
+definitions of wanted names are parsed. Strings in three quotes, which may hold anything at the
+beginning of a line, are emptied first.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ _HEAD_END = re.compile(r":[ \t]*(?:#[^\n]*)?\n")
 
 @dataclass(frozen=True, slots=True)
 class Block:
-    """The text of one statement, with its indentation; ``name`` is the name that it defines, if the
-    text shows it. For a compound statement or an import the text does not show it; see
-    ``is_open``."""
+    """The text of one statement, with its indentation; ``name`` is the name that the statement
+    defines, if the text shows it. The text does not show it for compound statements and imports;
+    see ``is_open``."""
 
     name: str
     text: str

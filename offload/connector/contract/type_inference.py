@@ -127,7 +127,7 @@ class Types:
 
 
 class Scope:
-    """The names of one function and the types of its expressions."""
+    """The names in one function, and the types of its expressions."""
 
     def __init__(self, types: Types, module: str, names: Mapping[str, Type | None]) -> None:
         self.types = types

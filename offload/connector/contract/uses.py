@@ -46,7 +46,8 @@ class Use:
 @dataclass
 class Uses:
     """All uses by what is used: ``module:name``, ``Class.member``, ``Class()`` for its constructor
-    and ``Class:base`` for subclassing it. ``classes``: how each class is reached."""
+    and ``Class:base`` for subclassing it. ``classes`` maps each class to the name by which it is
+    reached."""
 
     by_key: dict[str, list[Use]] = field(default_factory=dict)
     classes: dict[str, str] = field(default_factory=dict)
@@ -134,7 +135,7 @@ class _Reader:
             for node in nodes:
                 if isinstance(node, ast.ImportFrom):
                     self._learn_import(scope, node)
-        for _ in range(2):  # in a loop, names may be bound below their use
+        for _ in range(2):  # in a loop, a name can be bound below its first use
             for node in nodes:
                 scope.learn(node)
         for node in nodes:

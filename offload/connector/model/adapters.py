@@ -1,7 +1,7 @@
 """Digests of the LoRA adapters that vLLM has loaded; their content is part of the keys.
 
-vLLM's hashes know an adapter only by name and path. The files at the path when a request arrives
-need not be those that were loaded: adapters are replaced in place, kept in memory, and loaded
+vLLM's hashes know an adapter only by name and path. When a request arrives, the files at the path
+can differ from those that were loaded: adapters are replaced in place, kept in memory, and loaded
 again. So each worker digests an adapter's files while vLLM loads it (``AdapterWatch``) and reports
 the digest with a step's results. The scheduler (``AdapterBook``) reads no file. Until all ranks
 have reported the same digest, requests for that adapter are excluded. Each plan says which content
@@ -40,7 +40,7 @@ unknown."""
 
 ASKS_MAX = 4
 """Number of times that vLLM must look up a request again while its adapter's content is unknown.
-Two steps may be under way whose workers had not loaded the adapter."""
+Two steps can be in progress whose workers have not loaded the adapter yet."""
 ADAPTERS_MAX = 65_536
 
 
@@ -54,8 +54,8 @@ class AdapterWatch:
         self._news: dict[AdapterName, tuple[bytes, ...]] = {}
 
     def begin(self) -> None:
-        """Observe every load from now on. If this vLLM loads adapters in another way, nothing is
-        reported."""
+        """Observe every load from now on. If this version of vLLM loads adapters in another way, no
+        adapter is reported."""
         _WATCHES.add(self)
         if not _observe_manager():
             logger.warning(
@@ -117,8 +117,8 @@ class AdapterBook:
         return last[0] or None
 
     def may_come(self, request: Request) -> bool:
-        """True if a worker may soon report this request's adapter, so that it is worth looking the
-        request up again.
+        """True if a worker may soon report this request's adapter, so it is worth looking up the
+        request again.
 
         vLLM loads some adapters only when a request for them runs.
         """
@@ -148,7 +148,7 @@ class AdapterBook:
     def take(self, loaded: Loaded) -> list[str]:
         """Process the adapters that workers have loaded.
 
-        Returns the live requests whose adapter no longer matches their keys.
+        Returns the live requests whose keys no longer match their adapter.
         """
         for name, digests in loaded.items():
             is_new = name not in self._last
@@ -171,8 +171,9 @@ class AdapterBook:
 
 
 _CHANGED = (
-    "kvtiers: the files of LoRA adapter %s (%s) have changed since it was first loaded. vLLM's "
-    "own prefix cache mixes both, so requests for this adapter are neither looked up nor stored "
+    "kvtiers: the files of LoRA adapter %s (%s) have changed since it was first loaded. vLLM's own "
+    "prefix cache mixes blocks of both contents, so requests for this adapter are neither looked "
+    "up nor stored "
     "until all caches are reset (reset_prefix_cache with reset_external) or the adapter is "
     "loaded under another name"
 )

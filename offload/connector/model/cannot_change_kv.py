@@ -3,11 +3,11 @@
 The namespace contains all other settings. The rule: a setting is harmless if it has no influence on
 the model's computation, or if it only decides which tokens are computed in one step (vLLM's own
 prefix cache shares blocks across such differences within one server, too). Unknown settings are not
-harmless: a field of a newer vLLM leads to a separate namespace if it is set, and
+harmless: if a field of a newer vLLM is set, the server gets a separate namespace, and
 `tests/offload/connector/model/test_identity_sweep.py` fails until a developer has classified it
 (docs/decisions/0044).
 
-Pure data: reasons, each with the names that it holds for, separated by blanks.
+Pure data: each reason with the names that it applies to, separated by blanks.
 """
 
 from __future__ import annotations
@@ -22,17 +22,17 @@ _NAMED = "has its own field in the namespace"
 _MEMORY = "how much memory is used, and how many blocks there are"
 _STEPS = "which tokens are computed together in a step"
 _KEPT = "which blocks are kept and found"
-_AFTER = "after the last layer: sampling, log-probabilities and what is returned"
-_TOKENS = "before the first layer: keys are hashes of token ids"
-_FETCH = "where and how fast bytes are fetched, not which"
+_AFTER = "acts after the last layer: sampling, log-probabilities and the response"
+_TOKENS = "acts before the first layer: keys are hashes of token ids"
+_FETCH = "where and how fast bytes are fetched, not which bytes"
 _WATCH = "logs, metrics and profiles"
 _PROCESSES = "processes, ports and networks"
 _SUMS = "the order in which ranks or threads add up, which also differs with the size of a step"
 _GRAPHS = "graph capture pads and replays the same kernels"
 _DERIVED = "follows from what is in the namespace"
-_OURS = "what is done with finished blocks"
+_OURS = "what happens to finished blocks"
 _BUILD = "building and installing vLLM; its version is in the namespace"
-_CACHES = "where things that can be made again are kept"
+_CACHES = "where reproducible files are kept"
 _CHECKS = "checks and limits that refuse or end a request"
 _KEYED = "is part of the keys"
 
@@ -236,7 +236,7 @@ VARIABLES: Mapping[str, str] = {
     _MEMORY: "VLLM_CPU_KVCACHE_SPACE VLLM_ROCM_SLEEP_MEM_CHUNK_SIZE VLLM_ENABLE_CUDAGRAPH_GC "
     "VLLM_MEMORY_PROFILER_ESTIMATE_CUDAGRAPHS VLLM_WSL2_ENABLE_PIN_MEMORY "
     "VLLM_WEIGHT_OFFLOADING_DISABLE_PIN_MEMORY",
-    "runs at the start that no request sees": "VLLM_RANDOMIZE_DP_DUMMY_INPUTS",
+    "affects runs at start-up that no request uses": "VLLM_RANDOMIZE_DP_DUMMY_INPUTS",
     _SUMS: "VLLM_CPU_OMP_THREADS_BIND VLLM_CPU_NUM_OF_RESERVED_CPU "
     "VLLM_ROCM_USE_AITER_CUSTOM_AR VLLM_FLASHINFER_ALLREDUCE_BACKEND VLLM_ALLREDUCE_USE_SYMM_MEM "
     "VLLM_ALLREDUCE_USE_FLASHINFER VLLM_ALLREDUCE_USE_FLASHINFER_PCIE_IPC VLLM_USE_NCCL_SYMM_MEM "
@@ -282,7 +282,7 @@ hashes of token ids, media files matter only for models that take media, and gen
 affect only the sampler."""
 
 TRAINING_WEIGHTS = "training_args.bin optimizer.bin optimizer.pt scheduler.pt scaler.pt rng_state*"
-"""Files with names like weights that vLLM does not load."""
+"""Files with names like those of weights, which vLLM does not load."""
 
 
 @cache

@@ -59,8 +59,8 @@ def namespace_fields(
 ) -> dict[str, Any]:
     """The fields of the namespace. Reads files of the model; raises ``OSError``.
 
-    The data-parallel rank is not part of it: replicas compute the same blocks, and differ only in
-    their folders.
+    The data-parallel rank is not included: replicas compute the same blocks, and only their folders
+    differ.
     """
     return {
         **content_of(vllm_config),
@@ -179,10 +179,10 @@ def _model(
 def _if_read(
     vllm_config: VllmConfig, model: ModelConfig, code: CodeNames, place: Path | None, overrides: Any
 ) -> dict[str, Any]:
-    """Settings that affect the forward pass of some models only.
+    """Settings that affect the forward pass of only some models.
 
-    Those are the models whose code names the settings. Long RoPE is another case: it chooses
-    between two sets of frequencies by the configured length.
+    These models name the settings in their code. Long RoPE is another case: it chooses one of two
+    sets of frequencies by the configured length.
     """
     found: dict[str, Any] = {}
     places = [_config_place(vllm_config, model) or place, place]
@@ -226,8 +226,8 @@ def _model_name(model: ModelConfig) -> str:
 
 
 def _instructions() -> list[str]:
-    """The processor features by which vLLM chooses kernels, and with them the bytes of a page: the
-    CPU's vector and matrix extensions, or the GPU's compute capability."""
+    """The processor features by which vLLM chooses kernels, and which therefore decide the bytes of
+    a page: the CPU's vector and matrix extensions, or the GPU's compute capability."""
     # vLLM queries the management library, because the engine process must not create a context on a
     # GPU.
     capability = current_platform.get_device_capability()
@@ -367,7 +367,7 @@ def _tensors(tensors: list[KVCacheTensor]) -> Any:
 
 
 def _tensor(tensor: KVCacheTensor) -> dict[str, Any]:
-    """The place of pages within a block, without values that grow with the number of blocks."""
+    """The positions of pages within a block, without values that depend on the number of blocks."""
     packed = tensor.layer_stride < tensor.block_stride
     return {
         "layers": _digest(list(tensor.layers)),

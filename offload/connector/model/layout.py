@@ -1,9 +1,9 @@
 """Translates vLLM's KV cache configuration into types of this project.
 
-No other module knows vLLM's specs. The scheduler's configuration names the same groups as the
-workers'. In the scheduler's configuration, however, a group whose layers have different pages is
-reduced to one layer's spec: the number of tokens can be read from either, the number of bytes only
-from a worker's (``page_regions``).
+No other module knows vLLM's specs. The configurations of scheduler and workers name the same
+groups. In the scheduler's configuration, however, a group whose layers have different pages has
+only one layer's spec. So the number of tokens can be read from either configuration, but the number
+of bytes only from a worker's (``page_regions``).
 """
 
 from __future__ import annotations
@@ -143,8 +143,8 @@ def _layer_rule(spec: KVCacheSpec) -> str:
 def _window_tokens(spec: KVCacheSpec) -> int:
     """The number of tokens before a boundary that are still read.
 
-    vLLM keeps ``extra_retained_tokens`` more than that and caches every block that it keeps, so
-    those tokens must be correct as well.
+    vLLM retains ``extra_retained_tokens`` additional tokens and caches every block that it retains,
+    so these tokens must be correct as well.
     """
     if not isinstance(spec, SlidingWindowSpec):
         return 0
@@ -239,7 +239,8 @@ def _check_names(config: KVCacheConfig, kv_caches: Mapping[str, LayerTensors]) -
     places = {_place(kv_caches[name]) for name in owners if name in kv_caches}
     problems += [
         f"layer {name} has a KV cache tensor but is in none of the "
-        f"{len(config.kv_cache_groups)} groups, and does not share the memory of a layer that is"
+        f"{len(config.kv_cache_groups)} groups, and does not share the memory of a layer in one of "
+        f"them"
         for name, tensors in kv_caches.items()
         if name not in owners and _place(tensors) not in places
     ]

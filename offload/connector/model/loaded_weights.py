@@ -1,7 +1,7 @@
 """Digests the weights that a worker holds in memory, whatever files they came from.
 
-Sleep mode may bring back other weights than went to sleep, and vLLM tells connectors neither which
-nor that they changed. The digest is computed on the device, in one pass over the weights.
+Weights can change during sleep mode, and vLLM does not notify connectors of such a change. The
+digest is computed on the device, in one pass over the weights.
 """
 
 from __future__ import annotations
@@ -44,8 +44,8 @@ class LoadedWeights:
         return total.digest()
 
     def _find(self) -> list[nn.Module]:
-        """The outermost modules that hold one of the layers. vLLM hands connectors the layers and
-        not the model; it is looked for among all objects once."""
+        """The outermost modules that hold one of the layers. vLLM passes connectors the layers, not
+        the model, so this searches all objects of the process once."""
         models = [model for ref in self._models if (model := ref()) is not None]
         if self._models and len(models) == len(self._models):
             return models

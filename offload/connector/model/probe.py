@@ -1,8 +1,8 @@
 """Finds vLLM's layout of a model's KV caches without loading weights or allocating memory.
 
 The model is built on torch's meta device, exactly as a worker builds it, and vLLM's own functions
-derive block sizes, groups and placements from its attention layers. Stand-ins that know only their
-size replace the process groups, so that any parallel layout can be examined on one machine.
+derive block sizes, groups and placements from its attention layers. Stand-ins of the right size
+replace the process groups, so any parallel layout can be examined on one machine.
 """
 
 from __future__ import annotations
@@ -69,14 +69,15 @@ class Probe:
 
 
 class FlagsError(Exception):
-    """vLLM's parser does not understand the flags; the text names them and gives the reason."""
+    """vLLM's parser does not understand some flags; the text names these flags and gives the
+    reason."""
 
 
 class _ServeFlags(FlexibleArgumentParser):  # type: ignore[misc]  # vLLM is untyped to mypy
     """Parses flags as ``vllm serve`` does, but raises an error instead of ending the process.
 
-    This includes ``--max_model_len``, ``--config FILE`` and ``--kv-transfer-config.kv_role``, which
-    only ``parse_args`` understands, and the flags of the API server.
+    It accepts the flags of the API server, and the spellings that only ``parse_args`` understands:
+    ``--max_model_len``, ``--config FILE`` and ``--kv-transfer-config.kv_role``.
     """
 
     def error(self, message: str) -> NoReturn:

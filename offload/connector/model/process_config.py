@@ -11,7 +11,7 @@ def configs_of(engine_id: str | None) -> list[VllmConfig]:
     """The configurations in this process of the engine with this id.
 
     The result includes vLLM's own configuration and the copies that it made for connectors inside a
-    connector. This looks at every object of the process, so it is used only at start.
+    connector. The search visits every object of the process, so it runs only at start.
     """
     return [
         each for each in gc.get_objects() if type(each) is VllmConfig and _is_of(each, engine_id)

@@ -1,7 +1,7 @@
 """The settings, environment variables and library versions that influence a KV block, apart from
 the model's files.
 
-Everything counts except the names in `offload.connector.model.cannot_change_kv`. Values that are
+All settings count except the names in `offload.connector.model.cannot_change_kv`. Values that are
 vLLM's defaults are left out, because its version is in the namespace.
 """
 
@@ -109,7 +109,7 @@ def environment() -> Mapping[str, str]:
 def libraries(*, media: bool) -> dict[str, str]:
     """Versions of the libraries, besides vLLM, that take part in the computation.
 
-    These are packages with kernels and models, plugins of vLLM, and with ``media`` the packages
+    These are packages with kernels and models, plugins of vLLM and, with ``media``, the packages
     that decode and prepare images, video and sound.
     """
     found: dict[str, str] = {}

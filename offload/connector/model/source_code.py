@@ -1,8 +1,9 @@
-"""Finds the names that a model's code can read, in its source file and in the files it imports.
+"""Finds the names that a model's code can read: those in its source file and in the files that it
+imports.
 
 Some settings affect the forward pass of a few models only: Llama 4 scales its queries from position
-8,191 on if ``max_model_len`` is above 32,768. The model's source, not a list, decides whether that
-applies: if a name occurs in the source, its setting counts. Code that cannot be found, or that
+8,191 on if ``max_model_len`` is above 32,768. Instead of a list of models, the source decides: if a
+setting's name occurs in the model's source, the setting counts. Code that cannot be found, or that
 instantiates other models named only in its configuration, is assumed to read everything.
 """
 

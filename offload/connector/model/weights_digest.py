@@ -76,7 +76,7 @@ def weights_identity(place: Path | None, *, subfolders: bool = False) -> dict[st
 def loaded_weights(
     load_format: str, extra: object, place: Path | None, *, subfolders: bool = False
 ) -> dict[str, Any]:
-    """Identifies the weights that a load format reads, which need not be the model's files.
+    """Identifies the weights that a load format reads, which are not always the model's files.
 
     ``extra`` is vLLM's ``model_loader_extra_config``.
     """

@@ -1,9 +1,9 @@
-"""Describes the byte order of a worker's KV caches, for engines of other geometry.
+"""Describes the byte order of a worker's KV caches, for engines with another geometry.
 
 vLLM 0.32 shows every attention layer as ``[B, H, N, C]``: kernel blocks, heads, tokens, and the
-bytes of K and V (RFC #42082). Strides are taken from the real tensors. Only the kernel decides what
-the dimensions contain. So a layer whose kernel is not known to follow them is described as a whole:
-only ranks with the same shape can read it.
+bytes of K and V (RFC #42082). Strides are taken from the real tensors. But the kernel decides what
+the dimensions contain. A layer whose kernel is not known to follow them is described as one opaque
+page, which only ranks with the same shape can read.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ if TYPE_CHECKING:
 BY_TOKEN = frozenset({"FLASH_ATTN", "TRITON_ATTN"})
 """Kernels that index all four dimensions: ``kv_cache.transpose(1, 2).split(head_size, -1)``."""
 BY_HEAD = frozenset({"CPU_ATTN"})
-"""Kernels that index blocks and heads, and order K and V of a head's tokens in a kernel-specific
+"""Kernels that index blocks and heads, and store K and V of a head's tokens in a kernel-specific
 order: ``kv_cache.view(blocks, heads, 2 * tokens, -1).chunk(2, 2)``, with K packed for the
 processor."""
 
@@ -169,7 +169,7 @@ def _attention(
 
 
 def _is_quantized(spec: AttentionSpec) -> bool:
-    """True if the kernel may keep scales beside the numbers, at places that it chooses."""
+    """True if the kernel may store scales beside the numbers, at positions of its choice."""
     mode = getattr(spec, "kv_quant_mode", None)
     return bool(mode) and getattr(mode, "name", "NONE") != "NONE"
 
@@ -177,9 +177,9 @@ def _is_quantized(spec: AttentionSpec) -> bool:
 def _order(sizes: Mapping[str, int], step: Mapping[str, int], unit: int) -> str | None:
     """The axes from the largest stride to the smallest; ``None`` if they overlap.
 
-    Registration (``offload.layout.registration``) keeps this order and closes the gaps, so the
-    order determines the position of a unit in a slot. Axes of length one may have any stride; they
-    come first.
+    Registration (``offload.layout.registration``) keeps this order and closes the gaps, so it
+    determines the position of a unit in a slot. Axes of length one may have any stride; they come
+    first.
     """
     single = [axis for axis in sizes if sizes[axis] == 1]
     several = sorted((axis for axis in sizes if sizes[axis] > 1), key=lambda axis: -step[axis])

@@ -5,7 +5,7 @@ avoids work per chunk where possible.
 
 It also finds the GPU blocks that a scheduler step fills with new content: stores that read those
 blocks must be fenced. Blocks taken from vLLM's prefix cache keep their content and need no fence;
-all blocks beyond a request's computed tokens have new content, or may have.
+all blocks beyond a request's computed tokens have new content, or can have.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ class WantedChunks:
         chunk_ranges: Sequence[range],
         tokens: range,
     ) -> list[ChunkBatch]:
-        """The chunks of each group to load for ``tokens``, without chunks outside of the table."""
+        """The chunks of each group to load for ``tokens``, without chunks outside the table."""
         wanted: list[ChunkBatch] = []
         block_ranges = self._matcher.block_ranges(tokens.start, tokens.stop)
         for index, group in enumerate(self._layout.groups):

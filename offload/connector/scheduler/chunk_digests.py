@@ -1,8 +1,8 @@
 """Selects the chunks that workers digest in a step, for ``"verify": "device"``
 (`offload.worker.block_verifier`).
 
-Every chunk that a request completes is digested, whether or not it is stored. So the verification
-does not depend on the code in the planner that decides about stores.
+Every chunk that a request completes is digested, whether or not it is stored. So verification does
+not depend on the planner's decisions about stores.
 """
 
 from __future__ import annotations
@@ -47,9 +47,9 @@ class ChunkDigests:
     ) -> None:
         """Add the chunks that this step completes by computing the request up to ``limit`` tokens.
 
-        ``ended``: the request has ended, and an earlier step has computed these chunks. Chunks from
-        before its first step came from vLLM's cache or from a tier, and were digested when they
-        were computed.
+        ``ended`` means that the request has ended, and that an earlier step has computed these
+        chunks. Chunks from before its first step came from vLLM's cache or from a tier, and were
+        digested when they were computed.
         """
         if state.stores.stale:
             self.restarted(state.identity.request)
@@ -77,7 +77,7 @@ class ChunkDigests:
     def boundary_state(self, state: RequestState, index: int, chunk: int, run: ChunkBatch) -> None:
         """Add the recurrent state that this step handed over at the end of this chunk.
 
-        The state may be the one with which the request started, which this engine has not computed.
+        It ignores the state with which the request started, because this engine did not compute it.
         """
         first = self._next.get(state.identity.request)
         if first is not None and chunk >= first[index]:
@@ -96,7 +96,8 @@ class ChunkDigests:
     def rewritten(self, blocks: Iterable[int]) -> None:
         """Drop these blocks, because the coming step overwrites them.
 
-        It may do so before the workers get the plan, so the old content can no longer be digested.
+        It can overwrite them before the workers get the plan, so their old content can no longer be
+        digested.
         """
         gone = set(blocks)
         self._early = [job for job in self._early if gone.isdisjoint(job.blocks)]

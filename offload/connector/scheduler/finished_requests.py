@@ -1,7 +1,7 @@
 """Completes a request after its last chunks were planned.
 
-It notifies the policies of the use of the request's chunks, pins the chunks if the client requested
-that, and reports to the client.
+It reports the use of the request's chunks to the policies, pins the chunks if the client requested
+it, and reports to the client.
 """
 
 from __future__ import annotations
@@ -55,7 +55,8 @@ class FinishedRequests:
 
     @property
     def all_reported(self) -> bool:
-        """True if policies have been notified of all uses, for which all keys must be known."""
+        """True if policies have been notified of all uses. A use waits until all its keys are
+        known."""
         return not self._unreported
 
     def clear(self) -> None:
@@ -87,7 +88,7 @@ class FinishedRequests:
     def _note_use(self, identity: RequestIdentity, tokens: int) -> None:
         """Note one use of the request's chunks, group by group in prefix order.
 
-        This is done once per request, at its end, so that a policy that counts or times uses sees
+        This happens once per request, at its end, so a policy that counts or times uses sees
         requests.
         """
         hints = identity.origin.hints.ended

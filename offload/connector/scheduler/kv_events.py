@@ -1,8 +1,9 @@
-"""Publishes vLLM's KV events for the tiers: which blocks they have gained and lost, for routers.
+"""Publishes vLLM's KV events for the tiers, which tell routers which blocks the tiers have gained
+and lost.
 
 A chunk is named by the block hash at its end, as vLLM's own offloading connector does. The other
-fields of a GPU cache event (tokens, parent block) are not kept, so that nothing has to be
-remembered per chunk; a listener knows them from the GPU cache's events.
+fields of a GPU cache event (tokens, parent block) are not kept, so no state is needed per chunk; a
+listener knows these fields from the GPU cache's events.
 
 Changes are published in order, a bounded number per step. Chunks found on a disk at start follow,
 if they still exist by then. So a listener that replays all events knows what the tiers hold. If too
@@ -60,7 +61,7 @@ class _ChangedKeys:
 class KvEvents:
     """Collects events on the scheduler's thread until vLLM takes them.
 
-    ``lost`` counts changes that were not published one by one.
+    ``lost`` counts changes that were dropped and replaced by publishing everything again.
     """
 
     def __init__(self, layout: ModelLayout, planner: Planner) -> None:
@@ -180,7 +181,7 @@ def _medium(tier: int) -> str:
 def _hash_function() -> Callable[[bytes], bytes | int]:
     """Return how vLLM publishes the hash in a key: as bytes, or as an integer made from its end.
 
-    Checked only once, because vLLM reads its environment for each hash.
+    The choice is made once, because vLLM's own check reads the environment for each hash.
     """
     if isinstance(maybe_convert_block_hash(BlockHash(bytes(32))), bytes):
         return lambda key: key[:-GROUP_BYTES]

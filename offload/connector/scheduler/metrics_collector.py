@@ -74,7 +74,7 @@ class StatsCollector:
         totals["wrong_values"] = scheduler.intake.wrong_values
         if scheduler.planner is not None:
             totals |= scheduler.planner.totals()
-        if scheduler.log.changes != self._log_changes:  # they rarely change
+        if scheduler.log.changes != self._log_changes:  # gauges rarely change
             self._log_changes = scheduler.log.changes
             totals |= scheduler.log.totals()
         return totals

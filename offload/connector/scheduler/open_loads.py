@@ -1,4 +1,4 @@
-"""Tracks loads that vLLM does not yet know to have ended. Their requests hold GPU blocks."""
+"""Tracks the loads whose end vLLM has not been notified of. Their requests hold GPU blocks."""
 
 from __future__ import annotations
 
@@ -37,8 +37,8 @@ class UnfinishedLoads:
         """True if this request, whose load has failed, must wait for others.
 
         It waits for requests whose loads were open when vLLM first looked it up again. Later loads
-        do not count, otherwise the request would wait as long as new requests arrive. ``now``
-        (monotonic seconds) limits the wait for loads that never end.
+        do not count: otherwise the request would wait as long as new requests kept arriving.
+        ``now`` (monotonic seconds) limits the wait for loads that never end.
         """
         last, until = self._behind.setdefault(request, (self._count, now + WAIT_S))
         oldest = next(iter(self._open.values()), self._count + 1)

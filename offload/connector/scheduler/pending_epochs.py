@@ -46,7 +46,7 @@ class _Attempt:
 
     @property
     def is_over(self) -> bool:
-        """True if waiting longer cannot help at present."""
+        """True if there is no point in waiting longer now."""
         return self.epoch is not None or bool(self.error)
 
 
@@ -116,9 +116,9 @@ class PendingEpochs:
         return found
 
     def withdraw(self) -> None:
-        """The weights have not changed: the epochs that ``take`` has not given out are not begun,
-        and the tiers keep theirs. Does not wait. If the process ends before the disk has the
-        old epoch again, or its disk fails, the next server begins with an empty tier."""
+        """Keep the current epochs, because the weights have not changed: cancel the epochs that
+        ``take`` has not returned. Does not wait. If the process ends before the old epoch is back
+        on the disk, or if the disk fails, the next server begins with an empty tier."""
         for tier, attempt in self._owed.items():
             attempt.is_withdrawn = True
             self._asked[tier].put(attempt)
@@ -140,11 +140,11 @@ class PendingEpochs:
                 self._try(tier, attempt)
 
     def _take_back(self, tier: int, attempt: _Attempt) -> None:
-        if attempt.epoch is None:  # it was not begun
+        if attempt.epoch is None:  # the new epoch was not begun
             return
         try:
             self._take_back_one(tier, attempt.epoch)
-        except Exception as error:  # whatever it is, the tier's content is lost to a restart only
+        except Exception as error:  # any error costs only the tier's content after a restart
             text = "kvtiers: tier %d will be empty after a restart: its epoch was not restored: %s"
             logger.warning(text, tier, error)
 
@@ -152,7 +152,7 @@ class PendingEpochs:
         while not (self._closed.is_set() or attempt.is_withdrawn):
             try:
                 epoch = self._begin_one(tier, partial(self._log, attempt, is_noted=True))
-            except Exception as error:  # after any error: the disk is not back yet
+            except Exception as error:  # any error means that the disk is not back yet
                 if not attempt.error:
                     logger.error("kvtiers: cannot begin an epoch of tier %d: %s", tier, error)
                 self._log(attempt, error=str(error) or repr(error))

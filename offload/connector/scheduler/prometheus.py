@@ -108,7 +108,7 @@ def started(
 ) -> Iterator[tuple[str, ...]]:
     """The labels under which a counter is published from the start, with the value 0.
 
-    To Prometheus, a series that begins with 1 has not grown: ``increase`` would be 0 after the
+    For Prometheus, a series that begins with 1 has not grown: ``increase`` would be 0 after the
     first fault. Gauges are left out, and so are hooks that are never called and queries that no
     tier receives.
     """

@@ -1,9 +1,10 @@
-"""Sends a span per request through vLLM's tracing: which tiers served its prompt, and why no more.
+"""Sends a span per request through vLLM's tracing. The span shows which tiers served the prompt and
+why they did not serve the rest.
 
 Only with ``--otlp-traces-endpoint``. vLLM makes its span ``llm_request`` in another process; this
 one, ``kv_cache``, has the same parent. It lasts from the moment when vLLM accepted the hit until
-its load has ended. vLLM's exporter has its own thread, so nothing waits here. The names are those
-proposed in vLLM's issue 53926, as far as it has some.
+its load has ended. vLLM's exporter has its own thread, so nothing waits here. Attribute names
+follow the proposal in vLLM's issue 53926 where it has one.
 """
 
 from __future__ import annotations

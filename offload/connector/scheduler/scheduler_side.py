@@ -1,7 +1,7 @@
 """The connector in vLLM's scheduler process: turns requests and block tables into plans.
 
 Runs on vLLM's scheduler thread, never waits, and owns all decision state. Until the workers have
-reported what they have (``attach``), every lookup is a miss.
+reported their tiers (``attach``), every lookup is a miss.
 """
 
 from __future__ import annotations
@@ -89,7 +89,7 @@ class SchedulerSide:
     def attach(
         self, planner: Planner, ranks: Sequence[RankState], neighbours: Sequence[str] = ()
     ) -> None:
-        """Start planning: the workers are ready. ``ranks`` is what each of them has opened.
+        """Start planning: the workers are ready. ``ranks`` has what each worker has opened.
 
         ``neighbours``: see ``offload.requests.miss_reasons.Explainer``.
         """
@@ -124,15 +124,15 @@ class SchedulerSide:
         self.log.close()
 
     def lookup(self, request: Request, computed_tokens: int) -> int | None:
-        """Return how many tokens beyond ``computed_tokens`` can be loaded now; ``None``: ask again
-        later.
+        """Return how many tokens beyond ``computed_tokens`` can be loaded now, or ``None`` if vLLM
+        must ask again later.
 
         Does not change the tiers.
 
-        A request whose load failed is computed. Until then vLLM reserves the blocks of its whole
-        prompt, even against the request itself, so a second load could wait forever. vLLM would
-        also not schedule the requests behind it, which hold the blocks of their finished loads. So
-        those requests run first.
+        A request whose load has failed is computed, after the requests behind it that hold the
+        blocks of their finished loads. Until a request is computed, vLLM reserves the blocks of its
+        whole prompt, even against the request itself, so a second load could wait forever. vLLM
+        would not schedule the requests behind it either.
         """
         self.on_new_request(request)
         state = self._states.get(request.request_id)
@@ -270,7 +270,7 @@ class SchedulerSide:
             state = self._states.get(request_id)
             if state is None:
                 continue
-            # Most requests of most steps decode inside a chunk, so there is nothing to do for them.
+            # Most requests decode inside a chunk in most steps, so there is nothing to do for them.
             request = self._requests[request_id]
             if not state.outcome.has_answered and self._clock.scheduled(request, now):
                 state.outcome.answer()
@@ -375,12 +375,12 @@ class SchedulerSide:
             self._digests.clear()
 
     def release(self) -> None:
-        """The weights are the same."""
+        """Resume lookups and stores: the weights are the same."""
         self._is_held = False
 
     def forget(self) -> None:
-        """The weights have changed: no chunk stored so far may be hit again, and nothing is written
-        to lower tiers before ``begin_epochs``."""
+        """Forget everything, because the weights have changed: no chunk stored so far may be hit
+        again, and nothing is written to lower tiers before ``begin_epochs``."""
         self._is_held = False
         self.adapters.forget()
         if self.planner is not None:

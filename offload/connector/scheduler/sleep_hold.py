@@ -1,13 +1,13 @@
 """Decides what a reset means to a server that can sleep.
 
-vLLM resets every cache before it sleeps, in the same way as after new weights. In the first case
-what the tiers hold stays right, in the second it must be forgotten. So a reset of such a server
-first only holds the tiers: nothing is looked up or stored. The next step that computes asks every
-worker whether its weights are those from before, and how often it slept. If they are, and each
-reset was that of a sleep, the tiers go on; otherwise they forget, as the reset demanded.
+vLLM resets every cache before it sleeps, in the same way as after new weights. After a sleep the
+content of the tiers is still valid; after new weights it must be forgotten. So a reset of such a
+server first suspends the tiers: nothing is looked up or stored. The next step that computes asks
+every worker whether its weights are unchanged, and how often it slept. If the weights are unchanged
+and every reset belonged to a sleep, the tiers resume with their content; otherwise they forget it.
 
-New epochs are begun at the reset all the same, so that a server that starts after this one was
-killed finds them; they are taken back if the weights were the same.
+New epochs are begun at the reset in either case, for a server that starts after this one was
+killed; they are taken back if the weights turn out to be the same.
 """
 
 from __future__ import annotations
@@ -20,25 +20,25 @@ class SleepHold:
 
     def __init__(self) -> None:
         self.question = 1
-        """Asked with every step that computes; 0: nothing. The first one has the workers note the
-        weights under which they begin to store."""
+        """The question sent with every step that computes; 0 for none. The first question makes the
+        workers note the weights under which they begin to store."""
         self._asked = 1
         self._resets = 0
 
     @property
     def is_holding(self) -> bool:
-        """True if a reset waits for its meaning."""
+        """True if it is unknown whether a reset belonged to a sleep."""
         return self._resets > 0
 
     def reset(self) -> None:
-        """vLLM has reset its caches."""
+        """Note that vLLM has reset its caches."""
         self._resets += 1
         self._asked += 1
         self.question = self._asked
 
     def answered(self, answer: WeightsAnswer, ranks: int) -> bool | None:
-        """Take in an answer. Returns whether the tiers may go on; ``None`` if nothing waits for
-        this answer."""
+        """Process an answer. Returns whether the tiers can keep their content; ``None`` if no reset
+        waits for this answer."""
         if answer.question != self.question:
             return None
         self.question = 0

@@ -27,8 +27,8 @@ if TYPE_CHECKING:
 class StoreProgress:
     """Tracks how far each request is computed and plans stores of its complete chunks.
 
-    ``planned_at`` is when the last store was planned (monotonic seconds). ``digests`` receives the
-    recurrent states that are handed over, if verification is on.
+    ``planned_at`` is the time at which the last store was planned (monotonic seconds). ``digests``
+    receives the recurrent states that are handed over, if verification is on.
     """
 
     def __init__(
@@ -116,7 +116,7 @@ class StoreProgress:
                 self._planner.stores.plan(batch)
 
     def _ready_at(self, state: RequestState) -> int:
-        """The end of the first chunk that is not stored, in tokens. Recurrent states do not count,
+        """The end, in tokens, of the first chunk that is not stored. Recurrent states do not count,
         because vLLM hands them over at their boundary."""
         next_chunk = state.stores.next_chunk
         ends = [(next_chunk[at] + 1) * tokens for at, tokens in self._chunk_tokens]

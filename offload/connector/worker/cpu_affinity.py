@@ -2,9 +2,9 @@
 
 vLLM's CPU platform binds the OpenMP threads of a worker to cores and leaves other cores free, one
 of them for connectors. GNU's and Intel's OpenMP bind the main thread to the first of these cores,
-and threads that it starts inherit that. Without this module, all of this project's threads would
-share the core of the model's first thread, for which all others wait at the end of every loop. See
-docs/decisions/0072.
+and the threads that it starts inherit this binding. Without this module, all of this project's
+threads would share the core of the model's first thread, for which all others wait at the end of
+every loop. See docs/decisions/0072.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ BINDING = ("GOMP_CPU_AFFINITY", "KMP_AFFINITY", "OMP_PROC_BIND", "OMP_PLACES")
 def threads_unbound() -> Iterator[None]:
     """Inside the context, let new threads run wherever this worker's parent process may run.
 
-    Does nothing unless OpenMP binds threads in a process that ``multiprocessing`` started: the user
-    has set any other mask on purpose.
+    Does nothing unless OpenMP binds threads in a process that ``multiprocessing`` started, because
+    the user has set any other mask on purpose.
     """
     own = wide = frozenset[int]()
     parent = multiprocessing.parent_process()

@@ -11,8 +11,8 @@ logger = logging.getLogger(__name__)
 
 
 class WeightsWatch:
-    """Belongs to the model runner's thread. ``digest`` is of the weights at the time of the call;
-    ``None``: they cannot be digested, and count as changed."""
+    """Belongs to the model runner's thread. ``digest`` returns a digest of the current weights, or
+    ``None`` if they cannot be digested; they then count as changed."""
 
     def __init__(self, digest: Callable[[], bytes | None]) -> None:
         self._digest = digest
@@ -21,15 +21,15 @@ class WeightsWatch:
         self._answered = 0
 
     def begin(self) -> None:
-        """The weights are loaded."""
+        """Note that the weights are loaded."""
         self._known = self._ask()
 
     def fell_asleep(self) -> None:
-        """This worker's memory is about to be unmapped."""
+        """Note that this worker's memory is about to be unmapped."""
         self._sleeps += 1
 
     def answer(self, question: int) -> WeightsAnswer | None:
-        """Answer a question of the scheduler's, once. Call it while the step runs that asks: its
+        """Answer a question of the scheduler, once. Call this during the step that asks: its
         forward pass uses the weights that are digested here."""
         if not question or question == self._answered:
             return None
@@ -42,6 +42,6 @@ class WeightsWatch:
     def _ask(self) -> bytes | None:
         try:
             return self._digest()
-        except Exception as error:  # unknown weights are other weights
+        except Exception as error:  # unknown weights count as changed
             logger.warning("kvtiers: the weights in memory cannot be digested: %r", error)
             return None

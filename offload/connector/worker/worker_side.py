@@ -37,11 +37,12 @@ logger = logging.getLogger(__name__)
 OPEN_TIMEOUT_S = 120.0
 CLOSE_TIMEOUT_S = 3.0
 SLEEP_TIMEOUT_S = 30.0
-"""The longest that falling asleep waits for copies under way. One takes milliseconds."""
+"""Maximum time that falling asleep waits for copies in progress. A copy takes milliseconds."""
 HOOKS_PERIOD_S = 1.0
 IDLE_WAIT_S = 0.001
-"""While an idle engine has work in flight, it steps without pause. Waiting a millisecond for a
-result leaves the core to the copies and the disk. A new request waits at most this long."""
+"""While an idle engine has work in flight, it steps without pause. Waiting a millisecond per step
+for a result leaves the core free for copies and the disk, and delays a new request by at most this
+time."""
 
 
 class WorkerSide:
@@ -179,7 +180,7 @@ class WorkerSide:
         """Let the fenced stores finish reading before anything is overwritten.
 
         If the fence comes too late, these stores may have read the new content. They then fail,
-        unless ``drain`` has already reported them as finished, which was before this step began.
+        unless ``drain`` reported them as finished before this step began.
         """
         if plan.fence and self._executor is not None:
             try:
@@ -200,14 +201,14 @@ class WorkerSide:
 
     def fall_asleep(self) -> bool:
         """Keep every copy away from the KV cache from now on, because vLLM is about to unmap it.
-        Returns whether it was awake. Raises ``TransferError`` if a copy cannot be ended."""
+        Returns whether this side was awake. Raises ``TransferError`` if a copy does not end."""
         if self._executor is None or self._executor.sleep.reason:
             return False
         self._executor.sleep.begin(SLEEP_TIMEOUT_S)
         return True
 
     def wake_up(self) -> None:
-        """The KV cache is mapped again, at its old addresses."""
+        """Resume copies: the KV cache is mapped again, at its old addresses."""
         if self._executor is not None:
             self._executor.sleep.end()
 
