@@ -114,7 +114,7 @@ class Simulated:
 
 
 def capacity_blocks(model: ModelSize, machine: Machine, block_tokens: int) -> tuple[int, int]:
-    """How many of the trace's blocks fit into the CPU tier and onto the disk."""
+    """The numbers of the trace's blocks that fit into the CPU tier and onto the disk."""
     cpu, disk = _tokens(model, machine)
     return cpu // block_tokens, disk // block_tokens
 

@@ -153,9 +153,9 @@ class RankTier:
 
 @dataclass(frozen=True, eq=False)
 class RankState:
-    """What a rank opened before the first step.
+    """The tiers that a rank opened before the first step.
 
-    This is its part of the CPU tier (``slots`` slots of ``slot_bytes`` each, from ``first_slot``
+    These are its part of the CPU tier (``slots`` slots of ``slot_bytes`` each, from ``first_slot``
     on) and its lower tiers. The first ``usable`` slots may be used at once (``None``: all of them);
     later reports announce the others. ``copy_ways`` are its engine's ways of copying.
     """

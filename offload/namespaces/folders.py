@@ -96,7 +96,7 @@ class ClaimedFolder:
 
 @dataclass(frozen=True, slots=True)
 class OnDamage:
-    """What to do with a folder that cannot be trusted: move it aside and pass one line about it to
+    """The action for a folder that cannot be trusted: move it aside and pass one line about it to
     ``note``; or, if ``is_strict``, leave it and raise ``NamespaceError``."""
 
     note: Callable[[str], None] = _warn

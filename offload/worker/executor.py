@@ -45,8 +45,7 @@ logger = logging.getLogger(__name__)
 
 
 STALL_S = 5.0
-"""Time after its deadline at which a load is given up without the loop, which is presumably
-blocked."""
+"""A load is given up this long after its deadline even if the loop does not run."""
 
 
 class Executor:
@@ -145,8 +144,7 @@ class Executor:
             sources = self._fences.add(plan.stores)
             after = self._engine.record_event()
             self._loop.call_soon_threadsafe(self.accept, plan, sources, loads, after)
-        except Exception as error:
-            # catch any error, because the plan's jobs must still be answered
+        except Exception as error:  # the plan's jobs must still be answered
             self._fences.remove(store.job for store in plan.stores)
             self._degrade(f"a plan could not be posted: {error!r}")
             self._refuse(Unanswered(plan))
@@ -366,8 +364,7 @@ class Executor:
         Call this on the loop.
         """
         assert self._loop is not None
-        # scheduled after the plan that contains the load
-        self._loop.call_soon(self._lane.leave, request)
+        self._loop.call_soon(self._lane.leave, request)  # after the plan that contains the load
 
     def _load_ended(self, load: LoadTask, task: asyncio.Future[None]) -> None:
         """End a load whose task was cancelled or has failed.
@@ -405,8 +402,7 @@ class Executor:
             self._answer(task.job, await body)
             return
         result = await body
-        # Answer the job first: a caller that sees the end of the request must find the job's
-        # result.
+        # First the job: a caller that sees the end of the request must find the job's result.
         self._answer(task.job, result)
         self._end_load(task.job, is_ok=not (result.failed or result.bad))
 
@@ -499,7 +495,6 @@ class Executor:
 
 
 def _reads_nothing(source: Reading) -> None:
-    """Mark a store that will never begin as having read its blocks, so that no fence waits for
-    it."""
+    """Mark a store that will never begin as having read its blocks: no fence must wait for it."""
     if source.set_running_or_notify_cancel():
         source.set_result(None)

@@ -87,7 +87,7 @@ class Fences:
         """Wait until these stores have read their blocks, for at most ``timeout_s`` seconds in all.
 
         Returns the number of stores that have not; these are poisoned. Does not wait again for a
-        store that is already poisoned. If a store that an earlier step waited for in vain still
+        store that is already poisoned. If a store that an earlier step gave up on still
         hangs, does not wait for other stores either, because copies run one after the other.
         """
         deadline = time.monotonic() + timeout_s

@@ -1,5 +1,4 @@
-"""Owns the comparison between the parts of vLLM that this package uses and the parts that a version
-of vLLM has.
+"""Owns the comparison of the parts of vLLM that this package uses with what a version has.
 
 Must not know requests, blocks or tiers; it reads source text and does not import vLLM.
 
