@@ -95,5 +95,5 @@ def test_recurrent_states_of_other_ranks_are_refused(tmp_path: Path) -> None:
     translate = connector(path, "translate", "512MiB")
     with pytest.raises(EngineError) as error:
         Engine(folder, log=tmp_path / "one.log", connector=translate, **options)
-    assert_refused(str(error.value), "parallel.tensor is 2 stored, 1 now: layer")
+    assert_refused(str(error.value), "parallel.tensor was 2 when stored and is 1 now: layer")
     assert "--tensor-parallel-size 2" in str(error.value)

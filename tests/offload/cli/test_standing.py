@@ -252,8 +252,8 @@ async def test_records_of_replaced_weights_are_not_damage(tmp_path: Path, kind: 
         found = result.json["stores" if command == "verify" else "namespaces"][0]
         [store] = [found] if command == "verify" else found["stores"]
         assert (result.code, store["standing"], store["problem"]) == (0, "stale", "")
-        assert "none of them will be used" in store["remark"]
-        assert "none of them will be used" in kvtiers(command, tmp_path).out
+        assert "none of its records will be used" in store["remark"]
+        assert "none of its records will be used" in kvtiers(command, tmp_path).out
     assert await start(tmp_path, type=kind, **_strict(kind)) is not None
     assert kvtiers("verify", tmp_path, "--json").json["stores"][0]["standing"] == "whole"
 

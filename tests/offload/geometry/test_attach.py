@@ -56,7 +56,7 @@ async def test_the_choices_of_the_option(tmp_path: Path) -> None:
     assert str(error.value) == (
         f"kvtiers: $.tiers[0]: {tmp_path}/kv holds blocks of this model that this engine must not "
         f"read:\n  namespace {namespace_of(2).name}:\n"
-        '    parallel.tensor is 2 stored, 1 now: "geometry" is "refuse"\n'
+        '    parallel.tensor was 2 when stored and is 1 now: "geometry" is "refuse"\n'
         'Use another path, start with the same flags, or set "geometry": "own" to keep blocks of '
         "both side by side."
     )
@@ -70,16 +70,19 @@ STATES = geometry_of(1, 0, OWN)
     [
         (
             {"parallel": {"tensor": 1, "pipeline": 2}},
-            "    parallel.pipeline is 1 stored, 2 now: only tensor parallel ranks are translated\n",
+            "    parallel.pipeline was 1 when stored and is 2 now: only tensor parallel "
+            "ranks are translated\n",
         ),
         (
             {"geometry": {"hash_block_size": 16, "groups": []}},
-            "    geometry.hash_block_size is 32 stored, 16 now: keys are hashes of other ranges "
+            "    geometry.hash_block_size was 32 when stored and is 16 now: keys are "
+            "hashes of other ranges "
             "of the prompt\n",
         ),
         (
             {"geometry": {"hash_block_size": 32, "groups": [{"head_size": 64}]}},
-            "    geometry.groups[0].head_size is 32 stored, 64 now: another kind of KV cache\n",
+            "    geometry.groups[0].head_size was 32 when stored and is 64 now: another "
+            "kind of KV cache\n",
         ),
     ],
 )
@@ -103,7 +106,8 @@ async def test_states_are_refused_and_nothing_is_created(tmp_path: Path) -> None
     with pytest.raises(NamespaceError) as error:
         places(tmp_path / "kv", 1, how="translate", geometry=STATES, capacity="640MiB").specs()
     assert (
-        "    parallel.tensor is 2 stored, 1 now: layer layer.0 (CPU_ATTN) cannot be split over "
+        "    parallel.tensor was 2 when stored and is 1 now: layer layer.0 (CPU_ATTN) "
+        "cannot be split over "
         "other ranks\n    (it was written with --tensor-parallel-size 2)\n" in str(error.value)
     )
     assert sorted(path.name for path in (tmp_path / "kv").iterdir()) == before

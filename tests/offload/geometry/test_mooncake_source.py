@@ -168,7 +168,8 @@ async def test_a_hybrid_of_other_ranks_is_refused(master: Master, model: str) ->
         f"kvtiers: $.tiers[0]: the Mooncake store at {master.address} holds blocks of this model "
         f"that this engine must not read:\n"
         f"  namespace {namespace_of(2, model={'name': model}).name}:\n"
-        "    parallel.tensor is 2 stored, 1 now: layer layer.0 (CPU_ATTN) cannot be split over "
+        "    parallel.tensor was 2 when stored and is 1 now: layer layer.0 (CPU_ATTN) "
+        "cannot be split over "
         "other ranks\n"
         "    (it was written with --tensor-parallel-size 2)\n"
         'Use another store, start with the same flags, or set "geometry": "own" to keep blocks of '
@@ -188,7 +189,7 @@ async def test_an_engine_that_has_not_run_for_days_causes_no_refusal(
         pass
     with pytest.raises(NamespaceError, match="cannot be split"):
         store_specs(master, 1, 0, "translate", **states)
-    with pytest.raises(NamespaceError, match="is 2 stored, 1 now"):
+    with pytest.raises(NamespaceError, match="was 2 when stored and is 1 now"):
         store_specs(master, 1, 0, "translate", model=model)
     day = mooncake_board.today() + 2
     monkeypatch.setattr(mooncake_board, "today", lambda: day)
@@ -203,7 +204,7 @@ async def test_the_choices_of_the_option(
 ) -> None:
     async with engine(master, 2, model=model):
         with pytest.raises(
-            NamespaceError, match=r'parallel\.tensor is 2 stored, 1 now: "geometry"'
+            NamespaceError, match=r'parallel\.tensor was 2 when stored and is 1 now: "geometry"'
         ):
             store_specs(master, 1, how="refuse", model=model)
         store_specs(master, 2, how="refuse", model=model)
@@ -244,7 +245,7 @@ async def test_engines_that_appear_later_are_read_or_logged(
                     look_now(tier)
             assert await read(tier, KEYS[1], 1) is ReadOutcome.OK
     [told] = [line for line in caplog.messages if "must not read" in line]
-    assert "parallel.tensor is 4 stored, 1 now" in told or "groups[0].split" in told
+    assert "parallel.tensor was 4 when stored and is 1 now" in told or "groups[0].split" in told
 
 
 @quick

@@ -280,7 +280,8 @@ def test_seed_case_4_ratios_34_and_66_of_single_blocks_are_refused() -> None:
         for cut in (Cut(1, 34, 16), Cut(1, 66, 16))
     ]
     assert [str(found) for found in obstacles(*sides)] == [
-        "groups[0].chunk_tokens is 544 (1 blocks of 544) stored, 1056 (1 blocks of 1056) now: "
+        "groups[0].chunk_tokens was 544 (1 blocks of 544) when stored and is 1056 (1 "
+        "blocks of 1056) now: "
         "chunks end at other tokens"
     ]
 
@@ -296,8 +297,8 @@ def test_seed_case_4_ends_that_would_have_to_be_trimmed_are_refused(
         sides.append(example(LATENT, heads=1, ranks=(1, 1), cuts=(cut, cut)).geometry(0, 0))
     [found] = obstacles(*sides)
     assert str(found) == (
-        f"groups[0].chunk_tokens is {there[0] * there[1]} ({there[0]} blocks of {there[1]}) stored,"
-        f" {here[0] * here[1]} ({here[0]} blocks of {here[1]}) now: chunks end at other tokens"
+        f"groups[0].chunk_tokens was {there[0] * there[1]} ({there[0]} blocks of {there[1]}) when stored"
+        f" and is {here[0] * here[1]} ({here[0]} blocks of {here[1]}) now: chunks end at other tokens"
     )
     assert found.flags == f'--block-size {there[1]} and "chunk_blocks": {there[0]}'
 
@@ -306,7 +307,8 @@ def test_states_are_never_split() -> None:
     one, two = (example(STATE, heads=1, ranks=(n, n)).geometry(0, 0) for n in (1, 2))
     assert obstacles(two, two) == []
     assert [str(found) for found in obstacles(two, one)] == [
-        "parallel.tensor is 2 stored, 1 now: layer layer.0 (mamba) cannot be split over other ranks"
+        "parallel.tensor was 2 when stored and is 1 now: layer layer.0 (mamba) cannot be "
+        "split over other ranks"
     ]
 
 
@@ -341,54 +343,67 @@ REFUSED: dict[str, tuple[Case, Change, str]] = {
     "heads": (
         example(),
         in_layer(heads=3),
-        "groups[0].heads is 2 on each of 2 ranks stored, 3 on each of 1 now",
+        "groups[0].heads was 2 on each of 2 ranks when stored and is 3 on each of 1 now",
     ),
     "replicas of more than one head": (
         example(ranks=(1, 2)),
         in_layer(heads=4),
-        "groups[0].heads is 4 on each of 1 ranks stored, 4 on each of 2 now",
+        "groups[0].heads was 4 on each of 1 ranks when stored and is 4 on each of 2 now",
     ),
-    "head size": (example(), in_layer(unit_bytes=4), "groups[0].head_bytes is 2 stored, 4 now"),
+    "head size": (
+        example(),
+        in_layer(unit_bytes=4),
+        "groups[0].head_bytes was 2 when stored and is 4 now",
+    ),
     "replicas of an odd number of ranks": (
         example(heads=2, ranks=(2, 2)),
         lambda geometry: replace(geometry, ranks=3),
-        "groups[0].heads is 1 on each of 2 ranks stored, 1 on each of 3 now",
+        "groups[0].heads was 1 on each of 2 ranks when stored and is 1 on each of 3 now",
     ),
     "state of another size": (
         example(STATE, heads=1, ranks=(1, 1)),
         in_layer(unit_bytes=5),
-        "groups[0].page_bytes is 4 stored, 5 now",
+        "groups[0].page_bytes was 4 when stored and is 5 now",
     ),
     "state of other tokens": (
         example(STATE, heads=1, ranks=(1, 1)),
         lambda geometry: replace(
             geometry, groups=(replace(geometry.groups[0], block_tokens=4, chunk_blocks=2),)
         ),
-        "groups[0].block_size is 8 stored, 4 now",
+        "groups[0].block_size was 8 when stored and is 4 now",
     ),
-    "kernel": (example(), in_layer(form="other"), "groups[0].form is rows stored, other now"),
-    "split": (example(), in_layer(split=COPIES), "groups[0].split is heads stored, copies now"),
+    "kernel": (
+        example(),
+        in_layer(form="other"),
+        "groups[0].form was rows when stored and is other now",
+    ),
+    "split": (
+        example(),
+        in_layer(split=COPIES),
+        "groups[0].split was heads when stored and is copies now",
+    ),
     "names": (
         example(),
         in_layer(layer="layer.9"),
-        "groups[0].layers is 1 stored, 1 now: only one side has ['layer.0', 'layer.9']",
+        "groups[0].layers was 1 when stored and is 1 now: only one side has ['layer.0', 'layer.9']",
     ),
     "kernel block": (
         example(TILES, ranks=(1, 1)),
         in_layer(kernel_tokens=8, kernel_blocks=1),
-        "groups[0].kernel_block_size is 4 stored, 8 now: how tiles orders the tokens",
+        "groups[0].kernel_block_size was 4 when stored and is 8 now: the order of tokens "
+        "in a kernel block of tiles is unknown",
     ),
     "groups": (
         example(),
         lambda geometry: replace(geometry, groups=()),
-        "groups is [0] stored, [] now",
+        "groups was [0] when stored and is [] now",
     ),
     "spec": (
         example(),
         lambda geometry: replace(
             geometry, groups=(replace(geometry.groups[0], spec="sliding_window"),)
         ),
-        "groups[0].spec is full_attention stored, sliding_window now",
+        "groups[0].spec was full_attention when stored and is sliding_window now",
     ),
 }
 
