@@ -298,7 +298,8 @@ def test_seed_case_4_ends_that_would_have_to_be_trimmed_are_refused(
     [found] = obstacles(*sides)
     assert str(found) == (
         f"groups[0].chunk_tokens was {there[0] * there[1]} ({there[0]} blocks of {there[1]})"
-        f" when stored and is {here[0] * here[1]} ({here[0]} blocks of {here[1]}) now: chunks end at other tokens"
+        f" when stored and is {here[0] * here[1]} ({here[0]} blocks of {here[1]}) now"
+        ": chunks end at other tokens"
     )
     assert found.flags == f'--block-size {there[1]} and "chunk_blocks": {there[0]}'
 
