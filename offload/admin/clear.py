@@ -102,7 +102,11 @@ def _find(removal: Removal, wanted: RemovalFilter) -> bool:
         return not wanted.before_ns or last_used_s * 1e9 < wanted.before_ns
 
     if wanted.set_aside and not namespace.is_aside:
-        sizes = {path: usage(path) for store in namespace.stores for path in store.aside()}
+        sizes = {
+            path: usage(path)
+            for rank_folder in namespace.rank_folders
+            for path in rank_folder.aside()
+        }
         removal.aside = [path for path, (_, last_used_s) in sizes.items() if is_unused(last_used_s)]
         removal.size_bytes = sum(sizes[path][0] for path in removal.aside)
         removal.owners = []  # no server looks at it again
@@ -115,10 +119,10 @@ def _find(removal: Removal, wanted: RemovalFilter) -> bool:
 def _find_old(removal: Removal, before_ns: int) -> bool:
     """Note the records whose last use is older than requested; return whether there are any."""
     removal.size_bytes = 0
-    for store in removal.namespace.stores:
-        if store.kind == "empty":
+    for rank_folder in removal.namespace.rank_folders:
+        if rank_folder.kind == "empty":
             continue
-        outside = store.open()
+        outside = rank_folder.open()
         try:
             sizes = [
                 record.stored_bytes
@@ -129,7 +133,7 @@ def _find_old(removal: Removal, before_ns: int) -> bool:
         finally:
             outside.close()
         if sizes:
-            removal.old[store] = len(sizes)
+            removal.old[rank_folder] = len(sizes)
             removal.size_bytes += sum(sizes)
     return bool(removal.old)
 
@@ -167,6 +171,6 @@ def _remove(removal: Removal, before_ns: int) -> bool:
     if removal.is_whole:
         prepare(namespace.folder.parent, allow_network=True)
         return remove_namespace(namespace.folder.parent, namespace.name)
-    for store in removal.old:
-        removal.old[store] = remove_unused(store, before_ns)
+    for rank_folder in removal.old:
+        removal.old[rank_folder] = remove_unused(rank_folder, before_ns)
     return True

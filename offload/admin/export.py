@@ -99,7 +99,7 @@ class Exported:
 
 def export_namespace(
     namespace: NamespaceFolder,
-    stores: Sequence[tuple[RankFolder, OfflineFolder]],
+    rank_folders: Sequence[tuple[RankFolder, OfflineFolder]],
     file: IO[bytes],
     *,
     has_key: bool,
@@ -116,25 +116,25 @@ def export_namespace(
     )
     found = [
         _export_folder(one, outside, file, Checker(outside, has_key=has_key), rate_limit, advance)
-        for one, outside in stores
+        for one, outside in rank_folders
     ]
     write_about(file, "E", {"records": sum(one.records for one in found)})
     return found
 
 
 def _export_folder(
-    store: RankFolder,
+    rank_folder: RankFolder,
     outside: OfflineFolder,
     file: IO[bytes],
     checker: Checker,
     rate_limit: RateLimit,
     advance: Callable[[int], None],
 ) -> Exported:
-    counts = Exported(store.replica, store.rank)
+    counts = Exported(rank_folder.replica, rank_folder.rank)
     epoch = outside.epoch
     found = [(r.use_ns, r.key, r.payload_bytes) for batch in outside.batches() for r in batch]
     record_bytes = min((size for _, _, size in found), default=0)
-    write_about(file, "S", _about(store, outside, record_bytes))
+    write_about(file, "S", _about(rank_folder, outside, record_bytes))
     order = sorted((use_ns, key) for use_ns, key, _ in found)
     for use_ns, key in order:
         record = outside.find(key)
@@ -144,7 +144,7 @@ def _export_folder(
         rate_limit.spend(record.stored_bytes)
         health, payload = checker.check(record)
         if outside.epoch != epoch:
-            raise NamespaceError(f"{store.folder} was reset while it was exported")
+            raise NamespaceError(f"{rank_folder.folder} was reset while it was exported")
         if health is RecordHealth.GOOD:
             write_record(file, Record(key, use_ns, payload))
             counts.records += 1
@@ -156,12 +156,12 @@ def _export_folder(
     return counts
 
 
-def _about(store: RankFolder, outside: OfflineFolder, record_bytes: int) -> dict[str, Any]:
+def _about(rank_folder: RankFolder, outside: OfflineFolder, record_bytes: int) -> dict[str, Any]:
     """Describe one rank's records for the import. ``record_bytes`` is the smallest payload."""
     owner = outside.owner
     return {
-        "replica": store.replica,
-        "rank": store.rank,
+        "replica": rank_folder.replica,
+        "rank": rank_folder.rank,
         "kind": outside.kind,
         "epoch": outside.epoch,
         "records_of": owner.namespace.hex() if owner else "",

@@ -144,9 +144,11 @@ class Import:
         replica, rank = about["replica"], about["rank"]
         result = Imported(replica, rank)
         replica_dir = replica_folder(self._target.root, self.namespace, replica)
-        if not replica_dir.exists():  # check before creating any folder
-            store = RankFolder(replica_dir / f"rank-{rank}", self.namespace.name, replica, rank)
-            result.refused = _Maker(store, about, self._target, about["epoch"]).problem
+        if not replica_dir.exists():  # check before any folder is made
+            rank_folder = RankFolder(
+                replica_dir / f"rank-{rank}", self.namespace.name, replica, rank
+            )
+            result.refused = _Maker(rank_folder, about, self._target, about["epoch"]).problem
         if result.refused:
             result.left = sum(1 for _record in self._records(result))
             return result
@@ -161,8 +163,8 @@ class Import:
             on_damage=LEAVE_AS_IS,
         )
         with claimed:
-            store = RankFolder(claimed.folder, self.namespace.name, replica, rank)
-            maker = _Maker(store, about, self._target, claimed.epoch)
+            rank_folder = RankFolder(claimed.folder, self.namespace.name, replica, rank)
+            maker = _Maker(rank_folder, about, self._target, claimed.epoch)
             result.refused = maker.problem
             records = self._records(result)
             if not maker.problem:
@@ -198,24 +200,26 @@ class _Maker:
     """
 
     def __init__(
-        self, store: RankFolder, about: dict[str, Any], target: Target, epoch: int
+        self, rank_folder: RankFolder, about: dict[str, Any], target: Target, epoch: int
     ) -> None:
-        self._store, self._about, self._target = store, about, target
+        self._rank_folder, self._about, self._target = rank_folder, about, target
         self._known_bytes = 0
         self._record_bytes = min(about["record_bytes"] or RECORD_BYTES, RECORD_BYTES)
         self._epoch = epoch
         self._records_of = bytes.fromhex(about["records_of"])
-        self.kind = target.kind or (store.kind if store.kind != "empty" else about["kind"])
-        self.problem = self._look() if store.kind != "empty" else ""
+        self.kind = target.kind or (
+            rank_folder.kind if rank_folder.kind != "empty" else about["kind"]
+        )
+        self.problem = self._look() if rank_folder.kind != "empty" else ""
         self.capacity_bytes = target.capacity_bytes or self._known_bytes
         self.problem = self.problem or self._check()
 
     def _look(self) -> str:
         """Read the state of the folder; returns the reason why it must not be opened, if there is
         one."""
-        if self.kind != self._store.kind:
-            return f"the store there is of type {self._store.kind}, not {self.kind}"
-        outside = self._store.open()
+        if self.kind != self._rank_folder.kind:
+            return f"the folder there is of type {self._rank_folder.kind}, not {self.kind}"
+        outside = self._rank_folder.open()
         try:
             self._known_bytes = outside.capacity_bytes
             self._epoch = max(self._epoch, outside.epoch)
@@ -237,7 +241,7 @@ class _Maker:
         epoch = self._about["epoch"]
         if epoch != self._epoch:
             return (
-                f"its records are of epoch {epoch}, the store is at {self._epoch}: a reset in "
+                f"its records are of epoch {epoch}, the folder is at {self._epoch}: a reset in "
                 "between made the older ones invalid"
             )
         if not self.capacity_bytes:
@@ -248,15 +252,15 @@ class _Maker:
             )
         if self.kind == "lmdb" and self.capacity_bytes < self._known_bytes:
             return (
-                f"--capacity is below the {self._known_bytes} bytes with which the store was "
-                f"created, and would drop records"
+                f"--capacity is below the {self._known_bytes} bytes with which the folder was "
+                "made, and would drop records"
             )
         if self.kind == "lmdb":
             limits = Limits(self.capacity_bytes, self._record_bytes)
             try:
                 payload_capacity_bytes(self.capacity_bytes, self._record_bytes)
                 index = index_bytes(limits, RECORD_INDEX_BYTES)
-                check_space(self._store.folder / DATA_NAME, index)
+                check_space(self._rank_folder.folder / DATA_NAME, index)
             except OSError as error:
                 return f"--capacity: {error.strerror}"
             except ValueError as error:
@@ -266,13 +270,13 @@ class _Maker:
     def make(self) -> Tier:
         who: dict[str, Any] = {
             "namespace": self._records_of,
-            "rank": self._store.rank,
+            "rank": self._rank_folder.rank,
             "epoch": self._epoch,
         }
         if self.kind == "file":
-            return FileTier(self._store.folder, self.capacity_bytes, **who)
+            return FileTier(self._rank_folder.folder, self.capacity_bytes, **who)
         return LmdbTier(
-            self._store.folder,
+            self._rank_folder.folder,
             self.capacity_bytes,
             record_bytes=self._record_bytes,
             key_file=self._target.key_file,

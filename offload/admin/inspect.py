@@ -67,7 +67,7 @@ class NamespaceSummary:
     disk_bytes: int
     last_used_s: float
     owners: list[Owner]
-    stores: list[RankSummary]
+    ranks: list[RankSummary]
     differs: list[tuple[str, str, str]] = field(default_factory=list)
 
 
@@ -79,7 +79,7 @@ def summarise(
     found = []
     for namespace in namespaces:
         disk_bytes, last_used = usage(namespace.folder)
-        stores = [summarise_folder(store, advance) for store in namespace.stores]
+        ranks = [summarise_folder(one, advance) for one in namespace.rank_folders]
         found.append(
             NamespaceSummary(
                 namespace.name,
@@ -88,7 +88,7 @@ def summarise(
                 disk_bytes,
                 last_used,
                 namespace.owners(),
-                stores,
+                ranks,
             )
         )
     known = [at for at, namespace in enumerate(namespaces) if namespace.fields]
@@ -109,21 +109,21 @@ def _cut(value: Any) -> str:
     return text if len(text) <= 60 else f"{text[:57]}..."
 
 
-def summarise_folder(store: RankFolder, advance: Callable[[int], None]) -> RankSummary:
-    """Walk over one store. Read errors are described in ``problem``."""
-    found = RankSummary(store.replica, store.rank, store.kind)
-    found.aside_bytes = sum(usage(path)[0] for path in store.aside())
-    owner = store.owner()
+def summarise_folder(rank_folder: RankFolder, advance: Callable[[int], None]) -> RankSummary:
+    """Walk over one rank's folder. Read errors are described in ``problem``."""
+    found = RankSummary(rank_folder.replica, rank_folder.rank, rank_folder.kind)
+    found.aside_bytes = sum(usage(path)[0] for path in rank_folder.aside())
+    owner = rank_folder.owner()
     if owner is not None:
         found.owner_pid, found.owner_engine = owner.pid, owner.engine
     try:
-        verdict, outside = store.look()
+        verdict, outside = rank_folder.look()
         found.standing = verdict.standing.value
         found.problem, found.remark = verdict.problem, verdict.remark
         if outside is not None:
             _walk(outside, found, advance)
     except FolderChangedError as error:
-        found.problem = found.problem or f"{error} while the store was read"
+        found.problem = found.problem or f"{error} while the folder was read"
     except (OSError, TierError) as error:
         found.problem = found.problem or str(error)
     return found
@@ -164,5 +164,8 @@ def _age(use_ns: int, now_ns: int) -> str:
 
 
 def to_json(namespaces: list[NamespaceSummary]) -> list[dict[str, Any]]:
-    """Plain values."""
-    return [asdict(namespace) for namespace in namespaces]
+    """Plain values. The ranks are under ``stores``, which is part of the command's interface."""
+    return [
+        {"stores" if name == "ranks" else name: value for name, value in asdict(one).items()}
+        for one in namespaces
+    ]

@@ -27,61 +27,63 @@ KEYS_PER_LOCK = 20_000
 class RankFolderInUseError(Exception):
     """A live process uses the rank folder."""
 
-    def __init__(self, store: RankFolder, owner: Owner) -> None:
+    def __init__(self, rank_folder: RankFolder, owner: Owner) -> None:
         self.owner = owner
-        super().__init__(f"{store.folder} is in use by pid {owner.pid} {owner.engine}".rstrip())
+        super().__init__(
+            f"{rank_folder.folder} is in use by pid {owner.pid} {owner.engine}".rstrip()
+        )
 
 
 @contextlib.contextmanager
-def alone_with(store: RankFolder) -> Iterator[None]:
+def alone_with(rank_folder: RankFolder) -> Iterator[None]:
     """Keep others from opening a rank folder until the end. Raises ``RankFolderInUseError``,
     ``TierError``, ``TierUnavailableError`` or ``OSError``."""
-    prepare(store.folder, allow_network=True)
+    prepare(rank_folder.folder, allow_network=True)
     with contextlib.ExitStack() as undo:
-        if store.namespace:
-            undo.enter_context(locked(root_of(store)))
-        owner = store.owner()
+        if rank_folder.namespace:
+            undo.enter_context(locked(root_of(rank_folder)))
+        owner = rank_folder.owner()
         if owner is not None:
-            raise RankFolderInUseError(store, owner)
-        undo.callback(OwnerLock(store.folder).release)
+            raise RankFolderInUseError(rank_folder, owner)
+        undo.callback(OwnerLock(rank_folder.folder).release)
         yield
 
 
-def root_of(store: RankFolder) -> Path:
+def root_of(rank_folder: RankFolder) -> Path:
     """The path of the tier to which a rank folder with a namespace belongs."""
-    return store.folder.parents[2]
+    return rank_folder.folder.parents[2]
 
 
-def remove_damaged(store: RankFolder, damaged: Sequence[Found], key_file: str) -> int:
+def remove_damaged(rank_folder: RankFolder, damaged: Sequence[Found], key_file: str) -> int:
     """Check these records again while no other process can use the folder, and remove those that
     are still damaged.
 
     Returns their number. Raises the errors of ``alone_with``.
     """
-    with alone_with(store):
-        outside = _open_alone(store, key_file)
+    with alone_with(rank_folder):
+        outside = _open_alone(rank_folder, key_file)
         try:
             checker = Checker(outside, has_key=bool(key_file))
             bad = [one.key for one in damaged if checker.check(one)[0] is RecordHealth.DAMAGED]
         finally:
             outside.close()
-        _forget(store, outside, bad)
+        _forget(rank_folder, outside, bad)
     return len(bad)
 
 
-def remove_unused(store: RankFolder, before_ns: int) -> int:
+def remove_unused(rank_folder: RankFolder, before_ns: int) -> int:
     """Remove every record whose last use is known to be before that time; return their number.
 
     Raises the errors of ``alone_with``.
     """
-    outside = store.open()
+    outside = rank_folder.open()
     try:
         old = [r.key for batch in outside.batches() for r in batch if is_older(r, before_ns)]
     finally:
         outside.close()
     for start in range(0, len(old), KEYS_PER_LOCK):
-        with alone_with(store):
-            _forget(store, outside, old[start : start + KEYS_PER_LOCK])
+        with alone_with(rank_folder):
+            _forget(rank_folder, outside, old[start : start + KEYS_PER_LOCK])
     return len(old)
 
 
@@ -90,16 +92,16 @@ def is_older(record: Found, before_ns: int) -> bool:
     return 0 < record.use_ns < before_ns
 
 
-def _open_alone(store: RankFolder, key_file: str) -> LmdbReader | FileReader:
-    if store.kind == "file":
-        return FileReader(store.folder)
-    # The folder was checked when the walk began, and every later user checks it too. We check it
-    # again before each change.
-    return LmdbReader(store.folder, is_owned=True, key_file=key_file)
+def _open_alone(rank_folder: RankFolder, key_file: str) -> LmdbReader | FileReader:
+    if rank_folder.kind == "file":
+        return FileReader(rank_folder.folder)
+    # The folder was checked when the walk began, and every later user has checked it too. It is
+    # checked again before each change.
+    return LmdbReader(rank_folder.folder, is_owned=True, key_file=key_file)
 
 
-def _forget(store: RankFolder, outside: object, keys: Sequence[Key]) -> None:
+def _forget(rank_folder: RankFolder, outside: object, keys: Sequence[Key]) -> None:
     if isinstance(outside, FileReader):
         forget_files(outside, keys)
     elif isinstance(outside, LmdbReader) and keys:
-        forget_in_lmdb(store.folder, outside.owner, keys)
+        forget_in_lmdb(rank_folder.folder, outside.owner, keys)

@@ -49,7 +49,7 @@ class VerifyResult:
     ``offload.namespaces.inventory``.
     """
 
-    store: RankFolder
+    rank_folder: RankFolder
     records: int = 0
     read_bytes: int = 0
     good: int = 0
@@ -73,7 +73,7 @@ class VerifyResult:
 
     def see_owner(self) -> None:
         """Note the process that uses the folder, if there is one."""
-        owner = self.store.owner()
+        owner = self.rank_folder.owner()
         self.owner_pid = owner.pid if owner else None
 
     @property
@@ -84,9 +84,9 @@ class VerifyResult:
     def to_json(self) -> dict[str, Any]:
         """The result as plain values, with damaged records by key."""
         return {
-            "namespace": self.store.namespace,
-            "replica": self.store.replica,
-            "rank": self.store.rank,
+            "namespace": self.rank_folder.namespace,
+            "replica": self.rank_folder.replica,
+            "rank": self.rank_folder.rank,
             "owner_pid": self.owner_pid,
             "records": self.records,
             "read_bytes": self.read_bytes,
@@ -138,10 +138,10 @@ def repair(result: VerifyResult, key_file: str) -> None:
 
     Raises ``TierError``, ``TierUnavailableError`` or ``OSError``.
     """
-    owner = result.store.owner()
+    owner = result.rank_folder.owner()
     if owner is None and result.damaged:
         try:
-            result.removed = remove_damaged(result.store, result.damaged, key_file)
+            result.removed = remove_damaged(result.rank_folder, result.damaged, key_file)
         except RankFolderInUseError as error:  # a server has started in the meantime
             owner = error.owner
     result.owner_pid = owner.pid if owner else None

@@ -174,7 +174,7 @@ def _report(removals: list[Removal], folder: str, dry_run: bool, as_json: bool) 
             print(f"{removal.problem}. {AGAIN}", file=sys.stderr)
         for removal in kept:
             pids = ", ".join(sorted({str(owner.pid) for owner in removal.owners}))
-            is_shared = any(store.members() for store in removal.namespace.stores)
+            is_shared = any(rank_folder.members() for rank_folder in removal.namespace.rank_folders)
             line = (LIVE_SHARED if is_shared else LIVE).format(pids=pids)
             print(
                 f"{removal.namespace.name or removal.namespace.folder}: {line}",

@@ -160,7 +160,7 @@ def guarded_work(command: str) -> Iterator[None]:
     try:
         yield
     except FolderChangedError as error:
-        give_up(command, f"{error} while the store was read. Run this again")
+        give_up(command, f"{error} while the folder was read. Run this again")
     except FolderUnusableError as error:
         text = "A server that opens the folder starts empty; kvtiers clear removes it"
         give_up(command, f"the tier's folder is damaged: {error}. {text}")

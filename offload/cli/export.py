@@ -41,7 +41,7 @@ def export(
         typer.Option(
             help=(
                 "Maximum bytes per second to read, e.g. 200MiB; 0 means no limit. (default: "
-                f"{LIVE_RATE} if a server uses the store, else no limit)"
+                f"{LIVE_RATE} if a server uses the folder, else no limit)"
             )
         ),
     ] = "",
@@ -109,15 +109,17 @@ def _write(
     if rate < 0:
         rate = parse_size(LIVE_RATE) if chosen.owners() else 0
     with contextlib.ExitStack() as undo:
-        stores = []
-        for store in chosen.stores:
-            verdict, outside = store.look(key_file)
+        rank_folders = []
+        for rank_folder in chosen.rank_folders:
+            verdict, outside = rank_folder.look(key_file)
             if outside is not None:
-                stores.append((store, outside))
+                rank_folders.append((rank_folder, outside))
                 undo.callback(outside.close)
             if verdict.problem:
-                give_up("export", f"{store.folder}: {verdict.problem}")
-        total = sum(r.stored_bytes for _, out in stores for batch in out.batches() for r in batch)
+                give_up("export", f"{rank_folder.folder}: {verdict.problem}")
+        total = sum(
+            r.stored_bytes for _, out in rank_folders for batch in out.batches() for r in batch
+        )
         try:
             out = undo.enter_context(export_file(file, overwrite=overwrite))
         except ExportFileError as error:
@@ -126,7 +128,7 @@ def _write(
         task = bar.add_task("export", total=total)
         return export_namespace(
             chosen,
-            stores,
+            rank_folders,
             out,
             has_key=bool(key_file),
             rate_limit=RateLimit(rate),
@@ -138,9 +140,9 @@ def _report(chosen: NamespaceFolder, file: Path, found: list[Exported], as_json:
     """Report what was written, and end the program."""
     damaged = sum(one.damaged for one in found)
     if as_json:
-        stores = [asdict(one) for one in found]
+        rank_folders = [asdict(one) for one in found]
         print_json({"namespace": chosen.name, "model": chosen.model, "file": str(file),
-                    "file_bytes": file.stat().st_size, "stores": stores})  # fmt: skip
+                    "file_bytes": file.stat().st_size, "stores": rank_folders})  # fmt: skip
     else:
         records = sum(one.records for one in found)
         size = size_text(sum(one.payload_bytes for one in found))

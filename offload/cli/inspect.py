@@ -87,7 +87,7 @@ def inspect(
         about for namespace, about in zip(namespaces, found, strict=True) if namespace.is_served
     ]
     if any(
-        namespace.problem or any(store.problem for store in namespace.stores)
+        namespace.problem or any(summary.problem for summary in namespace.ranks)
         for namespace in served
     ):
         raise SystemExit(1)
@@ -116,12 +116,12 @@ def _print(namespaces: list[NamespaceSummary], hits: list[TierHits]) -> None:
         for path, here, newest in namespace.differs:
             line = f"  differs from the namespace used last: {path} is {here}, not {newest}"
             out.print(line, markup=False, soft_wrap=True)
-        out.print(_table(namespace.stores))
-        for store in namespace.stores:
-            aside = f"{size_text(store.aside_bytes)} were moved aside as damaged"
-            remarks = (store.problem, store.remark, aside if store.aside_bytes else "")
+        out.print(_table(namespace.ranks))
+        for summary in namespace.ranks:
+            aside = f"{size_text(summary.aside_bytes)} were moved aside as damaged"
+            remarks = (summary.problem, summary.remark, aside if summary.aside_bytes else "")
             for text in filter(None, remarks):
-                line = f"  replica {store.replica} rank {store.rank}: {text}"
+                line = f"  replica {summary.replica} rank {summary.rank}: {text}"
                 out.print(line, markup=False, soft_wrap=True)
     for tier in hits:
         line = (
@@ -144,34 +144,34 @@ def _about(namespace: NamespaceSummary) -> str:
     return ", ".join(parts) + (f"; {namespace.problem}" if namespace.problem else "")
 
 
-def _table(stores: list[RankSummary]) -> Table:
+def _table(ranks: list[RankSummary]) -> Table:
     from rich.table import Table
 
     table = Table()
     for place, name in enumerate(COLUMNS):
         table.add_column(name, justify="left" if place < 3 else "right", overflow="fold")
-    ages = [age for store in stores for age, count in store.ages.items() if count]
+    ages = [age for summary in ranks for age, count in summary.ages.items() if count]
     shown = [age for age in AGE_NAMES if age in ages]
     for age in shown:
         table.add_column(AGE_NAMES[age], justify="right", overflow="fold")
-    for store in stores:
-        table.add_row(*_cells(store), *(f"{store.ages.get(age, 0):,}" for age in shown))
+    for summary in ranks:
+        table.add_row(*_cells(summary), *(f"{summary.ages.get(age, 0):,}" for age in shown))
     return table
 
 
-def _cells(store: RankSummary) -> list[str]:
+def _cells(summary: RankSummary) -> list[str]:
     share = "?"
-    if store.capacity_bytes:
-        full = store.stored_bytes / store.capacity_bytes
-        share = f"{share_text(full)} of {size_text(store.capacity_bytes)}"
-    sizes = [size_text(store.smallest_bytes), size_text(store.largest_bytes)]
+    if summary.capacity_bytes:
+        full = summary.stored_bytes / summary.capacity_bytes
+        share = f"{share_text(full)} of {size_text(summary.capacity_bytes)}"
+    sizes = [size_text(summary.smallest_bytes), size_text(summary.largest_bytes)]
     return [
-        f"{store.replica}/{store.rank}",
-        store.kind,
-        f"pid {store.owner_pid}" if store.owner_pid is not None else "",
-        f"{store.records:,}",
-        size_text(store.payload_bytes),
+        f"{summary.replica}/{summary.rank}",
+        summary.kind,
+        f"pid {summary.owner_pid}" if summary.owner_pid is not None else "",
+        f"{summary.records:,}",
+        size_text(summary.payload_bytes),
         share,
-        " to ".join(dict.fromkeys(sizes)) if store.records else "",
-        f"{age_text(store.oldest_use_ns)} to {age_text(store.newest_use_ns)}",
+        " to ".join(dict.fromkeys(sizes)) if summary.records else "",
+        f"{age_text(summary.oldest_use_ns)} to {age_text(summary.newest_use_ns)}",
     ]

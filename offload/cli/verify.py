@@ -30,7 +30,7 @@ app = make_app()
 LIVE_RATE = "100MiB"
 """Default rate if a server uses the folder, because the server needs the disk."""
 LINES_MAX = 20
-"""Maximum number of lines below the table, for all stores together; remarks about a whole store
+"""Maximum number of lines below the table, for all folders together; remarks about a whole folder
 come first."""
 
 
@@ -42,7 +42,7 @@ def verify(
         typer.Option(
             help=(
                 "Maximum bytes per second to read, e.g. 200MiB; 0 means no limit. (default: "
-                f"{LIVE_RATE} if a server uses the store, else no limit)"
+                f"{LIVE_RATE} if a server uses the folder, else no limit)"
             )
         ),
     ] = "",
@@ -66,34 +66,34 @@ def verify(
     with guarded_work("verify"), progress_bar(is_bytes=True) as bar:
         namespaces = [namespace for namespace in namespaces if namespace.is_served]
         results = [
-            _one(store, bytes_per_s, key_file, check_only, bar)
+            _one(rank_folder, bytes_per_s, key_file, check_only, bar)
             for namespace in namespaces
-            for store in namespace.stores
+            for rank_folder in namespace.rank_folders
         ]
     results = [result for result in results if result.standing != Standing.EMPTY.value]
     faulty = {namespace.name: namespace.problem for namespace in namespaces if namespace.problem}
     ok = not faulty and all(result.is_ok for result in results)
     if as_json:
-        stores = [result.to_json() for result in results]
-        print_json({"folder": str(folder), "ok": ok, "stores": stores, "namespaces": faulty})
+        rank_folders = [result.to_json() for result in results]
+        print_json({"folder": str(folder), "ok": ok, "stores": rank_folders, "namespaces": faulty})
     else:
         _print(results, [f"{folder / name}: {problem}" for name, problem in faulty.items()])
     raise SystemExit(0 if ok else 1)
 
 
 def _one(
-    store: RankFolder, rate: int, key_file: str, check_only: bool, bar: Progress
+    rank_folder: RankFolder, rate: int, key_file: str, check_only: bool, bar: Progress
 ) -> VerifyResult:
     """Check one rank folder. An error does not prevent the others from being checked."""
     from offload.admin.verify import VerifyResult, repair
     from tiers.base import TierError
     from tiers.offline.offline_folder import FolderChangedError
 
-    result = VerifyResult(store)
+    result = VerifyResult(rank_folder)
     try:
         _scrub(result, rate, key_file, bar)
     except FolderChangedError as error:
-        result.fail(f"{error} while the store was read: run this again")
+        result.fail(f"{error} while the folder was read: run this again")
     except (OSError, TierError) as error:
         result.fail(str(error))
     if not check_only:
@@ -107,16 +107,16 @@ def _scrub(result: VerifyResult, rate: int, key_file: str, bar: Progress) -> Non
     from offload.admin.verify import RateLimit, scrub
     from offload.sizes import parse_size
 
-    store = result.store
+    rank_folder = result.rank_folder
     if rate < 0:
-        rate = parse_size(LIVE_RATE) if store.owner() else 0
-    verdict, outside = store.look(key_file)
+        rate = parse_size(LIVE_RATE) if rank_folder.owner() else 0
+    verdict, outside = rank_folder.look(key_file)
     result.judge(verdict)
     if outside is None:
         return
     try:
         total = sum(record.stored_bytes for batch in outside.batches() for record in batch)
-        task = bar.add_task(f"{store.folder.name}", total=total)
+        task = bar.add_task(f"{rank_folder.folder.name}", total=total)
         scrub(
             result,
             outside,
@@ -136,11 +136,11 @@ def _print(results: list[VerifyResult], problems: list[str]) -> None:
     for place, name in enumerate((*columns, "not read", "damaged", "removed")):
         table.add_column(name, justify="left" if place < 2 else "right", overflow="fold")
     for result in results:
-        store = result.store
+        rank_folder = result.rank_folder
         counts = (result.good, result.gone, result.unread, len(result.damaged), result.removed)
         table.add_row(
-            store.namespace[:12],
-            f"{store.replica}/{store.rank}",
+            rank_folder.namespace[:12],
+            f"{rank_folder.replica}/{rank_folder.rank}",
             f"{result.records:,}",
             size_text(result.read_bytes),
             *(f"{count:,}" for count in counts),
@@ -156,11 +156,13 @@ def _print(results: list[VerifyResult], problems: list[str]) -> None:
 
 
 def _damaged(result: VerifyResult) -> list[str]:
-    return [f"{result.store.folder}: damaged: key {found.key.hex()}" for found in result.damaged]
+    return [
+        f"{result.rank_folder.folder}: damaged: key {found.key.hex()}" for found in result.damaged
+    ]
 
 
 def _remarks(result: VerifyResult) -> list[str]:
-    place = str(result.store.folder)
+    place = str(result.rank_folder.folder)
     lines = [f"{place}: {text}" for text in (result.problem, result.remark) if text]
     if result.damaged and result.owner_pid is not None:
         lines.append(

@@ -5,7 +5,7 @@ with an error that names the differing field, or left alone. Namespaces of other
 hashes are ignored, because their keys are never requested.
 
 A source reads one replica of one namespace, and combines the records of its ranks. A live engine
-may own the stores: they are read as the command line reads them (decision 0070), and a record that
+may own the folders: they are read as the command line reads them (decision 0070), and a record that
 the owner removes, replaces or resets meanwhile is a miss. A source belongs to one thread.
 
 This module never writes below another namespace, and never claims or locks it. Every function here
@@ -91,10 +91,10 @@ def write_geometry(rank_folder: Path, geometry: Geometry) -> None:
 def find_neighbours(
     where: str, root: str | Path, namespace: Namespace, now: Geometry, how: str
 ) -> list[NeighbourFolder]:
-    """Find stores with another geometry below ``root`` that can be translated to ``now``.
+    """Find folders of other geometry below ``root`` that can be translated to ``now``.
 
     With ``how`` "own" there is no search; with "refuse" there must be none. Raises
-    ``NamespaceError`` for stores that cannot be translated, or must not be. The error names every
+    ``NamespaceError`` for folders that cannot be translated, or must not be. The error names every
     conflicting field, both values, and the user's choices.
     """
     found: list[NeighbourFolder] = []
@@ -102,27 +102,27 @@ def find_neighbours(
     if how == "own":
         return found
     for name, other in _same_model(Path(root), namespace):
-        stores = list(_stores(Path(root) / name))
-        if not stores:
-            continue  # opened, but never written to
-        ranks = {str(store.folder): store.ranks for store in stores}
+        neighbours = list(_neighbour_folders(Path(root) / name))
+        if not neighbours:
+            continue  # opened, and never written
+        ranks = {str(neighbour.folder): neighbour.ranks for neighbour in neighbours}
         problems = problems_with(other, ranks, namespace, now, how)
         if problems:
             refused[name] = problems
         else:
-            found += stores
+            found += neighbours
     if refused:
         raise refusal(where, str(root), "path", refused)
     return found
 
 
 def open_sources(
-    stores: Sequence[NeighbourFolder], now: Geometry, key_file: str = ""
+    neighbours: Sequence[NeighbourFolder], now: Geometry, key_file: str = ""
 ) -> Callable[[], list[RecordSource]]:
     """Open the sources for ``tiers.adapters.read_only.ReadOnlyTier``."""
 
     def opened() -> list[RecordSource]:
-        sources = [store.open(now, key_file) for store in stores]
+        sources = [neighbour.open(now, key_file) for neighbour in neighbours]
         return [source for source in sources if source is not None]
 
     return opened
@@ -141,7 +141,7 @@ def _same_model(root: Path, namespace: Namespace) -> Iterator[tuple[str, Namespa
             yield name, other
 
 
-def _stores(home: Path) -> Iterator[NeighbourFolder]:
+def _neighbour_folders(home: Path) -> Iterator[NeighbourFolder]:
     """The replicas of a namespace that contain records.
 
     A replica is left out if it is damaged, or if its weights were replaced while it ran (an odd
@@ -215,26 +215,26 @@ class TranslatedSource:
         }
         needed = sorted({rank for plan in self._plans.values() for rank in plan.ranks})
         with ExitStack() as undo:
-            self._stores: dict[int, OfflineFolder] = {}
+            self._outside: dict[int, OfflineFolder] = {}
             for rank in needed:
                 if rank not in by_rank:
                     raise NamespaceError(f"rank {rank} of {first.ranks} has no description")
-                store = RankFolder(folder / f"rank-{rank}").open(key_file)
-                undo.callback(store.close)
-                _check_owner(store, Identity(by_rank[rank].records, rank), epoch)
-                self._stores[rank] = store
+                outside = RankFolder(folder / f"rank-{rank}").open(key_file)
+                undo.callback(outside.close)
+                _check_owner(outside, Identity(by_rank[rank].records, rank), epoch)
+                self._outside[rank] = outside
             undo.pop_all()
         has_key = bool(key_file)
         self._checkers = {
-            rank: Checker(store, has_key=has_key) for rank, store in self._stores.items()
+            rank: Checker(outside, has_key=has_key) for rank, outside in self._outside.items()
         }
 
     def keys(self) -> list[SourceKey]:
         """Chunks for which every needed rank has its part."""
         held: dict[int, dict[Key, int]] = {}
         try:
-            for rank, store in self._stores.items():
-                held[rank] = self._held_by(store)
+            for rank, outside in self._outside.items():
+                held[rank] = self._held_by(outside)
         except FolderChangedError as error:
             logger.info("kvtiers: %s: no records will be translated", error)
             return []
@@ -249,12 +249,12 @@ class TranslatedSource:
             ]
         return found
 
-    def _held_by(self, store: OfflineFolder) -> dict[Key, int]:
+    def _held_by(self, outside: OfflineFolder) -> dict[Key, int]:
         """Keys of the right size, with the time of their last use."""
         sizes = {suffix: padded(plan.record_bytes) for suffix, plan in self._plans.items()}
         return {
             found.key: found.use_ns
-            for batch in store.batches()
+            for batch in outside.batches()
             for found in batch
             if sizes.get(found.key[-GROUP_BYTES:]) == found.payload_bytes
         }
@@ -287,14 +287,14 @@ class TranslatedSource:
 
     def _record(self, rank: int, key: Key, plan: GroupPlan) -> tuple[ReadOutcome, Buffer]:
         """The record of one rank, in memory that stays valid until the rank's next record."""
-        store, checker = self._stores[rank], self._checkers[rank]
-        found = store.find(key)
-        if found is None or store.epoch != self._epoch:
+        outside, checker = self._outside[rank], self._checkers[rank]
+        found = outside.find(key)
+        if found is None or outside.epoch != self._epoch:
             return ReadOutcome.MISS, _NOTHING
         if found.payload_bytes != padded(plan.record_bytes):
             return ReadOutcome.MISS, _NOTHING
         health, payload = checker.check(found)
-        if store.epoch != self._epoch or health in (RecordHealth.GONE, RecordHealth.SEALED):
+        if outside.epoch != self._epoch or health in (RecordHealth.GONE, RecordHealth.SEALED):
             return ReadOutcome.MISS, _NOTHING
         if health is RecordHealth.DAMAGED or payload.nbytes != padded(plan.record_bytes):
             return ReadOutcome.CORRUPT, _NOTHING
@@ -313,23 +313,25 @@ class TranslatedSource:
         return found
 
     def _has(self, rank: int, key: Key, plan: GroupPlan) -> bool:
-        store = self._stores[rank]
-        found = store.find(key)
+        outside = self._outside[rank]
+        found = outside.find(key)
         return (
             found is not None
-            and store.epoch == self._epoch
+            and outside.epoch == self._epoch
             and found.payload_bytes == padded(plan.record_bytes)
         )
 
     def close(self) -> None:
         """Idempotent."""
-        for store in self._stores.values():
-            store.close()
+        for outside in self._outside.values():
+            outside.close()
 
 
-def _check_owner(store: OfflineFolder, identity: Identity, epoch: int) -> None:
+def _check_owner(outside: OfflineFolder, identity: Identity, epoch: int) -> None:
     """Check that a rank's records match its description."""
-    if store.owner != identity:
-        raise NamespaceError(f"the records in {store.folder} do not match its geometry")
-    if store.epoch != epoch:
-        raise NamespaceError(f"{store.folder} has epoch {store.epoch}, but its replica has {epoch}")
+    if outside.owner != identity:
+        raise NamespaceError(f"{outside.folder} contains other records than its geometry describes")
+    if outside.epoch != epoch:
+        raise NamespaceError(
+            f"{outside.folder} is of epoch {outside.epoch}, its replica of {epoch}"
+        )

@@ -206,7 +206,7 @@ class NamespaceFolder:
     folder: Path
     fields: dict[str, Any] = field(default_factory=dict)
     problem: str = ""
-    stores: list[RankFolder] = field(default_factory=list)
+    rank_folders: list[RankFolder] = field(default_factory=list)
 
     @property
     def model(self) -> str:
@@ -230,7 +230,7 @@ class NamespaceFolder:
 
     def owners(self) -> list[Owner]:
         """The owners that use any of its ranks at present."""
-        return [owner for store in self.stores for owner in store.owners()]
+        return [owner for rank_folder in self.rank_folders for owner in rank_folder.owners()]
 
 
 def model_of(fields: dict[str, Any]) -> str:
@@ -261,7 +261,7 @@ def find_namespaces(folder: Path) -> list[NamespaceFolder]:
         NamespaceFolder(path.name, path, problem="could not be deleted") for path in trash
     ]
     if not namespaces and (is_lmdb_folder(folder) or is_file_folder(folder)):
-        namespaces = [NamespaceFolder("", folder, stores=[RankFolder(folder)])]
+        namespaces = [NamespaceFolder("", folder, rank_folders=[RankFolder(folder)])]
     return namespaces
 
 
@@ -280,8 +280,10 @@ def _namespace_in(folder: Path, below: Path | None = None) -> NamespaceFolder:
         if NAME.fullmatch(folder.name):
             found.problem = judge_namespace(folder)
         if _is_real(folder):
-            ranks = _stores(folder)
-            found.stores = [one for one in ranks if one.folder.is_relative_to(below or folder)]
+            ranks = _rank_folders(folder)
+            found.rank_folders = [
+                one for one in ranks if one.folder.is_relative_to(below or folder)
+            ]
             namespace: Namespace | None = read_manifest(folder)
             found.fields = namespace.fields if namespace else {}
     except NamespaceError as error:
@@ -289,7 +291,7 @@ def _namespace_in(folder: Path, below: Path | None = None) -> NamespaceFolder:
     return found
 
 
-def _stores(namespace: Path) -> Iterator[RankFolder]:
+def _rank_folders(namespace: Path) -> Iterator[RankFolder]:
     for replica in entries(namespace):
         if (number := REPLICA.fullmatch(replica)) is None or not _is_real(namespace / replica):
             continue

@@ -112,7 +112,7 @@ class LmdbReader:
 
     @contextlib.contextmanager
     def _begin(self, database: Any) -> Iterator[Any]:
-        """Begin a short read transaction on the current store."""
+        """Begin a short read transaction on the current index."""
         if _inode(self._path) != self._inode:
             raise FolderChangedError(f"{self.folder} was replaced by its owner")
         try:
@@ -152,7 +152,7 @@ class LmdbReader:
         return _found(key, value) if value is not None and self._exists(value) else None
 
     def _exists(self, value: bytes) -> bool:
-        """Return True if a record is of this epoch. A shared store may contain records of engines
+        """Return True if a record is of this epoch. A shared tier may contain records of engines
         with other weights; these belong to those engines alone and are not listed here."""
         return not self.is_shared or epoch_of(value) == self.epoch
 

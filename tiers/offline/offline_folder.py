@@ -28,7 +28,7 @@ ATTEMPTS = 4
 
 
 class FolderChangedError(Exception):
-    """The store was replaced or began another epoch, so earlier results no longer belong to it."""
+    """The folder was replaced or began another epoch, so earlier results no longer belong to it."""
 
 
 class Found(NamedTuple):
@@ -66,7 +66,7 @@ class OfflineFolder(Protocol):
 
     @property
     def owner(self) -> Identity | None:
-        """The owner of the records, if the store records one."""
+        """The owner of the records, if the folder names one."""
         ...
 
     @property
@@ -97,11 +97,11 @@ class OfflineFolder(Protocol):
 
 
 class Checker:
-    """Reads and verifies records of one store in memory that it reuses."""
+    """Reads and verifies records of one folder in memory that it reuses."""
 
-    def __init__(self, store: OfflineFolder, *, has_key: bool) -> None:
+    def __init__(self, folder: OfflineFolder, *, has_key: bool) -> None:
         """``has_key`` is True if encrypted records can be read."""
-        self._store = store
+        self._folder = folder
         self._has_key = has_key
         self._scratch = Scratch()
 
@@ -118,9 +118,9 @@ class Checker:
                 return RecordHealth.SEALED, nothing
             if 0 < found.payload_bytes <= PAYLOAD_BYTES_MAX:
                 payload = self._scratch.at_least(found.payload_bytes)
-                if self._store.load([found], [payload])[0]:
+                if self._folder.load([found], [payload])[0]:
                     return RecordHealth.GOOD, payload
-            now = self._store.find(found.key)
+            now = self._folder.find(found.key)
             if now is None:
                 return RecordHealth.GONE, nothing
             if now.mark == found.mark == failed:

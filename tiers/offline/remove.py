@@ -1,4 +1,4 @@
-"""Removes records of a store that no tier has open. The caller holds the folder's owner lock."""
+"""Removes records from a folder that no tier has open. The caller holds the folder's owner lock."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ def forget_in_lmdb(folder: Path, owner: Identity, keys: Sequence[Key]) -> None:
         index.close()
 
 
-def forget_files(store: FileReader, keys: Sequence[Key]) -> None:
+def forget_files(reader: FileReader, keys: Sequence[Key]) -> None:
     """Remove records of a file tier. Raises ``OSError``."""
     for key in keys:
         with contextlib.suppress(FileNotFoundError):
-            store.path_of(key).unlink()
+            reader.path_of(key).unlink()

@@ -43,14 +43,14 @@ def contents(root: Path, key_file: str = "") -> dict[tuple[int, bytes], bytes]:
     """Payloads by rank and key, in the order of use; verifies every record."""
     found: list[tuple[int, int, bytes, bytes]] = []
     [home] = find_namespaces(root)
-    for store in home.stores:
-        outside = store.open(key_file)
+    for rank_folder in home.rank_folders:
+        outside = rank_folder.open(key_file)
         checker = Checker(outside, has_key=bool(key_file))
         for batch in outside.batches():
             for record in batch:
                 health, payload = checker.check(record)
                 assert health is RecordHealth.GOOD
-                found.append((store.rank, record.use_ns, record.key, payload.tobytes()))
+                found.append((rank_folder.rank, record.use_ns, record.key, payload.tobytes()))
         outside.close()
     return {(rank, key): payload for rank, _, key, payload in sorted(found)}
 

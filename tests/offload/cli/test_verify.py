@@ -52,8 +52,8 @@ def names(*numbers: int) -> set[str]:
 
 def only_store(root: Path) -> RankFolder:
     [home] = find_namespaces(root)
-    [store] = home.stores
-    return store
+    [rank_folder] = home.rank_folders
+    return rank_folder
 
 
 @pytest.mark.parametrize("kind", ["lmdb", "file"])

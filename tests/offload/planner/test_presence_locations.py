@@ -122,10 +122,10 @@ def test_the_command_line_reads_a_live_store(tmp_path: Path, kind: str) -> None:
             child.go_on()  # no process is killed here: the second half may begin at once
         watch(group, lambda: all(child.said(".") for child in group), lambda: None)
         [home] = find_namespaces(folder)
-        [store] = home.stores
+        [rank_folder] = home.rank_folders
         pids = {child.process.pid for child in group}
         if kind == "lmdb":  # a server's claims are beside the folder; here there is no server
-            assert {owner.pid for owner in store.members()} == pids
+            assert {owner.pid for owner in rank_folder.members()} == pids
             assert {owner.pid for owner in home.owners()} == pids
         shown = kvtiers("inspect", folder, "--json")
         assert shown.code == 0, shown.err
