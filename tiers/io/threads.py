@@ -53,9 +53,9 @@ class DaemonThreads:
 
     def __init__(self, name: str, count: int) -> None:
         self._queue: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        names = [name] if count == 1 else [f"{name}-{n}" for n in range(count)]
         self._threads = [
-            threading.Thread(target=self._run, name=f"{name}-{n}", daemon=True)
-            for n in range(count)
+            threading.Thread(target=self._run, name=each, daemon=True) for each in names
         ]
         start_all(self._threads, self.stop)
 
@@ -78,30 +78,25 @@ class DaemonThreads:
             thread.join()
 
 
-class DaemonExecutor(Executor):
-    """One daemon thread for ``loop.run_in_executor``, for example of ``aiofiles``."""
+class DaemonExecutor(DaemonThreads, Executor):
+    """One daemon thread for ``loop.run_in_executor``, for example of ``aiofiles``, and for callers
+    without a loop."""
 
     def __init__(self, name: str) -> None:
-        self._queue: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
-        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
-        self._thread.start()
+        super().__init__(name, 1)
 
     def submit(self, fn: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> Future[T]:
-        """Run a blocking function as soon as the thread is free."""
+        """Run a blocking function as soon as the thread is free. Any thread may call."""
         done: Future[T] = Future()
         self._queue.put(partial(_settle, done, partial(fn, *args, **kwargs)))
         return done
 
     def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
         """End after the queued calls. Blocks, with ``wait``, for as long as one hangs."""
-        self._queue.put(None)
         if wait:
-            self._thread.join()
-
-    def _run(self) -> None:
-        while (call := self._queue.get()) is not None:
-            call()
-            del call  # the function holds the caller's buffers
+            self.stop()
+        else:
+            self._queue.put(None)
 
 
 def _settle(done: Future[Any], function: Callable[[], Any]) -> None:

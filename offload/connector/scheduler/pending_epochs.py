@@ -3,9 +3,10 @@ unavailable.
 
 A tier whose new epoch is not durable is neither written nor read. The other tiers continue.
 
-Ownership: ``reset``, ``take``, ``close`` and ``_owed`` belong to the scheduler's thread. Each tier
-has a separate thread, which a hanging disk may block without end; no other code here touches a
-disk. The threads report their results through the condition.
+Ownership: ``reset``, ``take``, ``withdraw``, ``close`` and ``_owed`` belong to the scheduler's
+thread. Each tier has an executor with one daemon thread, which a hanging disk may block without
+end; no other code here touches a disk. The threads report their results through the attempts, whose
+condition they share.
 """
 
 from __future__ import annotations
@@ -13,9 +14,8 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Callable
-from functools import partial
-from queue import SimpleQueue
-from typing import Any
+
+from tiers.io.threads import DaemonExecutor
 
 logger = logging.getLogger(__name__)
 
@@ -30,24 +30,42 @@ class _Attempt:
     """One attempt to begin an epoch of one tier.
 
     ``is_noted``: true once a server that starts would see the new epoch, even if this process is
-    killed; ``epoch`` is known when it is durable; ``error`` is the last failure. The condition
-    guards all fields except ``was_waited_for``.
+    killed; ``epoch`` is known when it is durable; ``error`` is the last failure. The tier's thread
+    sets these under the condition. ``is_withdrawn``: the weights have not changed after all. The
+    scheduler's thread sets it and ``was_waited_for``.
     """
 
-    __slots__ = ("epoch", "error", "is_noted", "is_withdrawn", "was_waited_for")
+    __slots__ = ("_changed", "epoch", "error", "is_noted", "is_withdrawn", "was_waited_for")
 
-    def __init__(self) -> None:
+    def __init__(self, changed: threading.Condition) -> None:
+        self._changed = changed
         self.epoch: int | None = None
         self.error = ""
         self.is_noted = False
         self.was_waited_for = False
         self.is_withdrawn = False
-        """The weights have not changed after all. Written by the scheduler's thread."""
 
     @property
     def is_over(self) -> bool:
         """True if there is no point in waiting longer now."""
         return self.epoch is not None or bool(self.error)
+
+    def note(self) -> None:
+        """A server that starts would see the new epoch from now on."""
+        with self._changed:
+            self.is_noted = True
+
+    def succeed(self, epoch: int) -> None:
+        """The new epoch is durable."""
+        with self._changed:
+            self.is_noted, self.epoch = True, epoch
+            self._changed.notify_all()
+
+    def fail(self, error: Exception) -> None:
+        """The epoch could not be begun yet."""
+        with self._changed:
+            self.error = str(error) or repr(error)
+            self._changed.notify_all()
 
 
 class PendingEpochs:
@@ -71,10 +89,7 @@ class PendingEpochs:
         self._changed = threading.Condition()
         self._closed = threading.Event()
         self._owed: dict[int, _Attempt] = {}
-        self._asked: list[SimpleQueue[_Attempt | None]] = [SimpleQueue() for _ in range(tiers)]
-        for tier in range(tiers):
-            work = partial(self._run, tier)
-            threading.Thread(target=work, name=f"kvtiers-epoch-{tier}", daemon=True).start()
+        self._disks = [DaemonExecutor(f"kvtiers-epoch-{tier}") for tier in range(tiers)]
 
     def reset(self, wait_s: float = WAIT_S) -> bool:
         """Request new epochs in all tiers; return whether all tiers have recorded the request.
@@ -83,10 +98,10 @@ class PendingEpochs:
         whose epoch ``take`` has not returned yet also serves this reset, because nothing was
         written under that epoch.
         """
-        for tier, asked in enumerate(self._asked):
+        for tier, disk in enumerate(self._disks):
             if tier not in self._owed:
-                self._owed[tier] = _Attempt()
-                asked.put(self._owed[tier])
+                attempt = self._owed[tier] = _Attempt(self._changed)
+                disk.submit(self._try, tier, attempt)
         new = [attempt for attempt in self._owed.values() if not attempt.was_waited_for]
         with self._changed:
             self._changed.wait_for(lambda: all(attempt.is_over for attempt in new), wait_s)
@@ -121,23 +136,16 @@ class PendingEpochs:
         on the disk, or if the disk fails, the next server begins with an empty tier."""
         for tier, attempt in self._owed.items():
             attempt.is_withdrawn = True
-            self._asked[tier].put(attempt)
+            self._disks[tier].submit(self._take_back, tier, attempt)
         self._owed.clear()
 
     def close(self) -> None:
-        """Stop trying."""
+        """Stop trying. Does not wait for a thread whose disk hangs."""
         self._closed.set()
-        for asked in self._asked:
-            asked.put(None)
+        for disk in self._disks:
+            disk.shutdown(wait=False)
 
     # -- the thread of one tier -----------------------------------------------------------------
-
-    def _run(self, tier: int) -> None:
-        while (attempt := self._asked[tier].get()) is not None:
-            if attempt.is_withdrawn:
-                self._take_back(tier, attempt)
-            else:
-                self._try(tier, attempt)
 
     def _take_back(self, tier: int, attempt: _Attempt) -> None:
         if attempt.epoch is None:  # the new epoch was not begun
@@ -151,21 +159,15 @@ class PendingEpochs:
     def _try(self, tier: int, attempt: _Attempt) -> None:
         while not (self._closed.is_set() or attempt.is_withdrawn):
             try:
-                epoch = self._begin_one(tier, partial(self._log, attempt, is_noted=True))
-            except Exception as error:  # any error means that the disk is not back yet
+                epoch = self._begin_one(tier, attempt.note)
+            except Exception as error:  # after any error: the disk is not back yet
                 if not attempt.error:
                     logger.error("kvtiers: cannot begin an epoch of tier %d: %s", tier, error)
-                self._log(attempt, error=str(error) or repr(error))
+                attempt.fail(error)
                 self._closed.wait(self._retry_s)
             else:
-                self._log(attempt, is_noted=True, epoch=epoch)
+                attempt.succeed(epoch)
                 if attempt.error:
                     text = "kvtiers: tier %d has recorded that the weights have changed"
                     logger.warning(text, tier)
                 return
-
-    def _log(self, attempt: _Attempt, **what: Any) -> None:
-        with self._changed:
-            for name, value in what.items():
-                setattr(attempt, name, value)
-            self._changed.notify_all()

@@ -166,6 +166,31 @@ def test_a_server_killed_right_after_a_reset_leaves_no_old_records(
         assert place.epoch == 2
 
 
+HUNG = """
+import sys, threading
+from offload.connector.scheduler.pending_epochs import PendingEpochs
+hangs = threading.Event()
+def hang(tier, *_):
+    hangs.set()
+    threading.Event().wait()
+owed = PendingEpochs(1, hang, take_back_one=hang)
+assert not owed.reset(0.0)
+assert hangs.wait(float(sys.argv[1]))
+threading.Thread.join = None  # so that waiting for a thread is an error and takes no time
+owed.withdraw()
+assert not owed.reset(0.0)
+owed.close()
+print("closed")
+"""
+
+
+def test_a_process_whose_disk_hangs_ends() -> None:
+    """Neither ``withdraw``, ``close`` nor the interpreter waits for the thread of that disk."""
+    command = [sys.executable, "-c", HUNG, str(PATIENCE_S)]
+    child = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE_S, check=False)
+    assert (child.returncode, child.stdout) == (0, "closed\n"), child.stderr
+
+
 def test_a_mount_point_without_its_disk_gets_no_folders(
     paths: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
