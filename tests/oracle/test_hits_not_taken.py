@@ -39,7 +39,7 @@ def test_a_record_contains_the_hit_that_vllm_accepted(
         patch.setattr(world.connector, "get_num_new_matched_tokens", cut)
         found = serve(world, "cut", PROMPT)
     assert found.miss.reason is Reason.FILTERED
-    assert found.miss.note == "vLLM took fewer tokens than were found"
+    assert found.miss.note == "vLLM accepted fewer tokens than were found"
     assert found.hit_tokens == kept
     assert sum(found.loaded.values()) == kept
     assert found.final, "its record is never written"

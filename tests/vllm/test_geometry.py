@@ -79,7 +79,9 @@ def chunks_that_end_elsewhere_are_refused(
     refused = connector(path, "translate", "1GiB", chunk_blocks=2)
     with pytest.raises(EngineError) as error:
         Engine(folder, log=log, connector=refused, **options)
-    assert_refused(str(error.value), "groups[0].chunk_tokens is 32 (1 blocks of 32) stored, 64 (2")
+    assert_refused(
+        str(error.value), "groups[0].chunk_tokens was 32 (1 blocks of 32) when stored and is 64 (2"
+    )
     assert '(it was written with --block-size 32 and "chunk_blocks": 1)' in str(error.value)
 
 
