@@ -234,4 +234,5 @@ def test_tensor_parallel_sizes_read_each_other_in_a_store(tmp_path: Path, master
             with pytest.raises(EngineError) as error:
                 started(2, "translate", chunk_blocks=2)
     text = str(error.value)
-    assert_refused(text, "groups[0].chunk_tokens is 32 (1 blocks of 32) stored, 64 (2", "store")
+    expected = "groups[0].chunk_tokens was 32 (1 blocks of 32) when stored and is 64 (2"
+    assert_refused(text, expected, "store")
