@@ -5,6 +5,7 @@ connector, executor and engine, and copies on streams that are ordered only by e
 from __future__ import annotations
 
 import random
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -17,6 +18,7 @@ from tests.libcuda import Cuda, strict_cuda
 from tests.oracle.models import MODELS
 from tests.oracle.serving import Conditions, OracleEngine
 from tests.oracle.test_scheduler import live
+from tests.patience import PATIENCE_S
 from tiers.copy.cuda_engine import CudaCopyEngine
 from tiers.copy.cuda_paths import CopyPath
 from tiers.slab.cuda_registrar import CudaRegistrar
@@ -93,6 +95,9 @@ def test_every_byte_read_is_right(name: str, path: CopyPath, tmp_path: Path) -> 
         cuda.make_current()
         with OracleEngineOnCuda(cuda, path, MODELS[name], conditions, tmp_path, 1) as world:
             live(world, STEPS)
+            end = time.monotonic() + PATIENCE_S
+            while not sum(world.loaded().values()):  # threads copy: a busy machine is late
+                assert time.monotonic() < end, "nothing was restored"
+                live(world, STEPS)
             assert world.finished > 5
-            assert sum(world.loaded().values()) > 0, "nothing was restored"
             assert world.engine.failures() == {}
