@@ -322,15 +322,18 @@ class Verifier:
         if self._thread is not None:
             await self._thread.run(lambda: None)
 
-    async def wrong(self, items: Sequence[LoadItem]) -> frozenset[bytes]:
+    async def wrong(
+        self, items: Sequence[LoadItem], has_ended: Callable[[], bool]
+    ) -> frozenset[bytes]:
         """Return the keys of these loaded chunks whose bytes in the KV cache differ from those
         computed. Chunks that cannot be compared are counted, and none of them is returned.
 
-        The chunks' blocks must not be written to until this returns.
+        ``has_ended`` is called on another thread. It is true once the load was given up: then vLLM
+        may already compute the blocks again, so nothing is compared or counted.
         """
         if self._thread is None:
             return frozenset()
-        return await self._thread.run(self._compare, items)
+        return await self._thread.run(self._compare, items, has_ended)
 
     # -- the thread --------------------------------------------------------------------------
 
@@ -341,10 +344,12 @@ class Verifier:
             shape = (len(job.keys), -1, digests.shape[1])
             self._table.enter(job.keys, digests.cpu().numpy().reshape(shape))
 
-    def _compare(self, items: Sequence[LoadItem]) -> frozenset[bytes]:
+    def _compare(
+        self, items: Sequence[LoadItem], has_ended: Callable[[], bool]
+    ) -> frozenset[bytes]:
         if not self.broken:
             try:
-                verdicts = self._verdicts(items)
+                verdicts = self._verdicts(items, has_ended)
             except Exception as error:  # serving goes on, whatever the error
                 self._give_up(error)
             else:
@@ -358,7 +363,9 @@ class Verifier:
         self.stats.verified(unknown=len(items))
         return frozenset()
 
-    def _verdicts(self, items: Sequence[LoadItem]) -> list[tuple[bytes, bool | None]]:
+    def _verdicts(
+        self, items: Sequence[LoadItem], has_ended: Callable[[], bool]
+    ) -> list[tuple[bytes, bool | None]]:
         """For each key: True if its chunk equals what was computed, False if not, None if its
         digest is not known."""
         by_group: dict[int, list[LoadItem]] = {}
@@ -372,6 +379,8 @@ class Verifier:
                     return verdicts
                 with self._own_stream():
                     found = self._device.of(group, blocks).cpu().numpy()
+            if has_ended():  # checked after reading: the blocks may have had another owner by then
+                return verdicts
             for item in mine:
                 here = [at for at, block in enumerate(item.blocks) if block >= 0]
                 verdicts.append((item.key, self._agrees(item, here, found[: len(here)])))

@@ -337,6 +337,9 @@ class LoadTask:
             if staged:
                 window.give(slots)
 
+    def _load_has_ended(self) -> bool:
+        return self._load.is_ok is not None
+
     async def _read_into(
         self, tier: int, items: Sequence[LoadItem], slots: Sequence[int]
     ) -> list[ReadOutcome]:
@@ -390,7 +393,7 @@ class LoadTask:
                 return
             await ticket.ended()
             if self._lane.verifier is not None:
-                wrong = await self._lane.verifier.wrong(items)
+                wrong = await self._lane.verifier.wrong(items, self._load_has_ended)
                 self._wrong |= wrong
                 self._bad |= wrong
         except TransferError as error:

@@ -6,7 +6,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -243,10 +243,12 @@ class HeldVerifier(Verifier):
         self.may_compare = {key: asyncio.Event() for key in KEYS}
         self.compared = {key: asyncio.Event() for key in KEYS}
 
-    async def wrong(self, items: Sequence[LoadItem]) -> frozenset[bytes]:
+    async def wrong(
+        self, items: Sequence[LoadItem], has_ended: Callable[[], bool]
+    ) -> frozenset[bytes]:
         """Return the differing keys, as soon as the first of these may be compared."""
         await self.may_compare[items[0].key].wait()
-        found = await super().wrong(items)
+        found = await super().wrong(items, has_ended)
         self.compared[items[0].key].set()
         return found
 
@@ -280,6 +282,37 @@ async def test_a_request_keeps_its_blocks_until_all_were_compared() -> None:
         assert (done.finished, done.failed) == ({"r2"}, {"r2"}), "nobody wanted it"
         stats = rank.executor.stats
         assert (stats.verified_chunks, stats.differing_chunks) == (2, 0)
+
+
+async def test_blocks_of_a_load_that_was_given_up_are_not_compared() -> None:
+    """The driver gives up a load without the loop. Its request ends, and vLLM computes the block
+    again while the copy that came too late is still to be compared."""
+    held: list[HeldVerifier] = []
+
+    def verifier(registration: Registration) -> Verifier:
+        held.append(HeldVerifier(registration))
+        return held[0]
+
+    async with asyncio.timeout(PATIENCE_S), rank_with(verifier=verifier) as rank:
+        compute(rank.caches, keys(2), [1, 2])
+        digests = (DigestJob(0, tuple(KEYS[:2]), (1, 2)),)
+        rank.executor.post(StepPlan(stores=(store(1, [1, 2], [0, 1]),), digests=digests))
+        while not (await rank.turn()).report.results:
+            pass
+        load = LoadJob(2, "r2", [LoadItem(KEYS[0], 0, (9,), 0, IN_SLAB)])
+        rank.executor.post(StepPlan(loads=(load,)))
+        while not rank.executor._open._open[2]._copies:
+            await rank.turn()
+        rank.executor._open.fail_all()  # as at the deadline
+        while not (done := await rank.turn()).finished:
+            pass
+        assert done.failed == {"r2"}
+        for cache in rank.caches.values():
+            cache.add_(1)  # the block's next content
+        held[0].may_compare[KEYS[0]].set()
+        await held[0].compared[KEYS[0]].wait()
+        stats = rank.executor.stats
+        assert (stats.verified_chunks, stats.differing_chunks) == (0, 0)
 
 
 async def load_all(rank: Rank, digests: tuple[DigestJob, ...]) -> JobResult:
@@ -416,9 +449,9 @@ def test_only_loaded_blocks_are_compared(here: tuple[int, ...]) -> None:
     cache[4:8] = cache[0:4]
     blocks = tuple(4 + at if at in here else -1 for at in range(2))
     items = [LoadItem(KEYS[0], 0, blocks, 0, IN_SLAB), LoadItem(KEYS[1], 0, (6, 7), 1, IN_SLAB)]
-    assert verifier._compare(items) == frozenset()
+    assert verifier._compare(items, lambda: False) == frozenset()
     assert verifier.stats.verified_chunks == 2
     cache[7, 63] ^= 1
-    assert verifier._compare(items) == {KEYS[1]}
+    assert verifier._compare(items, lambda: False) == {KEYS[1]}
     cache[blocks[here[-1]], 0] ^= 1
-    assert verifier._compare(items) == {KEYS[0], KEYS[1]}
+    assert verifier._compare(items, lambda: False) == {KEYS[0], KEYS[1]}
