@@ -6,7 +6,8 @@ from __future__ import annotations
 import asyncio
 import itertools
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -253,9 +254,9 @@ class HeldVerifier(Verifier):
         return found
 
 
-async def test_a_request_keeps_its_blocks_until_all_were_compared() -> None:
-    """This holds even if the load was abandoned: otherwise the block's next content would be
-    compared."""
+@asynccontextmanager
+async def rank_that_holds_comparisons() -> AsyncIterator[tuple[Rank, HeldVerifier]]:
+    """A rank with two stored chunks in slots 0 and 1, whose digests are known."""
     held: list[HeldVerifier] = []
 
     def verifier(registration: Registration) -> Verifier:
@@ -268,6 +269,13 @@ async def test_a_request_keeps_its_blocks_until_all_were_compared() -> None:
         rank.executor.post(StepPlan(stores=(store(1, [1, 2], [0, 1]),), digests=digests))
         while not (await rank.turn()).report.results:
             pass
+        yield rank, held[0]
+
+
+async def test_a_request_keeps_its_blocks_until_all_were_compared() -> None:
+    """This holds even if the load was abandoned: otherwise the block's next content would be
+    compared."""
+    async with rank_that_holds_comparisons() as (rank, held):
         for part in range(2):
             item = LoadItem(KEYS[part], 0, (9 + part,), part, -1)
             load = LoadJob(2, "r2", [item], part, part == 1)
@@ -276,8 +284,8 @@ async def test_a_request_keeps_its_blocks_until_all_were_compared() -> None:
         rank.executor.leave("r2")
         for key in KEYS[:2]:
             assert not (await rank.turn()).finished, "its blocks are being compared"
-            held[0].may_compare[key].set()
-            await held[0].compared[key].wait()
+            held.may_compare[key].set()
+            await held.compared[key].wait()
         done = await rank.turn()
         assert (done.finished, done.failed) == ({"r2"}, {"r2"}), "nobody wanted it"
         stats = rank.executor.stats
@@ -287,18 +295,7 @@ async def test_a_request_keeps_its_blocks_until_all_were_compared() -> None:
 async def test_blocks_of_a_load_that_was_given_up_are_not_compared() -> None:
     """The driver gives up a load without the loop. Its request ends, and vLLM computes the block
     again while the copy that came too late is still to be compared."""
-    held: list[HeldVerifier] = []
-
-    def verifier(registration: Registration) -> Verifier:
-        held.append(HeldVerifier(registration))
-        return held[0]
-
-    async with asyncio.timeout(PATIENCE_S), rank_with(verifier=verifier) as rank:
-        compute(rank.caches, keys(2), [1, 2])
-        digests = (DigestJob(0, tuple(KEYS[:2]), (1, 2)),)
-        rank.executor.post(StepPlan(stores=(store(1, [1, 2], [0, 1]),), digests=digests))
-        while not (await rank.turn()).report.results:
-            pass
+    async with rank_that_holds_comparisons() as (rank, held):
         load = LoadJob(2, "r2", [LoadItem(KEYS[0], 0, (9,), 0, IN_SLAB)])
         rank.executor.post(StepPlan(loads=(load,)))
         while not rank.executor._open._open[2]._copies:
@@ -309,8 +306,8 @@ async def test_blocks_of_a_load_that_was_given_up_are_not_compared() -> None:
         assert done.failed == {"r2"}
         for cache in rank.caches.values():
             cache.add_(1)  # the block's next content
-        held[0].may_compare[KEYS[0]].set()
-        await held[0].compared[KEYS[0]].wait()
+        held.may_compare[KEYS[0]].set()
+        await held.compared[KEYS[0]].wait()
         stats = rank.executor.stats
         assert (stats.verified_chunks, stats.differing_chunks) == (0, 0)
 
