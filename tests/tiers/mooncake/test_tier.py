@@ -326,6 +326,9 @@ async def test_a_missing_master_is_reported_at_once() -> None:
         await MooncakeTier(settings).open()
 
 
+READ, WRITE = "batch_get_into_multi_buffers", "batch_put_from_multi_buffers"
+
+
 class Transfers:
     """A store that lets a proxy kill the master in the middle of a transfer."""
 
@@ -335,6 +338,8 @@ class Transfers:
         self._lock = threading.Lock()
         self._method = ""
         self._began = threading.Event()
+        self.interrupted: dict[str, list[int]] = {}
+        """The codes of the calls into which the master was killed, by method."""
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._store, name)
@@ -347,11 +352,14 @@ class Transfers:
 
     def _transfer(self, method: str, names: list[str], *parts: Any) -> list[int]:
         with self._lock:
-            if self._method == method:
+            is_chosen = self._method == method
+            if is_chosen:
                 self._method = ""
                 self._proxy.expect(names[0])
                 self._began.set()
         codes: list[int] = getattr(self._store, method)(names, *parts)
+        if is_chosen:
+            self.interrupted[method] = codes
         return codes
 
     def kill_into(self, method: str) -> None:
@@ -412,7 +420,7 @@ async def test_a_master_killed_and_restarted_under_load(
             watched = tier._client._store = Transfers(tier._client._store, proxy)
             loads = [asyncio.create_task(load.run(tier, n)) for n in (1, 2, 3)]
             try:
-                for method in ("batch_get_into_multi_buffers", "batch_put_from_multi_buffers"):
+                for method in (READ, WRITE):
                     await _grown(load, "served", 20, loads)
                     await asyncio.to_thread(watched.kill_into, method)
                     await _grown(load, "failures", 20, loads)
@@ -422,6 +430,8 @@ async def test_a_master_killed_and_restarted_under_load(
             finally:
                 load.is_over = True
                 await asyncio.gather(*loads)
+    assert all(code > LARGE for code in watched.interrupted[READ]), "it had all places by then"
+    assert all(code < 0 for code in watched.interrupted[WRITE]), "the write ended without the master"
     assert BROKEN_WRITE in capfd.readouterr().err, "the write was not interrupted by the kill"
 
 
