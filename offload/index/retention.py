@@ -40,43 +40,6 @@ class Retention:
         return Evictable(self._kept, self.pins, protect, self._held)
 
 
-class LoadHolds:
-    """Chunks that loads are about to use, by the job of the load. Owned by the load planner.
-
-    Each load has one set, added and released as a whole. This is cheaper than a count per chunk,
-    because the sets are searched only for chunks that are about to be evicted.
-    """
-
-    def __init__(self) -> None:
-        self._held: dict[int, frozenset[bytes]] = {}
-
-    def __len__(self) -> int:
-        """The number of loads that hold chunks."""
-        return len(self._held)
-
-    def __contains__(self, key: object) -> bool:
-        for keys in self._held.values():  # noqa: SIM110  # half the time of any()
-            if key in keys:
-                return True
-        return False
-
-    def isdisjoint(self, keys: Collection[Hashable]) -> bool:
-        """True if no load holds any of these chunks."""
-        return all(held.isdisjoint(keys) for held in self._held.values())
-
-    def hold(self, owner: int, keys: Iterable[bytes]) -> None:
-        """Hold these chunks until ``release``."""
-        self._held[owner] = frozenset(keys)
-
-    def holds(self, owner: int) -> bool:
-        """True if this load holds chunks."""
-        return owner in self._held
-
-    def release(self, owner: int) -> None:
-        """Release the chunks of this load, if it holds any."""
-        self._held.pop(owner, None)
-
-
 PASSED_MAX = 64
 """When a policy has proposed more retained keys than this, it moves them out of its way."""
 
@@ -123,10 +86,13 @@ class UnwrittenChunks:
 
     Such a chunk can be evicted like any other, but then its write is cancelled. The queue of each
     lower tier keeps the set of that tier (``of_tier``); eviction removes chunks from all of them.
-    ``given_up`` counts the cancelled writes by tier.
+    ``given_up`` counts the cancelled writes by tier; ``gave_up`` says that one was cancelled in the
+    current step. ``is_behind`` means that writes were cancelled and that the disks have not yet
+    written everything that waits: until they have, no store waits for them.
     """
 
     def __init__(self) -> None:
+        self.gave_up = self.is_behind = False
         self.given_up: Counter[int] = Counter()
         self._tiers: dict[int, set[bytes]] = {}
 
@@ -159,3 +125,9 @@ class UnwrittenChunks:
             before = len(waiting)
             waiting -= gone
             self.given_up[tier] += before - len(waiting)
+            self.gave_up = self.gave_up or len(waiting) < before
+
+    def end_step(self, unwritten: int) -> None:
+        """End the step: ``unwritten`` chunks wait for a lower tier or are being written."""
+        self.is_behind = unwritten > 0 and (self.is_behind or self.gave_up)
+        self.gave_up = False

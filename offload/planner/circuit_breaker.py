@@ -22,20 +22,17 @@ class BreakerState(enum.Enum):
 
 class CircuitBreaker:
     """``failures`` consecutive failures open the breaker. The first wait is ``wait_s``, the longest
-    ``wait_max_s``."""
+    ``wait_max_s``. ``closed`` is true in the state ``CLOSED``."""
 
     def __init__(self, failures: int = 3, wait_s: float = 5.0, wait_max_s: float = 60.0) -> None:
         self.state = BreakerState.CLOSED
+        self.closed = True
         self.openings = 0
         self._failures_max = failures
         self._first_wait_s = self._wait_s = wait_s
         self._wait_max_s = wait_max_s
         self._failures: dict[int, int] = {}  # consecutive failures by rank
         self._retry_at = 0.0
-
-    @property
-    def closed(self) -> bool:
-        return self.state is BreakerState.CLOSED
 
     def observe(self, good: int, failed: int, now: float, rank: int = 0) -> None:
         """Count the operations of one rank that succeeded, and those that failed or were late.
@@ -60,17 +57,21 @@ class CircuitBreaker:
         the breaker."""
         if self.state is BreakerState.HALF_OPEN:
             if good:
-                self.state = BreakerState.CLOSED
+                self._enter(BreakerState.CLOSED)
             else:
                 self._open(now, min(2 * self._wait_s, self._wait_max_s))
 
     def tick(self, now: float) -> None:
         """Set the time; the wait can be over now."""
         if self.state is BreakerState.OPEN and now >= self._retry_at:
-            self.state = BreakerState.HALF_OPEN
+            self._enter(BreakerState.HALF_OPEN)
+
+    def _enter(self, state: BreakerState) -> None:
+        self.state = state
+        self.closed = state is BreakerState.CLOSED
 
     def _open(self, now: float, wait_s: float) -> None:
-        self.state = BreakerState.OPEN
+        self._enter(BreakerState.OPEN)
         self._wait_s = wait_s
         self._retry_at = now + wait_s
         self._failures.clear()

@@ -17,7 +17,6 @@ from offload.messages.report import RankState
 from offload.planner.jobs import JobTable
 from offload.planner.step_budget import STEP_CHUNKS, StepBudget
 from offload.planner.tier_health import TierHealths
-from offload.planner.write_pressure import WritePressure
 from offload.telemetry.counters import PlannerStats
 from offload.telemetry.removed_chunks import RemovalLog
 
@@ -71,7 +70,6 @@ class PlannerContext:
     stats: PlannerStats
     budget: StepBudget
     removals: RemovalLog
-    pressure: WritePressure
 
     @property
     def indexes(self) -> dict[int, TierIndex]:

@@ -54,6 +54,7 @@ class LoadOrRecompute:
 
     ``chunk_tokens`` is the maximum number of tokens in a chunk: a load of two chunks is short,
     whatever their size. A tier that pays may still be too slow for a few tokens: ``tokens_min``.
+    ``short`` has the times and durations of the last short loads.
     """
 
     def __init__(self, prefill: Rate, *, enabled: bool = True, chunk_tokens: int = 0) -> None:
@@ -64,7 +65,7 @@ class LoadOrRecompute:
         self._wait_s = RETRY_S
         self._retry_at = 0.0
         self._short_tokens = max(TOKENS_MIN - 1, 2 * chunk_tokens)
-        self._short: deque[tuple[float, float]] = deque(maxlen=SAMPLES_KEPT)  # (when, how long)
+        self.short: deque[tuple[float, float]] = deque(maxlen=SAMPLES_KEPT)
 
     @property
     def tokens_min(self) -> float:
@@ -74,20 +75,20 @@ class LoadOrRecompute:
         that time is unknown.
         """
         prefill = self._prefill.value()
-        if not self._enabled or prefill is None or len(self._short) < SAMPLES_MIN:
+        if not self._enabled or prefill is None or len(self.short) < SAMPLES_MIN:
             return 0.0
-        return STOP_BELOW * prefill * statistics.median(took for _, took in self._short)
+        return STOP_BELOW * prefill * statistics.median(took for _, took in self.short)
 
     def tick(self, now: float) -> None:
         """Set the time. This forgets old durations of short loads, so loading is tried again."""
-        while self._short and self._short[0][0] < now - FORGET_S:
-            self._short.popleft()
+        while self.short and self.short[0][0] < now - FORGET_S:
+            self.short.popleft()
 
     def observe_load(self, tokens: int, seconds: float, now: float) -> None:
         """Count a successful load from this tier."""
         self.rate.observe(tokens, seconds)
         if tokens <= self._short_tokens:
-            self._short.append((now, seconds))
+            self.short.append((now, seconds))
         prefill, mine = self._prefill.value(), self.rate.value()
         if not self._enabled or not self.pays or prefill is None or mine is None:
             return

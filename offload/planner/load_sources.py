@@ -49,7 +49,6 @@ class LoadSources:
         self._health = context.health
         self._stats = context.stats
         self._removals = context.removals
-        self._pressure = context.pressure
         for index in context.indexes.values():
             index.log_removals(self._removals)
 
@@ -62,8 +61,7 @@ class LoadSources:
         Only tiers before the lower tier ``above`` count. A promotion under way counts, unless it
         may come from a tier that the request must not wait for.
         """
-        asked = [tier for tier, health in enumerate(self._health) if health.readable]
-        asked = [tier for tier in asked if read is None or tier in read]
+        asked = [tier for tier in self._health.readable_tiers() if read is None or tier in read]
         lower = [self._lower[tier].resident for tier in asked if above is None or tier < above]
         if read is not None and CPU not in read:
             return tuple(lower)
@@ -173,7 +171,7 @@ class LoadSources:
         """
         if key not in self.promoting:
             return False
-        if all(health.readable for health in self._health):
+        if all(health.readable for health in self._health.tiers):
             return True
         return source == IN_SLAB or not self._health[source].readable
 
@@ -208,8 +206,9 @@ class LoadSources:
                 below = below.chosen(list(map(self._cpu.is_absent, below.keys)))
             keys += below.keys
             infos += self._groups[run.group].entries(below, 1)
-        grant = self._cpu.reserve(keys, infos, patient=not self._pressure.is_behind)
-        self._stats.evicted(CPU, grant.evicted)
+        grant = self._cpu.reserve(keys, infos, patient=not self._cpu.unwritten.is_behind)
+        if grant.evicted:
+            self._stats.evicted(CPU, grant.evicted)
         promoted = dict(zip(keys, grant.locations, strict=False))
         self.promoting.update(zip(promoted, repeat(job)))
         return promoted, len(grant.evicted)
@@ -221,8 +220,9 @@ class LoadSources:
         most ``chunks_max`` chunks. The head of the prefix comes last, both among the pieces and
         within each piece, so that it ends up youngest."""
         good, bad = job.verdict()
-        self._forget_promotions(bad)
-        self._removals.note(bad)
+        if bad:
+            self._forget_promotions(bad)
+            self._removals.note(bad)
         for end in range(len(bad), 0, -chunks_max):
             part = bad[max(0, end - chunks_max) : end]
             yield len(part), partial(self._filled, (), part, filled)
@@ -239,7 +239,8 @@ class LoadSources:
         bad: Sequence[bytes],
         filled: Callable[[Sequence[bytes]], None],
     ) -> None:
-        self._cpu.abort(bad)
+        if bad:
+            self._cpu.abort(bad)
         kept = self._cpu.commit(good)
         self._stats.promoted(kept)
         self._forget_promotions(good)

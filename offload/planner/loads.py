@@ -8,12 +8,11 @@ planned. The load fails if a chunk is lost or forgotten, or if its tier becomes 
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Sequence
+from collections.abc import Collection, Hashable, Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
 
 from offload.index.chunk_batch import UNKNOWN, ChunkBatch, RequestOrigin
-from offload.index.retention import LoadHolds
 from offload.layout.keys import CPU, group_of
 from offload.messages.plan import IN_SLAB, NO_CHUNKS, STAGED, Columns, LoadItem, LoadJob
 from offload.messages.report import JobResult
@@ -63,12 +62,49 @@ class _Load(Job):
         return taken
 
 
+class LoadHolds:
+    """Chunks that loads are about to use, by the job of the load. Owned by the load planner.
+
+    Each load has one set, added and released as a whole. This is cheaper than a count per chunk,
+    because the sets are searched only for chunks that are about to be evicted.
+    """
+
+    def __init__(self) -> None:
+        self._held: dict[int, frozenset[bytes]] = {}
+
+    def __len__(self) -> int:
+        """The number of loads that hold chunks."""
+        return len(self._held)
+
+    def __contains__(self, key: object) -> bool:
+        for keys in self._held.values():  # noqa: SIM110  # half the time of any()
+            if key in keys:
+                return True
+        return False
+
+    def isdisjoint(self, keys: Collection[Hashable]) -> bool:
+        """True if no load holds any of these chunks."""
+        return all(held.isdisjoint(keys) for held in self._held.values())
+
+    def hold(self, owner: int, keys: Iterable[bytes]) -> None:
+        """Hold these chunks until ``release``."""
+        self._held[owner] = frozenset(keys)
+
+    def holds(self, owner: int) -> bool:
+        """True if this load holds chunks."""
+        return owner in self._held
+
+    def release(self, owner: int) -> None:
+        """Release the chunks of this load, if it holds any."""
+        self._held.pop(owner, None)
+
+
 class LoadPlanner:
     """Plans loads from all tiers. Owned by the planner; used on its thread.
 
     ``loading`` counts the chunks of all loads that requests wait for and ``holding`` the GPU blocks
-    that they fill; both are bounded, but one load is always allowed. ``held`` contains the chunks
-    of loads that are partly planned.
+    that they fill; both are bounded, but one load is always allowed. ``planned`` are the jobs and
+    parts of this step, ``queue`` the loads that are partly planned, ``held`` their chunks.
     """
 
     def __init__(
@@ -84,20 +120,15 @@ class LoadPlanner:
         self._jobs = context.jobs
         self._stats = context.stats
         self._allowance = context.budget.loads
-        self._planned: list[LoadJob] = []
+        self.planned: list[LoadJob] = []
         self._waited_for: dict[str, _Load] = {}
-        self._queue: deque[_Load] = deque()
+        self.queue: deque[_Load] = deque()
         for index in context.indexes.values():
             index.retention.hold(self.held)
 
-    def __len__(self) -> int:
-        """The number of parts that were planned and not sent, and of loads that are partly
-        planned."""
-        return len(self._planned) + len(self._queue)
-
     def take(self) -> tuple[LoadJob, ...]:
         """The jobs and parts planned since the previous call."""
-        planned, self._planned = tuple(self._planned), []
+        planned, self.planned = tuple(self.planned), []
         return planned
 
     def take_failed(self) -> dict[str, JobResult]:
@@ -106,15 +137,13 @@ class LoadPlanner:
         self._failed.clear()
         return failed
 
-    def tick(self, now: float) -> None:
-        """Set the time, and plan the probes that are due."""
-        for tier, health in enumerate(self._health):
-            if not health.tick(now):
-                continue
-            if tier in self._context.shared and not health.reads.closed:
-                health.begin_probe(self._presence.plan_probe(tier, now))
-            else:
-                health.begin_probe(self.plan_probe(tier))
+    def probe(self, tier: int, now: float) -> None:
+        """Plan a probe of a lower tier."""
+        health = self._health[tier]
+        if tier in self._context.shared and not health.reads.closed:
+            health.begin_probe(self._presence.plan_probe(tier, now))
+        else:
+            health.begin_probe(self.plan_probe(tier))
 
     def ended(self, job: Job, now: float) -> None:
         """Finish a load that every rank has answered."""
@@ -153,7 +182,7 @@ class LoadPlanner:
 
     def forget_all(self) -> None:
         """Fail the loads that are partly planned, because all chunks are forgotten."""
-        for load in list(self._queue):
+        for load in list(self.queue):
             self._cut(load, NOBODY)
         self._sources.forget_all()
 
@@ -175,14 +204,14 @@ class LoadPlanner:
             rest=list(runs),
             read=runs[0].origin.controls.read if runs else None,
         )
-        at_once = not self._queue and load.chunks <= min(self._allowance.left, LOAD_PART_MAX)
+        at_once = not self.queue and load.chunks <= min(self._allowance.left, LOAD_PART_MAX)
         if at_once:
             self._plan_part(load, load.chunks)
         else:
             load.tokens.set(self._sources.expected(runs, load.read))
             self.held.hold(load.job, chain.from_iterable(run.keys for run in runs))
             self._allowance.take(int(load.chunks * ACCEPTED_COST))
-            self._queue.append(load)
+            self.queue.append(load)
         self._jobs.open(load)
         self.request_ended(request)
         self._waited_for[request] = load
@@ -193,8 +222,8 @@ class LoadPlanner:
     def advance(self) -> None:
         """Plan the next parts of the partly planned loads, in turn."""
         errors: list[Exception] = []
-        while self._queue and self._allowance.left > 0:
-            load = self._queue.popleft()
+        while self.queue and self._allowance.left > 0:
+            load = self.queue.popleft()
             try:
                 self._plan_part(load, min(self._allowance.left, LOAD_PART_MAX))
             except Exception as error:
@@ -202,7 +231,7 @@ class LoadPlanner:
                 self._cut(load, NOBODY)
                 errors.append(error)
             if load.rest:
-                self._queue.append(load)
+                self.queue.append(load)
         if errors:
             raise errors[0]
 
@@ -227,7 +256,7 @@ class LoadPlanner:
 
     def _send(self, load: _Load, chunks: Columns) -> None:
         is_last = not load.rest
-        self._planned.append(LoadJob(load.job, load.request, chunks, load.parts, is_last))
+        self.planned.append(LoadJob(load.job, load.request, chunks, load.parts, is_last))
         load.parts += 1
 
     def _cut(self, load: _Load, *items: LoadItem) -> None:
@@ -236,8 +265,8 @@ class LoadPlanner:
         self.held.release(load.job)
         load.rest = []
         load.tokens.set(self._sources.tokens(load.counts))
-        if load in self._queue:
-            self._queue.remove(load)
+        if load in self.queue:
+            self.queue.remove(load)
         self._send(load, Columns.of(items) if items else NO_CHUNKS)
 
     def plan_probe(self, tier: int) -> int | None:
@@ -252,7 +281,7 @@ class LoadPlanner:
         tokens = LoadTokens(self._sources.tokens(Counter((group_of(key), tier) for key in keys)))
         self._jobs.open(Job(job, JobKind.PROBE, pins=((tier, keys),), tokens=tokens))
         items = tuple(LoadItem(key, group_of(key), (), STAGED, tier) for key in keys)
-        self._planned.append(LoadJob(job, "", items))
+        self.planned.append(LoadJob(job, "", items))
         return job
 
     def probed(self, job: Job, now: float) -> None:
@@ -271,7 +300,7 @@ class LoadPlanner:
         """Report a failed load to a waiting request, which vLLM then recomputes."""
         job = self._jobs.next_id()
         self._jobs.open(Job(job, JobKind.LOAD, request=request))
-        self._planned.append(LoadJob(job, request, (NOBODY,)))
+        self.planned.append(LoadJob(job, request, (NOBODY,)))
 
     def can_load(self, chunks: int, blocks: int, origin: RequestOrigin = UNKNOWN) -> bool:
         """True if the limits on loads in flight allow a load of ``chunks`` into ``blocks`` GPU

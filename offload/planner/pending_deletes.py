@@ -12,13 +12,13 @@ from offload.planner.step_budget import DELETIONS_MAX
 class PendingDeletes:
     """Keys by tier, oldest first. A key must not be written again while it waits here.
 
-    Owned by the planner; used on its thread. ``shared`` are the tiers that other engines write to
-    as well.
+    Owned by the planner; used on its thread. ``waiting`` has the tiers with any. ``shared`` are the
+    tiers that other engines write to as well.
     """
 
     def __init__(self, shared: Container[int] = ()) -> None:
         self._shared = shared
-        self._waiting: dict[int, deque[bytes]] = {}
+        self.waiting: dict[int, deque[bytes]] = {}
 
     def add(
         self, tier: int, keys: Iterable[bytes], damaged: Container[bytes] = frozenset()
@@ -30,31 +30,29 @@ class PendingDeletes:
         """
         if tier in self._shared:
             keys = [key for key in keys if key in damaged]
-        self._waiting.setdefault(tier, deque()).extend(keys)
-
-    def waiting(self, tier: int) -> int:
-        """The number of records of a tier that wait."""
-        return len(self._waiting.get(tier, ()))
+        keys = list(keys)
+        if keys:
+            self.waiting.setdefault(tier, deque()).extend(keys)
 
     def is_behind(self, tier: int) -> bool:
         """True if one step is not enough for a tier's deletions: nothing may be written to the tier
         until they are done."""
-        return self.waiting(tier) > DELETIONS_MAX
+        return len(self.waiting.get(tier, ())) > DELETIONS_MAX
 
     def take(self, tiers: Iterable[int]) -> Mapping[int, Keys]:
         """The deletions of this step by tier, for ``tiers`` that have any."""
         taken = {}
         for tier in tiers:
-            waiting = self._waiting.pop(tier, None)
+            waiting = self.waiting.pop(tier, None)
             if not waiting:
                 continue
             if len(waiting) <= 2 * DELETIONS_MAX:  # includes keys that this step has evicted
                 taken[tier] = Keys(tuple(waiting))
             else:
                 taken[tier] = Keys([waiting.popleft() for _ in range(DELETIONS_MAX)])
-                self._waiting[tier] = waiting
+                self.waiting[tier] = waiting
         return taken
 
     def clear(self) -> None:
         """Forget everything, because a reset deletes all records anyway."""
-        self._waiting.clear()
+        self.waiting.clear()

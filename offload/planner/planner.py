@@ -33,7 +33,6 @@ from offload.planner.step_budget import (
 )
 from offload.planner.stores import StorePlanner
 from offload.planner.tier_health import TierHealths
-from offload.planner.write_pressure import WritePressure
 from offload.planner.write_through import WriteThrough, WriteThroughQueue, queues_of
 from offload.telemetry.counters import PlannerStats
 from offload.telemetry.removed_chunks import RemovalCauses, RemovalLog
@@ -85,7 +84,6 @@ class Planner:
         self.jobs = JobTable(ranks)
         self.budget = StepBudget(limits.step_chunks)
         self.removals = RemovalLog()
-        self.pressure = WritePressure(limits.store_chunks)
         context = PlannerContext(
             ranks,
             limits,
@@ -98,7 +96,6 @@ class Planner:
             self.stats,
             self.budget,
             self.removals,
-            self.pressure,
         )
         self.presence = PresenceCache(context, shared_limits)
         self.sources = LoadSources(context)
@@ -124,10 +121,12 @@ class Planner:
         """Set the time (monotonic seconds); call this before each ``step`` and ``complete``."""
         self._now = now
         self.stats.tick(now)
-        if self.uses.is_long:  # must come before anything else draws from this step's budget
+        if self.uses.behind and self.uses.is_long:  # before anything else draws from the budget
             self.budget.spend(TOUCH_COST * self.uses.step())
-        self.loads.tick(now)
-        self.presence.tick(now)
+        for tier in self.health.due(now):
+            self.loads.probe(tier, now)
+        if self.presence.tiers:
+            self.presence.tick(now)
 
     @property
     def busy(self) -> bool:
@@ -135,65 +134,55 @@ class Planner:
         return bool(
             len(self.jobs)
             or len(self.stores)
-            or len(self.uses)
-            or len(self.loads)
-            or len(self.presence)
-            or len(self.deferred)
-            or any(map(self.deletes.waiting, self._ready_for_deletes()))
+            or self.uses.behind
+            or self.loads.planned
+            or self.loads.queue
+            or (self.presence.tiers and len(self.presence))
+            or self.deferred.pieces
             or self._reset
             or self._epochs
             or self.write_through.is_waiting
+            or self.write_through.can_delete
         )
 
     def step(self, *, idle: bool = False, write_through: bool = True) -> StepPlan:
         """The plan of this step: everything planned since the previous step, and the write-through
-        that is due."""
-        self._note_uses()
-        errors = self.deferred.end_step(
-            WRITE_THROUGH_LEAVES if self.write_through.is_waiting else 0
-        )
-        self.loads.advance()
+        that is due. Only parts that have work are called."""
+        if self.uses.behind:
+            self._note_uses()
+        leaves = self.deferred.pieces and self.write_through.is_waiting
+        errors = self.deferred.end_step(WRITE_THROUGH_LEAVES if leaves else 0)
+        if self.loads.queue:
+            self.loads.advance()
         if errors:
             raise errors[0]
-        ready = self._ready_for_deletes()
-        write_throughs = self.write_through.due() if write_through else ()
+        write_throughs, deletes = self.write_through.take(writes=write_through)
         stores, fence = self.stores.take()
         plan = StepPlan(
             stores=stores,
             write_throughs=write_throughs,
-            deletes=self.deletes.take(ready),
-            touches=self.recency.take(),
+            deletes=deletes,
+            touches=self.recency.take() if self.recency.waiting else {},
             fence=fence,
             reset=self._reset,
             epochs=dict(self._epochs),
-            queries=self.presence.take(),
+            queries=self.presence.take() if self.presence.tiers else (),
             idle=idle,
-            loads=self.loads.take(),  # last, because everything taken here must be sent
+            # last, because what is taken here must be sent
+            loads=self.loads.take() if self.loads.planned else (),
         )
         self._reset = False
         self._epochs.clear()
-        self.pressure.end_step(self.write_through.depth, self.cpu.unwritten.given_up.total())
-        # for loads that continue in later steps
-        self.budget.end_step(self._now, half=len(self.loads) > 0)
+        self.budget.end_step(self._now, half=bool(self.loads.queue))  # for loads that continue
         return plan
 
     def _note_uses(self) -> None:
         """Report deferred uses to the policies: at least one piece, more if the budget allows.
         Stops after a long piece, which has used more than its share of the step."""
         eighths = 0
-        while self.budget.above(eighths) > 0 and not self.uses.is_long and len(self.uses):
+        while self.uses.behind and self.budget.above(eighths) > 0 and not self.uses.is_long:
             self.budget.spend(TOUCH_COST * self.uses.step())
             eighths = WRITE_THROUGH_LEAVES
-
-    def _ready_for_deletes(self) -> list[int]:
-        """The tiers to which deletions may be sent. None are sent while the circuit breaker is
-        open, or while it is half-open and a write has not returned."""
-        return [
-            queue.tier
-            for queue in self.write_through.queues
-            if (health := self.health[queue.tier]).writes.closed
-            or (health.writable and not queue.flying)
-        ]
 
     def complete(self, report: StepReport) -> None:
         """Process the work that workers have finished, as far as the step's budget allows."""
@@ -202,7 +191,7 @@ class Planner:
             JobKind.LOAD: self._loaded,
             JobKind.PROBE: self._probed,
         }
-        if self._slots is not None:
+        if report.usable and self._slots is not None:
             self._slots.take_in(report.usable)
         for (tier, rank), seen in report.tiers.items():
             self.health[tier].observe(rank, seen, self._now)
@@ -210,7 +199,8 @@ class Planner:
                 self._lost(tier)
             elif bad := seen.damaged:
                 self.deferred.add(len(bad), partial(self._drop, tier, list(bad), bad))
-        self.presence.answered(report.answers, self._now)
+        if report.answers:
+            self.presence.answered(report.answers, self._now)
         errors: list[Exception] = []
         written: list[Job] = []
         for job_id, result in report.results.items():
@@ -222,8 +212,10 @@ class Planner:
                     ended[job.kind](job)
             except Exception as error:  # one bad answer must not affect the others
                 errors.append(error)
-        self.write_through.answered(written, self.deferred, self._now)
-        errors += self.deferred.work()
+        if written:
+            self.write_through.answered(written, self.deferred, self._now)
+        if self.deferred.pieces:
+            errors += self.deferred.work()
         if errors:
             raise errors[0]
 
@@ -233,11 +225,16 @@ class Planner:
 
     def _take_in_store(self, job: Job) -> None:
         self.write_through.offer(self.stores.ended(job), job)
-        self.uses.filled(job.fills)
+        self._filled(job.fills)
+
+    def _filled(self, keys: Sequence[bytes]) -> None:
+        """Note that a job that filled these keys has ended, successfully or not."""
+        if self.uses.waiting:
+            self.uses.filled(keys)
 
     def _loaded(self, job: Job) -> None:
         self.loads.ended(job, self._now)
-        for piece in self.sources.let_go(job, self._piece_chunks, self.uses.filled):
+        for piece in self.sources.let_go(job, self._piece_chunks, self._filled):
             self.deferred.add(*piece)
         lost, corrupt = job.answer.lost, job.answer.corrupt
         self.deferred.add(len(lost), partial(self.forget, lost, corrupt))
@@ -254,7 +251,7 @@ class Planner:
         """Drop keys from every lower tier, because a tier has lost their records or found them
         damaged."""
         lost = list(keys)
-        for tier in range(len(self.lower)):
+        for tier in range(len(self.lower)) if lost else ():
             self._drop(tier, lost, corrupt)
 
     def _forget_wrong(self, keys: frozenset[bytes]) -> None:
@@ -321,5 +318,5 @@ class Planner:
         storing = sum(len(j.fills) for j in self.jobs.jobs() if j.kind is JobKind.STORE)
         if storing != (counted := self.stores.storing):
             raise InvariantError(f"planner: {storing} chunks being stored, counted {counted}")
-        if not (len(self.jobs) or len(self.deferred)) and self.cpu.filling_count:
+        if not (len(self.jobs) or self.deferred.pieces) and self.cpu.filling_count:
             raise InvariantError("planner: chunks are being filled and no job is open")

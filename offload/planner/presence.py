@@ -237,9 +237,8 @@ class PresenceCache:
     # -- knowledge from other sources -------------------------------------------------------------
 
     def written(self, tier: int, keys: Sequence[bytes], now: float) -> None:
-        """Note chunks that were written to a tier and entered into its index."""
-        if tier in self.tiers:
-            self._memories[tier].remember(keys, now + self.limits.remember_s)
+        """Note chunks that were written to a shared tier and entered into its index."""
+        self._memories[tier].remember(keys, now + self.limits.remember_s)
 
     def forget_all(self) -> None:
         """Forget everything and drop open queries, because the weights have changed. Tiers are

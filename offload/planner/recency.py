@@ -18,7 +18,7 @@ from offload.planner.step_budget import USE_KEYS_MAX
 
 
 class Recency:
-    """Reports uses to the policies; uses for lower tiers wait here for the next plan.
+    """Reports uses to the policies; uses for lower tiers wait here for the next plan (``waiting``).
 
     Owned by the planner; used on its thread.
     """
@@ -27,7 +27,7 @@ class Recency:
         self._cpu = context.cpu
         self._lower = context.lower
         self._health = context.health
-        self._waiting: dict[int, list[bytes]] = {}
+        self.waiting: dict[int, list[bytes]] = {}
 
     def note(self, tier: int, keys: Sequence[bytes]) -> None:
         """One request's use of these keys (prefix order) in one tier."""
@@ -39,7 +39,7 @@ class Recency:
             index.touch(held)
             if self._health[tier].writes.closed:
                 # otherwise uses would queue behind a disk that hangs
-                self._waiting.setdefault(tier, []).extend(held)
+                self.waiting.setdefault(tier, []).extend(held)
 
     def note_everywhere(self, keys: Sequence[bytes]) -> None:
         """One request's use of these keys (prefix order) in every tier."""
@@ -48,12 +48,12 @@ class Recency:
 
     def take(self) -> Mapping[int, Keys]:
         """The uses that this step sends to the lower tiers."""
-        waiting, self._waiting = self._waiting, {}
+        waiting, self.waiting = self.waiting, {}
         return {tier: Keys(keys) for tier, keys in waiting.items() if keys}
 
     def clear(self) -> None:
         """Note that all chunks are forgotten."""
-        self._waiting.clear()
+        self.waiting.clear()
 
 
 WAITING_MAX = 256
@@ -87,8 +87,9 @@ class RequestUses:
     """Holds ended requests whose uses have not been reported yet; ``touch`` reports keys to one
     tier.
 
-    Owned by the planner; used on its thread. If a policy accepts parts, a long request is reported
-    to it in pieces over several steps.
+    Owned by the planner; used on its thread. ``waiting`` are those whose last chunks are still
+    being stored. If a policy accepts parts, a long request is reported to it in pieces over several
+    steps (``behind``).
     """
 
     def __init__(
@@ -100,48 +101,42 @@ class RequestUses:
         self._cpu = cpu
         self._tiers = dict(enumerate((cpu, *lower), CPU))
         self._touch = touch
-        self._waiting: list[_PendingUse] = []
-        self._behind: deque[_Piece] = deque()
+        self.waiting: list[_PendingUse] = []
+        self.behind: deque[_Piece] = deque()
 
     def ended(self, keys: Sequence[bytes], hints: Mapping[str, Any] = _NO_HINTS) -> None:
         """Note that a request that used these keys of one group (in prefix order) has ended. Waits
         for keys that are being stored, so that policies see them before their use."""
         use = _PendingUse(self._cpu.filling_among(keys), keys, hints)
-        if use.missing and len(self._waiting) < WAITING_MAX:
-            self._waiting.append(use)
+        if use.missing and len(self.waiting) < WAITING_MAX:
+            self.waiting.append(use)
         else:
             self._note(use)
 
     def filled(self, keys: Iterable[bytes]) -> None:
         """Note that a job that filled these keys has ended, successfully or not."""
-        if not self._waiting:
-            return
-        for use in self._waiting:
+        for use in self.waiting:
             use.missing.difference_update(keys)
-        ready = [use for use in self._waiting if not use.missing]
-        self._waiting = [use for use in self._waiting if use.missing]
+        ready = [use for use in self.waiting if not use.missing]
+        self.waiting = [use for use in self.waiting if use.missing]
         for use in ready:
             self._note(use)
-
-    def __len__(self) -> int:
-        """The number of deferred pieces."""
-        return len(self._behind)
 
     @property
     def is_long(self) -> bool:
         """True if the next piece is a long request for a policy that does not accept parts."""
-        return bool(self._behind) and len(self._behind[0].keys) > USE_KEYS_MAX
+        return bool(self.behind) and len(self.behind[0].keys) > USE_KEYS_MAX
 
     def clear(self) -> None:
         """Note that all chunks are forgotten."""
-        self._waiting.clear()
-        self._behind.clear()
+        self.waiting.clear()
+        self.behind.clear()
 
     def step(self) -> int:
         """Report the next deferred piece; returns its number of keys."""
-        if not self._behind:
+        if not self.behind:
             return 0
-        piece = self._behind.popleft()
+        piece = self.behind.popleft()
         self._touch(piece.tier, piece.keys)
         if piece.use is not None and piece.use.hints:
             self._tiers[piece.tier].policy.advise(piece.use.keys, piece.use.hints)
@@ -154,11 +149,11 @@ class RequestUses:
         for tier, index in self._tiers.items():
             end = len(use.keys)
             while end > USE_KEYS_MAX and index.policy.takes_parts:
-                self._behind.append(_Piece(tier, use.keys[end - USE_KEYS_MAX : end], None))
+                self.behind.append(_Piece(tier, use.keys[end - USE_KEYS_MAX : end], None))
                 end -= USE_KEYS_MAX
-            self._behind.append(_Piece(tier, use.keys[:end], use))
+            self.behind.append(_Piece(tier, use.keys[:end], use))
         for _ in self._tiers if len(use.keys) <= USE_KEYS_MAX else (CPU,):
             if not self.is_long:
                 self.step()
-        while len(self._behind) > BEHIND_MAX:
+        while len(self.behind) > BEHIND_MAX:
             self.step()

@@ -14,7 +14,8 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable
-from itertools import pairwise
+from itertools import islice
+from operator import sub
 
 # -- costs: units of about a microsecond per chunk, measured with a million keys in the lower tier,
 # -- whose dicts do not fit into CPU caches (``python -m bench hooks``)
@@ -177,10 +178,9 @@ class StepBudget:
 
     def end_step(self, now: float, *, half: bool = False) -> None:
         """Begin the next step (monotonic seconds); ``half`` of its budget is reserved."""
-        self._ends.append(now)
-        shortest = min((end - start for start, end in pairwise(self._ends)), default=0.0)
-        if len(self._ends) <= STEPS:
-            shortest = 0.0
+        ends = self._ends
+        ends.append(now)
+        shortest = min(map(sub, islice(ends, 1, None), ends)) if len(ends) > STEPS else 0.0
         self.times = max(1, min(TIMES_MAX, int(shortest / LONG_S)))
         self.left = self.times * self.units // (2 if half else 1)
         for allowance in (self.loads, self.lookups, self.keys, self.stores):
@@ -192,32 +192,28 @@ class DeferredWork:
 
     Several jobs with thousands of chunks may end between two steps; the states of their chunks then
     change over several steps. A step does as many pieces as its budget allows, but at least one,
-    and at least a sixteenth of the backlog at its beginning.
+    and at least a sixteenth of the backlog at its beginning. ``pieces`` are those that are left.
     """
 
     def __init__(self, budget: StepBudget) -> None:
-        self._pieces: deque[tuple[int, Callable[[], None]]] = deque()
+        self.pieces: deque[tuple[int, Callable[[], None]]] = deque()
         self._budget = budget
         self._has_worked = False
         self._behind = 0  # the total cost of all pieces
         self._overdue = 0  # the part of it that must be done in this step
 
-    def __len__(self) -> int:
-        """The number of pieces that are left."""
-        return len(self._pieces)
-
     def add(self, cost: int, work: Callable[[], None]) -> None:
         """Add a piece and its cost in units of the budget."""
-        self._pieces.append((max(1, cost), work))
+        self.pieces.append((max(1, cost), work))
         self._behind += max(1, cost)
 
     def work(self, leave: int = TAKE_IN_LEAVES) -> list[Exception]:
         """Do the pieces that the step still allows; return the errors of failed pieces."""
         errors: list[Exception] = []
-        while self._pieces and (
+        while self.pieces and (
             self._budget.above(leave) > 0 or not self._has_worked or self._overdue > 0
         ):
-            cost, work = self._pieces.popleft()
+            cost, work = self.pieces.popleft()
             self._behind -= cost
             self._overdue -= cost
             self._budget.spend(cost)
@@ -230,7 +226,7 @@ class DeferredWork:
 
     def end_step(self, leave: int) -> list[Exception]:
         """Do ``work`` once more, at the end of the step."""
-        errors = self.work(leave)
+        errors = self.work(leave) if self.pieces else []
         self._has_worked = False
         self._overdue = self._behind // OVERDUE_SHARE
         return errors

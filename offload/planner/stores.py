@@ -54,6 +54,7 @@ class StorePlanner:
         self._sources = sources
         self._uses = uses
         self._max_chunks = context.limits.store_chunks
+        self._patience = min(STORE_CHUNKS_MIN, self._max_chunks)  # stored at a request's end
         self._admission = admission
         self._budget = context.budget
         self._planned: list[StoreJob] = []
@@ -81,7 +82,8 @@ class StorePlanner:
     def ended(self, job: Job) -> list[bytes]:
         """Commit the chunks of an answered store; return the keys that can be hit now."""
         good, bad = job.verdict()
-        self._cpu.abort(bad)
+        if bad:
+            self._cpu.abort(bad)
         kept = self._cpu.commit(good, job.infos_of(good))
         self._stats.stored(CPU, kept, bad)
         return kept
@@ -98,7 +100,7 @@ class StorePlanner:
 
         ``protect`` contains keys that must not be evicted for these chunks. With ``may_wait`` the
         store stops at a victim that waits to be written, instead of cancelling that write
-        (``WritePressure``). Returns how many of the chunks, from the first on, need no more
+        (``may_wait``). Returns how many of the chunks, from the first on, need no more
         attention: a tier holds them, a job is writing them, or they got a slot. The caller may
         offer the rest again, unless the request has ``ended``.
         """
@@ -116,7 +118,8 @@ class StorePlanner:
         grant = self._cpu.reserve(
             fresh.keys, infos, protect, evict=evict, remember=False, patient=is_patient
         )
-        self._stats.evicted(CPU, grant.evicted)
+        if grant.evicted:
+            self._stats.evicted(CPU, grant.evicted)
         if (granted := len(grant.locations)) < len(fresh):
             self._no_space(fresh.keys[granted:], evict=evict, is_patient=is_patient)
             settled = run.keys.index(fresh.keys[granted])
@@ -139,6 +142,17 @@ class StorePlanner:
         """The number of a request's chunks that can be stored in this step without an eviction."""
         always = STORE_CHUNKS_MIN if ended else self._budget.stores.left
         return max(self._budget.above(STORES_LEAVE) // STORE_COST, always)
+
+    def may_wait(self, chunks: int) -> bool:
+        """True if a running request that lacks ``chunks`` chunks waits instead of giving up a
+        write.
+
+        It waits only while the lower tiers keep up, and only if it could store all its missing
+        chunks at its end: their blocks stay in the GPU's cache. This leaves no holes in a prefix
+        that is longer than the CPU tier. A slower disk would keep new chunks out of the CPU tier,
+        and the newest chunks are worth the most.
+        """
+        return not self._cpu.unwritten.is_behind and chunks <= self._patience
 
     @property
     def piece(self) -> int:

@@ -8,7 +8,7 @@ the log. Pure.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from offload.messages.report import Observed
@@ -57,9 +57,12 @@ class TierHealth:
 
     def tick(self, now: float) -> bool:
         """Let time pass; returns whether a probe is due."""
+        if self.break_even.short:
+            self.break_even.tick(now)
+        if self.reads.closed and self.writes.closed and self.break_even.pays:
+            return False
         self.reads.tick(now)
         self.writes.tick(now)
-        self.break_even.tick(now)
         self._log()
         if self.probe is not None:
             return False
@@ -97,14 +100,17 @@ class TierHealth:
 
     def observe(self, rank: int, seen: Observed, now: float) -> None:
         """Count the results of one rank's operations on this tier."""
-        self.reads.observe(seen.reads_good, seen.reads_failed, now, rank)
-        self.writes.observe(seen.writes_good, seen.writes_failed, now, rank)
+        if seen.reads_good or seen.reads_failed:
+            self.reads.observe(seen.reads_good, seen.reads_failed, now, rank)
+        if seen.writes_good or seen.writes_failed:
+            self.writes.observe(seen.writes_good, seen.writes_failed, now, rank)
         self._log()
 
     def written(self, now: float, *, good: bool) -> None:
         """Count a write that every rank has answered."""
-        self.writes.judge(now, good=good)
-        self._log()
+        if not self.writes.closed:
+            self.writes.judge(now, good=good)
+            self._log()
 
     def loaded(self, tokens: int, seconds: float, now: float) -> None:
         """Count a successful load whose slowest source was this tier."""
@@ -158,22 +164,24 @@ class TierHealth:
 
 
 class TierHealths:
-    """The health of all lower tiers by number, and the rate of computing that loads are compared
-    with. Owned by the planner; used on vLLM's scheduler thread."""
+    """The health of all lower tiers by number (``tiers``), and the rate of computing that loads are
+    compared with. Owned by the planner; used on vLLM's scheduler thread."""
 
     def __init__(self, names: Sequence[str], limits: HealthLimits | None = None) -> None:
         self._prefill = Rate()
         limits = limits or HealthLimits()
-        self._tiers = tuple(TierHealth(name, self._prefill, limits) for name in names)
-
-    def __len__(self) -> int:
-        return len(self._tiers)
+        self.tiers = tuple(TierHealth(name, self._prefill, limits) for name in names)
 
     def __getitem__(self, tier: int) -> TierHealth:
-        return self._tiers[tier]
+        return self.tiers[tier]
 
-    def __iter__(self) -> Iterator[TierHealth]:
-        return iter(self._tiers)
+    def due(self, now: float) -> list[int]:
+        """Let time pass; return the tiers for which a probe is due."""
+        return [number for number, tier in enumerate(self.tiers) if tier.tick(now)]
+
+    def readable_tiers(self) -> list[int]:
+        """The tiers that hits may come from."""
+        return [number for number, tier in enumerate(self.tiers) if tier.readable]
 
     @property
     def prefill_rate(self) -> float | None:
@@ -188,5 +196,5 @@ class TierHealths:
         """The number of times that each tier's circuit breakers have opened, by flat name."""
         return {
             f"breaker_openings:{tier.name}": tier.reads.openings + tier.writes.openings
-            for tier in self._tiers
+            for tier in self.tiers
         }

@@ -1,9 +1,9 @@
 """Write-through: moves committed chunks of the CPU tier to the lower tiers.
 
 A chunk that waits here can be evicted, which cancels its write: a slow disk must not keep new
-chunks out of the CPU tier. ``WritePressure`` decides when stores wait for the disk instead, so a
-disk that keeps up gets a prefix longer than the CPU tier without holes. A chunk that is being
-written is pinned. Both the waiting chunks and those being written are bounded. Pure.
+chunks out of the CPU tier. Stores wait for the disk only while it keeps up
+(``StorePlanner.may_wait``), so it gets a prefix longer than the CPU tier without holes. A chunk
+that is being written is pinned. Both the waiting chunks and those being written are bounded. Pure.
 """
 
 from __future__ import annotations
@@ -13,12 +13,11 @@ from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import compress, groupby
-from typing import Protocol
 
-from offload.index.chunk_batch import LazyEntryInfos, chosen, joined, sized
+from offload.index.chunk_batch import GroupInfo, LazyEntryInfos, chosen, joined, sized
 from offload.index.tier_index import TierIndex
 from offload.layout.keys import CPU, group_of
-from offload.messages.plan import WriteThroughJob
+from offload.messages.plan import Keys, WriteThroughJob
 from offload.planner.context import PlannerContext
 from offload.planner.jobs import Job, JobKind, JobTable
 from offload.planner.pending_deletes import PendingDeletes
@@ -37,11 +36,9 @@ from policies.hints import HIGH, LOW, PRIORITY
 
 
 class WriteThrough:
-    """Manages the write-through to all lower tiers, within the budget of a step.
+    """Manages write-through to all lower tiers, within the budget of a step, and deletions.
 
-    Owned by the planner; used on its thread. ``queues`` are the queues of the lower tiers, by
-    number.
-    """
+    Owned by the planner; used on its thread. ``queues`` has one queue per lower tier."""
 
     def __init__(
         self,
@@ -56,7 +53,6 @@ class WriteThrough:
         self._jobs = context.jobs
         self._stats = context.stats
         self._budget = context.budget
-        self._pressure = context.pressure
         self._presence = presence
         self._deletes = deletes
 
@@ -64,11 +60,6 @@ class WriteThrough:
     def is_waiting(self) -> bool:
         """True if a chunk waits for any tier."""
         return any(map(len, self.queues))
-
-    @property
-    def depth(self) -> int:
-        """The number of chunks that wait for any tier or are being written."""
-        return sum(queue.depth for queue in self.queues)
 
     def offer(self, keys: Sequence[bytes], job: Job) -> None:
         """Queue the chunks that this store has committed, for the tiers to which they may be
@@ -78,19 +69,41 @@ class WriteThrough:
             if job.write is None or queue.tier in job.write:
                 queue.offer(keys, self._cpu, self._groups, infos)
 
-    def due(self) -> tuple[WriteThroughJob, ...]:
+    def take(self, *, writes: bool) -> tuple[tuple[WriteThroughJob, ...], Mapping[int, Keys]]:
+        """End the step: the jobs that it sends, if it sends ``writes``, and the deletions."""
+        ready = self._ready_for_deletes()
+        jobs = self._due() if writes else ()
+        unwritten = self._cpu.unwritten
+        if unwritten.gave_up or unwritten.is_behind:
+            unwritten.end_step(sum(queue.depth for queue in self.queues))
+        return jobs, self._deletes.take(ready) if self._deletes.waiting else {}
+
+    def _ready_for_deletes(self) -> list[int]:
+        """The tiers to which deletions may be sent."""
+        return [queue.tier for queue in self.queues if queue.is_ready_for_deletes]
+
+    @property
+    def can_delete(self) -> bool:
+        """True if a deletion waits that may be sent."""
+        waiting = self._deletes.waiting
+        return bool(waiting) and not waiting.keys().isdisjoint(self._ready_for_deletes())
+
+    def _due(self) -> tuple[WriteThroughJob, ...]:
         """The jobs of this step, within what is left of the budget, which the tiers share. A tier
         that is behind with deletions gets none."""
-        queues = [queue for queue in self.queues if not self._deletes.is_behind(queue.tier)]
+        is_behind = self._cpu.unwritten.is_behind
+        queues = [queue for queue in self.queues if is_behind or not queue.is_idle]
+        if self._deletes.waiting:
+            queues = [queue for queue in queues if not self._deletes.is_behind(queue.tier)]
         waiting = max(1, sum(1 for queue in queues if len(queue)))
         chunks_max = max(1, self._budget.left // (WRITE_THROUGH_COST * waiting))
         write_throughs: list[WriteThroughJob] = []
         for queue in queues:
-            is_behind = self._pressure.is_behind
             jobs, evicted = queue.due(self._cpu, self._jobs, chunks_max, is_behind=is_behind)
             write_throughs += jobs
-            self._deletes.add(queue.tier, evicted)
-            self._stats.evicted(queue.tier, evicted)
+            if evicted:
+                self._deletes.add(queue.tier, evicted)
+                self._stats.evicted(queue.tier, evicted)
         return tuple(write_throughs)
 
     def answered(self, jobs: Sequence[Job], deferred: DeferredWork, now: float) -> None:
@@ -105,11 +118,13 @@ class WriteThrough:
     def _take_in(self, tier: int, jobs: Sequence[Job], now: float) -> None:
         kept, bad, gone = self.queues[tier].ended(jobs, self._cpu, now)
         self._stats.stored(tier, kept, bad)
-        self._presence.written(tier, kept, now)
+        if tier in self._presence.tiers:
+            self._presence.written(tier, kept, now)
         # Delete records that a rank may have written but the index does not keep (the write failed
         # on another rank, or the chunk was forgotten meanwhile): otherwise they would take space
         # and reappear after a restart.
-        self._deletes.add(tier, gone)
+        if gone:
+            self._deletes.add(tier, gone)
 
     def suspend(self) -> None:
         """Drop the chunks that wait, because the weights have changed, and queue nothing before
@@ -129,8 +144,7 @@ class WriteThrough:
         for queue in self.queues:
             found[f"write_refusals:{queue.name}"] = queue.refused
             found[f"writes_skipped:{queue.name}"] = queue.skipped
-            given_up = self._cpu.unwritten.given_up[queue.tier]
-            found[f"writes_given_up:{queue.name}"] = given_up
+            found[f"writes_given_up:{queue.name}"] = self._cpu.unwritten.given_up[queue.tier]
         return found
 
 
@@ -138,16 +152,6 @@ FLYING_MAX = 1024
 """Maximum number of chunks that are being written to one tier."""
 PINNED_PART = 16
 """Fraction of the limit that a slow tier gets at a time: about a hundredth of the CPU tier."""
-
-
-class _Group(Protocol):
-    """The fields of ``offload.index.chunk_batch.GroupInfo`` that are needed here."""
-
-    @property
-    def kind(self) -> str: ...
-
-    @property
-    def footprints(self) -> tuple[int, ...]: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -167,11 +171,11 @@ class _WritesInFlight:
         self._bound_max = chunks_max
         self._bound = chunks_max
         self._bound_min = max(1, min(batch, chunks_max // PINNED_PART))
-        self._flying = 0  # chunks being written when the previous step ended
+        self.flying = 0  # chunks being written when the previous step ended
 
     def step(self, flying: int, *, is_behind: bool) -> int:
         """The limit for this step, in which ``flying`` chunks are being written."""
-        finished = self._flying - flying
+        finished = self.flying - flying
         if 2 * finished >= self._bound:
             self._bound = min(self._bound_max, 2 * self._bound)
         elif is_behind:
@@ -180,7 +184,7 @@ class _WritesInFlight:
 
     def end_step(self, flying: int) -> None:
         """Record how many chunks are being written at the end of the step."""
-        self._flying = flying
+        self.flying = flying
 
 
 class WriteThroughQueue:
@@ -233,6 +237,18 @@ class WriteThroughQueue:
         return self._count + self._flying
 
     @property
+    def is_idle(self) -> bool:
+        """True if nothing waits and nothing was being written since the previous step."""
+        return not (self._count or self._flying or self._in_flight.flying)
+
+    @property
+    def is_ready_for_deletes(self) -> bool:
+        """True if deletions may be sent to the tier: not while its circuit breaker is open, and
+        while it is half-open not behind a write that has not returned."""
+        health = self._health
+        return health.writes.closed or (health.writable and not self._flying)
+
+    @property
     def _limit(self) -> int:
         """The number of chunks that may wait for this tier.
 
@@ -249,7 +265,7 @@ class WriteThroughQueue:
         self,
         keys: Sequence[bytes],
         cpu: TierIndex,
-        groups: Mapping[int, _Group],
+        groups: Mapping[int, GroupInfo],
         infos: Sequence[EntryInfo] | None = None,
     ) -> None:
         """Queue chunks that were just committed to the CPU tier. ``infos`` are for the tier's
@@ -426,11 +442,6 @@ class WriteThroughQueue:
         ]
         return tuple(compress(keys, flags)), chosen(known, flags)
 
-    @property
-    def flying(self) -> int:
-        """The number of chunks that are being written."""
-        return self._flying
-
     def ended(
         self, jobs: Sequence[Job], cpu: TierIndex, now: float
     ) -> tuple[list[bytes], list[bytes], list[bytes]]:
@@ -449,7 +460,8 @@ class WriteThroughQueue:
             for _cpu, keys in job.pins:
                 cpu.unpin(keys)
             self._health.written(now, good=bool(mine))
-        self._index.abort(bad)
+        if bad:
+            self._index.abort(bad)
         kept = self._index.commit(good, joined(infos))
         if len(kept) == len(good):
             return kept, bad, [key for key in bad if key not in self._index]

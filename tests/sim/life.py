@@ -269,8 +269,8 @@ class ServerLife(Engine):
             0,
         )
         assert not planner.loads.held, "chunks are held that nobody waits for"
-        assert not len(planner.loads), "loads are put off"
-        assert not len(planner.deferred), "answers are put off"
+        assert not [*planner.loads.planned, *planner.loads.queue], "loads are put off"
+        assert not planner.deferred.pieces, "answers are put off"
         for index in (planner.cpu, *planner.lower):
             index.check()
             assert not index.filling_count, f"{index.name}: fills are left"

@@ -266,7 +266,7 @@ MUTANTS: dict[str, tuple[Patch, Setup | None, str]] = {
 
 
 SHOWN_BY = {
-    "fences are skipped": 20,
+    "fences are skipped": 23,
     "a fence that timed out is forgotten": 20,
     "failed reads fill slots": 18,
     "slots are free at the deadline": 29,

@@ -116,7 +116,7 @@ def _health_gauges(planner: Planner) -> dict[str, float]:
     prefill = planner.health.prefill_rate
     if prefill is not None:
         gauges["prefill_tokens_per_second"] = prefill
-    for tier in planner.health:
+    for tier in planner.health.tiers:
         gauges[f"breaker_state:{tier.name}"] = tier.breaker_state.value
         gauges[f"break_even:{tier.name}"] = int(tier.pays)
         if tier.load_rate is not None:

@@ -187,7 +187,7 @@ class StoreProgress:
             if not batch:
                 continue
             self.planned_at = time.monotonic()
-            may_wait = self._planner.pressure.may_wait(end - first)
+            may_wait = self._planner.stores.may_wait(end - first)
             settled = self._planner.stores.plan(batch, ended=ended, may_wait=may_wait)
             refused = batch.depths[settled:]
             if refused:

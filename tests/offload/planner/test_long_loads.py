@@ -7,12 +7,11 @@ import pytest
 
 from offload.index.capacity import ByteCapacity, SlotCapacity
 from offload.index.chunk_batch import ChunkBatch, GroupInfo
-from offload.index.retention import LoadHolds
 from offload.index.tier_index import TierIndex
 from offload.messages.plan import IN_SLAB, LoadJob, StepPlan
 from offload.messages.report import JobResult, Observed, StepReport
 from offload.planner.context import WorkLimits
-from offload.planner.loads import NOBODY
+from offload.planner.loads import NOBODY, LoadHolds
 from offload.planner.planner import Planner
 from policies.eviction.lru import LruPolicy
 from tests.offload.planner.simulated_ranks import GROUP, key_of
@@ -75,7 +74,7 @@ class Bed:
         self.work()
         assert self.planner.loads.loading == 0
         loads = self.planner.loads
-        for left in (loads.held, self.planner.sources.promoting, loads._queue, loads._waited_for):
+        for left in (loads.held, self.planner.sources.promoting, loads.queue, loads._waited_for):
             assert not left
         for index in (self.cpu, self.disk):
             assert not index._pins

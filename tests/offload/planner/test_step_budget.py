@@ -86,7 +86,7 @@ class Bed:
         self.stored += sum(len(store.slots) for store in plan.stores)
         jobs = [*plan.stores, *plan.write_throughs]
         self.planner.complete(StepReport({job.job: JobResult() for job in jobs}))
-        behind = sum(cost for cost, _ in self.planner.deferred._pieces)
+        behind = sum(cost for cost, _ in self.planner.deferred.pieces)
         self.behind_most = max(self.behind_most, behind)
         return plan
 

@@ -96,7 +96,7 @@ class ChangingTiers:
         elif what < 0.82:
             index.clear()
         elif what < 0.85:
-            healths = list(self.planner.health)
+            healths = list(self.planner.health.tiers)
             for health in self.random.sample(healths, self.random.choice([1, 2])):
                 health.break_even.pays = not health.break_even.pays  # toggles the disk's use
         elif what < 0.92:
