@@ -13,13 +13,13 @@ NOTHING: frozenset[bytes] = frozenset()
 class Retention:
     """The chunks of one tier that must not be evicted. Owned by the tier's index.
 
-    ``pins`` counts the jobs that use a chunk. ``keep`` and ``hold`` register live containers: a
-    chunk must stay as long as it is in one of them. Such a chunk can still be dropped if it is
-    damaged or the weights change.
+    ``pins`` are the chunks that jobs use; the index changes them. ``keep`` and ``hold`` register
+    live containers, too: a chunk must stay as long as it is in one of them. Such a chunk can still
+    be dropped if it is damaged or the weights change.
     """
 
-    def __init__(self) -> None:
-        self.pins: Counter[bytes] = Counter()
+    def __init__(self, pins: Container[bytes] = NOTHING) -> None:
+        self._pins = pins
         self._kept: Container[bytes] = NOTHING
         self._held: Container[bytes] = NOTHING
 
@@ -33,11 +33,11 @@ class Retention:
 
     def is_in_use(self, key: bytes) -> bool:
         """True if a job uses this chunk now, or soon will."""
-        return key in self.pins or key in self._held
+        return key in self._pins or key in self._held
 
     def evictable(self, protect: Container[bytes]) -> Evictable:
         """The test for one eviction, which must not evict the keys of ``protect`` either."""
-        return Evictable(self._kept, self.pins, protect, self._held)
+        return Evictable(self._kept, self._pins, protect, self._held)
 
 
 PASSED_MAX = 64

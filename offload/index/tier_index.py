@@ -7,7 +7,7 @@ because a disk tier may hold ten million of them; pins and the rarer states have
 
 from __future__ import annotations
 
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Collection, Container, Iterable, Mapping, Sequence
 from functools import partial
 from itertools import filterfalse, islice, repeat
@@ -56,7 +56,8 @@ class TierIndex:
         self.name = name
         self.space = space
         self.evictions = 0
-        self.retention = Retention()
+        self._pins: Counter[bytes] = Counter()
+        self.retention = Retention(self._pins)
         self.unwritten = UnwrittenChunks()
         self._removals = RemovalLog()
         self._low = int(space.capacity * low_watermark)
@@ -66,7 +67,6 @@ class TierIndex:
         self._filling: dict[bytes, int] = {}
         self._doomed: dict[bytes, int] = {}
         self._infos: dict[bytes, EntryInfo] = {}
-        self._pins = self.retention.pins
         self._locations: dict[ChunkState, dict[bytes, int] | None] = {
             ChunkState.ABSENT: None,
             ChunkState.FILLING: self._filling,

@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from offload.messages.plan import LoadJob, PresenceQuery, StepPlan, StoreJob
-from offload.messages.report import JobResult, Observed, PresenceReply
+from offload.messages.report import JobResult, Observed, PresenceReply, StepReport
 from offload.telemetry.counters import WorkerStats
 from offload.worker.cache_sleep import CacheSleep
 from offload.worker.fences import Fences, Reading
@@ -42,7 +42,6 @@ if TYPE_CHECKING:
     from offload.worker.block_verifier import Verifier
 
 logger = logging.getLogger(__name__)
-
 
 STALL_S = 5.0
 """A load is given up this long after its deadline even if the loop does not run."""
@@ -195,27 +194,29 @@ class Executor:
                 if time.monotonic() >= deadline:
                     break
                 time.sleep(0.0001)
-        out = Drained()
         while self._ended:
             job, is_ok = self._ended.popleft()
             self._open.end(job, is_ok=is_ok)
+        results: dict[int, JobResult] = {}
         while self._results:
             job, result = self._results.popleft()
-            out.report.results[job] = self._fences.answered(job, result)
+            results[job] = self._fences.answered(job, result)
         self._watch_loop()
-        for request, is_ok in self._open.take_ended():
-            out.finished.add(request)
-            if not is_ok:
-                out.failed.add(request)
-        while self._seen:
-            tier, seen = self._seen.popleft()
-            out.report.see(tier, self.rank, seen)
+        ended = self._open.take_ended()
+        finished = {request for request, _ in ended} if ended else set()
+        failed = {request for request, is_ok in ended if not is_ok} if ended else set()
+        answers: dict[int, PresenceReply] = {}
         while self._answers:
             number, answer = self._answers.popleft()
-            out.report.answers[number] = answer
-        if (usable := self.usable_slots) > self._reported_slots:
-            out.report.usable[self.rank] = self._reported_slots = usable
-        return out
+            answers[number] = answer
+        usable: dict[int, int] = {}
+        if (slots := self.usable_slots) > self._reported_slots:
+            usable[self.rank] = self._reported_slots = slots
+        report = StepReport(results, answers=answers, usable=usable)
+        while self._seen:
+            tier, seen = self._seen.popleft()
+            report.see(tier, self.rank, seen)
+        return Drained(finished, failed, report)
 
     @property
     def usable_slots(self) -> int:
@@ -286,10 +287,10 @@ class Executor:
             self._spawn(self._ask(query))
         for store in plan.stores:
             self._accept_store(store, sources[store.job], after)
-            unanswered.jobs.remove(store.job)
+            unanswered.answered(store.job)
         for write_through in plan.write_throughs:
             self._writers[write_through.tier].write(write_through)
-            unanswered.jobs.remove(write_through.job)
+            unanswered.answered(write_through.job)
         for tier, writer in enumerate(self._writers):
             writer.touch(plan.touches.get(tier, ()))
         for load in plan.loads:
@@ -298,8 +299,7 @@ class Executor:
             else:
                 task = self._lane.open(load, loads[load.job], after)
                 self._spawn(self._run_load(task)).add_done_callback(partial(self._load_ended, task))
-                unanswered.jobs.remove(load.job)
-            unanswered.loads.remove(load)
+            unanswered.begun(load)
 
     def _accept_store(self, store: StoreJob, source: Reading, after: object | None) -> None:
         if self.degraded:

@@ -178,6 +178,16 @@ class Unanswered:
             *(load.job for load in plan.loads if not load.part),
         ]
 
+    def answered(self, job: int) -> None:
+        """Something else answers this job from now on."""
+        self.jobs.remove(job)
+
+    def begun(self, load: LoadJob) -> None:
+        """This load, or part of a load, has begun and ends by itself."""
+        if not load.part:
+            self.jobs.remove(load.job)
+        self.loads.remove(load)
+
 
 @dataclass(slots=True)
 class Drained:

@@ -206,8 +206,7 @@ class AdaptivePolicy(EvictionPolicy):
         span.lose(len(keys))
         if span.live:
             return
-        span.segments.clear()
-        self._tree.unhang(span)
+        self._tree.vacate(span)
         self._drop(span)
         if cause is RemoveCause.EVICTED and not span.fresh:
             self._ghosts[keys[-1]] = span

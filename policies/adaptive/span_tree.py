@@ -150,9 +150,7 @@ class SpanTree:
         span.live -= size
         span.size -= size
         if not span.live:
-            span.segments.clear()  # without empty ones, which would keep it alive
-            if span.hangs_on is not None:
-                self.unhang(span)
+            self.vacate(span)
         elif not span.fresh:
             self._hang(span, _last_key(found))
         return span, size, end, span.live > 0, found
@@ -169,8 +167,15 @@ class SpanTree:
         if before is not None:
             self._hang(span, _last_key(before[-1]))
 
+    def vacate(self, span: Span) -> None:
+        """Detach a span that has no keys left, and its empty segments, which would keep it
+        alive."""
+        span.segments.clear()
+        if span.hangs_on is not None:
+            self.unhang(span)
+
     def unhang(self, span: Span) -> None:
-        """Detach a span that has no keys left."""
+        """Detach a span from its parent, if it has one."""
         key = span.hangs_on
         if key is not None:
             span.hangs_on = None

@@ -83,6 +83,10 @@ class Result:
         self.flops += model.prefix(request.prompt_tokens)
         self.flops_saved += model.prefix(tokens)
 
+    def note(self, **numbers: float) -> None:
+        """Add numbers that only some simulations have."""
+        self.extra.update(numbers)
+
     def count_work(self, upper: SimTier, *lower: SimTier) -> None:
         """Add what the upper tier stored and evicted, and the time spent in all policies."""
         self.stored_blocks, self.evicted_blocks = upper.stored, upper.evicted

@@ -130,7 +130,7 @@ def simulate_two(
             progress(256)
     result.count_work(tiers.upper, tiers.lower)
     lower_ratio = below * trace.block_tokens / max(1, result.prompt_tokens)
-    result.extra.update(
+    result.note(
         upper_ratio=result.token_hit_ratio - lower_ratio,
         lower_ratio=lower_ratio,
         lower_writes=float(tiers.lower.stored),

@@ -32,17 +32,17 @@ run everything, even if a later part of the job fails. Raises ``TransferError`` 
 
 
 class CudaEvent:
-    """A recorded event. Its handle returns to the pool when it is no longer referenced: a stream
-    that waits for it does not need it again."""
+    """A recorded event. Gives its handle back when it is no longer referenced: a stream that waits
+    for it does not need it again."""
 
-    __slots__ = ("_pool", "handle")
+    __slots__ = ("_give_back", "handle")
 
-    def __init__(self, handle: int, pool: deque[int]) -> None:
+    def __init__(self, handle: int, give_back: Callable[[int], None]) -> None:
         self.handle = handle
-        self._pool = pool
+        self._give_back = give_back
 
     def __del__(self) -> None:
-        self._pool.append(self.handle)
+        self._give_back(self.handle)
 
 
 class EventPool:
@@ -58,7 +58,7 @@ class EventPool:
             handle = self._free.pop()
         except IndexError:
             handle = self._driver.create_event()
-        return CudaEvent(handle, self._free)
+        return CudaEvent(handle, self._free.append)
 
     def record(self, stream: int) -> CudaEvent:
         """Record an event at the current end of ``stream``."""

@@ -38,9 +38,9 @@ SHARED_NAME = "shared"
 
 class RecordFolder(RecordFiles):
     """See the module's docstring. ``medium`` changes when the records are lost. ``found_epoch`` is
-    the epoch that was on disk, ``epoch`` the present one. ``entries`` are its records, and
-    ``dropped`` counts files that were not complete records. ``was_set_aside`` is True if the folder
-    began empty because the epoch of its records is unknown."""
+    the epoch that was on disk, ``epoch`` the present one. ``dropped`` counts files that were not
+    complete records. ``was_set_aside`` is True if the folder began empty because the epoch of its
+    records is unknown."""
 
     def __init__(self, path: Path, identity: Identity, epoch: int, capacity_bytes: int) -> None:
         """Check and lock the folder, begin ``epoch`` if that is a later one, and read every header.
@@ -68,7 +68,7 @@ class RecordFolder(RecordFiles):
                 self.begin(max(epoch, self.epoch + 1 + (self.epoch + 1 - epoch) % 2))
             else:
                 self.begin(max(self.found_epoch, epoch))
-            self.entries, self.dropped = self._scan()
+            self._found, self.dropped = self._scan()
             if self.dropped:
                 text = "kvtiers: removed %d files of the tier in %s that are not complete records"
                 logger.warning(text, self.dropped, path)
@@ -79,6 +79,11 @@ class RecordFolder(RecordFiles):
         """Release the folder. Call it only when no thread uses it any more."""
         super().close()
         self._lock.release()
+
+    def take_entries(self) -> dict[Key, Entry]:
+        """Hand over the records that were found at open. The caller owns them from then on."""
+        found, self._found = self._found, {}
+        return found
 
     def _is_here(self) -> bool:
         is_here = super()._is_here()

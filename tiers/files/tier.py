@@ -80,7 +80,7 @@ class FileTier(RecordFileTier[RecordFolder]):
     def _begin(self, folder: RecordFolder, undo: ExitStack) -> None:
         super()._begin(folder, undo)
         self._epoch = folder.epoch
-        self._entries = folder.entries
+        self._entries = folder.take_entries()
         sizes = (self.footprint_bytes(e.payload_bytes) for e in self._entries.values())
         self._used_bytes = sum(sizes)
         self._old_bytes = 0  # the part of it that records of earlier epochs take

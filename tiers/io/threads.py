@@ -175,8 +175,9 @@ class Call:
 
     __slots__ = ("_left", "done", "outcomes")
 
-    def __init__(self, outcomes: list[Any]) -> None:
-        self.outcomes = outcomes
+    def __init__(self, outcome: object, records: int) -> None:
+        """``outcome`` is that of each record until it gets another one."""
+        self.outcomes: list[Any] = [outcome] * records
         self._left = 1  # for begun()
         self.done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
@@ -185,14 +186,17 @@ class Call:
         self._left += 1
         waiters.append((self, position))
 
-    def begun(self) -> None:
-        """Declare that no more records will be expected."""
-        self._count_down()
+    def answer(self, position: int, outcome: object) -> None:
+        """Set the outcome of a record that is not waited for."""
+        self.outcomes[position] = outcome
 
     def _count_down(self) -> None:
         self._left -= 1
         if not self._left:
             self.done.set_result(None)
+
+    begun = _count_down
+    """Declare that no more records will be expected."""
 
     @staticmethod
     def settle(waiters: Waiters, outcome: object) -> None:
@@ -222,6 +226,10 @@ class Together:
         self._post = post
         self._ended = 0
         self._lock = threading.Lock()
+
+    def expect(self, jobs: list[Any]) -> None:
+        """Set the jobs, before the first of them can end."""
+        self.jobs = jobs
 
     def take(self) -> list[Any]:
         """Return the jobs once, after all have finished. This breaks a cycle of references, so that

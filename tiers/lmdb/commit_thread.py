@@ -202,18 +202,19 @@ def _merge(batch: list[Change], epoch: int) -> tuple[Changes, list[Put]]:
 
     Puts of an older epoch are left out: their bytes come from old weights.
     """
-    changes = Changes()
+    clear_to_epoch: int | None = None
+    edits: dict[Key, bytes | None] = {}
     named: list[Put] = []
     for change in batch:
         if isinstance(change, Clear):
-            epoch = change.epoch
-            changes.clear(epoch)
+            epoch = clear_to_epoch = change.epoch
+            edits.clear()
             named.clear()
         elif isinstance(change, Remove):
-            changes.edits.update(dict.fromkeys(change.keys))
+            edits.update(dict.fromkeys(change.keys))
         elif isinstance(change, Refresh):
-            changes.edits.update(change.values)
+            edits.update(change.values)
         elif change.epoch == epoch:
-            changes.edits[change.key] = change.value
+            edits[change.key] = change.value
             named.append(change)
-    return changes, named
+    return Changes(clear_to_epoch, edits), named

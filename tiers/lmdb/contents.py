@@ -13,6 +13,7 @@ import asyncio
 from collections.abc import Sequence
 
 from tiers.base import Key, WriteOutcome
+from tiers.io.direct_io import pages_for
 from tiers.io.extents import Extents
 from tiers.io.threads import settled
 from tiers.io.use_clock import UseClock
@@ -27,10 +28,10 @@ TOUCHES_MAX = 4096
 
 
 class LmdbContents:
-    """``counts`` are the tier's counters, ``filling`` the records being written, and ``epoch`` is
-    the current epoch. ``committer`` takes the changes."""
+    """``counts`` has the number of deleted records, ``filling`` the records being written, and
+    ``epoch`` is the current epoch. ``committer`` takes the changes."""
 
-    def __init__(self, files: LmdbFiles, counts: dict[str, int], committer: CommitThread) -> None:
+    def __init__(self, files: LmdbFiles, committer: CommitThread) -> None:
         found = files.recovered
         self.epoch = files.index.epoch
         self.records = found.records
@@ -38,7 +39,7 @@ class LmdbContents:
         self.uses = UseClock(found.next_use)
         self.filling: dict[Key, Put] = {}
         self.committer = committer
-        self._counts = counts
+        self.counts = {"deleted": 0}
         self._loop = asyncio.get_running_loop()
         self._leaving: dict[Remove | Clear, asyncio.Future[None]] = {}
         self._touched: set[Key] = set()
@@ -47,13 +48,23 @@ class LmdbContents:
 
     # -- adding ------------------------------------------------------------------------------
 
-    def is_known(self, key: Key) -> bool:
-        """Return True if the record is present or being written."""
-        return key in self.filling or key in self.records
-
     def count(self) -> int:
         """Return the number of records that are present or being written."""
         return len(self.records) + len(self.filling)
+
+    def begin_write(self, key: Key, payload_bytes: int, epoch: int, records_max: int) -> Put | None:
+        """Allocate pages for a new record of this epoch. Returns ``None`` if the epoch is over, the
+        record is known, or there is no space now."""
+        filling, records = self.filling, self.records
+        if epoch != self.epoch or key in filling or key in records:
+            return None
+        if len(records) + len(filling) >= records_max:
+            return None
+        extents = self.allocations.allocate(pages_for(payload_bytes))
+        if extents is None:
+            return None
+        put = filling[key] = Put(key, b"", epoch, payload_bytes, extents)
+        return put
 
     def end_write(self, put: Put) -> None:
         """Note that a write was committed or has failed. This may downgrade its outcome."""
@@ -82,7 +93,7 @@ class LmdbContents:
                 self.allocations.forget(extents)
                 gone.append(key)
                 allocations.append(extents)
-        self._counts["deleted"] += len(gone)
+        self.counts["deleted"] += len(gone)
         if gone:
             self._leave(Remove(gone, allocations))
 

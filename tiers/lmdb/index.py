@@ -163,11 +163,6 @@ class Changes:
     clear_to_epoch: int | None = None
     edits: dict[Key, bytes | None] = field(default_factory=dict)
 
-    def clear(self, epoch: int) -> None:
-        """Delete everything and begin this epoch; edits before it do not count."""
-        self.clear_to_epoch = epoch
-        self.edits.clear()
-
 
 @dataclass(frozen=True, slots=True)
 class Manifest:

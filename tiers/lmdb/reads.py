@@ -16,22 +16,23 @@ from tiers.lmdb.io_jobs import ReadItem, ReadJob, job_bytes
 from tiers.lmdb.options import LmdbOptions
 from tiers.lmdb.recovery.record_table import USE_BYTES
 
+_COUNTERS = ("read_ok", "read_miss", "read_corrupt", "read_busy", "read_bytes", "io_errors")
+
 
 class LmdbReads:
-    """``counts`` are the tier's counters."""
+    """``counts`` are the counters of reads."""
 
     def __init__(
         self,
         files: LmdbFiles,
         contents: LmdbContents,
         options: LmdbOptions,
-        counts: dict[str, int],
         threads: IoThreads,
     ) -> None:
         self._files = files
         self._contents = contents
         self._options = options
-        self._counts = counts
+        self.counts = dict.fromkeys(_COUNTERS, 0)
         self._threads = threads
         self._post = from_threads(self._end)
         self._queued = 0
@@ -39,14 +40,14 @@ class LmdbReads:
     async def read(self, keys: Sequence[Key], into: Sequence[Buffer]) -> list[ReadOutcome]:
         """See ``Tier.read``."""
         if self._queued and self._queued + len(keys) > self._options.queue_records:
-            self._counts["read_busy"] += len(keys)
+            self.counts["read_busy"] += len(keys)
             return [ReadOutcome.BUSY] * len(keys)
-        call = Call([ReadOutcome.MISS] * len(keys))
+        call = Call(ReadOutcome.MISS, len(keys))
         items = self._find(call, keys, into)
         size_max = job_bytes(self._options, sum(item.into.nbytes for item in items))
         whole = Together(self._post)
-        jobs, notify = whole.jobs, whole.one_ended
-        files, epoch = self._files, self._contents.epoch
+        jobs: list[ReadJob] = []
+        files, epoch, notify = self._files, self._contents.epoch, whole.one_ended
         start = size = 0
         for stop, item in enumerate(items, 1):
             self._contents.allocations.pin(item.extents)
@@ -56,6 +57,7 @@ class LmdbReads:
                 jobs.append(ReadJob(items[start:stop], epoch, files.codec, files.file, notify))
                 start, size = stop, 0
         self._queued += len(items)
+        whole.expect(jobs)
         for job in jobs:
             self._threads.submit(job)
         call.begun()
@@ -69,10 +71,10 @@ class LmdbReads:
         for position, (key, data) in enumerate(zip(keys, into, strict=True)):
             value = records.get(key)
             if value is None:
-                self._counts["read_miss"] += 1
+                self.counts["read_miss"] += 1
             elif payload_bytes_of(value) != data.nbytes:
-                self._counts["read_corrupt"] += 1
-                call.outcomes[position] = ReadOutcome.CORRUPT
+                self.counts["read_corrupt"] += 1
+                call.answer(position, ReadOutcome.CORRUPT)
             else:
                 items.append(ReadItem(key, value, extents_of(value), data, position))
         items.sort(key=lambda item: item.extents[0].start)
@@ -86,7 +88,7 @@ class LmdbReads:
     def _end_job(self, job: ReadJob) -> None:
         contents = self._contents
         self._queued -= len(job.items)
-        self._counts["io_errors"] += job.io_errors
+        self.counts["io_errors"] += job.io_errors
         damaged = []
         for item in job.items:
             contents.allocations.unpin(item.extents)
@@ -94,9 +96,9 @@ class LmdbReads:
                 item.end(ReadOutcome.MISS)
             elif item.outcome is ReadOutcome.CORRUPT and self._is_still_there(item):
                 damaged.append(item.key)
-            self._counts[f"read_{item.outcome.value}"] += 1
+            self.counts[f"read_{item.outcome.value}"] += 1
             if item.outcome is ReadOutcome.OK:
-                self._counts["read_bytes"] += item.into.nbytes
+                self.counts["read_bytes"] += item.into.nbytes
             Call.settle(item.waiters, item.outcome)
         contents.forget(damaged)  # so that an intact copy can be written again
 

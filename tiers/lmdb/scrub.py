@@ -74,21 +74,20 @@ class _Mark:
 
 
 class LmdbScrub:
-    """``counts`` are the tier's counters."""
+    """``counts`` are the counters of scrubs."""
 
     def __init__(
         self,
         folder: Path,
         files: LmdbFiles,
         contents: LmdbContents,
-        counts: dict[str, int],
         threads: IoThreads,
         clock: Callable[[], float] = time.time,
     ) -> None:
         self._path = folder / MARK_NAME
         self._files = files
         self._contents = contents
-        self._counts = counts
+        self.counts = {"scrubbed": 0, "scrub_damaged": 0}
         self._threads = threads
         self._clock = clock
         self._mark: _Mark | None = None
@@ -160,8 +159,8 @@ class LmdbScrub:
             return Scrubbed(trouble="its payload file cannot be read")
         damaged = [item.key for item in bad if self._is_still_there(item, epoch)]
         contents.forget(damaged)
-        self._counts["scrubbed"] += len(items)
-        self._counts["scrub_damaged"] += len(damaged)
+        self.counts["scrubbed"] += len(items)
+        self.counts["scrub_damaged"] += len(damaged)
         return Scrubbed(len(items), sum(item.into.nbytes for item in items), tuple(damaged))
 
     async def _read(self, items: Sequence[ReadItem], epoch: int) -> list[ReadItem]:

@@ -56,11 +56,6 @@ from tiers.record import Identity, check_identity, check_records
 SPARE_THREADS = 2
 """Number of threads beyond the queue depth: while some verify or seal, others keep the device
 busy."""
-_COUNTERS = (
-    *("written", "write_full", "write_failed", "read_ok", "read_miss", "read_corrupt"),
-    *("read_busy", "deleted", "written_bytes", "read_bytes", "io_errors", "grow_failures"),
-    *("scrubbed", "scrub_damaged"),
-)
 
 
 class LmdbTier(FolderTier[LmdbFiles]):
@@ -83,6 +78,7 @@ class LmdbTier(FolderTier[LmdbFiles]):
         self._capacity_bytes = capacity_bytes
         check_identity(Identity(changed.namespace, changed.rank))
         self._io = io or DiskIo()
+        self._counts_of_parts: tuple[dict[str, int], ...] = ()
 
     # -- opening and closing ---------------------------------------------------------------
 
@@ -94,9 +90,8 @@ class LmdbTier(FolderTier[LmdbFiles]):
         return TierInfo("lmdb", capacity_bytes, self.used_bytes, count, True, medium, *epochs)
 
     def _begin(self, files: LmdbFiles, undo: ExitStack) -> None:
-        counts = self._counts = dict.fromkeys(_COUNTERS, 0)
-        counts["dropped_at_open"] = len(files.recovered.bad)
-        counts["quarantined"] = int(files.was_set_aside)
+        self._counts["dropped_at_open"] = len(files.recovered.bad)
+        self._counts["quarantined"] = int(files.was_set_aside)
         threads = self._options.io_threads + SPARE_THREADS
         self._read_threads = IoThreads("tier-read", threads)
         undo.callback(self._read_threads.stop)
@@ -105,11 +100,13 @@ class LmdbTier(FolderTier[LmdbFiles]):
         ended = from_threads(self._on_commit)
         self._committer = CommitThread(files.index, files.file, self._write_threads.busy, ended)
         undo.callback(self._committer.stop)
-        contents = self._contents = LmdbContents(files, counts, self._committer)
-        common = (files, contents, self._options, counts)
+        contents = self._contents = LmdbContents(files, self._committer)
+        common = (files, contents, self._options)
         self._reads = LmdbReads(*common, self._read_threads)
         self._writes = LmdbWrites(*common, self._write_threads, ended)
-        self._scrub = LmdbScrub(self._folder, files, contents, counts, self._read_threads)
+        self._scrub = LmdbScrub(self._folder, files, contents, self._read_threads)
+        parts = (contents, self._reads, self._writes, self._scrub)
+        self._counts_of_parts = tuple(part.counts for part in parts)
 
     def _on_commit(self, batch: Sequence[Change]) -> None:
         """Handle a batch that was committed, that failed as a whole, or (puts only) that failed
@@ -153,6 +150,8 @@ class LmdbTier(FolderTier[LmdbFiles]):
 
     def stats(self) -> dict[str, Any]:
         counts: dict[str, Any] = dict(self._counts)
+        for part in self._counts_of_parts:
+            counts |= part
         files = self._files
         if files is not None:
             counts["records"] = len(self._contents.records)

@@ -16,9 +16,11 @@ from tiers.lmdb.files import LmdbFiles
 from tiers.lmdb.io_jobs import Put, WriteJob, job_bytes
 from tiers.lmdb.options import LmdbOptions
 
+_COUNTERS = ("written", "write_full", "write_failed", "written_bytes", "grow_failures")
+
 
 class LmdbWrites:
-    """``counts`` are the tier's counters. ``fail`` receives records that no commit will see; any
+    """``counts`` are the counters of writes. ``fail`` receives records that no commit will see; any
     thread may call it."""
 
     def __init__(
@@ -26,14 +28,13 @@ class LmdbWrites:
         files: LmdbFiles,
         contents: LmdbContents,
         options: LmdbOptions,
-        counts: dict[str, int],
         threads: IoThreads,
         fail: Callable[[Sequence[Put]], None],
     ) -> None:
         self._files = files
         self._contents = contents
         self._options = options
-        self._counts = counts
+        self.counts = dict.fromkeys(_COUNTERS, 0)
         self._threads = threads
         self._fail = fail
         self._growing: asyncio.Future[int] | None = None
@@ -42,9 +43,9 @@ class LmdbWrites:
         """See ``Tier.write``."""
         filling = self._contents.filling
         if filling and len(filling) + len(keys) > self._options.queue_records:
-            self._counts["write_failed"] += len(keys)
+            self.counts["write_failed"] += len(keys)
             return [WriteOutcome.FAILED] * len(keys)
-        call = Call([WriteOutcome.FAILED] * len(keys))
+        call = Call(WriteOutcome.FAILED, len(keys))
         batch = _PutBatch(self, job_bytes(self._options, sum(data.nbytes for data in buffers)))
         try:
             for position, (key, data) in enumerate(zip(keys, buffers, strict=True)):
@@ -61,15 +62,10 @@ class LmdbWrites:
     def _begin(self, batch: _PutBatch, call: Call, position: int, key: Key, data: Buffer) -> bool:
         """Allocate pages for one record and add it to the batch. Returns False if no pages are free
         now, or none are needed."""
-        contents = self._contents
-        if batch.epoch != contents.epoch or contents.is_known(key):
+        records_max = self._files.records_max
+        put = self._contents.begin_write(key, data.nbytes, batch.epoch, records_max)
+        if put is None:
             return False
-        if contents.count() >= self._files.records_max:
-            return False
-        extents = contents.allocations.allocate(pages_for(data.nbytes))
-        if extents is None:
-            return False
-        put = contents.filling[key] = Put(key, b"", batch.epoch, data.nbytes, extents)
         call.expect(put.waiters, position)
         batch.add(put, data)
         return True
@@ -79,21 +75,23 @@ class LmdbWrites:
     ) -> None:
         """Allocate pages for one record when some become free, or answer it here."""
         contents = self._contents
-        while batch.epoch == contents.epoch and not contents.is_known(key):
+        while batch.epoch == contents.epoch:
+            if key in contents.filling or key in contents.records:
+                break
             batch.submit()  # records added so far must not wait for this one
             if not await self._make_space(pages_for(data.nbytes)):
                 break
             if self._begin(batch, call, position, key, data):
                 return
         if batch.epoch != contents.epoch:
-            self._counts["write_failed"] += 1
+            self.counts["write_failed"] += 1
         elif key in contents.filling:
             call.expect(contents.filling[key].waiters, position)
         elif key in contents.records:
-            call.outcomes[position] = WriteOutcome.OK
+            call.answer(position, WriteOutcome.OK)
         else:
-            self._counts["write_full"] += 1
-            call.outcomes[position] = WriteOutcome.FULL
+            self.counts["write_full"] += 1
+            call.answer(position, WriteOutcome.FULL)
 
     async def _make_space(self, pages: int) -> bool:
         """Grow the file, or wait for allocations that will become free. Returns False if it can do
@@ -126,14 +124,14 @@ class LmdbWrites:
         if gain:
             self._contents.allocations.extend(gain)
         else:
-            self._counts["grow_failures"] += 1
+            self.counts["grow_failures"] += 1
 
     async def wait_for(self, keys: Sequence[Key]) -> None:
         """Wait until the pending ones among these keys have ended."""
         filling = self._contents.filling
         found = [put for key in keys if (put := filling.get(key)) is not None]
         if found:
-            call = Call([WriteOutcome.FAILED] * len(found))
+            call = Call(WriteOutcome.FAILED, len(found))
             for position, put in enumerate(found):
                 call.expect(put.waiters, position)
             call.begun()
@@ -156,11 +154,11 @@ class LmdbWrites:
         """Settle a write that was committed or has failed."""
         self._contents.end_write(put)
         if put.outcome is WriteOutcome.OK:
-            self._counts["written"] += 1
-            self._counts["written_bytes"] += put.payload_bytes
+            self.counts["written"] += 1
+            self.counts["written_bytes"] += put.payload_bytes
         else:
             is_full = put.outcome is WriteOutcome.FULL
-            self._counts["write_full" if is_full else "write_failed"] += 1
+            self.counts["write_full" if is_full else "write_failed"] += 1
         Call.settle(put.waiters, put.outcome)
 
 

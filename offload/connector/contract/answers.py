@@ -111,7 +111,7 @@ def calling_modules(source: PackageSource, table: Declared) -> list[str]:
 def add_declared(uses: Uses, table: Declared, ours: PackageSource) -> None:
     """Add the declared uses to the derived ones."""
     for members in table.members:
-        uses.classes.setdefault(members.class_name, members.at)
+        uses.reach(members.class_name, members.at)
         for name in members.names:
             place = place_of(ours, members.ours, name)
             uses.add(f"{members.class_name}.{name}", Use(READ, place))

@@ -135,6 +135,10 @@ class Scope:
         self.names = dict(names)
         self.narrowed: dict[str, list[Type]] = {}
 
+    def bind_name(self, name: str, found: Type | None) -> None:
+        """Set the type of a name; ``None`` if it is not known."""
+        self.names[name] = found
+
     def of(self, node: ast.AST) -> Type | None:
         """The type of an expression; ``None`` if it is not known."""
         handler: Any = getattr(self, f"_of_{type(node).__name__.lower()}", None)

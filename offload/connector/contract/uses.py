@@ -57,6 +57,10 @@ class Uses:
         if use not in known:
             known.append(use)
 
+    def reach(self, class_name: str, at: str) -> None:
+        """Note how a class is reached. The first way counts."""
+        self.classes.setdefault(class_name, at)
+
 
 def derive(ours: PackageSource, library: Library, skipped: frozenset[str] = frozenset()) -> Uses:
     """Our uses of the vLLM in ``library``, which also contains our own source. Files in ``skipped``
@@ -117,7 +121,7 @@ class _Reader:
                 self._uses.add(f"{node.module}:{alias.name}", Use(how, self._place(node)))
                 found = self._library.resolve(node.module or "", alias.name)
                 if found is not None and found.is_class:
-                    self._uses.classes.setdefault(found.name, f"{node.module}:{alias.name}")
+                    self._uses.reach(found.name, f"{node.module}:{alias.name}")
 
     # -- classes and functions ---------------------------------------------------------------
 
@@ -149,7 +153,7 @@ class _Reader:
     def _learn_import(self, scope: Scope, node: ast.ImportFrom) -> None:
         for alias in node.names:
             found = self._library.resolve(node.module or "", alias.name)
-            scope.names[alias.asname or alias.name] = Type(NAME, found) if found else None
+            scope.bind_name(alias.asname or alias.name, Type(NAME, found) if found else None)
 
     def _function(self, node: AnyFunction, scope: Scope, owner: Definition | None) -> None:
         names: dict[str, Type | None] = dict(scope.names) if owner is None else {}
@@ -226,7 +230,7 @@ class _Reader:
         return None
 
     def _reach(self, found: Definition) -> None:
-        self._uses.classes.setdefault(found.name, f"{found.module}:{found.name}")
+        self._uses.reach(found.name, f"{found.module}:{found.name}")
 
     def _call(self, scope: Scope, node: ast.Call) -> None:
         call = CallShape(

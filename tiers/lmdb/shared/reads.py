@@ -8,7 +8,7 @@ again. If the entry is unchanged, the record is read once more; if that fails to
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from tiers.base import Buffer, Key, ReadOutcome
@@ -28,10 +28,10 @@ class SharedReadJob:
     """Reads records of one epoch (``None``: the common one). ``outcomes`` and ``uses`` (times of
     last use in ns, 0 unless read) belong to ``keys``; ``damaged`` are records to remove."""
 
-    keys: list[Key]
-    into: list[Buffer]
-    positions: list[int]
-    """Indexes of the keys in their call."""
+    keys: Sequence[Key]
+    into: Sequence[Buffer]
+    first: int
+    """The index of its first key in the call."""
     own_epoch: int | None
     index: SharedIndex
     codec: Codec

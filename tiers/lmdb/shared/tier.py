@@ -55,8 +55,8 @@ from tiers.record import Identity, check_identity, check_records
 TOUCHES_MAX = 1024
 READ_USE_S = 10.0
 _COUNTERS = (
-    *("written", "write_full", "write_failed", "read_ok", "read_miss", "read_corrupt"),
-    *("read_busy", "deleted", "written_bytes", "read_bytes", "io_errors"),
+    *("read_ok", "read_miss", "read_corrupt", "read_busy", "read_bytes", "io_errors"),
+    *("deleted",),
 )
 
 T = TypeVar("T")
@@ -85,6 +85,7 @@ class SharedLmdbTier(FolderTier[SharedLmdbFiles], SharedTier):
         check_identity(Identity(changed.namespace, changed.rank))
         self._io = io or DiskIo()
         self._low_watermark = low_watermark
+        self._write_counts: dict[str, int] = {}
 
     # -- opening and closing ---------------------------------------------------------------
 
@@ -118,9 +119,8 @@ class SharedLmdbTier(FolderTier[SharedLmdbFiles], SharedTier):
         self._commits = SharedCommits(files.index, files.member.number, files.file.sync)
         undo.callback(self._commits.stop)
         self._asking = Asking(self._commits)
-        self._writes = SharedWrites(
-            files, self._asking, self._options, self._low_watermark, self._counts
-        )
+        self._writes = SharedWrites(files, self._asking, self._options, self._low_watermark)
+        self._write_counts = self._writes.counts
 
     def _index_failure(self) -> Exception | None:
         return self._commits.failure
@@ -158,7 +158,7 @@ class SharedLmdbTier(FolderTier[SharedLmdbFiles], SharedTier):
             return [value is not None for value in values]
 
     def stats(self) -> dict[str, Any]:
-        counts: dict[str, Any] = dict(self._counts)
+        counts: dict[str, Any] = self._counts | self._write_counts
         files = self._files
         if files is not None:
             counts["direct_io"] = int(files.file.direct)
@@ -210,17 +210,14 @@ class SharedLmdbTier(FolderTier[SharedLmdbFiles], SharedTier):
         self, files: SharedLmdbFiles, keys: Sequence[Key], into: Sequence[Buffer]
     ) -> list[SharedReadJob]:
         size_max = job_bytes(self._options, sum(data.nbytes for data in into))
+        rest = (self._own_epoch, files.index, files.codec, files.file)
         jobs: list[SharedReadJob] = []
-        size = size_max
-        for position, (key, data) in enumerate(zip(keys, into, strict=True)):
-            if size >= size_max:
-                rest = (self._own_epoch, files.index, files.codec, files.file)
-                jobs.append(SharedReadJob([], [], [], *rest))
-                size = 0
-            jobs[-1].keys.append(key)
-            jobs[-1].into.append(data)
-            jobs[-1].positions.append(position)
+        start = size = 0
+        for stop, (_key, data) in enumerate(zip(keys, into, strict=True), 1):
             size += data.nbytes
+            if size >= size_max or stop == len(into):
+                jobs.append(SharedReadJob(keys[start:stop], into[start:stop], start, *rest))
+                start, size = stop, 0
         return jobs
 
     def _run(self, job: SharedReadJob) -> asyncio.Future[None]:
@@ -237,7 +234,7 @@ class SharedLmdbTier(FolderTier[SharedLmdbFiles], SharedTier):
         self._counts["io_errors"] += job.io_errors
         fresh_ns = time.time_ns() - int(READ_USE_S * 1e9)
         for n, outcome in enumerate(job.outcomes):
-            outcomes[job.positions[n]] = outcome
+            outcomes[job.first + n] = outcome
             if outcome is ReadOutcome.OK:
                 self._counts["read_bytes"] += job.into[n].nbytes
                 if job.uses[n] < fresh_ns:

@@ -22,11 +22,13 @@ from tiers.lmdb.shared.transaction import ReservedExtents, WriteTransaction
 SPACE_ATTEMPTS = 8
 """Maximum number of evictions per write, in case other processes take the space first."""
 
+_COUNTERS = ("written", "write_full", "write_failed", "written_bytes")
+
 Record = tuple[Put, Buffer]
 
 
 class SharedWrites:
-    """``counts`` are the tier's counters, ``filling`` the records being written."""
+    """``counts`` are the counters of writes, ``filling`` the records being written."""
 
     def __init__(
         self,
@@ -34,13 +36,12 @@ class SharedWrites:
         asking: Asking,
         options: LmdbOptions,
         low_watermark: float,
-        counts: dict[str, int],
     ) -> None:
         self._files = files
         self._asking = asking
         self._options = options
         self._low_watermark = low_watermark
-        self._counts = counts
+        self.counts = dict.fromkeys(_COUNTERS, 0)
         self.threads = IoThreads("tier-write", options.io_threads)
         self.filling: dict[Key, Put] = {}
         self._epochs_ended = 0
@@ -57,9 +58,9 @@ class SharedWrites:
         """See ``Tier.write``; writes under this epoch (``None``: the common one)."""
         is_long = len(self.filling) + len(keys) > self._options.queue_records
         if self.filling and is_long:
-            self._counts["write_failed"] += len(keys)
+            self.counts["write_failed"] += len(keys)
             return [WriteOutcome.FAILED] * len(keys)
-        call = Call([WriteOutcome.FAILED] * len(keys))
+        call = Call(WriteOutcome.FAILED, len(keys))
         own: list[Record] = []
         for position, (key, data) in enumerate(zip(keys, buffers, strict=True)):
             put = self.filling.get(key)
@@ -80,7 +81,7 @@ class SharedWrites:
         """Wait for the pending ones among these keys."""
         filling = [put for key in keys if (put := self.filling.get(key)) is not None]
         if filling:
-            call = Call([WriteOutcome.FAILED] * len(filling))
+            call = Call(WriteOutcome.FAILED, len(filling))
             for position, put in enumerate(filling):
                 call.expect(put.waiters, position)
             call.begun()
@@ -213,7 +214,7 @@ class SharedWrites:
         for put, _data in records:
             if self.filling.get(put.key) is put:
                 del self.filling[put.key]
-            self._counts[names.get(outcome, "write_failed")] += 1
+            self.counts[names.get(outcome, "write_failed")] += 1
             if outcome is WriteOutcome.OK and put.extents:
-                self._counts["written_bytes"] += put.payload_bytes
+                self.counts["written_bytes"] += put.payload_bytes
             Call.settle(put.waiters, outcome)
