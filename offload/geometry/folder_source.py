@@ -25,7 +25,7 @@ import numpy as np
 
 from offload.errors import NamespaceError
 from offload.geometry.compatibility import problems_with, refusal
-from offload.geometry.translate import GroupPlan, Incompatibility, apply, plan_group
+from offload.geometry.translate import GroupTranslation, Incompatibility, apply, translation_of
 from offload.layout.keys import GROUP_BYTES, group_suffix
 from offload.namespaces.claims import entries
 from offload.namespaces.folders import read_epoch
@@ -210,10 +210,13 @@ class TranslatedSource:
         self._epoch = epoch
         by_rank = {geometry.rank: geometry for geometry in ranks}
         first = ranks[0]
-        self._plans: dict[bytes, GroupPlan] = {
-            group_suffix(group.group): plan_group(first, now, group.group) for group in now.groups
+        self._translations: dict[bytes, GroupTranslation] = {
+            group_suffix(group.group): translation_of(first, now, group.group)
+            for group in now.groups
         }
-        needed = sorted({rank for plan in self._plans.values() for rank in plan.ranks})
+        needed = sorted(
+            {rank for translation in self._translations.values() for rank in translation.ranks}
+        )
         with ExitStack() as undo:
             self._outside: dict[int, OfflineFolder] = {}
             for rank in needed:
@@ -239,9 +242,9 @@ class TranslatedSource:
             logger.info("kvtiers: %s: no records will be translated", error)
             return []
         found = []
-        for suffix, plan in self._plans.items():
-            size = padded(plan.chunk_bytes)
-            first, *others = (held[rank] for rank in plan.ranks)
+        for suffix, translation in self._translations.items():
+            size = padded(translation.chunk_bytes)
+            first, *others = (held[rank] for rank in translation.ranks)
             found += [
                 SourceKey(key, use_ns, size)
                 for key, use_ns in first.items()
@@ -251,7 +254,10 @@ class TranslatedSource:
 
     def _held_by(self, outside: OfflineFolder) -> dict[Key, int]:
         """Keys of the right size, with the time of their last use."""
-        sizes = {suffix: padded(plan.record_bytes) for suffix, plan in self._plans.items()}
+        sizes = {
+            suffix: padded(translation.record_bytes)
+            for suffix, translation in self._translations.items()
+        }
         return {
             found.key: found.use_ns
             for batch in outside.batches()
@@ -269,56 +275,58 @@ class TranslatedSource:
         A record that has been removed, or is of another epoch, is only missing; a damaged one is
         ``CORRUPT``.
         """
-        plan = self._plans.get(key[-GROUP_BYTES:])
-        if plan is None or into.nbytes < plan.chunk_bytes:
+        translation = self._translations.get(key[-GROUP_BYTES:])
+        if translation is None or into.nbytes < translation.chunk_bytes:
             return ReadOutcome.CORRUPT
         records: list[Buffer] = []
         try:
-            for rank in plan.ranks:
-                outcome, record = self._record(rank, key, plan)
+            for rank in translation.ranks:
+                outcome, record = self._record(rank, key, translation)
                 if outcome is not ReadOutcome.OK:
                     return outcome
                 records.append(record)
         except FolderChangedError:
             return ReadOutcome.MISS
-        apply(plan, records, into)
-        into[plan.chunk_bytes :] = 0
+        apply(translation, records, into)
+        into[translation.chunk_bytes :] = 0
         return ReadOutcome.OK
 
-    def _record(self, rank: int, key: Key, plan: GroupPlan) -> tuple[ReadOutcome, Buffer]:
+    def _record(
+        self, rank: int, key: Key, translation: GroupTranslation
+    ) -> tuple[ReadOutcome, Buffer]:
         """The record of one rank, in memory that stays valid until the rank's next record."""
         outside, checker = self._outside[rank], self._checkers[rank]
         found = outside.find(key)
         if found is None or outside.epoch != self._epoch:
             return ReadOutcome.MISS, _NOTHING
-        if found.payload_bytes != padded(plan.record_bytes):
+        if found.payload_bytes != padded(translation.record_bytes):
             return ReadOutcome.MISS, _NOTHING
         health, payload = checker.check(found)
         if outside.epoch != self._epoch or health in (RecordHealth.GONE, RecordHealth.SEALED):
             return ReadOutcome.MISS, _NOTHING
-        if health is RecordHealth.DAMAGED or payload.nbytes != padded(plan.record_bytes):
+        if health is RecordHealth.DAMAGED or payload.nbytes != padded(translation.record_bytes):
             return ReadOutcome.CORRUPT, _NOTHING
         return ReadOutcome.OK, payload
 
     def have(self, keys: Sequence[Key]) -> list[bool]:
         """Determine which chunks all needed ranks hold at present."""
-        found = [key[-GROUP_BYTES:] in self._plans for key in keys]
+        found = [key[-GROUP_BYTES:] in self._translations for key in keys]
         try:
             for at, key in enumerate(keys):
                 if found[at]:
-                    plan = self._plans[key[-GROUP_BYTES:]]
-                    found[at] = all(self._has(rank, key, plan) for rank in plan.ranks)
+                    translation = self._translations[key[-GROUP_BYTES:]]
+                    found[at] = all(self._has(rank, key, translation) for rank in translation.ranks)
         except FolderChangedError:
             return [False] * len(keys)
         return found
 
-    def _has(self, rank: int, key: Key, plan: GroupPlan) -> bool:
+    def _has(self, rank: int, key: Key, translation: GroupTranslation) -> bool:
         outside = self._outside[rank]
         found = outside.find(key)
         return (
             found is not None
             and outside.epoch == self._epoch
-            and found.payload_bytes == padded(plan.record_bytes)
+            and found.payload_bytes == padded(translation.record_bytes)
         )
 
     def close(self) -> None:

@@ -27,7 +27,7 @@ import numpy as np
 from offload.errors import NamespaceError
 from offload.geometry.compatibility import problems_with, refusal
 from offload.geometry.folder_source import padded
-from offload.geometry.translate import GroupPlan, Incompatibility, apply, plan_group
+from offload.geometry.translate import GroupTranslation, Incompatibility, apply, translation_of
 from offload.layout.keys import GROUP_BYTES, group_suffix
 from offload.namespaces.geometry import GEOMETRY_BYTES_MAX, Geometry, content_fields
 from offload.namespaces.manifest import MANIFEST_BYTES_MAX, Namespace, differing_fields
@@ -155,7 +155,7 @@ class Neighbour:
     """An engine whose records can be read: the translation of each group by the end of its keys,
     and the content of the records by rank."""
 
-    plans: Mapping[bytes, GroupPlan]
+    translations: Mapping[bytes, GroupTranslation]
     identities: Mapping[int, Identity]
 
 
@@ -283,9 +283,9 @@ class MooncakeSource:
     def _have(self, keys: Sequence[Key]) -> list[bool]:
         found = [False] * len(keys)
         for neighbour in self._neighbours:
-            for plan, places in _by_plan(keys, neighbour, found):
+            for translation, places in _by_translation(keys, neighbour, found):
                 left = places
-                for rank in plan.ranks:
+                for rank in translation.ranks:
                     asked = [keys[n] for n in left]
                     identity = neighbour.identities[rank]
                     here = self._client.present(asked, FILES_EPOCH, identity) if asked else []
@@ -302,26 +302,30 @@ class MooncakeSource:
         outcomes = [ReadOutcome.MISS] * len(keys)
         for neighbour in self._neighbours:
             tried = [outcome is not ReadOutcome.MISS for outcome in outcomes]
-            for plan, places in _by_plan(keys, neighbour, tried):
-                size = padded(plan.record_bytes) * len(plan.ranks)
+            for translation, places in _by_translation(keys, neighbour, tried):
+                size = padded(translation.record_bytes) * len(translation.ranks)
                 step = max(1, min(BATCH, READ_BYTES // size))
                 for at in range(0, len(places), step):
                     some = places[at : at + step]
                     found = self._chunks(
-                        neighbour, plan, [keys[n] for n in some], [into[n] for n in some]
+                        neighbour, translation, [keys[n] for n in some], [into[n] for n in some]
                     )
                     for n, outcome in zip(some, found, strict=True):
                         outcomes[n] = outcome
         return outcomes
 
     def _chunks(
-        self, neighbour: Neighbour, plan: GroupPlan, keys: Sequence[Key], into: Sequence[Buffer]
+        self,
+        neighbour: Neighbour,
+        translation: GroupTranslation,
+        keys: Sequence[Key],
+        into: Sequence[Buffer],
     ) -> list[ReadOutcome]:
         """Read at most ``BATCH`` chunks of one group."""
-        size = padded(plan.record_bytes)
-        records = np.empty((len(plan.ranks), len(keys), size), np.uint8)
+        size = padded(translation.record_bytes)
+        records = np.empty((len(translation.ranks), len(keys), size), np.uint8)
         outcomes = [ReadOutcome.OK] * len(keys)
-        for rank, rows in zip(plan.ranks, records, strict=True):
+        for rank, rows in zip(translation.ranks, records, strict=True):
             left = [n for n, outcome in enumerate(outcomes) if outcome is ReadOutcome.OK]
             if not left:
                 break
@@ -333,11 +337,11 @@ class MooncakeSource:
         for n, outcome in enumerate(outcomes):
             if outcome is not ReadOutcome.OK:
                 continue
-            if into[n].nbytes != padded(plan.chunk_bytes):
+            if into[n].nbytes != padded(translation.chunk_bytes):
                 outcomes[n] = ReadOutcome.CORRUPT
                 continue
-            apply(plan, list(records[:, n]), into[n])
-            into[n][plan.chunk_bytes :] = 0
+            apply(translation, list(records[:, n]), into[n])
+            into[n][translation.chunk_bytes :] = 0
         return outcomes
 
     def close(self) -> None:
@@ -378,21 +382,23 @@ def _by_rank(described: Sequence[Described], warn: Callable[[str], object]) -> l
 def _neighbour(ranks: Sequence[Geometry], now: Geometry) -> Neighbour | None:
     """The engine as a neighbour; ``None`` while the description of a needed rank is missing."""
     first = ranks[0]
-    plans = {group_suffix(group.group): plan_group(first, now, group.group) for group in now.groups}
+    translations = {
+        group_suffix(group.group): translation_of(first, now, group.group) for group in now.groups
+    }
     identities = {geometry.rank: Identity(geometry.records, geometry.rank) for geometry in ranks}
-    needed = {rank for plan in plans.values() for rank in plan.ranks}
-    return Neighbour(plans, identities) if needed <= identities.keys() else None
+    needed = {rank for translation in translations.values() for rank in translation.ranks}
+    return Neighbour(translations, identities) if needed <= identities.keys() else None
 
 
-def _by_plan(
+def _by_translation(
     keys: Sequence[Key], neighbour: Neighbour, done: Sequence[bool]
-) -> list[tuple[GroupPlan, list[int]]]:
+) -> list[tuple[GroupTranslation, list[int]]]:
     """The positions of the keys of each group that are not done."""
     places: dict[bytes, list[int]] = {}
     for n, key in enumerate(keys):
-        if not done[n] and key[-GROUP_BYTES:] in neighbour.plans:
+        if not done[n] and key[-GROUP_BYTES:] in neighbour.translations:
             places.setdefault(key[-GROUP_BYTES:], []).append(n)
-    return [(neighbour.plans[suffix], found) for suffix, found in places.items()]
+    return [(neighbour.translations[suffix], found) for suffix, found in places.items()]
 
 
 def open_mooncake_source(view: MooncakeView) -> Callable[[], MooncakeSource]:

@@ -1,4 +1,4 @@
-"""Translates chunks that an engine of another geometry wrote: finds obstacles, and plans the
+"""Translates chunks that an engine of another geometry wrote: finds obstacles, and lists the
 copies.
 
 Only exact translations are made; others are refused. Chunks must end at the same tokens on both
@@ -66,7 +66,7 @@ class Incompatibility:
 @dataclass(frozen=True, slots=True)
 class StridedCopy:
     """Copies ``shape`` units of ``unit_bytes`` from record ``source`` (an index into
-    ``GroupPlan.ranks``).
+    ``GroupTranslation.ranks``).
 
     Offsets and strides are bytes within the record and within the slot.
     """
@@ -81,7 +81,7 @@ class StridedCopy:
 
 
 @dataclass(frozen=True, slots=True)
-class GroupPlan:
+class GroupTranslation:
     """Describes how to assemble a chunk of a group: from the records of ``ranks``, each of
     ``record_bytes`` (without padding), by ``copies``, into ``chunk_bytes``."""
 
@@ -103,7 +103,7 @@ def obstacles(stored: Geometry, now: Geometry) -> list[Incompatibility]:
     ]
 
 
-def plan_group(stored: Geometry, now: Geometry, group: int) -> GroupPlan:
+def translation_of(stored: Geometry, now: Geometry, group: int) -> GroupTranslation:
     """The copies that make a chunk of ``now`` from records of ``stored``; there must be no
     obstacles.
 
@@ -120,19 +120,21 @@ def plan_group(stored: Geometry, now: Geometry, group: int) -> GroupPlan:
                 ranks.append(rank)
             pair = _Pair(other, layer, theirs, ours, other_at, at, ranks.index(rank))
             copies += pair.copies(from_head, head, heads)
-    plan = GroupPlan(tuple(ranks), theirs.chunk_bytes, ours.chunk_bytes, tuple(copies))
+    translation = GroupTranslation(
+        tuple(ranks), theirs.chunk_bytes, ours.chunk_bytes, tuple(copies)
+    )
     moved = sum(int(np.prod(copy.shape)) * copy.unit_bytes for copy in copies)
     if moved != ours.chunk_bytes:
-        raise InvariantError(f"group {group}: {moved} of {ours.chunk_bytes} bytes are planned")
-    return plan
+        raise InvariantError(f"group {group}: {moved} of {ours.chunk_bytes} bytes are translated")
+    return translation
 
 
-def apply(plan: GroupPlan, records: Sequence[Buffer], into: Buffer) -> None:
-    """Carry out a plan: ``records[i]`` is that of rank ``plan.ranks[i]``.
+def apply(translation: GroupTranslation, records: Sequence[Buffer], into: Buffer) -> None:
+    """Carry out a translation: ``records[i]`` is that of rank ``translation.ranks[i]``.
 
     numpy refuses views that leave their buffer, with ``TypeError`` or ``ValueError``.
     """
-    for copy in plan.copies:
+    for copy in translation.copies:
         shape = (*copy.shape, copy.unit_bytes)
         there = np.ndarray(
             shape, np.uint8, records[copy.source], copy.from_offset, (*copy.from_strides, 1)
@@ -242,7 +244,7 @@ def _cut_obstacles(
         yield Incompatibility(f"{where}.block_size", theirs.block_tokens, ours.block_tokens, why)
 
 
-# -- planning ---------------------------------------------------------------------------------
+# -- making a translation ---------------------------------------------------------------------
 
 
 def _offsets(group: GroupGeometry) -> Iterator[tuple[LayerGeometry, int]]:

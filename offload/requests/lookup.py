@@ -1,6 +1,6 @@
 """Looks up one request and records what was found.
 
-Runs on vLLM's scheduler thread. A lookup is repeated while its request waits; the record is made
+Runs on vLLM's scheduler thread. A lookup is repeated while its request waits; its log entry is made
 once, when vLLM has accepted the hit. The part to load is the longest hit, without any tail that is
 faster to compute than to load.
 """
@@ -18,7 +18,7 @@ from offload.layout.prefix_match import PrefixMatcher, present_in
 from offload.planner.planner import Planner
 from offload.planner.presence import PendingLookup
 from offload.requests.lookup_cache import PartialLookup
-from offload.requests.miss_reasons import Explainer, Miss, Reason, RequestLog, RequestRecord, failed
+from offload.requests.miss_reasons import Explainer, LoggedRequest, Miss, Reason, RequestLog, failed
 from offload.requests.request_state import RequestState
 
 if TYPE_CHECKING:
@@ -208,10 +208,10 @@ class Lookups:
         return hit
 
     def accepted(self, state: RequestState, request: Request, external_tokens: int) -> None:
-        """Make the request's record, once: vLLM has accepted the hit of the last lookup."""
+        """Make the request's log entry, once: vLLM has accepted the hit of the last lookup."""
         lookup = state.lookup
         lookup.accept()
-        if lookup.record is not None:
+        if lookup.logged is not None:
             return
         limits = _limits(state, request)
         alignment = self._matcher.layout.alignment_tokens
@@ -220,7 +220,7 @@ class Lookups:
         hit = min(lookup.hit_end_tokens - lookup.start, external_tokens) if is_used else 0
         # a client can choose the request's name, so it may have been used before
         name = request.request_id[:NAME_MAX]
-        record = RequestRecord(
+        logged = LoggedRequest(
             name,
             time.time(),
             request.num_prompt_tokens,
@@ -231,10 +231,10 @@ class Lookups:
             trace_headers=request.trace_headers,
         )
         self._planner.stats.missed(wanted - hit)
-        lookup.keep(record)
-        self.log.add(record)
+        lookup.keep(logged)
+        self.log.add(logged)
         if not hit:
-            self._known(record)
+            self._known(logged)
 
     def _miss(self, state: RequestState, wanted: int, hit: int, limits: range) -> Miss:
         """Explain why no more than ``hit`` tokens are loaded, of those ``wanted``."""
@@ -256,21 +256,21 @@ class Lookups:
         """Record the end of these requests' loads; those in ``failures`` have failed."""
         results = self._planner.loads.take_failed()
         for state in failures:
-            if state.lookup.record is not None and not state.lookup.record.final:
-                self.log.failed(state.lookup.record, failed(results.get(state.identity.request)))
+            if state.lookup.logged is not None and not state.lookup.logged.final:
+                self.log.failed(state.lookup.logged, failed(results.get(state.identity.request)))
         for state in ended:
-            if state.lookup.record is not None and not state.lookup.record.final:
+            if state.lookup.logged is not None and not state.lookup.logged.final:
                 loaded = None if state.outcome.failures else self._loaded(state)
-                self._known(state.lookup.record, loaded)
+                self._known(state.lookup.logged, loaded)
 
     def _loaded(self, state: RequestState) -> dict[str, int]:
         tokens_by_tier = state.outcome.tokens.by_tier
         return {self._names[tier]: tokens for tier, tokens in tokens_by_tier.items() if tokens}
 
-    def _known(self, record: RequestRecord, loaded: Mapping[str, int] | None = None) -> None:
-        self.log.known(record, loaded)
+    def _known(self, logged: LoggedRequest, loaded: Mapping[str, int] | None = None) -> None:
+        self.log.known(logged, loaded)
         if logger.isEnabledFor(logging.DEBUG):
-            logger.debug("kvtiers: lookup of request %s: %s", record.request, record.as_json())
+            logger.debug("kvtiers: lookup of request %s: %s", logged.request, logged.as_json())
 
 
 def _limits(state: RequestState, request: Request) -> range:

@@ -107,12 +107,12 @@ class Miss:
 
 
 @dataclass(slots=True)
-class RequestRecord:
+class LoggedRequest:
     """The result of one request's lookup.
 
     Token counts: ``gpu_tokens`` came from vLLM's own cache, ``wanted_tokens`` were looked up beyond
     them, and ``hit_tokens`` of those were found; ``loaded`` has the tokens loaded by tier.
-    ``time_s`` is Unix time. A ``final`` record no longer changes. ``trace_headers`` name the span
+    ``time_s`` is Unix time. A ``final`` entry no longer changes. ``trace_headers`` name the span
     of the client, if vLLM traces.
     """
 
@@ -128,7 +128,7 @@ class RequestRecord:
     trace_headers: Mapping[str, str] | None = None
 
     def as_json(self) -> dict[str, Any]:
-        """The record as plain values, as written to the file."""
+        """The entry as plain values, as written to the file."""
         miss = self.miss
         found: dict[str, Any] = {
             "request": self.request,
@@ -262,13 +262,13 @@ def failed(result: JobResult | None) -> Reason:
 
 
 class Sink(Protocol):
-    """Receives final records. Never waits and never raises."""
+    """Receives final entries. Never waits and never raises."""
 
     @property
     def dropped(self) -> int:
-        """Number of records that were not accepted because the sink was too slow or had failed."""
+        """Number of entries that were not accepted because the sink was too slow or had failed."""
 
-    def __call__(self, record: RequestRecord) -> None: ...
+    def __call__(self, logged: LoggedRequest) -> None: ...
 
     def close(self) -> None: ...
 
@@ -276,47 +276,47 @@ class Sink(Protocol):
 class RequestLog:
     """Keeps the last ``records_max`` requests and counts all of them.
 
-    ``changes`` counts how often the totals have changed. Each of ``sinks`` gets a request's record
+    ``changes`` counts how often the totals have changed. Each of ``sinks`` gets a request's entry
     when its outcome is known.
     """
 
     def __init__(self, records_max: int = 256, *sinks: Sink) -> None:
-        self.last: deque[RequestRecord] = deque(maxlen=records_max)
+        self.last: deque[LoggedRequest] = deque(maxlen=records_max)
         self.requests: dict[Reason, int] = dict.fromkeys(Reason, 0)
         self.recomputed_tokens: dict[Reason, int] = dict.fromkeys(Reason, 0)
         self.wanted_tokens = 0
         self.changes = 0
         self._sinks = sinks
 
-    def add(self, record: RequestRecord) -> None:
-        """Add the record of a request whose lookup is complete."""
-        self.last.append(record)
-        self.wanted_tokens += record.wanted_tokens
-        self._count(record, record.wanted_tokens - record.hit_tokens)
+    def add(self, logged: LoggedRequest) -> None:
+        """Add the entry of a request whose lookup is complete."""
+        self.last.append(logged)
+        self.wanted_tokens += logged.wanted_tokens
+        self._count(logged, logged.wanted_tokens - logged.hit_tokens)
 
-    def failed(self, record: RequestRecord, reason: Reason) -> None:
+    def failed(self, logged: LoggedRequest, reason: Reason) -> None:
         """Count the request again under this reason, because its hit could not be loaded."""
-        record.loaded = {}
-        record.miss = Miss(reason)
-        self._count(record, record.hit_tokens)
+        logged.loaded = {}
+        logged.miss = Miss(reason)
+        self._count(logged, logged.hit_tokens)
 
-    def known(self, record: RequestRecord, loaded: Mapping[str, int] | None = None) -> None:
-        """Pass on the record, which is final. ``loaded`` are the tokens by tier of a load that has
+    def known(self, logged: LoggedRequest, loaded: Mapping[str, int] | None = None) -> None:
+        """Pass on the entry, which is final. ``loaded`` are the tokens by tier of a load that has
         succeeded."""
         if loaded is not None:
-            record.loaded = loaded
-        record.final = True
+            logged.loaded = loaded
+        logged.final = True
         for sink in self._sinks:
-            sink(record)
+            sink(logged)
 
     def close(self) -> None:
-        """Pass on all records, because the server stops."""
+        """Pass on all entries, because the server stops."""
         for sink in self._sinks:
             sink.close()
 
-    def _count(self, record: RequestRecord, tokens: int) -> None:
-        self.requests[record.miss.reason] += 1
-        self.recomputed_tokens[record.miss.reason] += tokens
+    def _count(self, logged: LoggedRequest, tokens: int) -> None:
+        self.requests[logged.miss.reason] += 1
+        self.recomputed_tokens[logged.miss.reason] += tokens
         self.changes += 1
 
     def totals(self) -> dict[str, float]:

@@ -1,7 +1,7 @@
 """Writes the results of request lookups to a small file that ``kvtiers why`` reads.
 
 Opt-in, because it needs threads in vLLM's scheduler process. `RequestFile` belongs to the
-scheduler's thread. The file belongs to its `BackgroundWriter`, which drops and counts records that
+scheduler's thread. The file belongs to its `BackgroundWriter`, which drops and counts entries that
 it cannot queue, and ends the recording if the file cannot be written.
 """
 
@@ -19,7 +19,7 @@ import aiofiles
 import aiofiles.os
 
 from offload.requests.background_writer import BackgroundWriter, not_followed, private
-from offload.requests.miss_reasons import RequestRecord
+from offload.requests.miss_reasons import LoggedRequest
 
 EARLIER_MAX_BYTES = 16 << 20
 """Maximum number of bytes that are read from an earlier server's file."""
@@ -37,28 +37,28 @@ class RequestFile:
         self._namespace = namespace
         self._path = path
         self._records_max = records_max
-        self._writer: BackgroundWriter[RequestRecord] = BackgroundWriter(
+        self._writer: BackgroundWriter[LoggedRequest] = BackgroundWriter(
             "kvtiers-requests", f"recording requests to {path}", self._write
         )
 
     @property
     def dropped(self) -> int:
-        """Number of records that were not written."""
+        """Number of entries that were not written."""
         return self._writer.dropped
 
     def adopt(self, namespace: str) -> None:
-        """Set the namespace; call it before the first record."""
+        """Set the namespace; call it before the first entry."""
         self._namespace = namespace
 
-    def __call__(self, record: RequestRecord) -> None:
-        """Queue a record, which must not change afterwards."""
-        self._writer.put(record)
+    def __call__(self, logged: LoggedRequest) -> None:
+        """Queue an entry, which must not change afterwards."""
+        self._writer.put(logged)
 
     def close(self, timeout_s: float = 2.0) -> None:
-        """Write the waiting records, within a time limit."""
+        """Write the waiting entries, within a time limit."""
         self._writer.close(timeout_s)
 
-    async def _write(self, batches: AsyncIterator[list[RequestRecord]], executor: Executor) -> None:
+    async def _write(self, batches: AsyncIterator[list[LoggedRequest]], executor: Executor) -> None:
         last = deque(await _earlier(self._path, executor), maxlen=self._records_max)
         file, lines = await self._replace(last, executor), len(last)
         try:
@@ -77,9 +77,9 @@ class RequestFile:
         finally:
             await file.close()
 
-    def _line(self, record: RequestRecord) -> str:
+    def _line(self, logged: LoggedRequest) -> str:
         own = {"namespace": self._namespace} if self._namespace else {}
-        return json.dumps(record.as_json() | own) + "\n"
+        return json.dumps(logged.as_json() | own) + "\n"
 
     async def _replace(self, lines: deque[str], executor: Executor) -> Any:
         """Replace the file by a new one that begins with these lines."""

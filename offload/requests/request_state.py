@@ -78,8 +78,8 @@ class LookupState:
     results of all lookups; ``wait`` is the last query to shared tiers. ``is_promised`` means that a
     hit was reported to vLLM and that vLLM has not allocated blocks for it yet. ``refused`` means
     that too many loads were under way, ``shortened`` that a tail not worth loading was cut off.
-    ``load`` has the chunks to load by group, for a hit that ends at ``load_end_tokens``. ``record``
-    is the request's record, once vLLM has accepted the hit.
+    ``load`` has the chunks to load by group, for a hit that ends at ``load_end_tokens``. ``logged``
+    is the request's log entry, once vLLM has accepted the hit.
     """
 
     __slots__ = (
@@ -88,7 +88,7 @@ class LookupState:
         "known",
         "load",
         "load_end_tokens",
-        "record",
+        "logged",
         "refused",
         "shortened",
         "start",
@@ -105,8 +105,8 @@ class LookupState:
         self.load: tuple[range, ...] = ()
         self.load_end_tokens = 0
         self.wait: Any = None  # offload.planner.presence.PendingLookup
-        # the RequestRecord of offload.requests.miss_reasons made from this lookup
-        self.record: Any = None
+        # the LoggedRequest of offload.requests.miss_reasons made from this lookup
+        self.logged: Any = None
 
     def begin(self, start: int) -> None:
         """Begin a lookup, which has found nothing yet."""
@@ -141,9 +141,9 @@ class LookupState:
         self.is_promised = False
         self.known.clear()
 
-    def keep(self, record: Any) -> None:
-        """Set the request's record."""
-        self.record = record
+    def keep(self, logged: Any) -> None:
+        """Set the request's log entry."""
+        self.logged = logged
 
     def restart(self) -> None:
         """Forget the results after a preemption."""

@@ -49,8 +49,8 @@ from tiers.base import TierError
 logger = logging.getLogger(__name__)
 
 OWN_SHARE = 0.1
-"""The part of a tier's capacity that must be left for its own records beside the foreign records
-that it reads."""
+"""The part of a tier's capacity that must be left for its own records beside those of other
+geometries that it reads."""
 
 
 @dataclass(frozen=True)
@@ -283,9 +283,9 @@ class TierFolders:
 def _check_space(
     where: str, config: TierConfig, namespace: Namespace, wanted: Collection[str]
 ) -> None:
-    """Check that foreign records leave enough space.
+    """Check that records of other geometries leave enough space.
 
-    Foreign records are never removed to free space, but count towards the capacity like everything
+    They are never removed to free space, but count towards the capacity like everything
     below the path. Raises ``ConfigError`` if they leave almost no space.
     """
     others = other_namespaces(config.path, namespace) if wanted else []

@@ -20,10 +20,10 @@ from policies.simulation.jobs import (
     Lower,
     SimulationJob,
     TraceSource,
+    list_jobs,
     load,
     parse_part,
     parse_spec,
-    plan,
     rounding_note,
     run_jobs,
 )
@@ -83,7 +83,7 @@ def simulate(
     try:
         for trace in traces:
             source = TraceSource(str(trace), format, block_tokens or None, parse_part(part))
-            wanted += plan(
+            wanted += list_jobs(
                 source,
                 policy or ["lru", "adaptive"],
                 capacities,

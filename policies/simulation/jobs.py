@@ -129,7 +129,7 @@ def exact_capacity(text: str, unique_blocks: int, block_bytes: int) -> float:
     return number * _UNITS[unit] / block_bytes
 
 
-def plan(
+def list_jobs(
     source: TraceSource,
     policies: Sequence[str],
     capacities: Sequence[str],

@@ -36,7 +36,7 @@ from vllm.v1.outputs import DraftTokenIds, KVConnectorOutput, ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 from vllm.v1.structured_output import StructuredOutputManager
 
-from offload.connector.compat import plan_kv_cache
+from offload.connector.compat import make_kv_cache_config
 from offload.connector.connector import OffloadConnector
 from offload.connector.worker import worker_side
 from offload.worker import runtime
@@ -156,7 +156,7 @@ def make_config(model: OracleModel, conditions: Conditions, folder: Path) -> tup
     cache.block_size = model.block_tokens
     cache.mamba_cache_mode = "align"
     cache.kv_cache_layout = model.layout
-    kv_cache_config = plan_kv_cache(config, model.layers(), 1 << 30)
+    kv_cache_config = make_kv_cache_config(config, model.layers(), 1 << 30)
     cache.num_gpu_blocks = kv_cache_config.num_blocks
     return config, kv_cache_config
 

@@ -20,7 +20,7 @@ from offload.layout.prefix_match import PrefixMatcher
 from offload.messages.report import JobResult
 from offload.planner.circuit_breaker import BreakerState
 from offload.requests import miss_reasons as why
-from offload.requests.miss_reasons import MEANINGS, Miss, Reason, RequestLog, RequestRecord
+from offload.requests.miss_reasons import MEANINGS, LoggedRequest, Miss, Reason, RequestLog
 from offload.telemetry.removed_chunks import RemovalCauses
 from policies.base import AdmissionPolicy, EntryInfo
 from tests.oracle import serving as oracle_world
@@ -32,11 +32,11 @@ from tiers.base import ReadOutcome
 PROMPT = list(range(64))
 
 
-def reason(record: RequestRecord) -> Reason:
+def reason(record: LoggedRequest) -> Reason:
     return record.miss.reason
 
 
-def serve(world: OracleEngine, name: str, prompt: list[int], **told: Any) -> RequestRecord:
+def serve(world: OracleEngine, name: str, prompt: list[int], **told: Any) -> LoggedRequest:
     """Serve one request alone; return the record of its lookup."""
     world.scheduler.add_request(_request(world, name, prompt, {"kvtiers": told} if told else None))
     world.drain()

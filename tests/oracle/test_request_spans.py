@@ -12,7 +12,7 @@ import pytest
 from vllm.tracing import is_tracing_available
 
 from offload.connector.scheduler.request_spans import RequestSpans
-from offload.requests.miss_reasons import RequestRecord
+from offload.requests.miss_reasons import LoggedRequest
 from tests.oracle import serving as oracle_world
 from tests.oracle.models import MODELS
 from tests.oracle.serving import Conditions, OracleEngine
@@ -127,5 +127,5 @@ def test_a_fault_of_the_exporter_stays_outside(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr("offload.connector.scheduler.request_spans.instrument_manual", fails)
     spans = RequestSpans(16)
     for _ in range(2):
-        spans(RequestRecord("a", 0.0, 64, 0))
+        spans(LoggedRequest("a", 0.0, 64, 0))
     assert spans.dropped == 2

@@ -85,12 +85,12 @@ class ReadOnlyTier(Tier):
         self._found = found
         self._counts["records"] = len(found)
         used = sum(size for _, size in found.values())
-        return TierInfo("foreign", used, used, len(found), persistent=True)
+        return TierInfo("read-only", used, used, len(found), persistent=True)
 
     async def _opened_by(self, function: Callable[[], Any]) -> Any:
         """Call ``function``, which opens the sources, on the tier's thread and return its result.
         If it fails or is cancelled, nothing stays open."""
-        self._threads, self._is_closed = DaemonThreads("tier-foreign", 1), False
+        self._threads, self._is_closed = DaemonThreads("tier-read-only", 1), False
         try:
             return await self._run(function)
         except BaseException:  # a cancelled open ends its thread, too
@@ -198,7 +198,7 @@ class SharedReadOnlyTier(ReadOnlyTier, SharedTier):
 
     async def open(self) -> TierInfo:
         await self._opened_by(self._open_all)
-        return TierInfo("foreign", 0, 0, 0, persistent=True)
+        return TierInfo("read-only", 0, 0, 0, persistent=True)
 
     def _open_all(self) -> None:
         """Open the sources, on the tier's thread."""

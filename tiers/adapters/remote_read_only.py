@@ -49,8 +49,8 @@ class RemoteReadOnlyTier(SharedReadOnlyTier):
 
     async def open(self) -> TierInfo:
         info = await super().open()
-        self._asking = TimedCalls("tier-foreign-ask", 1, "the store of others")
-        self._lookers = DaemonThreads("tier-foreign-look", 1)
+        self._asking = TimedCalls("tier-read-only-ask", 1, "the store of others")
+        self._lookers = DaemonThreads("tier-read-only-look", 1)
         self._looking = asyncio.create_task(self._look_again())
         return info
 

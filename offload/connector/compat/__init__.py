@@ -13,8 +13,16 @@ from typing import TYPE_CHECKING
 from vllm.version import __version_tuple__
 
 if TYPE_CHECKING or __version_tuple__[:2] < (0, 33):
-    from offload.connector.compat.v0_32 import cache_dtype_handler, follow_sleep, plan_kv_cache
+    from offload.connector.compat.v0_32 import (
+        cache_dtype_handler,
+        follow_sleep,
+        make_kv_cache_config,
+    )
 else:
-    from offload.connector.compat.v0_33 import cache_dtype_handler, follow_sleep, plan_kv_cache
+    from offload.connector.compat.v0_33 import (
+        cache_dtype_handler,
+        follow_sleep,
+        make_kv_cache_config,
+    )
 
-__all__ = ["cache_dtype_handler", "follow_sleep", "plan_kv_cache"]
+__all__ = ["cache_dtype_handler", "follow_sleep", "make_kv_cache_config"]

@@ -10,10 +10,10 @@ from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheSpec
 
 from offload.connector.compat.worker_sleep import follow_sleep
 
-__all__ = ["cache_dtype_handler", "follow_sleep", "plan_kv_cache"]
+__all__ = ["cache_dtype_handler", "follow_sleep", "make_kv_cache_config"]
 
 
-def plan_kv_cache(
+def make_kv_cache_config(
     config: VllmConfig, specs: Mapping[str, KVCacheSpec], memory: int
 ) -> KVCacheConfig:
     """Plan the KV cache of one worker with layers of these specs and ``memory`` bytes.

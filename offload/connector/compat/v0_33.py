@@ -13,7 +13,7 @@ from vllm.v1.core.kv_cache_planning import (
 from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheSpec
 
 
-def plan_kv_cache(
+def make_kv_cache_config(
     config: VllmConfig, specs: Mapping[str, KVCacheSpec], memory: int
 ) -> KVCacheConfig:
     """See ``v0_32``."""

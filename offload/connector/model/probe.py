@@ -34,7 +34,7 @@ from vllm.v1.worker.utils import customize_attention_spec, prepare_kernel_block_
 from vllm.version import __version_tuple__
 
 from offload.config.kv_transfer_config import NAME
-from offload.connector.compat import plan_kv_cache
+from offload.connector.compat import make_kv_cache_config
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -123,7 +123,7 @@ def probe(model: str, flags: Sequence[str], transfer: Mapping[str, Any] | None =
         specs = _layer_specs(config)
         _resolve_placement(config, specs)
         memory = config.cache_config.kv_cache_memory_bytes or BYTES_TO_PLAN_WITH
-        kv_cache_config = plan_kv_cache(config, specs, memory)
+        kv_cache_config = make_kv_cache_config(config, specs, memory)
         kernel = _kernel_tokens(config, kv_cache_config)
     name = current_platform.device_name
     asked = parsed.block_size

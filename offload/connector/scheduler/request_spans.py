@@ -15,7 +15,7 @@ from typing import Any
 
 from vllm.tracing import SpanKind, extract_trace_context, instrument_manual
 
-from offload.requests.miss_reasons import Reason, RequestRecord
+from offload.requests.miss_reasons import LoggedRequest, Reason
 
 logger = logging.getLogger(__name__)
 
@@ -24,15 +24,15 @@ GPU = "gpu"
 
 
 class RequestSpans:
-    """A sink of final records. Used on vLLM's scheduler thread; never raises."""
+    """A sink of final log entries. Used on vLLM's scheduler thread; never raises."""
 
     def __init__(self, block_tokens: int) -> None:
         self._block_tokens = block_tokens
         self.dropped = 0
 
-    def __call__(self, record: RequestRecord) -> None:
+    def __call__(self, logged: LoggedRequest) -> None:
         try:
-            self._send(record, time.time())
+            self._send(logged, time.time())
         except Exception:  # an exporter's fault must not reach the scheduler
             self.dropped += 1
             if self.dropped == 1:
@@ -41,36 +41,36 @@ class RequestSpans:
     def close(self) -> None:
         """vLLM flushes its exporter at the end of the process."""
 
-    def _send(self, record: RequestRecord, now_s: float) -> None:
+    def _send(self, logged: LoggedRequest, now_s: float) -> None:
         instrument_manual(
             NAME,
-            start_time=int(record.time_s * 1e9),
-            end_time=int(max(now_s, record.time_s) * 1e9),
-            attributes=attributes_of(record, now_s, self._block_tokens),
-            context=extract_trace_context(record.trace_headers),
+            start_time=int(logged.time_s * 1e9),
+            end_time=int(max(now_s, logged.time_s) * 1e9),
+            attributes=attributes_of(logged, now_s, self._block_tokens),
+            context=extract_trace_context(logged.trace_headers),
             kind=SpanKind.INTERNAL,
         )
 
 
-def attributes_of(record: RequestRecord, now_s: float, block_tokens: int) -> dict[str, Any]:
+def attributes_of(logged: LoggedRequest, now_s: float, block_tokens: int) -> dict[str, Any]:
     """The attributes of a request's span. All ``tokens_hit`` and ``tokens_missed`` together are the
     prompt."""
-    hits = {GPU: record.gpu_tokens, **record.loaded}
+    hits = {GPU: logged.gpu_tokens, **logged.loaded}
     hits = {tier: tokens for tier, tokens in hits.items() if tokens}
     hit = sum(hits.values())
     found: dict[str, Any] = {
-        "kv_cache.request_id": record.request,
-        "kv_cache.prompt_tokens": record.prompt_tokens,
+        "kv_cache.request_id": logged.request,
+        "kv_cache.prompt_tokens": logged.prompt_tokens,
         "kv_cache.tier_hit": list(hits) or ["none"],
-        "kv_cache.tokens_missed": record.prompt_tokens - hit,
+        "kv_cache.tokens_missed": logged.prompt_tokens - hit,
         "kv_cache.blocks_hit": hit // block_tokens,
-        "kv_cache.blocks_missed": -(-record.prompt_tokens // block_tokens) - hit // block_tokens,
+        "kv_cache.blocks_missed": -(-logged.prompt_tokens // block_tokens) - hit // block_tokens,
     }
     found |= {f"kv_cache.tokens_hit.{tier}": tokens for tier, tokens in hits.items()}
-    if record.hit_tokens:
-        found["kv_cache.promotion_latency_seconds"] = max(0.0, now_s - record.time_s)
-    if record.miss.reason is not Reason.COMPLETE:
-        found["kv_cache.miss_reason"] = record.miss.reason.value
-    if record.miss.tier:
-        found["kv_cache.miss_tier"] = record.miss.tier
+    if logged.hit_tokens:
+        found["kv_cache.promotion_latency_seconds"] = max(0.0, now_s - logged.time_s)
+    if logged.miss.reason is not Reason.COMPLETE:
+        found["kv_cache.miss_reason"] = logged.miss.reason.value
+    if logged.miss.tier:
+        found["kv_cache.miss_tier"] = logged.miss.tier
     return found

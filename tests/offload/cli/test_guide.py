@@ -22,7 +22,7 @@ import pytest
 from demo.tiny_model import make_llama
 from offload.cli import app
 from offload.namespaces.manifest import Namespace
-from offload.requests.miss_reasons import RequestRecord
+from offload.requests.miss_reasons import LoggedRequest
 from policies.simulation.trace import TraceWriter
 from tests.offload.cli.stores import FIELDS, OTHER, ROOT, kvtiers, make_store
 from tests.offload.cli.test_plan import alternating
@@ -167,7 +167,7 @@ def run_kvtiers(line: str, tmp_path: Path, model: Path) -> None:
             for request in trace.requests:
                 writer.write(request)
     (tmp_path / "kvtiers.json").write_text('{"cpu": {"capacity": "64MiB"}}')
-    record = RequestRecord("cmpl-4f1a-0", 1.0, 600, 0, 576, 32, {"lmdb": 32})
+    record = LoggedRequest("cmpl-4f1a-0", 1.0, 600, 0, 576, 32, {"lmdb": 32})
     (tmp_path / "why.jsonl").write_text(json.dumps(record.as_json()) + "\n")
     server = Server()
     server.fill()

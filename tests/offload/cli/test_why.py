@@ -9,12 +9,12 @@ from pathlib import Path
 import pytest
 
 from offload.namespaces.manifest import Namespace
-from offload.requests.miss_reasons import Miss, Reason, RequestRecord
+from offload.requests.miss_reasons import LoggedRequest, Miss, Reason
 from offload.requests.request_log import RequestFile
 from tests.offload.cli.stores import FIELDS, kvtiers
 from tiers.testing import key_of
 
-WHOLE = RequestRecord("r", 1.0, 64, 0, 60).as_json()
+WHOLE = LoggedRequest("r", 1.0, 64, 0, 60).as_json()
 """A line that is a valid record."""
 
 
@@ -24,8 +24,8 @@ def recorded(folder: Path, *numbers: int) -> Path:
     written = RequestFile(str(file), 100, Namespace.of(FIELDS).name)
     for number in numbers:
         miss = Miss(Reason.NEVER_STORED, 0, 16, key_of(number))
-        written(RequestRecord(f"r{number}", 1.0, 64, 0, 60, miss=miss))
-    written(RequestRecord("hit", 1.0, 64, 0, 60, 60, {"cpu": 60}))
+        written(LoggedRequest(f"r{number}", 1.0, 64, 0, 60, miss=miss))
+    written(LoggedRequest("hit", 1.0, 64, 0, 60, 60, {"cpu": 60}))
     written.close()
     return file
 

@@ -19,7 +19,7 @@ from tests.offload.geometry.engines_in_a_store import engine, opened, store_spec
 from tests.offload.geometry.engines_on_disk import KEYS, geometry_of, namespace_of, payload, read
 from tests.patience import PATIENCE_S
 from tests.tiers.mooncake.real_store import Master, OneClient, one_store, skip_without_mooncake
-from tiers.adapters import remote_read_only as remote_foreign_tier
+from tiers.adapters import remote_read_only
 from tiers.adapters.remote_read_only import RemoteReadOnlyTier
 from tiers.base import ReadOutcome, TierIoError, WriteOutcome
 from tiers.mooncake import bulletin as mooncake_board
@@ -231,7 +231,7 @@ def look_now(tier: Any) -> None:
 async def test_engines_that_appear_later_are_read_or_logged(
     master: Master, model: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(remote_foreign_tier, "LOOK_S", 0.05)
+    monkeypatch.setattr(remote_read_only, "LOOK_S", 0.05)
     async with opened(store_specs(master, 1, how="translate", model=model), 1) as tier:
         assert await tier.present(KEYS) == [False] * 6
         async with engine(master, 2, model=model):
@@ -292,8 +292,8 @@ async def test_invalid_documents_on_the_board_do_no_harm(
             assert client.put_document(name, content, is_pinned=True)
         async with engine(master, 2, model=model):
             specs = store_specs(master, 1, how="translate", model=model)
-            async with opened(specs, 1) as foreign:
-                assert await read(foreign, KEYS[0], 1) is ReadOutcome.OK
+            async with opened(specs, 1) as translating:
+                assert await read(translating, KEYS[0], 1) is ReadOutcome.OK
     assert caplog.text.count("a notice in the store") >= len(rubbish)
 
 

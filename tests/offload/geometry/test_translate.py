@@ -13,7 +13,13 @@ from hypothesis import strategies as st
 
 from offload.errors import NamespaceError
 from offload.geometry.mooncake_source import board_of
-from offload.geometry.translate import GroupPlan, Incompatibility, apply, obstacles, plan_group
+from offload.geometry.translate import (
+    GroupTranslation,
+    Incompatibility,
+    apply,
+    obstacles,
+    translation_of,
+)
 from offload.namespaces.geometry import (
     COPIES,
     HEADS,
@@ -116,12 +122,15 @@ class Case:
         args = (self.layers, self.cuts[side], self.ranks[side], rank, self.orders[side])
         return np.frombuffer(record_of(*args), np.uint8)
 
-    def is_exact(self, fault: Callable[[GroupPlan], GroupPlan] = lambda plan: plan) -> bool:
+    def is_exact(
+        self,
+        fault: Callable[[GroupTranslation], GroupTranslation] = lambda translation: translation,
+    ) -> bool:
         """Write with the first geometry, read with the second, and compare."""
         stored, now = self.geometry(0, 0), self.geometry(1, self.rank)
-        plan = fault(plan_group(stored, now, 0))
-        into = np.full(plan.chunk_bytes, 0xEE, np.uint8)
-        apply(plan, [self.record(0, rank) for rank in plan.ranks], into)
+        translation = fault(translation_of(stored, now, 0))
+        into = np.full(translation.chunk_bytes, 0xEE, np.uint8)
+        apply(translation, [self.record(0, rank) for rank in translation.ranks], into)
         return bool((into == self.record(1, self.rank)).all())
 
 
@@ -198,15 +207,15 @@ def example(
     return Case([layer], cuts, ranks, rank, (["bht"], ["bth"]))
 
 
-def swapped_heads(plan: GroupPlan) -> GroupPlan:
+def swapped_heads(translation: GroupTranslation) -> GroupTranslation:
     """Every second record is replaced by its neighbour."""
-    return replace(plan, ranks=plan.ranks[::-1])
+    return replace(translation, ranks=translation.ranks[::-1])
 
 
-def swapped_halves(plan: GroupPlan) -> GroupPlan:
+def swapped_halves(translation: GroupTranslation) -> GroupTranslation:
     """K in the place of V."""
     halves = []
-    for copy in plan.copies:
+    for copy in translation.copies:
         half = copy.unit_bytes // 2
         for to, came in ((0, half), (half, 0)):
             halves.append(
@@ -217,11 +226,13 @@ def swapped_halves(plan: GroupPlan) -> GroupPlan:
                     to_offset=copy.to_offset + to,
                 )
             )
-    return replace(plan, copies=tuple(halves))
+    return replace(translation, copies=tuple(halves))
 
 
 @pytest.mark.parametrize("fault", [swapped_heads, swapped_halves])
-def test_the_comparison_detects_planted_faults(fault: Callable[[GroupPlan], GroupPlan]) -> None:
+def test_the_comparison_detects_planted_faults(
+    fault: Callable[[GroupTranslation], GroupTranslation],
+) -> None:
     assert example().is_exact()
     assert not example().is_exact(fault)
 
@@ -241,9 +252,9 @@ def test_the_comparison_detects_a_wrong_ratio() -> None:
             ),
         ),
     )
-    plan = plan_group(wrong, now, 0)
-    into = np.zeros(plan.chunk_bytes, np.uint8)
-    apply(plan, [case.record(0, rank) for rank in plan.ranks], into)
+    translation = translation_of(wrong, now, 0)
+    into = np.zeros(translation.chunk_bytes, np.uint8)
+    apply(translation, [case.record(0, rank) for rank in translation.ranks], into)
     assert not (into == case.record(1, 0)).all()
 
 
@@ -270,8 +281,8 @@ def test_seed_case_4_ratios_34_and_66_are_expanded_with_the_writers(turned: bool
     case = example(LATENT, heads=1, ranks=(4, 2), rank=1, cuts=cuts)
     assert obstacles(case.geometry(0, 0), case.geometry(1, 1)) == []
     assert case.is_exact()
-    plan = plan_group(case.geometry(0, 0), case.geometry(1, 1), 0)
-    assert sum(int(np.prod(copy.shape)) for copy in plan.copies) == 34 * 33
+    translation = translation_of(case.geometry(0, 0), case.geometry(1, 1), 0)
+    assert sum(int(np.prod(copy.shape)) for copy in translation.copies) == 34 * 33
 
 
 def test_seed_case_4_ratios_34_and_66_of_single_blocks_are_refused() -> None:
@@ -317,7 +328,7 @@ def test_any_ranks_latent_is_complete() -> None:
     for ranks, rank in (((2, 1), 0), ((1, 2), 1), ((4, 2), 1)):
         case = example(LATENT, heads=1, ranks=ranks, rank=rank)
         assert case.is_exact()
-        assert len(plan_group(case.geometry(0, 0), case.geometry(1, rank), 0).ranks) == 1
+        assert len(translation_of(case.geometry(0, 0), case.geometry(1, rank), 0).ranks) == 1
 
 
 def test_heads_on_several_ranks() -> None:

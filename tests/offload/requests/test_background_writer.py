@@ -71,10 +71,10 @@ def hang(*_):
     hangs.set()
     threading.Event().wait()
 os.replace = hang  # before aiofiles takes it
-from offload.requests.miss_reasons import RequestRecord
+from offload.requests.miss_reasons import LoggedRequest
 from offload.requests.request_log import RequestFile
 file = RequestFile(sys.argv[1], 8)
-file(RequestRecord("r", 0.0, 1, 0))
+file(LoggedRequest("r", 0.0, 1, 0))
 assert hangs.wait(float(sys.argv[2]))
 file.close(0.05)
 print("closed")

@@ -10,7 +10,7 @@ import pytest
 from typer.testing import CliRunner
 
 from offload.cli import app
-from offload.requests.miss_reasons import MEANINGS, Miss, Reason, RequestLog, RequestRecord
+from offload.requests.miss_reasons import MEANINGS, LoggedRequest, Miss, Reason, RequestLog
 from offload.requests.request_log import RequestFile
 from offload.telemetry.removed_chunks import Cause, RemovalCauses, Removed
 
@@ -32,7 +32,7 @@ def test_every_reason_has_a_meaning() -> None:
 def test_memory_is_bounded_by_the_limits() -> None:
     log = RequestLog(records_max=3)
     for number in range(10):
-        log.add(RequestRecord(str(number), 0.0, 0, 0))
+        log.add(LoggedRequest(str(number), 0.0, 0, 0))
     assert [record.request for record in log.last] == ["7", "8", "9"]
     departures = RemovalCauses(keys_max=100)
     for number in range(1000):
@@ -55,8 +55,8 @@ def test_the_latest_removal_counts(most: int) -> None:
     assert departures.find(b"k") == Removed(Cause.CORRUPT, 0, 2.0)
 
 
-def _record(number: int) -> RequestRecord:
-    return RequestRecord(f"r{number}", 0.0, 64, 0, 60, miss=Miss(Reason.NEVER_STORED))
+def _record(number: int) -> LoggedRequest:
+    return LoggedRequest(f"r{number}", 0.0, 64, 0, 60, miss=Miss(Reason.NEVER_STORED))
 
 
 def test_the_file_keeps_the_last_requests_and_stays_small(tmp_path: Path) -> None:

@@ -47,7 +47,7 @@ def opened_again(path: Path) -> Tier:
 
 ALL: dict[str, Callable[[Path], Tier]] = MAKERS | {
     "opened again": opened_again,
-    "foreign": lambda _path: ReadOnlyTier(sources),
+    "read-only": lambda _path: ReadOnlyTier(sources),
     "asked": lambda _path: SharedReadOnlyTier(sources),
     "remote": lambda _path: RemoteReadOnlyTier(Listed),
     "mooncake": lambda _path: MooncakeTier(MooncakeSettings("localhost:1", "P2PHANDSHAKE")),

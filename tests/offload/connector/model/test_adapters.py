@@ -17,7 +17,7 @@ from vllm.lora.worker_manager import LRUCacheWorkerLoRAManager, WorkerLoRAManage
 from vllm.v1.request import Request
 
 from offload.connector.model.adapters import ASKS_MAX, AdapterBook, AdapterWatch, joined
-from offload.requests.miss_reasons import Reason, RequestRecord
+from offload.requests.miss_reasons import LoggedRequest, Reason
 from tests.oracle.models import MODELS
 from tests.oracle.serving import Conditions, OracleEngine
 
@@ -188,7 +188,7 @@ def world(tmp_path: Path) -> Iterator[OracleEngine]:
         made.check_idle()
 
 
-def serve(world: OracleEngine, name: str, lora: LoRARequest) -> RequestRecord:
+def serve(world: OracleEngine, name: str, lora: LoRARequest) -> LoggedRequest:
     """Serve one request alone; return the record of its lookup."""
     world._salts[name] = None
     sampling = SamplingParams(max_tokens=4, ignore_eos=True, temperature=0.0)
@@ -196,7 +196,7 @@ def serve(world: OracleEngine, name: str, lora: LoRARequest) -> RequestRecord:
     world.scheduler.add_request(request)
     world.drain()
     world.check()
-    found: RequestRecord = world.connector._scheduler.log.last[-1]
+    found: LoggedRequest = world.connector._scheduler.log.last[-1]
     assert found.request == name
     world.forget_locally()
     return found

@@ -17,7 +17,7 @@ from vllm.v1.worker.utils import allocate_kv_cache
 
 from offload.connector.model.layout import model_layout, page_regions
 from offload.connector.model.worker_geometry import describe
-from offload.geometry.translate import apply, expand_blocks, obstacles, plan_group
+from offload.geometry.translate import apply, expand_blocks, obstacles, translation_of
 from offload.namespaces.geometry import COPIES, HEADS, OWN, Geometry
 from tests.offload.connector.kv_cache_configs import full, mamba, mla, vllm_config
 from tests.offload.connector.model.test_layout import BLOCKS, placed
@@ -95,11 +95,11 @@ def logical_cache(heads: int, content: int) -> dict[str, np.ndarray]:
 def is_exact(writers: list[Worker], reader: Worker, logical: dict[str, np.ndarray]) -> bool:
     stored = writers[0].geometry
     assert obstacles(stored, reader.geometry) == []
-    plan = plan_group(stored, reader.geometry, 0)
+    translation = translation_of(stored, reader.geometry, 0)
     blocks = {worker.rank: list(range(worker.chunk_blocks, 0, -1)) for worker in writers}
     records = {w.rank: w.record(logical, blocks[w.rank]) for w in writers}
-    into = np.zeros(plan.chunk_bytes, np.uint8)
-    apply(plan, [records[rank] for rank in plan.ranks], into)
+    into = np.zeros(translation.chunk_bytes, np.uint8)
+    apply(translation, [records[rank] for rank in translation.ranks], into)
     right = reader.record(logical, list(range(2, 2 + reader.chunk_blocks)))
     return len(right) == len(into) and bool((right == into).all())
 
