@@ -21,10 +21,10 @@ import numpy as np
 import numpy.typing as npt
 
 Key = bytes
-"""The name of a record: at most 511 bytes; equal only for equal content."""
+"""The name of a record, of at most 511 bytes. Equal keys mean equal content."""
 Buffer = npt.NDArray[np.uint8]
 """One-dimensional, C-contiguous bytes. A buffer whose address and length are multiples of
-``ALIGNMENT`` can be moved by direct I/O without a copy; any other one still works."""
+``ALIGNMENT`` can be moved by direct I/O without a copy; other buffers also work."""
 
 ALIGNMENT = 4096
 """Direct I/O needs addresses and lengths that are multiples of this number of bytes."""
@@ -96,8 +96,8 @@ KeyColumn = npt.NDArray[np.void]
 class StoredKeys(NamedTuple):
     """Records found by ``keys``: ``payload_bytes[i]`` is the payload length of ``column[i]``.
 
-    They are columns, not pairs: a restart passes on millions of records, and an object for each
-    would cost too much.
+    They are columns, not pairs, because a restart passes on millions of records and an object for
+    each would cost too much.
     """
 
     column: KeyColumn
@@ -185,8 +185,8 @@ class Tier(ABC):
         """Finish or abandon all work and release everything. Idempotent."""
 
     async def scrub(self, bytes_max: int, period_s: float) -> Scrubbed | None:
-        """Read and verify the next few records, about ``bytes_max`` and at least one, so that
-        every record is verified once in ``period_s``. This does not count as a use. Returns
+        """Read and verify the next few records, about ``bytes_max`` and at least one, so that every
+        record is verified once in ``period_s``. Verification does not count as a use. Returns
         ``None`` if no record is due yet, or if the tier does not scrub."""
         del bytes_max, period_s
         return None

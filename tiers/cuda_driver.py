@@ -33,8 +33,8 @@ _SUCCESS = 0
 _REGISTER_PORTABLE = 0x1  # pinned for every context of the process
 _REGISTER_DEVICEMAP = 0x2  # mapped into the GPU's address space, for the gather kernel
 _CAPTURE_RELAXED = 2
-_STREAM_NON_BLOCKING = 1  # no implicit order with the default stream: only events order them
-_EVENT_BLOCKING_SYNC = 1  # a wait for it sleeps instead of spinning
+_STREAM_NON_BLOCKING = 1  # not ordered with the default stream, except by events
+_EVENT_BLOCKING_SYNC = 1  # waiting for the event sleeps instead of spinning
 _EVENT_DISABLE_TIMING = 2
 _ACCESS_IN_STREAM_ORDER = 1  # CU_MEMCPY_SRC_ACCESS_ORDER_STREAM
 _PREFER_OVERLAP_WITH_COMPUTE = 1  # CU_MEMCPY_FLAG_PREFER_OVERLAP_WITH_COMPUTE
@@ -256,8 +256,7 @@ class Driver:
 
     def copy_batch(self, to: Addresses, source: Addresses, sizes: Addresses, stream: int) -> None:
         """Submit all copies, up to ``BATCH_COPIES_MAX`` per call. They run after all earlier work
-        of ``stream``, and in any order among themselves. Arrays of shape ``[n]``, contiguous; sizes
-        above 0."""
+        of ``stream``, in any order. Arrays of shape ``[n]``, contiguous; sizes above 0."""
         for start in range(0, len(sizes), BATCH_COPIES_MAX):
             part = slice(start, start + BATCH_COPIES_MAX)
             self._copy_part(to[part], source[part], sizes[part], stream, start)
@@ -367,5 +366,6 @@ def load_driver(path: str = "libcuda.so.1") -> Driver:
         raise DriverError(f"this machine has no CUDA driver ({error})") from error
     try:
         return Driver(library)
-    except AttributeError as error:  # a name is missing: far older than any supported torch
+    except AttributeError as error:
+        # a missing name means a driver far older than any supported torch
         raise DriverError(f"the CUDA driver is too old: {error}") from error

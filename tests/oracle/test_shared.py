@@ -34,8 +34,8 @@ SEEDS = range(int(os.environ.get("KVTIERS_ORACLE_SEEDS", "3")))
 
 
 class UnreliableSharedTier(SharedMemoryTier):
-    """A shared tier that takes its time; from time to time it cannot report its content, or has
-    lost what it reported."""
+    """A slow shared tier, which sometimes cannot report its content, or has lost records that it
+    reported."""
 
     def __init__(
         self, rng: random.Random, rate: float, memory: SharedMemory, **options: Any

@@ -17,7 +17,7 @@ SEEDS = (0, 1)
 
 @pytest.fixture(scope="module")
 def lives(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, float]]:
-    """One process for all seeds; a page that is touched while it is unmapped ends it."""
+    """One process runs all seeds. Touching an unmapped page kills the process."""
     folder = tmp_path_factory.mktemp("sleeping")
     command = [sys.executable, "-m", "tests.oracle.sleeping", str(folder), *map(str, SEEDS)]
     ran = subprocess.run(

@@ -165,8 +165,9 @@ class Engine:
         return self.ask("states")
 
     def reset_prefix_cache(self, connector: bool = False) -> None:
-        """Empty vLLM's own prefix cache; with ``connector`` also what the connector keeps. While
-        blocks are still held or a disk is busy, steps until both have emptied their caches."""
+        """Reset vLLM's own prefix cache and, with ``connector``, the connector's tiers as well.
+        While blocks are still held or a disk is busy, steps until both have emptied their
+        caches."""
         self.ask("reset_prefix_cache", connector)
 
     def try_to_reset(self, connector: bool = False) -> bool:

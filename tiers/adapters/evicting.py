@@ -5,8 +5,8 @@ secondary tier (``offload.connector.secondary_tier``) has no planner, so it wrap
 ``EvictingTier``.
 
 The policy is any object shaped like ``policies.base.EvictionPolicy``. When the tier is fuller than
-the high watermark, a background task evicts victims in small transactions until the tier is down
-to the low watermark. A write waits for that task only if it would not fit otherwise.
+the high watermark, a background task evicts victims in small transactions until the tier is down to
+the low watermark. A write waits for this task only if it would not fit otherwise.
 """
 
 from __future__ import annotations
@@ -162,7 +162,7 @@ class EvictingTier(TierWrapper):
             for key, outcome in zip(keys, outcomes, strict=True)
             if outcome in (ReadOutcome.MISS, ReadOutcome.CORRUPT) and key in self._sizes
         ]
-        if lost:  # delete these too: one of them may have been written again meanwhile
+        if lost:  # delete these too, because one of them may have been written again meanwhile
             await self.delete(lost)
         await self.touch(found)
         return outcomes

@@ -188,7 +188,8 @@ class SharedReadOnlyTier(ReadOnlyTier, SharedTier):
     """A ``ReadOnlyTier`` over stores that others still write to: it queries their records every
     time and never lists them.
 
-    ``delete`` remembers up to ``BAD_MAX`` damaged records, which would be found again otherwise.
+    ``delete`` remembers up to ``BAD_MAX`` damaged records; otherwise the next query would find them
+    again.
     """
 
     def __init__(self, open_sources: Callable[[], Sequence[RecordSource]]) -> None:

@@ -31,7 +31,7 @@ class LookingSource(RecordSource, Protocol):
     """A source that several threads may call at once, and that finds other engines later."""
 
     def look(self) -> None:
-        """Find the engines that are there at present."""
+        """Find the engines that exist at present."""
         ...
 
 
@@ -73,7 +73,7 @@ class RemoteReadOnlyTier(SharedReadOnlyTier):
             looking.cancel()
         if threads is not None:
             pools = [pool for pool in (threads, self._lookers, self._asking) if pool is not None]
-            # continues even if no call waits any more
+            # the search continues even if no call waits for it any more
             closing = in_thread(_close, pools, self._sources)
             await asyncio.wait([closing], timeout=CLOSE_TIMEOUT_S)
 

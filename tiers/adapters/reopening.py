@@ -1,18 +1,18 @@
 """A tier that reopens after its medium has failed as a whole.
 
 If a disk is unplugged, remounted or cleared under an open tier, every operation is a
-``TierIoError`` until the tier is closed and opened again. Here the next operation does that, at
-most once per ``RETRY_S``, and operations that arrive meanwhile wait for it. A caller that tries
-rarely (the probe of a circuit breaker) therefore costs a broken disk nothing.
+``TierIoError`` until the tier is closed and opened again. This tier does so in the next operation,
+at most once per ``RETRY_S``; operations that arrive meanwhile wait. Callers that try rarely (probes
+of a circuit breaker) therefore put no load on a broken disk.
 
-The contents are trusted only if this is the medium that failed, in the epoch in which it failed.
-Otherwise the tier begins empty and reports the loss. Records are only ever written under an epoch
-that ``keep_epoch`` has stored before: the keeper of the epochs can then always begin one that no
-tier has reached, even after a crash in between.
+The contents are trusted only if the medium is the one that failed, and still in the same epoch.
+Otherwise the tier begins empty and reports the loss. Records are written only under an epoch that
+``keep_epoch`` has already stored. So even after a crash it is always possible to begin an epoch
+that no tier has reached.
 
 For the same reason a medium that is opened for the first time must not be ahead of the stored
-epoch. No tier leaves a medium in that state: the folder was copied while its epoch changed. Its
-records may be of other weights, so it begins empty under a later epoch.
+epoch. No tier leaves a medium in that state, so the folder was copied while its epoch changed. The
+records may belong to other weights, so the tier begins empty under a later epoch.
 
 Ownership: everything belongs to the event loop's thread; ``make`` and ``keep_epoch`` run in
 separate daemon threads.
@@ -55,12 +55,12 @@ Wrapped = TypeVar("Wrapped", bound=Tier)
 class ReopeningTier(Tier, Generic[Wrapped]):
     """Uses ``tier`` until it fails, then the tiers that ``make`` returns.
 
-    ``keep_epoch(epoch)`` stores durably that the tier may reach this epoch. ``make(epoch)`` stores
-    it too and creates another tier for the same folder, not yet open, which drops records of
-    earlier epochs. Both may block, and may raise anything while the medium is unavailable.
-    ``noted_epoch`` is the epoch that was stored when ``tier`` was made; without ``keep_epoch``
-    there is none. With ``is_strict`` a medium that is ahead of it is an error, and nothing is
-    touched.
+    ``keep_epoch(epoch)`` stores durably that the tier may reach this epoch. ``make(epoch)`` also
+    stores the epoch, and creates another, unopened tier for the same folder; this tier drops
+    records of earlier epochs. Both may block, and may raise anything while the medium is
+    unavailable. ``noted_epoch`` is the epoch that was stored when ``tier`` was made; without
+    ``keep_epoch`` there is none. With ``is_strict``, a medium that is ahead of this epoch is an
+    error, and nothing is changed.
     """
 
     _is_shared: ClassVar = False
@@ -86,7 +86,7 @@ class ReopeningTier(Tier, Generic[Wrapped]):
         self._medium = ""
         self._held = 0  # number of records when it failed
         self._epoch = 0  # the epoch of the open tier, or of the tier that failed
-        self._wanted_epoch = 0  # a later epoch while a reset is due
+        self._wanted_epoch = 0  # the epoch of a reset that is due, if there is one
         self._reset_due: int | None = None
         self._closed = False
         self._on_loss: Callable[[], None] = lambda: None
@@ -238,8 +238,8 @@ class ReopeningTier(Tier, Generic[Wrapped]):
         closing.result()
 
     async def _open_again(self) -> None:
-        # On a shared medium, records of the epoch that a reset leaves disappear for the others only
-        # when a tier that works under that epoch is reset.
+        # On a shared medium, the records of an epoch disappear for other engines only when a tier
+        # that works under this epoch is reset.
         is_due = self._is_shared and self._epoch < self._wanted_epoch
         tier = await in_thread(self._make, self._epoch if is_due else self._wanted_epoch)
         if self._closed:
@@ -249,7 +249,7 @@ class ReopeningTier(Tier, Generic[Wrapped]):
         is_same = (info.medium, info.found_epoch) == (self._medium, self._epoch)
         epoch = self._wanted_epoch if is_due else info.epoch
         if not is_same and info.record_count and not self._is_shared:
-            # They may belong to other weights, and keys do not show that.
+            # The records may belong to other weights, which the keys do not show.
             epoch += 1
         epoch = _as_odd(epoch, self._wanted_epoch)
         await self._note_epoch(epoch)
@@ -262,7 +262,7 @@ class ReopeningTier(Tier, Generic[Wrapped]):
         self._failure = None
         self.reopenings += 1
         logger.warning(
-            "a failed tier was opened again: it holds %d records and held %d%s",
+            "a failed tier was opened again: it holds %d records now and held %d before%s",
             info.record_count,
             self._held,
             "" if is_same else "; it is not the medium that failed, and begins empty",
@@ -280,14 +280,14 @@ class SharedReopeningTier(ReopeningTier[SharedTier], SharedTier):
 
 
 def _as_odd(epoch: int, like: int) -> int:
-    """Return this epoch or the next one, whichever is odd or even like ``like``: the caller
+    """Return the first epoch from this one on with the same parity as ``like``: the caller
     distinguishes odd from even epochs."""
     return epoch + (epoch - like) % 2
 
 
 def judge_epochs(found: int, noted: int) -> str:
-    """Return why records of the epoch ``found`` cannot be trusted, given that ``noted`` is the
-    stored epoch; empty if they can, or if a later epoch has begun so that they will be dropped."""
+    """Return the reason why records of epoch ``found`` cannot be trusted if ``noted`` is the stored
+    epoch. Empty if they can be trusted, or if a later epoch has begun and they will be dropped."""
     if found <= noted:
         return ""
     return (

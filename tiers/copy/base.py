@@ -63,8 +63,8 @@ class GroupRegions:
 class CopyBatch:
     """Chunks of one group to move: ``blocks[i, j]`` is block ``j`` of the chunk in ``slots[i]``.
 
-    Shapes: ``blocks`` ``[n, chunk_blocks]``, ``slots`` ``[n]``. A block id below 0 is skipped
-    (that part of the chunk is not wanted).
+    Shapes: ``blocks`` ``[n, chunk_blocks]``, ``slots`` ``[n]``. Block ids below 0 are skipped
+    (these parts of the chunk are not wanted).
     """
 
     group: int
@@ -90,14 +90,14 @@ class Ticket(ABC):
 
     @abstractmethod
     def on_done(self, call: Callable[[TransferError | None], object]) -> None:
-        """Run ``call`` on the running loop after the end, with the reason if the copy failed. This
-        needs no task, so no cancellation can prevent it."""
+        """Run ``call`` on the running loop after the end, with the reason if the copy failed. No
+        task is involved, so no cancellation can prevent the call."""
 
     @property
     def submitted(self) -> Future[object] | None:
         """Completes when the copy has been passed to the device, with the event that marks its end
         there (``CopyEngine.hold_compute`` takes this event); never completes if there is no such
-        event. ``None`` if compute is synchronous: then only the end itself is worth waiting for."""
+        event. ``None`` if compute is synchronous: callers then wait for the end itself."""
         return None
 
     async def ended(self) -> None:
@@ -184,10 +184,10 @@ class CopyWay:
 class CopyEngine(ABC):
     """Two FIFO lanes, store (GPU to slab) and load (slab to GPU), independent of each other.
 
-    ``after`` is what the copy must wait for on the compute stream (an event recorded by
-    ``record_event``); ``None`` means that the data is ready now. Submitting never blocks on a
-    copy. Called from the offload loop's thread only; ``record_event`` and ``hold_compute`` from
-    the model-runner thread.
+    ``after`` is the event that the copy must wait for on the compute stream (recorded by
+    ``record_event``); ``None`` means that the data is ready now. Submitting never blocks on a copy.
+    Called from the offload loop's thread only; ``record_event`` and ``hold_compute`` from the
+    model-runner thread.
     """
 
     @abstractmethod

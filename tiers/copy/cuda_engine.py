@@ -8,8 +8,8 @@ only when the copy engine has finished.
 How a group's bytes move in each direction is measured once, when the engine starts
 (``tiers.copy.cuda_paths``), and logged.
 
-This has not yet run on a GPU: the tests run it over a libcuda in host memory. ``tests/gpu`` is for
-a machine with one.
+This code has not yet run on a GPU: the tests run it over a libcuda in host memory. ``tests/gpu``
+needs a machine with a GPU.
 """
 
 from __future__ import annotations
@@ -56,9 +56,9 @@ class CudaCopyEngine(CopyEngine):
     """A ``CopyEngine`` for KV caches on CUDA device ``device`` (torch's number; ``None``: the
     calling thread's current one).
 
-    ``slab`` should be pinned (``HostSlab(pin=True)``). Slots that are not pinned, or not yet, work
-    too: the driver copies them one by one through its internal memory, slowly, and no other job
-    waits for the pinning. ``num_blocks`` bounds block ids; without it nothing is measured. ``path``
+    ``slab`` should be pinned (``HostSlab(pin=True)``). Slots that are not (yet) pinned work too:
+    the driver copies them one by one through its internal memory, slowly, and no other job waits
+    for the pinning. ``num_blocks`` bounds block ids; without it nothing is measured. ``path``
     forces a way of copying where possible, for measurements. ``driver``, ``compute_stream`` (the
     model's stream, as a handle) and ``clock`` replace CUDA in tests.
 
@@ -104,7 +104,7 @@ class CudaCopyEngine(CopyEngine):
             undo.callback(self._driver.release_context, self._handle)
             self._events = EventPool(self._driver)
             undo.callback(self._close_events)
-            # after the lanes: by then they have run all their work
+            # closed after the lanes, which have run all their work by then
             undo.callback(self._close_kernel)
             self._store = self._lane("store", undo)
             self._load = self._lane("load", undo)
@@ -116,7 +116,8 @@ class CudaCopyEngine(CopyEngine):
 
     def record_event(self) -> object | None:
         stream = self._compute_stream()
-        # For any current device of the caller, because events, and stream 0, belong to a context.
+        # Enter the context, whatever the caller's current device: events and stream 0 belong to a
+        # context.
         with self._driver.within(self._context):
             return self._events.record(stream)
 
@@ -189,14 +190,16 @@ class CudaCopyEngine(CopyEngine):
         pinned_end = self._slab.slot_address(self._slab.pinned_slots)
         unpinned = []
         for path, copies in built:
-            # A copy is within a slot, and a slot within a registration: it is either pinned or not.
+            # Each copy is within one slot and each slot within one registration, so a copy's memory
+            # is either pinned or not.
             pinned = copies.slots < pinned_end
             if pinned.all():
                 self._launch(path, copies, to_slab, stream, kept)
             else:
                 self._launch(path, copies.where(pinned), to_slab, stream, kept)
                 unpinned.append(copies.where(~pinned))
-        for copies in unpinned:  # last: each of them may block this thread until it has run
+        # submitted last, because each of these copies can block this thread until it has run
+        for copies in unpinned:
             self._launch(CopyPath.EACH, copies, to_slab, stream, kept)
 
     def _launch(
@@ -225,7 +228,8 @@ class CudaCopyEngine(CopyEngine):
         self, shapes: Mapping[int, CopyShape], wanted: CopyPath | None
     ) -> dict[int, tuple[CopyPath, ...]]:
         """The ways in which this machine can copy each group; loads the kernel if one needs it."""
-        # If registered memory has another address on the GPU (WSL2), both fail permanently.
+        # If registered memory has another address on the GPU (WSL2), the batched call and the
+        # kernel both fail permanently.
         shared = self._driver.can_use_host_pointers(self._handle)
         means = Means(batch=self._driver.has_batch_copy and shared, kernel=shared)
         paths = {group: possible_paths(shape, means, wanted) for group, shape in shapes.items()}
@@ -244,7 +248,7 @@ class CudaCopyEngine(CopyEngine):
                 for lane in (self._store, self._load):
                     kernel.attach(lane.stream)
             except Exception as error:
-                # an unsupported GPU, or no memory: the batched calls do everything
+                # if the GPU is unsupported or has no memory, batched calls do all copies
                 text = "the gather/scatter kernel cannot be used (%s: %s); small pages are slower"
                 logger.warning(text, type(error).__name__, error)
                 return None
@@ -254,8 +258,8 @@ class CudaCopyEngine(CopyEngine):
     def _measure(
         self, paths: Mapping[int, tuple[CopyPath, ...]], clock: Callable[[], float]
     ) -> dict[tuple[int, bool], Choice]:
-        """Choose the path of each group and direction. The store comes first, so that the load
-        writes back the same content; if one of the two cannot be measured, the other is not
+        """Choose the path of each group and direction. The store is measured first, so that the
+        load writes back the same content. If one of the two cannot be measured, the other is not
         measured either."""
         samples = {group: self._sample(group) if len(paths[group]) > 1 else None for group in paths}
         if any(samples.values()):
@@ -338,8 +342,9 @@ def gpu_node(
     devices: Path = PCI_DEVICES,
 ) -> int | None:
     """Return the NUMA node of a CUDA device (``None``: the calling thread's current one), for
-    ``HostSlab(numa_node=...)``. Returns ``None`` if the machine has one node only, does not report
-    it (a virtual machine), or has no CUDA. The other arguments replace the machine in tests."""
+    ``HostSlab(numa_node=...)``. Returns ``None`` if the machine has only one node, does not report
+    the node (a virtual machine), or has no CUDA. The other arguments replace the machine in
+    tests."""
     if node_count(nodes) == 1:
         return None
     try:

@@ -1,8 +1,8 @@
 """The copy kernel: performs a list of copies between the GPU and registered host memory.
 
-It is for pages so small that the copy engine spends more time on a descriptor than on its bytes. A
-few thread blocks keep enough bytes in flight for the bus, so the model loses a few of its
-multiprocessors, and only while a copy runs.
+The kernel is for pages so small that the copy engine spends more time on a descriptor than on its
+bytes. A few thread blocks keep enough bytes in flight to saturate the bus, so the model loses only
+a few multiprocessors, and only while a copy runs.
 
 Its source is ``copy_list.cu``. The driver loads ``copy_list.ptx``, which is compiled from it, so
 neither Triton nor a compiler is needed. The tests run the source on the host and assemble the PTX

@@ -32,8 +32,8 @@ run everything, even if a later part of the job fails. Raises ``TransferError`` 
 
 
 class CudaEvent:
-    """A recorded event. Gives its handle back when it is no longer referenced: a stream that waits
-    for it does not need it again."""
+    """A recorded event. Its handle returns to the pool when the event is no longer referenced: a
+    stream that already waits for the event does not need the handle."""
 
     __slots__ = ("_give_back", "handle")
 
@@ -73,7 +73,7 @@ class EventPool:
 
 
 class CudaTicket(EventTicket):
-    """Drops its reference to the event at the end."""
+    """A ticket that drops its reference to the event at the end."""
 
     __slots__ = ()
 
@@ -95,8 +95,8 @@ class _Flight:
 class CudaLane:
     """Runs jobs on one stream in submission order.
 
-    A job that fails to submit fails its ticket only when the stream has run everything that it did
-    submit, so a finished ticket always means that no copy reads or writes any more.
+    If a job fails while it submits, its ticket fails only when the stream has run everything that
+    was submitted. So a finished ticket always means that no copy reads or writes any more.
 
     Raises ``DriverError`` when its stream, or the context of its threads, is not available.
     """

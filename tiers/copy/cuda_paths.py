@@ -1,9 +1,9 @@
 """Chooses the way of copying that a group uses in each direction; measured when the engine starts.
 
-One batched driver call costs about half a microsecond per copy whatever its size; the copy kernel
-costs none, but takes multiprocessors from the model. Which is faster depends on the size of the
-copies, the bus and the driver, so both copy a few MiB at the start, in a few milliseconds. The
-kernel must be clearly faster to be chosen.
+A batched driver call costs about half a microsecond per copy, whatever the size. The copy kernel
+does not have this cost, but takes multiprocessors from the model. Which one is faster depends on
+the size of the copies, the bus and the driver. So both copy a few MiB at the start, which takes a
+few milliseconds, and the kernel is chosen only if it is clearly faster.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ not."""
 SAMPLE_BYTES = 4 * 2**20
 SAMPLE_COPIES: Final = 2048
 ROUNDS = 3
-"""Number of timed copies of each way, after one that is not timed; the fastest counts."""
+"""Number of timed copies per way of copying, after one untimed copy; the fastest counts."""
 
 
 class CopyPath(enum.Enum):

@@ -62,7 +62,7 @@ class Failures:
         except TransferError as error:
             return error
         except Exception as error:
-            # if the lane's thread died, every later copy would hang: fail only this one
+            # fail only this copy: if the lane's thread died, every later copy would hang
             self._note(error)
             return TransferError(f"the copy failed: {type(error).__name__}: {error}")
         return None

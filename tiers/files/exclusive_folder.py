@@ -95,7 +95,7 @@ class RecordFolder(RecordFiles):
                 raise TierIoError(f"the folder {self._path} cannot be read: {error}") from error
             if is_here or epoch == self.epoch:
                 break
-            is_here = True  # another epoch has begun meanwhile: check again
+            is_here = True  # another epoch may have begun meanwhile, so check again
         return is_here
 
     # -- epochs ------------------------------------------------------------------------------

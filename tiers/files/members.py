@@ -1,6 +1,6 @@
 """The engines that use a folder on a network file system. It uses no locks, only small files.
 
-    engines/<engine>    its own epoch (0 if it has none), the capacity it was given, in bytes, and
+    engines/<engine>    its separate epoch (0 if it has none), its configured capacity in bytes, and
                         when it joined, in ns; decimal, in one line. Touched from time to time
 
 An engine's name consists of its machine, pid, start time and a random part. An engine on this
@@ -143,7 +143,8 @@ class LiveEngines:
         try:
             os.utime(self.name, dir_fd=self._fd, follow_symlinks=False)
             found = os.stat(self.name, dir_fd=self._fd, follow_symlinks=False)
-        except FileNotFoundError:  # it was silent for so long that others considered it dead
+        except FileNotFoundError:
+            # this engine was silent for so long that others considered it dead
             self.announce(self.announced.own_epoch)
         else:
             self.now_ns = found.st_mtime_ns

@@ -106,7 +106,7 @@ class RecordFiles:
 
     def _publish_record(self, temporary: str, path: str, epoch: int) -> None:
         """Rename a complete record of this epoch to its final name. Raises ``OSError``."""
-        del epoch  # only one tier uses the folder: no other one can change the epoch
+        del epoch  # only one tier uses the folder, so no other can change the epoch
         self._publish(temporary, path)
 
     def read(self, key: Key, epoch: int, into: Buffer) -> bool:

@@ -8,14 +8,14 @@
     <folder>/gone-<hex>/        being removed
 
 Records are as in ``record_files``; the temporary name of one being written ends with its engine and
-``.tmp``. There are no locks, no memory maps and no central process: whatever two engines do at
-once, each name leads to one complete file or to none.
+``.tmp``. There are no locks, no memory maps and no central process: each name always leads to one
+complete file or to none, even if two engines act at the same time.
 
 **The cap.** The capacity is that of the live engine that joined first. An engine may write
 ``grant_bytes`` before it scans again what all engines have stored (``scan``). If it finds more than
 ``capacity - 2 * engines * grant``, it removes the least recently used records. So all engines
-together stay below the capacity as long as their scans take about equally long; each engine that
-has joined since another's last scan may add two grants to the total.
+together stay below the capacity as long as their scans take about equally long. Each engine that
+joins after another engine's last scan can add two grants to the total.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ GRANTS_EACH = 16
 EVICT_SHARE = 0.05
 """An eviction ends this far below the limit, as a fraction of the capacity."""
 READ_USE_NS = 60 * 10**9
-"""A read does not update the time of use if that is younger than this."""
+"""A read does not update a time of use that is more recent than this."""
 STRAY_NS = 3600 * 10**9
 """Age at which a temporary file, or a folder that no engine claims, is removed."""
 _FOLDER = re.compile(r"epoch-([0-9]+)", re.ASCII)
@@ -137,7 +137,7 @@ class SharedFolder(RecordFiles):
 
     def store(self, key: Key, epoch: int, data: Buffer, use_ns: int, serial: int) -> WriteOutcome:
         """Write a record unless it exists or there is no space. Raises ``TierIoError``."""
-        if epoch != self.epoch:  # a reset came first: the record belongs to old weights
+        if epoch != self.epoch:  # after a reset, the record belongs to old weights
             return WriteOutcome.FAILED
         if self._is_there(key, epoch):
             return WriteOutcome.OK
@@ -320,8 +320,8 @@ class SharedFolder(RecordFiles):
         else:
             logger.warning(
                 "kvtiers: %s is shared with a capacity of %d bytes, the capacity of the engine "
-                "that joined first; %d were configured here and do not count while that engine "
-                "uses it",
+                "that joined first; the %d configured here have no effect while that engine uses "
+                "the folder",
                 *(self._path, capacity_bytes, self._configured_bytes),
             )
 
@@ -362,7 +362,7 @@ class SharedFolder(RecordFiles):
         announced = self.engines.announced_by(engine)
         with contextlib.suppress(FileNotFoundError):  # another engine removed it first
             if announced is None and self.engines.silent_ns(engine) < STRAY_NS:
-                return  # its content cannot be read now: a later scan will
+                return  # its content cannot be read now; a later scan tries again
         if announced is not None and announced.own_epoch != COMMON:
             self._retire(f"{PREFIX}{announced.own_epoch}")
         self.engines.forget(engine)

@@ -89,8 +89,8 @@ class SharedFileTier(RecordFileTier[SharedFolder], SharedTier):
             yield batch
 
     async def present(self, keys: Sequence[Key]) -> list[bool]:
-        """Return which keys can be read now. The caller limits how long and how many at a time: a
-        mount that hangs answers when it is back."""
+        """Return which keys can be read now. The caller limits how long and how many at a time:
+        calls on a mount that hangs return when the mount is back."""
         with self._working() as folder:
             if self._resets.is_open:
                 return [False] * len(keys)
@@ -164,7 +164,7 @@ class SharedFileTier(RecordFileTier[SharedFolder], SharedTier):
             await self._finish([run(folder.touch, part, folder.epoch) for part in parts])
 
     async def reset(self, epoch: int) -> None:
-        """Begin an epoch with a random number, whatever the caller's is."""
+        """Begin an epoch with a random number, whatever number the caller passes."""
         with self._working() as folder:
             number = self._resets.begin()
             self._filling = {}

@@ -186,7 +186,7 @@ class FileTier(RecordFileTier[RecordFolder]):
         if not is_good:
             removing = self._remove(folder, [key])  # so that an intact copy can be written
             await asyncio.wait([removing])
-            removing.exception()  # if this fails, the next read finds and removes it
+            removing.exception()  # if this fails, the next read finds and removes the record
         return ReadOutcome.OK if is_good else ReadOutcome.CORRUPT
 
     # -- deleting, recency, reset ----------------------------------------------------------

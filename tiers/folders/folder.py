@@ -132,7 +132,7 @@ class OwnerLock:
             raise FolderError(
                 f"{folder} is in use by process {owner}. Stop it, or use another folder"
             ) from error
-        with contextlib.suppress(OSError):  # a full or read-only disk: the lock is held anyway
+        with contextlib.suppress(OSError):  # the disk is full or read-only; the lock is held anyway
             os.ftruncate(self._fd, 0)
             os.pwrite(self._fd, f"{os.getpid()}\n".encode(), 0)
 

@@ -160,7 +160,7 @@ class FolderTier(Tier, Generic[Open]):
             return
         if (
             self._close_timeout_s is not None
-        ):  # it ends, so that a cancelled caller also finds the folder free
+        ):  # wait for the end, so that the folder is free for a cancelled caller, too
             await settled(self._closing)
         else:
             # continues although no caller waits for it any more

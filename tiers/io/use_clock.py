@@ -1,8 +1,7 @@
-"""Times of last use: nanoseconds since 1970 that only grow, so that they both order and date
-records.
+"""Times of last use: nanoseconds since 1970 that only grow, so they both order and date records.
 
-If the system clock is set back, each use is one more than the last, so no order changes. Early
-versions stored small counters instead; these give an order but no age.
+If the system clock is set back, each time is the previous one plus one, so the order is kept. Early
+versions stored small counters instead, which give an order but no age.
 """
 
 from __future__ import annotations

@@ -3,8 +3,8 @@ index.
 
 Changes queue up while a commit runs, and the next commit takes all of them, so the number of
 flushes adapts to the speed of the disk. While more writes are on their way to the disk, the thread
-waits for them (``GATHER_S``): a flush in between would slow them down, and their calls could not
-return any earlier. Deletions and recency updates wait until there is a write to join (at most
+waits for them (``GATHER_S``): a flush in between would slow these writes down, and no call would
+return earlier. Deletions and recency updates wait until there is a write to join (at most
 ``LAZY_S``) unless ``hurry`` is called: every flush saved is milliseconds of disk time.
 
 Ownership: the event loop (removals, refreshes, clears) and the I/O threads (puts) call ``submit``.
@@ -34,8 +34,8 @@ LAZY_S = 0.1
 """Longest time that deletions and recency updates wait to share the commit of a write."""
 CHANGES_MAX = 8192
 HALVED_MIN = 512
-"""If a smaller batch does not fit into the map, it is rejected as a whole, because deletions need
-the rest of the map."""
+"""A batch smaller than this is rejected as a whole if it does not fit into the map, because
+deletions need the rest of the map."""
 
 
 @dataclass(slots=True, eq=False)
@@ -133,7 +133,7 @@ class CommitThread:
                 self._wake.get(timeout=max(0.0, deadline - time.monotonic()))
             except queue.Empty:
                 break
-        # In this order, because a caller that saw the thread gathering did not wake it.
+        # The order matters: a caller that saw the thread gathering did not wake it.
         self._is_gathering_puts = self._is_urgent = False
         self._take(batch)
         return batch

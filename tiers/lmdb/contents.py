@@ -74,7 +74,7 @@ class LmdbContents:
             self.records.add(put.key, put.value)
             self.allocations.adopt(put.extents, put.stored_pages)
         elif put.is_named:
-            # a reset came first: the allocation becomes free once the reset is durable
+            # after a reset, the allocation becomes free once the reset is durable
             put.end(WriteOutcome.FAILED)
             self._leave(Remove([], [put.extents]))
         else:

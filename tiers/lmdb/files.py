@@ -118,7 +118,7 @@ class LmdbFiles(LmdbFolder):
         options, epoch = self._options, self.index.epoch
         self.found_epoch = epoch
         if options.recovery is Recovery.OFF or options.epoch > epoch:
-            # Not beyond the caller's epoch, otherwise a later increase of the caller's epoch would
+            # Not beyond the caller's epoch: otherwise a later increase of the caller's epoch would
             # have no effect.
             self.index.apply(Changes(clear_to_epoch=max(options.epoch, epoch)))
         expected = Expected(self._identity, self.index.epoch, limit, self.codec.key_ids)

@@ -104,8 +104,8 @@ def open_index(folder: Path, index_bytes: int, identity: Identity, io: DiskIo) -
 
 
 def is_lmdb_folder(folder: Path) -> bool:
-    """Return True if an LMDB tier has ever stored something in this folder, whatever is left of
-    it."""
+    """Return True if an LMDB tier has ever stored something in this folder, even if little is left
+    of it."""
     try:
         return index_exists(folder) or not is_new(folder)
     except IndexUnusableError:
@@ -146,7 +146,7 @@ def keep_good(index: LmdbIndex, expected: Expected, *, strict: bool) -> Recovere
     server. Those are deleted, or with ``strict`` they raise ``IndexUnusableError``."""
     found = recover(index.tables(), expected)
     if found.bad and strict:
-        raise IndexUnusableError(f"{len(found.bad)} records are not whole or not ours")
+        raise IndexUnusableError(f"{len(found.bad)} records are incomplete or not ours")
     if found.bad:
         text = "kvtiers: %d records in %s are not whole or not of this server: dropped"
         logger.warning(text, len(found.bad), index.path)

@@ -6,11 +6,11 @@ The environment has two named databases:
     records   key -> last use (8 bytes, big-endian) + record header + extents (start u64, pages u32)
 
 It contains no payloads. Values are small, and every transaction is short, also that of a reader in
-another process (``offline.lmdb_reader``), so LMDB reuses its pages at once and the file stays
-inside its map. A reader that was killed in a transaction would keep pages forever; ``apply`` looks
-for such readers now and then. The file is preallocated to the size of the map, so that a full disk
-cannot fail a commit, and checked to be that long, because LMDB would end the process by SIGBUS if
-it were shorter.
+another process (``offline.lmdb_reader``), so LMDB reuses its pages at once and the file does not
+outgrow its map. A reader that was killed in a transaction would keep pages forever; ``apply``
+regularly checks for such readers. The file is preallocated to the size of the map, so that a full
+disk cannot fail a commit, and its length is checked, because with a shorter file LMDB would kill
+the process by SIGBUS.
 
 Opening never trusts a file, however it was closed. Before LMDB opens it, ``recovery.walk`` checks
 all of its pages (LMDB dies by SIGBUS on a truncated file and on garbled pages) and reads the

@@ -116,7 +116,7 @@ class Held:
 
 
 @pytest.mark.parametrize("where", ["at once", "in its syncs"])
-def test_a_disk_that_hangs_delays_no_reset(paths: list[str], where: str) -> None:
+def test_a_hanging_disk_does_not_delay_a_reset(paths: list[str], where: str) -> None:
     """The reset waits for it only once. An epoch that it has placed before it hangs survives the
     process."""
     held = Held(paths, 1, where)
