@@ -4,59 +4,62 @@ size.
     python scripts/gpu_box/pack.py [--out .gpu_box] [--wheel vllm-0.32.0-....whl] [--limit-mib 56]
 
 Needs pip and a registry (or ``--wheel`` and ``--wheels`` with files that are here). Takes from
-vLLM's wheel its Python files and the one compiled extension that uses only torch's stable ABI, so
-that it runs with the machine's torch, and every package that vLLM needs and ``present.txt`` does
-not list. Writes ``carry-N.tar.xz``; the probe ``vllm-import`` unpacks them.
+vLLM's wheel its Python files and the compiled extensions that run with the machine's torch (they
+use torch's stable ABI, or nothing of torch), and every package that vLLM needs and ``present.txt``
+does not list. Writes ``carry-N.zip``, which the probe ``vllm-import`` unpacks. Carries are deflated
+like wheels: LZMA would save a sixth, but take minutes here and seconds on the machine.
 """
 
 from __future__ import annotations
 
 import argparse
-import lzma
-import re
+import json
 import subprocess
 import sys
-import tarfile
 import tempfile
 import zipfile
 from collections.abc import Iterable
+from dataclasses import dataclass
 from email.parser import HeaderParser
 from pathlib import Path
 
-HERE = Path(__file__).resolve().parent
-VLLM = "vllm==0.32.0"
-EXTENSIONS = ("_C_stable_libtorch.abi3.so",)
+from contents import FACTS, HERE, listed, normal
+from packaging.requirements import Requirement
+
+VLLM = Requirement("vllm==0.32.0")
+EXTENSIONS = ("vllm/_C_stable_libtorch.abi3.so", "vllm/fs_io_C.abi3.so")
+"""The kernels without those of FlashAttention and of mixtures of experts; the I/O of vLLM's file
+tier."""
+LEFT_OUT = ("vllm/vllm-rs",)
+"""vLLM's front end in Rust: an executable of 50 MiB."""
 OURS = ("lmdb", "msgspec", "xxhash", "aiofiles", "typer", "rich")
 MIB = 2**20
-ELSEWHERE = re.compile(r"extra\s*==|win32|Windows|darwin|Darwin|aarch64|python_version\s*<")
 
 
-def normal(name: str) -> str:
-    """A package's name as registries compare it."""
-    return re.sub(r"[-_.]+", "-", name).lower()
-
-
-def names_in(path: Path) -> set[str]:
-    lines = path.read_text().splitlines()
-    return {normal(line) for line in lines if line and not line.startswith("#")}
-
-
-def requirements(wheel: Path) -> Iterable[str]:
-    """The packages that a wheel needs on Linux, without its extras."""
+def requirements(wheel: Path, extras: Iterable[str], python: str) -> list[Requirement]:
+    """What a wheel with these extras needs on the target."""
     with zipfile.ZipFile(wheel) as archive:
         [name] = [n for n in archive.namelist() if n.endswith(".dist-info/METADATA")]
-        found = HeaderParser().parsestr(archive.read(name).decode())
-    for line in found.get_all("Requires-Dist", []):
-        condition = line.partition(";")[2]
-        if re.search(
-            r"extra\s*==|win32|Windows|darwin|Darwin|aarch64|python_version\s*<", condition
-        ):
-            continue
-        yield line.partition(";")[0].strip()
+        metadata = HeaderParser().parsestr(archive.read(name).decode())
+    target = {
+        "python_version": python,
+        "python_full_version": f"{python}.0",
+        "sys_platform": "linux",
+        "platform_system": "Linux",
+        "platform_machine": "x86_64",
+    }
+    found = map(Requirement, metadata.get_all("Requires-Dist", []))
+    return [
+        one
+        for one in found
+        if one.marker is None
+        or any(one.marker.evaluate(target | {"extra": extra}) for extra in ("", *extras))
+    ]
 
 
-def download(requirement: str, folder: Path, python: str) -> Path:
+def download(requirement: Requirement, folder: Path, python: str) -> Path:
     """Fetch the wheel of one package for the target's Python."""
+    requirement.extras, requirement.marker = set(), None
     before = set(folder.glob("*.whl"))
     platforms = [f"manylinux_2_{minor}_x86_64" for minor in range(39, 4, -1)]
     platforms += ["manylinux2014_x86_64", "manylinux2010_x86_64", "manylinux1_x86_64"]
@@ -74,69 +77,103 @@ def download(requirement: str, folder: Path, python: str) -> Path:
     command += ["--python-version", python]
     for platform in platforms:
         command += ["--platform", platform]
-    subprocess.run([*command, requirement], check=True)
+    if subprocess.run([*command, str(requirement)]).returncode:
+        sys.exit(f"pip could not download {requirement} for Python {python}")
     new = set(folder.glob("*.whl")) - before
     if not new:  # it has already been downloaded
-        name = normal(re.split(r"[\s<>=!~\[(;]", requirement)[0])
+        name = normal(requirement.name)
         new = {path for path in before if normal(path.name.split("-")[0]) == name}
     return new.pop()
 
 
-def closure(vllm: Path, folder: Path, absent_from: set[str], python: str) -> list[Path]:
-    """The wheels of everything that vLLM and kvtiers need and the machine lacks."""
-    wheels: list[Path] = []
-    todo = [*requirements(vllm), *OURS]
-    seen: set[str] = set(absent_from)
+def closure(
+    vllm: Path, folder: Path, have: set[str], without: set[str], python: str
+) -> tuple[list[Path], list[str]]:
+    """The wheels of everything that vLLM and kvtiers need and the machine lacks, and the names of
+    what they need and the machine has."""
+    wheels: dict[str, Path] = {"vllm": vllm}
+    found: set[str] = set()
+    todo = [*requirements(vllm, (), python), *map(Requirement, OURS)]
+    seen: set[tuple[str, str]] = set()
     while todo:
         requirement = todo.pop()
-        name = normal(re.split(r"[\s<>=!~\[(;]", requirement)[0])
-        if name in seen:
+        name, extras = normal(requirement.name), sorted(requirement.extras)
+        if name in without or (name, str(extras)) in seen:
             continue
-        seen.add(name)
-        wheel = download(requirement, folder, python)
-        print(f"{wheel.name} ({wheel.stat().st_size / MIB:.1f} MiB)", flush=True)
-        wheels.append(wheel)
-        todo += requirements(wheel)
-    return wheels
+        seen.add((name, str(extras)))
+        if name in have:
+            found.add(name)
+            continue
+        if name not in wheels:
+            wheels[name] = wheel = download(requirement, folder, python)
+            print(f"{wheel.name} ({wheel.stat().st_size / MIB:.1f} MiB)", flush=True)
+        todo += requirements(wheels[name], extras, python)
+    return list(wheels.values())[1:], sorted(found)
 
 
-def unpack(wheel: Path, to: Path, *, extensions: tuple[str, ...] | None = None) -> None:
-    """Unpack a wheel; of its compiled files keep only ``extensions``, if they are given."""
+@dataclass(frozen=True)
+class Entry:
+    """One file of a wheel."""
+
+    wheel: Path
+    name: str
+    place: str
+    """Where it is installed, from the folder of packages."""
+    bytes: int
+    """Compressed, with the file's headers."""
+
+
+def place(name: str) -> str:
+    """Where a file of a wheel is installed; empty for what is no Python package: scripts, manuals
+    and headers."""
+    top, _, rest = name.partition("/")
+    if not top.endswith(".data"):
+        return name
+    kind, _, rest = rest.partition("/")
+    return rest if kind in ("purelib", "platlib") else ""
+
+
+def entries(wheel: Path, *, extensions: tuple[str, ...] | None = None) -> list[Entry]:
+    """The files of a wheel; of its compiled files only ``extensions``, if they are given."""
+    found = []
     with zipfile.ZipFile(wheel) as archive:
-        for name in archive.namelist():
+        for info in archive.infolist():
+            name = info.filename
             is_compiled = name.endswith((".so", ".a", ".cubin")) or ".so." in name
-            if extensions is None or not is_compiled or name.endswith(extensions):
-                archive.extract(name, to)
+            is_kept = extensions is None or not is_compiled or name in extensions
+            if is_kept and name not in LEFT_OUT and not info.is_dir() and (at := place(name)):
+                found.append(Entry(wheel, name, at, info.compress_size + 2 * len(name) + 200))
+    return found
 
 
-def portions(tree: Path, out: Path, limit: int) -> list[Path]:
-    """Pack a tree into archives of at most ``limit`` bytes each."""
-    for old in out.glob("carry-*.tar.xz"):
-        old.unlink()
-    # Compress each file alone and fast: an upper bound of its share of an archive.
-    sizes = {
-        path: len(lzma.compress(path.read_bytes(), preset=1)) + 200
-        for path in tree.rglob("*")
-        if path.is_file()
-    }
-    bins: list[tuple[int, list[Path]]] = []
-    for path in sorted(sizes, key=lambda path: -sizes[path]):
-        fitting = (n for n, (used, _) in enumerate(bins) if used + sizes[path] <= limit)
-        number = next(fitting, len(bins))
-        if number == len(bins):
-            bins.append((0, []))
-        used, paths = bins[number]
-        bins[number] = used + sizes[path], [*paths, path]
-    carries = []
-    for number, (_, paths) in enumerate(bins, 1):
-        carry = out / f"carry-{number}.tar.xz"
-        with tarfile.open(carry, "w:xz", preset=6) as archive:
-            for path in paths:
-                archive.add(path, path.relative_to(tree))
-        if carry.stat().st_size > limit:
-            sys.exit(f"{carry} has {carry.stat().st_size:,} bytes, more than {limit:,}")
-        carries.append(carry)
-    return carries
+def portions(files: list[Entry], limit: int) -> list[list[Entry]]:
+    """Divide files into portions of at most ``limit`` bytes; the largest files come first."""
+    found: list[list[Entry]] = []
+    used: list[int] = []
+    for one in sorted(files, key=lambda one: -one.bytes):
+        fitting = (n for n, size in enumerate(used) if size + one.bytes <= limit)
+        number = next(fitting, len(used))
+        if number == len(used):
+            found.append([])
+            used.append(0)
+        found[number].append(one)
+        used[number] += one.bytes
+    return found
+
+
+def write(carry: Path, files: list[Entry], facts: str, limit: int) -> None:
+    """Write one carry; ends the program if it became too large."""
+    with zipfile.ZipFile(carry, "w", zipfile.ZIP_DEFLATED) as archive:
+        archive.writestr(FACTS, facts)
+        for wheel in dict.fromkeys(one.wheel for one in files):
+            with zipfile.ZipFile(wheel) as source:
+                for one in files:
+                    if one.wheel == wheel:
+                        archive.writestr(one.place, source.read(one.name))
+    size = carry.stat().st_size
+    if size > limit:
+        sys.exit(f"{carry} has {size:,} bytes, more than {limit:,}")
+    print(f"{carry}: {size / MIB:.1f} MiB", flush=True)
 
 
 def main() -> None:
@@ -149,17 +186,24 @@ def main() -> None:
     parser.add_argument("--limit-mib", type=float, default=56.0)
     options = parser.parse_args()
     options.out.mkdir(parents=True, exist_ok=True)
+    for old in options.out.glob("carry-*.zip"):
+        old.unlink()
     with tempfile.TemporaryDirectory(dir=options.out) as scratch:
         folder = options.wheels or Path(scratch) / "wheels"
         folder.mkdir(parents=True, exist_ok=True)
         vllm = options.wheel or download(VLLM, folder, options.python)
-        absent_from = names_in(options.present) | names_in(HERE / "needless.txt") | {"vllm"}
-        tree = Path(scratch) / "tree"
-        unpack(vllm, tree, extensions=EXTENSIONS)
-        for wheel in closure(vllm, folder, absent_from, options.python):
-            unpack(wheel, tree)
-        for carry in portions(tree, options.out, int(options.limit_mib * MIB)):
-            print(f"{carry}: {carry.stat().st_size / MIB:.1f} MiB")
+        have, without = set(listed(options.present)), set(listed(HERE / "needless.txt"))
+        files = entries(vllm, extensions=EXTENSIONS)
+        wheels, found = closure(vllm, folder, have, without, options.python)
+        for wheel in wheels:
+            files += entries(wheel)
+        limit = int(options.limit_mib * MIB)
+        parts = portions(files, limit * 99 // 100)
+        names = [f"carry-{number}.zip" for number in range(1, len(parts) + 1)]
+        carried = [wheel.name for wheel in (vllm, *wheels)]
+        facts = {"python": options.python, "carries": names, "wheels": carried, "present": found}
+        for name, part in zip(names, parts, strict=True):
+            write(options.out / name, part, json.dumps(facts, indent=1), limit)
 
 
 if __name__ == "__main__":

@@ -1,35 +1,48 @@
 """Unpacks the carries in a scratch environment and imports vLLM's GPU runner there, without a
-network.
+network and without a GPU.
 
-    python scripts/gpu_box/rehearse.py [--torch 2.11.0] [--triton 3.6.0] [--wheels FOLDER]
+    python scripts/gpu_box/rehearse.py [--wheels FOLDER] [--keep FOLDER]
 
-The environment is made first, with the target's torch and Triton and the packages of
-``present.txt`` that vLLM needs (from a registry, or from ``--wheels`` alone). The other steps run
-in a network namespace without interfaces, if the kernel allows it. Prints how long each part took.
+Run it with the target's version of Python. First it installs what the target has of the packages
+that vLLM needs: those of ``present.txt`` in the versions named there (from a registry, or from
+``--wheels`` alone); what comes along with them is removed again. The other steps run in a network
+namespace without interfaces, if the kernel allows it. Prints how long each part took.
 """
 
 from __future__ import annotations
 
 import argparse
+import ctypes
+import json
 import os
 import shutil
 import subprocess
 import sys
 import tempfile
 import time
+import zipfile
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
-HERE = Path(__file__).resolve().parent
+from contents import FACTS, HERE, check_python, listed, normal
+
 ROOT = HERE.parents[1]
-NEEDED = ("transformers", "numpy", "pytest", "psutil", "llvmlite", "typer", "rich", "aiofiles")
+PRESENT = HERE / "present.txt"
+OURS = ("torch", "triton", "numpy", "pytest", "psutil", "llvmlite", "matplotlib")
+"""What kvtiers and its tests import of it."""
+NO_DRIVER = """
+int cuGetProcAddress_v2(void) { return 100; }
+int cuPointerGetAttribute(void) { return 100; }
+int cuTensorMapEncodeTiled(void) { return 100; }
+"""
+"""The functions of the driver to which vLLM's extension is linked; 100: there is no device."""
 
 
-def step(name: str, command: Sequence[str | Path], **options: object) -> None:
+def step(name: str, command: Sequence[str | Path], **options: Any) -> None:
     """Run a command and print how long it took; ends the program if it fails."""
     began = time.monotonic()
-    words = [str(word) for word in command]
-    code = subprocess.run(words, **options).returncode  # type: ignore[call-overload]  # any option
+    code = subprocess.run([str(word) for word in command], **options).returncode
     ended = "done" if code == 0 else "failed"
     print(f"{name}: {ended} in {time.monotonic() - began:.0f} s", flush=True)
     if code:
@@ -45,23 +58,68 @@ def offline() -> list[str]:
     return command if works else []
 
 
+def packed() -> dict[str, Any]:
+    """What ``pack.py`` says of the carries. Ends the program if they do not fit this Python."""
+    carry = ROOT / ".gpu_box/carry-1.zip"
+    if not carry.exists():
+        sys.exit(f"{carry} is missing: run {HERE / 'pack.py'} first")
+    with zipfile.ZipFile(carry) as archive:
+        facts: dict[str, Any] = json.loads(archive.read(FACTS))
+    check_python(facts["python"])
+    return facts
+
+
+def environment(python: Path, needed: Sequence[str], wheels: Path | None) -> None:
+    """Install the packages that the target has, and nothing else."""
+    step("environment", [sys.executable, "-m", "venv", python.parents[1]])
+    have = listed(PRESENT)
+    names = dict.fromkeys([*OURS, *map(normal, needed)])
+    wanted = [have[name] for name in names]
+    source = ["--no-index", "--find-links", str(wheels)] if wheels else []
+    pip = [python, "-m", "pip", "--disable-pip-version-check"]
+    install = [*pip, "install", "--quiet", "--only-binary=:all:", "--no-compile", *source]
+    step("the packages that the machine has", [*install, *wanted])
+    done = subprocess.run([*pip, "list", "--format=json"], stdout=subprocess.PIPE, check=True)
+    names_here = {normal(one["name"]) for one in json.loads(done.stdout)}
+    surplus = sorted(names_here - set(have) - {"pip"})
+    if surplus:
+        step(f"without {', '.join(surplus)}", [*pip, "uninstall", "--quiet", "--yes", *surplus])
+
+
+def stand_in(folder: Path) -> str:
+    """Without a driver: a library in its name that refuses every call, so that vLLM's extension can
+    be loaded. Returns the search path for libraries."""
+    path = os.environ.get("LD_LIBRARY_PATH", "")
+    try:
+        ctypes.CDLL("libcuda.so.1")
+        return path
+    except OSError:
+        print("there is no driver here: a stand-in for libcuda.so.1 refuses every call")
+    folder.mkdir(exist_ok=True)
+    source = folder / "no_driver.c"
+    source.write_text(NO_DRIVER)
+    command = ["cc", "-shared", "-fPIC", "-o", str(folder / "libcuda.so.1"), str(source)]
+    subprocess.run(command, check=True)
+    return os.pathsep.join(filter(None, [str(folder), path]))
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--torch", default="2.11.0")
-    parser.add_argument("--triton", default="3.6.0")
     parser.add_argument("--wheels", type=Path, help="take packages from here alone")
     parser.add_argument("--keep", type=Path, help="make the environment here and keep it")
     options = parser.parse_args()
+    facts = packed()
     folder = options.keep or Path(tempfile.mkdtemp(prefix="gpu-box-"))
+    folder.mkdir(parents=True, exist_ok=True)
     try:
         python = folder / "venv/bin/python"
         if not python.exists():
-            step("environment", [sys.executable, "-m", "venv", folder / "venv"])
-            source = ["--no-index", "--find-links", options.wheels] if options.wheels else []
-            wanted = [f"torch=={options.torch}", f"triton=={options.triton}", *NEEDED]
-            install = [python, "-m", "pip", "install", "--quiet", "--only-binary=:all:"]
-            step("torch and the packages that the machine has", [*install, *source, *wanted])
-        env = os.environ | {"GPU_BOX_SITE": str(folder / "site"), "PYTHONPATH": str(ROOT)}
+            environment(python, facts["present"], options.wheels)
+        env = os.environ | {
+            "GPU_BOX_SITE": str(folder / "site"),
+            "PYTHONPATH": str(ROOT),
+            "LD_LIBRARY_PATH": stand_in(folder / "driver"),
+        }
         probe = [python, HERE / "probes/vllm_import.py"]
         step("unpacking and importing", [*offline(), *probe], cwd=ROOT, env=env)
     finally:

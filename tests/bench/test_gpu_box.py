@@ -9,7 +9,6 @@ import os
 import random
 import subprocess
 import sys
-import tarfile
 import time
 import tomllib
 import zipfile
@@ -130,36 +129,122 @@ def test_the_schedule_is_valid_and_its_scripts_exist() -> None:
     assert limits < 60 * 60, "all limits together, should every probe reach its own"
 
 
-def test_portions_contain_the_python_files_and_one_extension_within_the_limit(
-    tmp_path: Path,
-) -> None:
-    """A miniature of vLLM's wheel: its other compiled files are left out."""
-    wheel = tmp_path / "vllm-0.32.0-cp38-abi3-manylinux_2_28_x86_64.whl"
+METADATA = """Name: vllm
+Requires-Dist: torch==2.13.0
+Requires-Dist: numba==0.65.0
+Requires-Dist: one[fast]
+Requires-Dist: elsewhere; sys_platform == "win32"
+Requires-Dist: three; platform_machine == "x86_64" or platform_machine == "aarch64"
+Requires-Dist: sounds; extra == "audio"
+"""
+WHEEL = "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n"
+ONE = (
+    "Name: one\nRequires-Dist: two; extra == 'fast'\nRequires-Dist: four; python_version < '3.0'\n"
+)
+
+
+def wheel(folder: Path, name: str, metadata: str, files: dict[str, bytes | str]) -> Path:
+    path = folder / f"{name}-1.0-py3-none-any.whl"
+    with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as archive:
+        info = f"{name}-1.0.dist-info"
+        facts = {f"{info}/METADATA": f"Metadata-Version: 2.1\nVersion: 1.0\n{metadata}"}
+        for at, content in {**facts, f"{info}/WHEEL": WHEEL, **files}.items():
+            archive.writestr(at, content)
+    return path
+
+
+@pytest.fixture
+def wheels(tmp_path: Path) -> Path:
+    """A miniature of vLLM's wheel, and a few that it needs."""
+    folder = tmp_path / "wheels"
+    folder.mkdir()
     noise = random.Random(1)
-    with zipfile.ZipFile(wheel, "w") as archive:
-        archive.writestr("vllm-0.32.0.dist-info/METADATA", "Name: vllm\nRequires-Dist: torch\n")
-        archive.writestr("vllm/__init__.py", "version = 1\n" * 1000)
-        archive.writestr("vllm/_C.abi3.so", noise.randbytes(400_000))
-        archive.writestr("vllm/_C_stable_libtorch.abi3.so", noise.randbytes(200_000))
-        for number in range(4):
-            archive.writestr(f"vllm/data{number}.json", noise.randbytes(100_000).hex())
+    files = {
+        "vllm/__init__.py": "version = 1\n" * 1000,
+        "vllm/_C_stable_libtorch.abi3.so": noise.randbytes(200_000),
+        "vllm/_moe_C_stable_libtorch.abi3.so": noise.randbytes(200_000),
+        "vllm/fs_io_C.abi3.so": noise.randbytes(1000),
+        "vllm/vllm-rs": noise.randbytes(200_000),
+        "vllm/libs/libother.so.1": noise.randbytes(200_000),
+        **{f"vllm/data{n}.json": noise.randbytes(100_000).hex() for n in range(4)},
+    }
+    wheel(folder, "vllm", METADATA, files)
+    wheel(folder, "one", ONE, {"one.py": "", "one-1.0.data/purelib/more.py": ""})
+    wheel(folder, "two", "Name: two\n", {"two.cpython-312.so": b"", "two-1.0.data/scripts/two": ""})
+    wheel(folder, "three", "Name: three\nRequires-Dist: one\n", {"three.py": ""})
+    return folder
+
+
+def pack(tmp_path: Path, wheels: Path) -> tuple[list[Path], subprocess.CompletedProcess[str]]:
     present = tmp_path / "present.txt"
-    present.write_text("# the rest\ntorch\nlmdb\nmsgspec\nxxhash\naiofiles\ntyper\nrich\n")
+    present.write_text("# the rest\ntorch==2.11.0\nlmdb\nmsgspec\nxxhash\naiofiles\ntyper\nrich\n")
     out, limit_mib = tmp_path / "out", 0.25
-    options = ["--out", out, "--wheel", wheel, "--present", present, "--limit-mib", limit_mib]
-    done = box("pack", *options)
-    assert done.returncode == 0, done.stderr
-    carries = sorted(out.glob("carry-*.tar.xz"))
-    assert len(carries) > 1
+    vllm = next(wheels.glob("vllm-*.whl"))
+    options = ["--out", out, "--wheel", vllm, "--wheels", wheels, "--present", present]
+    mine = f"{sys.version_info.major}.{sys.version_info.minor}"
+    options += ["--limit-mib", limit_mib, "--python", mine]
+    done = box("pack", *options, PIP_NO_INDEX="1", PIP_FIND_LINKS=str(wheels))
+    carries = sorted(out.glob("carry-*.zip"))
     assert [path for path in carries if path.stat().st_size > limit_mib * 2**20] == []
-    names = []
-    for carry in carries:
-        with tarfile.open(carry) as archive:
-            names += archive.getnames()
-    assert len(names) == len(set(names)) == 7
-    assert "vllm/_C_stable_libtorch.abi3.so" in names
-    assert "vllm/_C.abi3.so" not in names
     assert sorted(out.iterdir()) == carries, "something else is left"
+    return carries, done
+
+
+def test_portions_contain_what_the_machine_lacks_within_the_limit(
+    tmp_path: Path, wheels: Path
+) -> None:
+    """Of vLLM's compiled files those that run with any torch, not the others of similar names; of
+    its needs those that are neither there nor needless, also those behind an extra or a marker."""
+    carries, done = pack(tmp_path, wheels)
+    assert done.returncode == 0, done.stderr
+    assert len(carries) > 1
+    names: list[str] = []
+    for carry in carries:
+        with zipfile.ZipFile(carry) as archive:
+            packed = set(archive.namelist())
+            assert json.loads(archive.read("gpu_box.json"))["carries"] == [p.name for p in carries]
+            assert json.loads(archive.read("gpu_box.json"))["present"].count("torch") == 1
+            names += sorted(packed - {"gpu_box.json"})
+    assert sorted(names) == sorted(
+        [
+            *(f"{n}-1.0.dist-info/METADATA" for n in ("vllm", "one", "two", "three")),
+            *(f"{n}-1.0.dist-info/WHEEL" for n in ("vllm", "one", "two", "three")),
+            *("one.py", "more.py", "two.cpython-312.so", "three.py", "vllm/__init__.py"),
+            *("vllm/_C_stable_libtorch.abi3.so", "vllm/fs_io_C.abi3.so"),
+            *(f"vllm/data{number}.json" for number in range(4)),
+        ]
+    )
+
+
+def test_carries_are_unpacked_as_they_arrive(tmp_path: Path, wheels: Path) -> None:
+    carries, done = pack(tmp_path, wheels)
+    assert done.returncode == 0, done.stderr
+    here = tmp_path / "here"
+    here.mkdir()
+    code = (
+        "import sys, pathlib; sys.path[:0] = [sys.argv[1]]; import vllm_import; "
+        "vllm_import.CARRIES = pathlib.Path(sys.argv[2]); print(vllm_import.unpack())"
+    )
+
+    def unpack() -> str:
+        done = subprocess.run(
+            [sys.executable, "-c", code, str(BOX / "probes"), str(here)],
+            capture_output=True,
+            text=True,
+            env={**os.environ, "GPU_BOX_SITE": str(tmp_path / "site")},
+            timeout=PATIENCE_S,
+            cwd=ROOT,
+        )
+        return done.stderr if done.returncode else ""
+
+    assert "run pack.py" in unpack()
+    for number, carry in enumerate(carries, 1):
+        carry.rename(here / carry.name)
+        missing = ", ".join(path.name for path in carries[number:])
+        assert (f"not here yet: {missing};" in unpack()) is (number < len(carries))
+        (here / carry.name).unlink()  # the next call may bring only the next carry
+    assert unpack() == ""
+    assert (tmp_path / "site/vllm/_C_stable_libtorch.abi3.so").stat().st_size == 200_000
 
 
 @pytest.fixture(scope="module")

@@ -1,15 +1,18 @@
-"""Serves a model with random weights: first with vLLM's own prefix cache, then with the
-connector and a small cache, so that most of each prompt comes from the CPU tier.
+"""Serves a model with random weights: first with vLLM's own prefix cache, then with the connector
+and a cache that holds a part of the prompts.
 
-``"verify": "device"`` compares every loaded chunk with what was computed, on the device. Tokens are
-compared too, but differences are only counted: with random weights the two highest logits are close
-together, and another batch may swap them.
+Before the prompts are sent to the connector's engine again, vLLM's own cache is emptied, so that
+they come from the CPU tier. ``"verify": "device"`` compares every loaded chunk with what was
+computed, on the device. Then a bit of each load is flipped on its way, which the comparison must
+detect. Tokens are compared too, but differences are only counted: with random weights the two
+highest logits are close together, and another batch may swap them.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
 import sys
 import time
 from pathlib import Path
@@ -21,15 +24,28 @@ use_site()
 
 from common import result  # noqa: E402  # after the path
 
+from tests.vllm import copy_faults  # noqa: E402
+
 MODELS = Path(__file__).resolve().parents[1] / "models"
 CONNECTOR = {
     "kv_connector": "OffloadConnector",
     "kv_connector_module_path": "offload.connector",
     "kv_role": "kv_both",
 }
+OUTPUT_TOKENS = 16
+LOADED_ENOUGH = 0.5
+"""Share of the prompts' distinct tokens that must be loaded. A prompt that shares its beginning
+with another one in flight finds it in vLLM's own cache."""
+SETTLE_S = 60.0
+SETTLED = ("stored_chunks", "store_bytes", "loads", "load_failures", "verified_chunks")
+"""Counters that stand still once all transfers have ended."""
 
 
-def prompts(count: int, length: int, vocabulary: int) -> list[dict[str, list[int]]]:
+Prompts = list[dict[str, list[int]]]
+Answers = list[list[int]]
+
+
+def prompts(count: int, length: int, vocabulary: int) -> Prompts:
     """Prompts in families of four that share three quarters of their tokens."""
     found = []
     for number in range(count):
@@ -40,30 +56,37 @@ def prompts(count: int, length: int, vocabulary: int) -> list[dict[str, list[int
     return found
 
 
+def model_folder(options: argparse.Namespace) -> Path:
+    """One of the models of the box, or a folder elsewhere."""
+    folder = MODELS / options.model
+    return folder if (folder / "config.json").exists() else Path(options.model)
+
+
 def engine(options: argparse.Namespace, **others: Any) -> Any:
     from vllm import LLM
 
-    folder = MODELS / options.model
-    if not (folder / "config.json").exists():
-        folder = Path(options.model)
+    memory = {"kv_cache_memory_bytes": 64 << 20} if options.cpu else {"gpu_memory_utilization": 0.6}
     return LLM(
-        model=str(folder),
+        model=str(model_folder(options)),
         load_format="dummy",
         skip_tokenizer_init=True,
         enforce_eager=options.eager,
-        max_model_len=options.tokens + 64,
+        block_size=options.block_size,
+        max_model_len=options.tokens + 4 * OUTPUT_TOKENS,
         enable_prefix_caching=True,
         disable_log_stats=False,
-        **({"gpu_memory_utilization": 0.6} if not options.cpu else {}),
+        **memory,
         **others,
     )
 
 
-def generate(llm: Any, asked: list[dict[str, list[int]]]) -> tuple[list[list[int]], float]:
+def generate(llm: Any, asked: Prompts) -> tuple[Answers, float]:
     """The tokens of each answer, and the total time in seconds."""
     from vllm import SamplingParams
 
-    sampling = SamplingParams(temperature=0.0, max_tokens=16, ignore_eos=True, detokenize=False)
+    sampling = SamplingParams(
+        temperature=0.0, max_tokens=OUTPUT_TOKENS, ignore_eos=True, detokenize=False
+    )
     began = time.perf_counter()
     outputs = llm.generate(asked, sampling, use_tqdm=False)
     seconds = time.perf_counter() - began
@@ -80,6 +103,76 @@ def counters(llm: Any) -> dict[str, float]:
     return found
 
 
+def empty_cache(llm: Any) -> None:
+    """Wait for all stores, and empty vLLM's own prefix cache. A tiny prompt lets the engine take
+    steps, in which it also publishes its counters."""
+    end = time.monotonic() + SETTLE_S
+    before: list[float | None] = []
+    while True:
+        found = counters(llm)
+        now = [found.get(name) for name in SETTLED]
+        if now == before and llm.reset_prefix_cache():
+            return
+        if time.monotonic() > end:
+            raise TimeoutError(f"not settled, or the cache cannot be emptied: {before}, {now}")
+        before = now
+        generate(llm, [{"prompt_token_ids": [1, 2, 3]}])
+        time.sleep(1.1)  # counters are published about once a second
+
+
+def reference(options: argparse.Namespace, asked: Prompts, found: dict[str, Any]) -> Answers:
+    """The answers of vLLM alone."""
+    llm = engine(options)
+    answers, found["reference, cold s"] = generate(llm, asked)
+    _, found["reference, warm s"] = generate(llm, asked)
+    result(found)
+    close(llm)
+    return answers
+
+
+def connected(
+    options: argparse.Namespace, asked: Prompts, right: Answers, found: dict[str, Any]
+) -> list[str]:
+    """The same with the connector; returns what was wrong."""
+    extra = {"cpu": {"capacity": options.capacity}, "tiers": [], "verify": "device"}
+    blocks = options.cache_tokens // options.block_size
+    transfer = CONNECTOR | {"kv_connector_extra_config": extra}
+    llm = engine(options, kv_transfer_config=transfer, num_gpu_blocks_override=blocks)
+    for name in ("cold", "warm"):
+        answers, found[f"connector, {name} s"] = generate(llm, asked)
+        found[f"answers equal, {name}"] = sum(map(list.__eq__, right, answers))
+        empty_cache(llm)
+        found[f"counters, {name}"] = counters(llm)
+        result(found)
+    llm.collective_rpc(copy_faults.plant, args=(copy_faults.wrong_bit, None))
+    answers, _ = generate(llm, asked[:4])
+    found["answers equal, wrong bits"] = sum(map(list.__eq__, right, answers))
+    llm.collective_rpc(copy_faults.heal)
+    empty_cache(llm)
+    found["counters, wrong bits"] = counters(llm)
+    result(found)
+    close(llm)
+    return wrong(found)
+
+
+def wrong(found: dict[str, Any]) -> list[str]:
+    """What of the counters is not as it should be."""
+    warm, planted = found["counters, warm"], found["counters, wrong bits"]
+    loaded = warm.get("loaded_tokens", 0) - found["counters, cold"].get("loaded_tokens", 0)
+    enough = LOADED_ENOUGH * found["distinct tokens"]
+    checks = {
+        f"{loaded:,.0f} tokens were loaded, of {enough:,.0f} at least": loaded < enough,
+        "nothing was verified": not warm.get("verified_chunks"),
+        "loads were not verified": bool(warm.get("unverified_chunks")),
+        "loaded bytes differ from what was computed": bool(warm.get("differing_chunks")),
+        "loads failed": bool(warm.get("load_failures")),
+        "hooks failed": bool(warm.get("hook_faults")),
+        "no request was preempted": not warm.get("vllm:num_preemptions"),
+        "wrong bits were not detected": not planted.get("differing_chunks"),
+    }
+    return [text for text, is_wrong in checks.items() if is_wrong]
+
+
 def main() -> int:
     parser = argparse.ArgumentParser()
     parser.add_argument("--model", required=True)
@@ -87,52 +180,20 @@ def main() -> int:
     parser.add_argument("--cpu", action="store_true", help="a rehearsal without a GPU")
     parser.add_argument("--requests", type=int, default=64)
     parser.add_argument("--tokens", type=int, default=2048)
-    parser.add_argument("--blocks", type=int, default=2048, help="of the small cache")
+    parser.add_argument("--cache-tokens", type=int, default=32_768, help="of the small cache")
+    parser.add_argument("--block-size", type=int, default=16)
     parser.add_argument("--capacity", default="16GiB")
     options = parser.parse_args()
-    vocabulary = json.loads(
-        (
-            MODELS / options.model / "config.json"
-            if (MODELS / options.model).exists()
-            else Path(options.model) / "config.json"
-        ).read_text()
-    )["vocab_size"]
+    # Faults are planted by functions that are sent to the engine's process.
+    os.environ["VLLM_ALLOW_INSECURE_SERIALIZATION"] = "1"
+    vocabulary = json.loads((model_folder(options) / "config.json").read_text())["vocab_size"]
     asked = prompts(options.requests, options.tokens, vocabulary)
+    distinct = options.tokens * (options.requests + 3 * -(-options.requests // 4)) // 4
     found: dict[str, Any] = {"requests": options.requests, "prompt tokens": options.tokens}
-
-    llm = engine(options)
-    reference, found["reference, cold s"] = generate(llm, asked)
-    _, found["reference, warm s"] = generate(llm, asked)
-    result(found)
-    close(llm)
-
-    extra = {"cpu": {"capacity": options.capacity}, "tiers": [], "verify": "device"}
-    transfer = CONNECTOR | {"kv_connector_extra_config": extra}
-    llm = engine(options, kv_transfer_config=transfer, num_gpu_blocks_override=options.blocks)
-    cold, found["connector, cold s"] = generate(llm, asked)
-    result(found)
-    warm, found["connector, warm s"] = generate(llm, asked)
-    counted = counters(llm)
-    found |= {
-        "answers equal, cold": sum(map(list.__eq__, reference, cold)),
-        "answers equal, warm": sum(map(list.__eq__, reference, warm)),
-        "counters": counted,
-    }
-    result(found)
-    close(llm)
-    wrong = [
-        text
-        for text, is_wrong in (
-            ("nothing was loaded", not counted.get("loaded_tokens")),
-            ("nothing was verified", not counted.get("verified_chunks")),
-            ("loaded bytes differ from what was computed", bool(counted.get("differing_chunks"))),
-            ("loads failed", bool(counted.get("load_failures"))),
-            ("hooks failed", bool(counted.get("hook_faults"))),
-        )
-        if is_wrong
-    ]
-    print("\n".join(wrong) or "everything as expected")
-    return int(bool(wrong))
+    found["distinct tokens"] = distinct
+    complaints = connected(options, asked, reference(options, asked, found), found)
+    print("\n".join(complaints) or "everything as expected")
+    return int(bool(complaints))
 
 
 def close(llm: Any) -> None:

@@ -1,7 +1,7 @@
-"""Unpacks the carried vLLM and imports its GPU runner, in a separate probe so that the serving
-probes do not have to.
+"""Unpacks the carried vLLM and imports everything that serving needs, in a separate probe so that
+the serving probes do not have to.
 
-``pack.py`` leaves ``carry-N.tar.xz`` files; they may arrive one after the other. Everything is
+``pack.py`` leaves ``carry-N.zip`` files; they may arrive one after the other. Everything is
 unpacked into the folder that $GPU_BOX_SITE names (default: ``.gpu_box/site``), which the serving
 probes put on their path. If vLLM is installed, there is nothing to unpack.
 """
@@ -10,36 +10,68 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import json
 import sys
-import tarfile
 import time
+import zipfile
 from pathlib import Path
 
 from common import result
 from site_path import SITE, use_site
 
+sys.path.append(str(Path(__file__).resolve().parents[1]))
+
+from contents import FACTS, check_python
+
 CARRIES = Path(__file__).resolve().parents[3] / ".gpu_box"
 MODULES = (
     "vllm._C_stable_libtorch",
+    "vllm.fs_io_C",
+    "vllm.entrypoints.llm",
+    "vllm.v1.engine.core",
+    "vllm.v1.worker.gpu_worker",
     "vllm.v1.worker.gpu_model_runner",
+    "vllm.v1.worker.gpu.model_runner",
     "vllm.v1.attention.backends.triton_attn",
+    "vllm.compilation.backends",
+    "vllm.model_executor.models.llama",
+    "vllm.model_executor.models.gemma3",
+    "vllm.distributed.kv_transfer.kv_connector.v1.offloading_connector",
+    "vllm.v1.kv_offload.tiering.spec",
     "offload.connector",
+    "bench.serve",
 )
+
+
+def unpack() -> dict[str, float]:
+    """Unpack the carries that have arrived since the last time, and return the seconds of each.
+    Ends the program if some are still missing, or are for another Python."""
+    SITE.mkdir(parents=True, exist_ok=True)
+    times = {}
+    for carry in sorted(CARRIES.glob("carry-*.zip")):
+        done = SITE / f".{carry.name}.done"
+        if not done.exists():
+            began = time.monotonic()
+            with zipfile.ZipFile(carry) as archive:
+                archive.extractall(SITE)
+            done.touch()
+            times[f"unpack {carry.name}"] = round(time.monotonic() - began, 1)
+    result(times)
+    facts = SITE / FACTS
+    if not facts.exists():
+        sys.exit(f"vLLM is not installed, and there is no carry-N.zip in {CARRIES}: run pack.py")
+    packed = json.loads(facts.read_text())
+    check_python(packed["python"])
+    missing = [name for name in packed["carries"] if not (SITE / f".{name}.done").exists()]
+    if missing:
+        sys.exit(f"not here yet: {', '.join(missing)}; run this probe again when they are")
+    return times
 
 
 def main() -> None:
     times: dict[str, float | str] = {}
     if importlib.util.find_spec("vllm") is None:
-        SITE.mkdir(parents=True, exist_ok=True)
-        for carry in sorted(CARRIES.glob("carry-*.tar.xz")):
-            done = SITE / f".{carry.name}.done"
-            if done.exists():
-                continue
-            began = time.monotonic()
-            with tarfile.open(carry) as archive:
-                archive.extractall(SITE, filter="data")
-            done.touch()
-            times[f"unpack {carry.name}"] = round(time.monotonic() - began, 1)
+        times |= unpack()
         use_site()
     for name in MODULES:
         began = time.monotonic()
