@@ -4,6 +4,7 @@ probes run over the libcuda in host memory, which is found under the name of the
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
 import random
@@ -245,6 +246,41 @@ def test_carries_are_unpacked_as_they_arrive(tmp_path: Path, wheels: Path) -> No
         (here / carry.name).unlink()  # the next call may bring only the next carry
     assert unpack() == ""
     assert (tmp_path / "site/vllm/_C_stable_libtorch.abi3.so").stat().st_size == 200_000
+
+
+RIGHT = {"loaded_tokens": 900.0, "verified_chunks": 30.0, "vllm:num_preemptions": 2.0}
+
+
+@pytest.mark.parametrize(
+    ("counters", "complaint"),
+    [
+        ({}, ""),
+        ({"loaded_tokens": 100.0}, "100 tokens were loaded, of 500 at least"),
+        ({"verified_chunks": 0.0}, "nothing was verified"),
+        ({"unverified_chunks": 1.0}, "loads were not verified"),
+        ({"differing_chunks": 1.0}, "loaded bytes differ from what was computed"),
+        ({"load_failures": 1.0}, "loads failed"),
+        ({"vllm:num_preemptions": 0.0}, "no request was preempted"),
+    ],
+)
+def test_the_serving_probe_fails_if_it_proves_nothing(
+    counters: dict[str, float],
+    complaint: str,
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+) -> None:
+    monkeypatch.syspath_prepend(BOX / "probes")
+    monkeypatch.setenv("GPU_BOX_SITE", str(tmp_path / "none"))
+    wrong = importlib.import_module("serve").wrong
+    found: dict[str, Any] = {
+        "distinct tokens": 1000,
+        "counters, cold": {},
+        "counters, warm": RIGHT | counters,
+        "counters, wrong bits": {"differing_chunks": 1.0},
+    }
+    assert wrong(found) == [complaint] * bool(complaint)
+    found["counters, wrong bits"] = {}
+    assert "wrong bits were not detected" in wrong(found)
 
 
 @pytest.fixture(scope="module")
