@@ -30,8 +30,8 @@ VLLM = Requirement("vllm==0.32.0")
 EXTENSIONS = ("vllm/_C_stable_libtorch.abi3.so", "vllm/fs_io_C.abi3.so")
 """The kernels without those of FlashAttention and of mixtures of experts; the I/O of vLLM's file
 tier."""
-LEFT_OUT = ("vllm/vllm-rs",)
-"""vLLM's front end in Rust: an executable of 50 MiB."""
+LEFT_OUT = ("vllm/vllm-rs", "pycountry/locales/")
+"""vLLM's front end in Rust, an executable of 50 MiB, and translated names of countries."""
 OURS = ("lmdb", "msgspec", "xxhash", "aiofiles", "typer", "rich")
 MIB = 2**20
 
@@ -124,8 +124,10 @@ class Entry:
 
 
 def place(name: str) -> str:
-    """Where a file of a wheel is installed; empty for what is no Python package: scripts, manuals
-    and headers."""
+    """Where a file of a wheel is installed; empty for what is left out: also scripts, manuals and
+    headers."""
+    if name.startswith(LEFT_OUT):
+        return ""
     top, _, rest = name.partition("/")
     if not top.endswith(".data"):
         return name
@@ -140,8 +142,9 @@ def entries(wheel: Path, *, extensions: tuple[str, ...] | None = None) -> list[E
         for info in archive.infolist():
             name = info.filename
             is_compiled = name.endswith((".so", ".a", ".cubin")) or ".so." in name
-            is_kept = extensions is None or not is_compiled or name in extensions
-            if is_kept and name not in LEFT_OUT and not info.is_dir() and (at := place(name)):
+            if is_compiled and extensions is not None and name not in extensions:
+                continue
+            if (at := place(name)) and not info.is_dir():
                 found.append(Entry(wheel, name, at, info.compress_size + 2 * len(name) + 200))
     return found
 
