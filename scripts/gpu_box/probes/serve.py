@@ -65,7 +65,10 @@ def model_folder(options: argparse.Namespace) -> Path:
 def engine(options: argparse.Namespace, **others: Any) -> Any:
     from vllm import LLM
 
-    memory = {"kv_cache_memory_bytes": 64 << 20} if options.cpu else {"gpu_memory_utilization": 0.6}
+    if options.cpu:
+        device: dict[str, Any] = {"kv_cache_memory_bytes": 64 << 20}
+    else:  # the kernels of FlashAttention are not carried
+        device = {"gpu_memory_utilization": 0.6, "attention_backend": "TRITON_ATTN"}
     return LLM(
         model=str(model_folder(options)),
         load_format="dummy",
@@ -75,7 +78,7 @@ def engine(options: argparse.Namespace, **others: Any) -> Any:
         max_model_len=options.tokens + 4 * OUTPUT_TOKENS,
         enable_prefix_caching=True,
         disable_log_stats=False,
-        **memory,
+        **device,
         **others,
     )
 
