@@ -27,9 +27,13 @@ from contents import FACTS, HERE, listed, normal
 from packaging.requirements import Requirement
 
 VLLM = Requirement("vllm==0.32.0")
-EXTENSIONS = ("vllm/_C_stable_libtorch.abi3.so", "vllm/fs_io_C.abi3.so")
-"""The kernels without those of FlashAttention and of mixtures of experts; the I/O of vLLM's file
-tier."""
+EXTENSIONS = (
+    "vllm/_C_stable_libtorch.abi3.so",
+    "vllm/vllm_flash_attn/_vllm_fa3_C.abi3.so",
+    "vllm/fs_io_C.abi3.so",
+)
+"""The kernels without those of mixtures of experts; FlashAttention 3, without which vLLM cannot
+even be imported on CUDA; the I/O of vLLM's file tier."""
 LEFT_OUT = ("vllm/vllm-rs", "pycountry/locales/")
 """vLLM's front end in Rust, an executable of 50 MiB, and translated names of countries."""
 OURS = ("lmdb", "msgspec", "xxhash", "aiofiles", "typer", "rich")

@@ -1,5 +1,5 @@
-"""Unpacks the carries in a scratch environment and imports vLLM's GPU runner there, without a
-network and without a GPU.
+"""Unpacks the carries in a scratch environment, imports vLLM's GPU runner there, and configures
+engines as if there were a GPU, without a network and without a GPU.
 
     python scripts/gpu_box/rehearse.py [--wheels FOLDER] [--keep FOLDER]
 
@@ -121,7 +121,12 @@ def main() -> None:
             "LD_LIBRARY_PATH": stand_in(folder / "driver"),
         }
         probe = [python, HERE / "probes/vllm_import.py"]
-        step("unpacking and importing", [*offline(), *probe], cwd=ROOT, env=env)
+        cut_off = offline()
+        step("unpacking and importing", [*cut_off, *probe], cwd=ROOT, env=env)
+        # vLLM connects to itself, so the namespace needs its loopback interface.
+        script = f'ip link set lo up; exec "{python}" "{HERE / "pretend.py"}"'
+        command = [*cut_off, "sh", "-c", script]
+        step("configuring engines and building models", command, cwd=ROOT, env=env)
     finally:
         if options.keep is None:
             shutil.rmtree(folder, ignore_errors=True)

@@ -165,6 +165,8 @@ def wheels(tmp_path: Path) -> Path:
         "vllm/_C_stable_libtorch.abi3.so": noise.randbytes(200_000),
         "vllm/_moe_C_stable_libtorch.abi3.so": noise.randbytes(200_000),
         "vllm/fs_io_C.abi3.so": noise.randbytes(1000),
+        "vllm/vllm_flash_attn/_vllm_fa2_C.abi3.so": noise.randbytes(1000),
+        "vllm/vllm_flash_attn/_vllm_fa3_C.abi3.so": noise.randbytes(1000),
         "vllm/vllm-rs": noise.randbytes(200_000),
         "vllm/libs/libother.so.1": noise.randbytes(200_000),
         **{f"vllm/data{n}.json": noise.randbytes(100_000).hex() for n in range(4)},
@@ -212,6 +214,7 @@ def test_portions_contain_what_the_machine_lacks_within_the_limit(
             *(f"{n}-1.0.dist-info/WHEEL" for n in ("vllm", "one", "two", "three")),
             *("one.py", "more.py", "two.cpython-312.so", "three.py", "vllm/__init__.py"),
             *("vllm/_C_stable_libtorch.abi3.so", "vllm/fs_io_C.abi3.so"),
+            "vllm/vllm_flash_attn/_vllm_fa3_C.abi3.so",
             *(f"vllm/data{number}.json" for number in range(4)),
         ]
     )

@@ -67,7 +67,7 @@ def engine(options: argparse.Namespace, **others: Any) -> Any:
 
     if options.cpu:
         device: dict[str, Any] = {"kv_cache_memory_bytes": 64 << 20}
-    else:  # the kernels of FlashAttention are not carried
+    else:  # FlashAttention 3 is carried, but was not tried with another torch
         device = {"gpu_memory_utilization": 0.6, "attention_backend": "TRITON_ATTN"}
     return LLM(
         model=str(model_folder(options)),

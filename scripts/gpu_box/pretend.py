@@ -1,0 +1,94 @@
+"""Configures engines and builds the models of the box as if there were an H200, without weights.
+
+``rehearse.py`` runs it after the carries were unpacked. On the CUDA platform vLLM imports more than
+without a GPU, the kernels of FlashAttention for one, so importing the runner alone proves too
+little.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+HERE = Path(__file__).resolve().parent
+sys.path.insert(0, str(HERE / "probes"))
+
+from site_path import use_site  # noqa: E402  # after the path
+
+use_site()
+
+import torch  # noqa: E402
+import vllm.platforms  # noqa: E402
+from serve import CONNECTOR, MODELS  # noqa: E402
+from vllm.platforms.cuda import NonNvmlCudaPlatform  # noqa: E402
+from vllm.platforms.interface import DeviceCapability  # noqa: E402
+
+
+class Pretended(NonNvmlCudaPlatform):  # type: ignore[misc]  # vLLM is untyped
+    """An H200 that is not there."""
+
+    @classmethod
+    def get_device_capability(cls, device_id: int = 0) -> DeviceCapability:
+        return DeviceCapability(9, 0)
+
+    @classmethod
+    def get_device_name(cls, device_id: int = 0) -> str:
+        return "NVIDIA H200"
+
+    @classmethod
+    def get_device_total_memory(cls, device_id: int = 0) -> int:
+        return 139 << 30
+
+    @classmethod
+    def device_count(cls) -> int:
+        return 1
+
+
+def configure(model: Path, eager: bool) -> Any:
+    """The configuration that the serving probe asks for."""
+    from vllm.engine.arg_utils import EngineArgs
+
+    extra = {"cpu": {"capacity": "16GiB"}, "tiers": [], "verify": "device"}
+    arguments = EngineArgs(
+        model=str(model),
+        load_format="dummy",
+        skip_tokenizer_init=True,
+        enforce_eager=eager,
+        block_size=16,
+        max_model_len=2112,
+        attention_backend="TRITON_ATTN",
+        num_gpu_blocks_override=2048,
+        kv_transfer_config=CONNECTOR | {"kv_connector_extra_config": extra},
+    )
+    return arguments.create_engine_config()
+
+
+def build(config: Any) -> float:
+    """Build the model, and return its weights in billions."""
+    from vllm.config import set_current_vllm_config
+    from vllm.distributed import parallel_state
+    from vllm.model_executor.model_loader.utils import initialize_model
+
+    with set_current_vllm_config(config):
+        if not parallel_state.model_parallel_is_initialized():
+            parallel_state.init_distributed_environment(1, 0, "tcp://127.0.0.1:29555", 0, "gloo")
+            parallel_state.initialize_model_parallel(1, 1)
+        torch.set_default_dtype(torch.bfloat16)
+        with torch.device("meta"):
+            model = initialize_model(config)
+    return sum(weight.numel() for weight in model.parameters()) / 1e9
+
+
+def main() -> None:
+    vllm.platforms._current_platform = Pretended()
+    for model in sorted(MODELS.iterdir()):
+        for eager in (True, False):
+            config = configure(model, eager)
+            graphs = config.compilation_config.cudagraph_mode.name
+            size = build(config)
+            print(f"{model.name}: {size:.1f} billion weights, CUDA graphs: {graphs}", flush=True)
+
+
+if __name__ == "__main__":
+    main()
