@@ -1,5 +1,7 @@
-"""What the carries contain, and the lists of packages. Needs only Python, so that it runs with the
-target's version of it."""
+"""Reads the lists of packages, and names the contents of the carries.
+
+Needs only Python, so that it runs with the target's version of it.
+"""
 
 from __future__ import annotations
 

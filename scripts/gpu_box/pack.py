@@ -41,7 +41,7 @@ MIB = 2**20
 
 
 def requirements(wheel: Path, extras: Iterable[str], python: str) -> list[Requirement]:
-    """What a wheel with these extras needs on the target."""
+    """The packages that a wheel with these extras needs on the target."""
     with zipfile.ZipFile(wheel) as archive:
         [name] = [n for n in archive.namelist() if n.endswith(".dist-info/METADATA")]
         metadata = HeaderParser().parsestr(archive.read(name).decode())

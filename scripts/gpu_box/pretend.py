@@ -18,11 +18,11 @@ from site_path import use_site  # noqa: E402  # after the path
 
 use_site()
 
-import torch  # noqa: E402
-import vllm.platforms  # noqa: E402
-from serve import CONNECTOR, MODELS  # noqa: E402
-from vllm.platforms.cuda import NonNvmlCudaPlatform  # noqa: E402
-from vllm.platforms.interface import DeviceCapability  # noqa: E402
+import torch  # noqa: E402  # after the path
+import vllm.platforms  # noqa: E402  # after the path
+from serve import CONNECTOR, MODELS  # noqa: E402  # after the path
+from vllm.platforms.cuda import NonNvmlCudaPlatform  # noqa: E402  # after the path
+from vllm.platforms.interface import DeviceCapability  # noqa: E402  # after the path
 
 
 class Pretended(NonNvmlCudaPlatform):  # type: ignore[misc]  # vLLM is untyped

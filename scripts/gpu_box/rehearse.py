@@ -30,7 +30,7 @@ from contents import FACTS, HERE, check_python, listed, normal
 ROOT = HERE.parents[1]
 PRESENT = HERE / "present.txt"
 OURS = ("torch", "triton", "numpy", "pytest", "psutil", "llvmlite", "matplotlib")
-"""What kvtiers and its tests import of it."""
+"""The packages of that list that kvtiers and its tests import."""
 NO_DRIVER = """
 int cuGetProcAddress_v2(void) { return 100; }
 int cuPointerGetAttribute(void) { return 100; }
@@ -59,7 +59,8 @@ def offline() -> list[str]:
 
 
 def packed() -> dict[str, Any]:
-    """What ``pack.py`` says of the carries. Ends the program if they do not fit this Python."""
+    """The facts that ``pack.py`` left about the carries. Ends the program if they do not fit this
+    Python."""
     carry = ROOT / ".gpu_box/carry-1.zip"
     if not carry.exists():
         sys.exit(f"{carry} is missing: run {HERE / 'pack.py'} first")

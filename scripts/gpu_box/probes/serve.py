@@ -24,7 +24,7 @@ use_site()
 
 from common import result  # noqa: E402  # after the path
 
-from tests.vllm import copy_faults  # noqa: E402
+from tests.vllm import copy_faults  # noqa: E402  # after the path
 
 MODELS = Path(__file__).resolve().parents[1] / "models"
 CONNECTOR = {
@@ -159,7 +159,7 @@ def connected(
 
 
 def wrong(found: dict[str, Any]) -> list[str]:
-    """What of the counters is not as it should be."""
+    """The complaints about counters that are not as they should be."""
     warm, planted = found["counters, warm"], found["counters, wrong bits"]
     loaded = warm.get("loaded_tokens", 0) - found["counters, cold"].get("loaded_tokens", 0)
     enough = LOADED_ENOUGH * found["distinct tokens"]
