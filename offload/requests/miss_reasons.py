@@ -229,7 +229,8 @@ class Explainer:
         found = None
         if key in planner.cpu:
             found = Miss(Reason.FILTERED, tier="cpu", note="tiers")
-        for tier, (index, health) in enumerate(zip(planner.lower, planner.health, strict=True)):
+        tiers = zip(planner.lower, planner.health.tiers, strict=True)
+        for tier, (index, health) in enumerate(tiers):
             if key not in index:
                 continue
             if read is not None and tier not in read:

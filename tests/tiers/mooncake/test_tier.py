@@ -431,7 +431,9 @@ async def test_a_master_killed_and_restarted_under_load(
                 load.is_over = True
                 await asyncio.gather(*loads)
     assert all(code > LARGE for code in watched.interrupted[READ]), "it had all places by then"
-    assert all(code < 0 for code in watched.interrupted[WRITE]), "the write ended without the master"
+    assert all(code < 0 for code in watched.interrupted[WRITE]), (
+        "the write ended without the master"
+    )
     assert BROKEN_WRITE in capfd.readouterr().err, "the write was not interrupted by the kill"
 
 
