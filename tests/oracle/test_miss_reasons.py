@@ -18,7 +18,6 @@ from offload.connector.scheduler.scheduler_side import SchedulerSide
 from offload.layout.keys import group_of
 from offload.layout.prefix_match import PrefixMatcher
 from offload.messages.report import JobResult
-from offload.planner.circuit_breaker import BreakerState
 from offload.requests import miss_reasons as why
 from offload.requests.miss_reasons import MEANINGS, LoggedRequest, Miss, Reason, RequestLog
 from offload.telemetry.removed_chunks import RemovalCauses
@@ -313,7 +312,7 @@ def test_an_unavailable_tier_is_not_queried(world: OracleEngine, which: Reason) 
     gate = world.planner.health[0]
     far = time.monotonic() + 1e6
     if which is Reason.BREAKER:
-        gate.reads.state, gate.reads._retry_at = BreakerState.OPEN, far
+        gate.reads._open(time.monotonic(), 1e6)
     else:
         gate.break_even.pays, gate.break_even._retry_at = False, far
     world.planner.cpu.drop(list(world.planner.cpu.resident))

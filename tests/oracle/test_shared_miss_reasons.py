@@ -11,7 +11,6 @@ import pytest
 
 from offload.config.schema import TierConfig
 from offload.messages.report import PresenceReply
-from offload.planner.circuit_breaker import BreakerState
 from offload.requests.miss_reasons import Reason
 from offload.worker.presence_queries import PresenceQueries
 from tests.oracle.serving import Conditions
@@ -37,7 +36,7 @@ def test_a_shared_tier_does_not_reply(
     with engine, other:
         gate = engine.planner.health[0]
         if how == "shut out":
-            gate.reads.state, gate.reads._retry_at = BreakerState.OPEN, time.monotonic() + 1e6
+            gate.reads._open(time.monotonic(), 1e6)
         request(engine, PROMPT)
         log = engine.connector._scheduler.log
         while not log.last:

@@ -30,7 +30,7 @@ async def test_strict_refuses_lost_records_and_changes_nothing(tmp_path: Path) -
     await tier.aclose()
     os.truncate(tmp_path / "tier" / PAYLOAD_NAME, 4096 * 4)
     for _ in range(2):
-        with pytest.raises(TierIoError, match="3 records are not whole"):
+        with pytest.raises(TierIoError, match="3 records are incomplete"):
             await make(Recovery.STRICT).open()
     tier = make(Recovery.QUIET)
     assert (await tier.open()).record_count == 3
