@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+from numpy.random import default_rng  # imported late, it can lose a Ctrl-C
 
 from tiers.copy.base import CopyBatch, CopyEngine, GroupRegions, PageRegion
 from tiers.copy.cuda_engine import CudaCopyEngine, gpu_node
@@ -232,7 +233,7 @@ class Load:
         self.slots = self.num_blocks // layout.chunk_blocks
         self.chunks = max(1, min(jobs_bytes // layout.chunk_bytes, self.slots // 2))
         self.nbytes = self.chunks * layout.chunk_bytes
-        self._rng = np.random.default_rng(seed)
+        self._rng = default_rng(seed)
 
     def pair(self) -> tuple[list[CopyBatch], list[CopyBatch]]:
         """Two jobs without a common block or slot."""

@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from numpy.random import default_rng  # imported late, it can lose a Ctrl-C
 
 from tiers.base import Buffer, ReadOutcome, Tier, WriteOutcome
 from tiers.files.tier import FileTier
@@ -51,7 +52,7 @@ class Arena:
     def __init__(self, count: int, block_bytes: int) -> None:
         self.count, self.block_bytes = count, block_bytes
         self.data = _memory(count * block_bytes)
-        noise = np.random.default_rng(1).integers(0, 256, 1 << 20, np.uint8)
+        noise = default_rng(1).integers(0, 256, 1 << 20, np.uint8)
         for start in range(0, self.data.nbytes, noise.nbytes):
             part = self.data[start : start + noise.nbytes]
             part[:] = noise[: part.nbytes]
