@@ -44,9 +44,12 @@ step() {
     local what=$1 began=$SECONDS every=30 told=0 code=0 pid
     shift
     [ -t 2 ] && every=10  # measuring the size reads the whole folder
-    "$@" &
+    set -m  # a process group: pip started by a shell in the background ignores Ctrl-C
+    "$@" </dev/null &
     pid=$!
-    trap 'kill "$pid" 2>/dev/null' INT TERM
+    set +m
+    trap 'interrupted "$pid" 130' INT
+    trap 'interrupted "$pid" 143' TERM
     while kill -0 "$pid" 2>/dev/null; do
         if ((SECONDS - began >= told)); then
             told=$((SECONDS - began + every))
@@ -60,6 +63,13 @@ step() {
     progress "$what" "$((SECONDS - began)) s"
     [ -t 2 ] && echo >&2
     return $code
+}
+
+interrupted() {
+    kill -- "-$1" 2>/dev/null
+    wait "$1" 2>/dev/null || true
+    say "interrupted; the next ./run sets up again"
+    exit "$2"
 }
 
 progress() {

