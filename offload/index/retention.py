@@ -4,7 +4,7 @@ evicted; provides the check that policies call."""
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Container, Hashable, Iterable, Sequence
+from collections.abc import Collection, Container, Hashable, Iterable, Mapping, Sequence
 from itertools import filterfalse
 
 NOTHING: frozenset[bytes] = frozenset()
@@ -38,6 +38,62 @@ class Retention:
     def evictable(self, protect: Container[bytes]) -> Evictable:
         """The test for one eviction, which must not evict the keys of ``protect`` either."""
         return Evictable(self._kept, self._pins, protect, self._held)
+
+
+FULL_STEPS = 16
+"""A request that could only evict its own chunks tries again after this number of steps, or when a
+chunk has entered any tier: not every step can look at all of them."""
+
+
+class OwnChunks:
+    """The chunks of one running request, which its own stores must not evict.
+
+    A prompt that is longer than the CPU tier must not evict its own head to store its tail, because
+    chunks behind a gap can never be hit. ``keys`` has the chunks that are stored or on their way.
+    Chunks in one of ``saved``, the lower tiers, may be evicted.
+    """
+
+    __slots__ = ("_full_at", "_full_step", "_saved", "keys")
+
+    def __init__(self, saved: Iterable[Mapping[bytes, int]]) -> None:
+        self.keys: set[bytes] = set()
+        self._saved = tuple(saved)
+        self._full_at = -1
+        self._full_step = 0
+
+    def __bool__(self) -> bool:
+        return bool(self.keys)
+
+    def __contains__(self, key: object) -> bool:
+        return key in self.keys and not any(key in saved for saved in self._saved)
+
+    def isdisjoint(self, keys: Collection[Hashable]) -> bool:
+        """True if all of these may be evicted."""
+        mine = self.keys.intersection(keys)
+        for saved in self._saved if mine else ():
+            mine.difference_update(saved.keys() & mine)
+        return not mine
+
+    def add(self, keys: Iterable[bytes]) -> None:
+        """Protect these chunks from now on."""
+        self.keys.update(keys)
+
+    def discard(self, keys: Iterable[bytes]) -> None:
+        """Stop protecting these chunks: they lie behind a gap."""
+        self.keys.difference_update(keys)
+
+    def clear(self) -> None:
+        """Stop protecting all chunks: the request starts again."""
+        self.keys.clear()
+
+    def found_full(self, entered: int, step: int) -> None:
+        """Note that a store of this step found no other chunk to evict, after ``entered`` chunks
+        had entered the tiers."""
+        self._full_at, self._full_step = entered, step
+
+    def is_full(self, entered: int, step: int) -> bool:
+        """True if a store need not look for victims again yet."""
+        return entered == self._full_at and step < self._full_step + FULL_STEPS
 
 
 PASSED_MAX = 64

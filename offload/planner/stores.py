@@ -10,6 +10,7 @@ from collections.abc import Container, Iterable, Sequence
 from itertools import compress, count, islice
 
 from offload.index.chunk_batch import ChunkBatch, LazyEntryInfos
+from offload.index.retention import NOTHING, OwnChunks
 from offload.layout.groups import STATE
 from offload.layout.keys import CPU
 from offload.layout.prefix_match import present_in
@@ -49,6 +50,7 @@ class StorePlanner:
         self.storing = 0
         self._groups = context.groups
         self._cpu = context.cpu
+        self._lower = context.lower
         self._jobs = context.jobs
         self._stats = context.stats
         self._sources = sources
@@ -59,8 +61,11 @@ class StorePlanner:
         self._budget = context.budget
         self._planned: list[StoreJob] = []
         self._fence: set[int] = set()
+        self._step = 0
         # set if nothing can be evicted in this step, so that eviction is not tried again
         self._is_full = False
+        # set if a request has found only its own chunks to evict in this step
+        self._is_full_of_own = False
         # set if the next victim waits to be written: stores that can wait must wait, too
         self._waits = False
 
@@ -72,7 +77,8 @@ class StorePlanner:
         """The stores planned since the previous call, and the jobs that need a fence."""
         taken = tuple(self._planned), tuple(sorted(self._fence))
         self._planned, self._fence = [], set()
-        self._is_full = self._waits = False
+        self._is_full = self._is_full_of_own = self._waits = False
+        self._step += 1
         return taken
 
     def answered(self, job: Job) -> None:
@@ -88,26 +94,39 @@ class StorePlanner:
         self._stats.stored(CPU, kept, bad)
         return kept
 
+    def own_chunks(self) -> OwnChunks:
+        """Make the record of a new request's chunks."""
+        return OwnChunks(index.resident for index in self._lower)
+
     def plan(
         self,
         run: ChunkBatch,
-        protect: Container[bytes] = frozenset(),
+        own: OwnChunks | None = None,
         *,
         ended: bool = False,
         may_wait: bool = False,
     ) -> int:
         """Plan to store chunks of one group whose content is final after this step.
 
-        ``protect`` contains keys that must not be evicted for these chunks. With ``may_wait`` the
-        store stops at a victim that waits to be written, instead of cancelling that write
-        (``may_wait``). Returns how many of the chunks, from the first on, need no more
-        attention: a tier holds them, a job is writing them, or they got a slot. The caller may
-        offer the rest again, unless the request has ``ended``.
+        ``own`` has the earlier chunks of the same request, which must not be evicted for these
+        chunks; chunks that need no more attention are added to it. With ``may_wait`` the store
+        stops at a victim that waits to be written, instead of cancelling that write. Returns how
+        many of the chunks, from the first on, need no more attention: a tier holds them, a job is
+        writing them, or they got a slot. The caller may offer the rest again, unless the request
+        has ``ended``.
         """
+        settled = self._plan(run, own, ended=ended, may_wait=may_wait)
+        if own is not None:
+            own.add(run.keys[:settled])
+        return settled
+
+    def _plan(self, run: ChunkBatch, own: OwnChunks | None, *, ended: bool, may_wait: bool) -> int:
         is_state = self._groups[run.group].kind == STATE
         chunks_max = self.available(ended=ended or is_state)
         is_patient = may_wait and not (ended or is_state)
         if self._is_full or chunks_max <= 0 or (is_patient and self._waits):
+            return 0
+        if own is not None and not ended and own.is_full(self._stats.entered, self._step):
             return 0
         holders = (*self._sources.holders(), *self._cpu.barred)
         fresh, settled = self._absent_prefix(run, holders, chunks_max)
@@ -116,12 +135,12 @@ class StorePlanner:
         infos = self._groups[run.group].entries(fresh, 1)
         evict = run.origin.priority != LOW
         grant = self._cpu.reserve(
-            fresh.keys, infos, protect, evict=evict, remember=False, patient=is_patient
+            fresh.keys, infos, own or NOTHING, evict=evict, remember=False, patient=is_patient
         )
         if grant.evicted:
             self._stats.evicted(CPU, grant.evicted)
         if (granted := len(grant.locations)) < len(fresh):
-            self._no_space(fresh.keys[granted:], evict=evict, is_patient=is_patient)
+            self._no_space(fresh.keys[granted:], own, evict=evict, is_patient=is_patient)
             settled = run.keys.index(fresh.keys[granted])
         if granted:
             self._open(fresh.part(0, granted), infos[:granted], grant.locations)
@@ -130,12 +149,18 @@ class StorePlanner:
         self._budget.spend(STORE_COST * granted + EVICT_COST * len(grant.evicted))
         return settled
 
-    def _no_space(self, refused: Sequence[bytes], *, evict: bool, is_patient: bool) -> None:
+    def _no_space(
+        self, refused: Sequence[bytes], own: OwnChunks | None, *, evict: bool, is_patient: bool
+    ) -> None:
         """Count chunks that found no slot in this step."""
         if evict and is_patient and self._cpu.unwritten:
             self._waits = True
-        else:
-            self._is_full = evict
+        elif evict:
+            # Two requests rarely own the same chunks: after the second one nothing is evictable.
+            self._is_full = self._is_full_of_own or not own
+            if own:
+                self._is_full_of_own = True
+                own.found_full(self._stats.entered, self._step)
         self._stats.no_space(len(refused), refused[:1])
 
     def available(self, *, ended: bool = False) -> int:

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from offload.index.chunk_batch import UNKNOWN, RequestOrigin
+from offload.index.retention import OwnChunks
 from offload.layout.groups import ModelLayout
 from offload.layout.request_keys import RequestKeys
 from offload.planner.jobs import LoadTokens
@@ -158,10 +159,11 @@ class StoreState:
     complete before ``ready_at`` tokens are computed. ``loaded`` has the chunks of the last load by
     group, which need no store. ``stale`` means that the blocks computed so far must not be stored.
     ``removal_mark`` is the count of `offload.telemetry.removed_chunks.RemovalLog` when the request
-    arrived.
+    arrived. ``own`` has the chunks that its stores must not evict; it is ``None`` for models that
+    can resume without the head of a prompt.
     """
 
-    __slots__ = ("loaded", "next_chunk", "ready_at", "removal_mark", "stale")
+    __slots__ = ("loaded", "next_chunk", "own", "ready_at", "removal_mark", "stale")
 
     def __init__(self, groups: int) -> None:
         self.next_chunk = [0] * groups
@@ -169,10 +171,15 @@ class StoreState:
         self.loaded: Sequence[range] = ()
         self.stale = False
         self.removal_mark = 0
+        self.own: OwnChunks | None = None
 
     def begin(self, removal_mark: int) -> None:
         """Note the state of the tiers when the request arrived."""
         self.removal_mark = removal_mark
+
+    def protect(self, own: OwnChunks) -> None:
+        """Keep the request's stores from evicting its own chunks."""
+        self.own = own
 
     def wait_until(self, tokens: int) -> None:
         """Set the number of computed tokens at which the next chunk is complete."""
@@ -196,6 +203,8 @@ class StoreState:
         self.ready_at = 0
         self.stale = False
         self.loaded = ()
+        if self.own is not None:
+            self.own.clear()
 
 
 class RequestOutcome:

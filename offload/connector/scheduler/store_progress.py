@@ -47,12 +47,15 @@ class StoreProgress:
         self._digests = digests
         self._index_of = {group.group: index for index, group in enumerate(layout.groups)}
         paced = [(n, group) for n, group in enumerate(layout.groups) if group.kind != STATE]
+        self._needs_head = any(group.kind == FULL for group in layout.groups)
         self._chunk_tokens = [(n, group.chunk_tokens) for n, group in paced]
 
     def begin(self, state: RequestState) -> None:
         """Begin to follow a request."""
         state.stores.wait_until(self._ready_at(state))
         state.stores.begin(self._planner.removals.count)
+        if self._needs_head:
+            state.stores.protect(self._planner.stores.own_chunks())
 
     def load_planned(self, state: RequestState, chunks: Sequence[range]) -> None:
         """Note that these chunks of each group are being loaded and need no store."""
@@ -138,6 +141,8 @@ class StoreProgress:
             if gap is not None:
                 stores.go_on_at(index, gap)
                 stores.load(())
+                if stores.own is not None:
+                    stores.own.discard(done[gap:])
 
     def _store_ready(
         self,
@@ -178,6 +183,8 @@ class StoreProgress:
         while (first := stores.next_chunk[index]) < end and seen < chunks_max:
             if first in loaded:
                 stores.go_on_at(index, loaded.stop)
+                if stores.own is not None:
+                    stores.own.add(state.identity.keys[index][first : loaded.stop])
                 continue
             last = min(end, first + (STEP_CHUNKS // 2 if ended else self._planner.stores.piece))
             last = min(last, loaded.start) if first < loaded.start else last
@@ -188,7 +195,7 @@ class StoreProgress:
                 continue
             self.planned_at = time.monotonic()
             may_wait = self._planner.stores.may_wait(end - first)
-            settled = self._planner.stores.plan(batch, ended=ended, may_wait=may_wait)
+            settled = self._planner.stores.plan(batch, stores.own, ended=ended, may_wait=may_wait)
             refused = batch.depths[settled:]
             if refused:
                 stores.go_on_at(index, max(first, refused[0] // size - 1))

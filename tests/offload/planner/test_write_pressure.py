@@ -3,6 +3,8 @@ up receives all of a prompt that is longer than the CPU tier."""
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from offload.index.capacity import ByteCapacity, SlotCapacity
@@ -60,6 +62,7 @@ class Line:
             hit += 1
         self.hits += hit
         next_chunk, computed = 0, hit
+        self.own = self.planner.stores.own_chunks()
         for _ in range(-(-(chunks - hit) // PER_STEP) + decodes):
             computed = min(chunks, computed + PER_STEP)
             next_chunk += self._store(keys, next_chunk, computed)
@@ -75,12 +78,17 @@ class Line:
         depths = range(16 * (first + 1), 16 * (end + 1), 16)
         run = ChunkBatch(keys[first:end], 0, list(range(first, end)), depths)
         may_wait = self.planner.stores.may_wait(len(run))
-        return self.planner.stores.plan(run, ended=ended, may_wait=may_wait)
+        return self.planner.stores.plan(run, self.own, ended=ended, may_wait=may_wait)
 
     def left_of(self, prompt: int, chunks: int) -> int:
         """The number of chunks, counted from the head, that the CPU tier holds."""
         held = [key in self.planner.cpu for key in keys_of(prompt, chunks)]
         return [*held, False].index(False)
+
+    def loadable(self, prompt: int, chunks: int) -> int:
+        """Chunks from the head on that some tier holds."""
+        present = self.planner.sources.present
+        return [*map(present, keys_of(prompt, chunks)), False].index(False)
 
 
 @pytest.mark.parametrize("rate", [0.1, 0.8, 2.0])
@@ -131,9 +139,82 @@ def test_stores_wait_for_a_disk_that_lags_only_slightly() -> None:
     assert not line.planner.cpu.unwritten.is_behind
 
 
+@pytest.mark.parametrize("rate", [0.0, 0.5, 4.0, 16.0])
+@pytest.mark.parametrize("per_step", [8, 32])
+@pytest.mark.parametrize("chunks", [95, 150])
+def test_a_long_prompt_does_not_evict_its_own_head(
+    rate: float, per_step: int, chunks: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of each of four prompts in a row about as much stays as the CPU tier holds, without a disk,
+    over a slow one and over one that keeps up; what the disk writes meanwhile comes on top."""
+    monkeypatch.setattr(f"{__name__}.PER_STEP", per_step)
+    line = Line(rate)
+    for prompt in range(4):
+        line.serve(prompt, chunks)
+        least = min(chunks, SLOTS if not rate else SLOTS - SLOTS // 4)
+        assert line.loadable(prompt, chunks) >= least, f"prompt {prompt}"
+        if rate >= per_step:
+            assert line.loadable(prompt, chunks) == chunks
+
+
+def full_of_its_own(rate: float) -> tuple[Line, list[bytes]]:
+    """A request whose first chunks fill the CPU tier, and all its keys."""
+    line = Line(rate)
+    line.own = line.planner.stores.own_chunks()
+    keys, stored = keys_of(0, SLOTS + 8), 0
+    while stored < SLOTS:
+        stored += line._store(keys, stored, SLOTS)
+        line.step()
+    line.step()
+    return line, keys
+
+
+def test_a_request_that_is_full_of_its_own_chunks_does_not_stop_others() -> None:
+    line, keys = full_of_its_own(0.0)
+    assert line._store(keys, SLOTS, SLOTS + 8) == 0, "it would evict its own head"
+    assert line.planner.totals()["evicted_chunks:cpu"] == 0
+    line.own = line.planner.stores.own_chunks()
+    assert line._store(keys_of(1, 8), 0, 8) == 8, "in the same step, another request"
+
+
+def test_two_requests_without_a_victim_stop_the_search_of_the_step(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Every chunk must stay: not every running request looks at all of them in every step."""
+    line, keys = full_of_its_own(0.0)
+    line.planner.cpu.retention.keep(frozenset(keys))
+    searches = []
+    victims = line.planner.cpu.policy.victims
+
+    def counted(*given: Any) -> list[Any]:
+        searches.append(given)
+        return victims(*given)
+
+    monkeypatch.setattr(line.planner.cpu.policy, "victims", counted)
+    for prompt in range(1, 9):
+        line.own = line.planner.stores.own_chunks()
+        line.own.add(keys_of(prompt, 1))
+        assert line._store(keys_of(prompt, 8), 1, 8) == 0
+    assert len(searches) == 2
+
+
+def test_a_request_that_is_full_of_its_own_chunks_stores_on_when_a_disk_holds_them() -> None:
+    line, keys = full_of_its_own(0.01)
+    for _ in range(3):
+        assert line._store(keys, SLOTS, SLOTS + 8) == 0
+        line.step()
+    line.rate = 100.0
+    for _ in range(8):
+        line.step()
+    assert line._store(keys, SLOTS, SLOTS + 8) == 8
+    line.step()
+    assert line.loadable(0, SLOTS + 8) == SLOTS + 8
+
+
 def test_once_the_disk_has_written_everything_stores_wait_for_it_again() -> None:
     line = Line(0.2)
     line.serve(0, 2 * SLOTS)
+    line.serve(1, 2 * SLOTS)
     assert line.planner.cpu.unwritten.is_behind
     line.rate = 100.0
     for _ in range(60):
