@@ -152,8 +152,8 @@ def cut_loads_are_not_told(patch: pytest.MonkeyPatch) -> None:
     def cut(self: LoadPlanner, load: Any, *_: Any) -> None:
         self.held.release(load.job)
         load.rest = []
-        if load in self._queue:
-            self._queue.remove(load)
+        if load in self.queue:
+            self.queue.remove(load)
 
     patch.setattr(LoadPlanner, "_cut", cut)
 
