@@ -6,8 +6,8 @@
 #   test.sh PYTEST ARGUMENTS     the tests that they select, in one process, without the checks
 #
 # With KVTIERS_TEST_VLLM or KVTIERS_TEST_RUNNER=v2 the first two run what depends on vLLM
-# (tests/combinations.py). ./run sets both, for --vllm and --runner. --all adds the combinations of
-# KVTIERS_TEST_COMBINATIONS as further stages.
+# (tests/combinations.py). ./run sets both, for --vllm and --runner. --all adds vLLM's own tests
+# (tests/upstream) and the combinations of KVTIERS_TEST_COMBINATIONS as further stages.
 #
 # Tests run in as many processes as there are processors, fewer if memory is short
 # (KVTIERS_TEST_WORKERS sets the number). Each file stays in one process, and the longest come first
@@ -62,17 +62,26 @@ stage() {
     result[$name]+=" in $((SECONDS - began)) s"
 }
 
-# Without a network another version cannot be fetched. That is no failure; the summary names it.
+# Without a network neither another version nor vLLM's own tests can be fetched. That is no failure;
+# the summary names it.
+not_run() {
+    names+=("$1")
+    result[$1]="NOT RUN: no package index answered"
+}
+
 combination_stage() {
     local version=${1%/*} runner=${1#*/} code=0
     local name="vLLM $version, runner $runner"
     ./run setup --vllm "$version" || code=$?
-    if [ $code = 3 ]; then
-        names+=("$name")
-        result[$name]="NOT RUN: no package index answered"
-        return
-    fi
+    if [ $code = 3 ]; then not_run "$name"; return; fi
     stage "$name" ./run test --vllm "$version" --runner "$runner"
+}
+
+upstream_stage() {
+    local name="vLLM's own tests" code=0
+    python -m tests.upstream --fetch || code=$?
+    if [ $code = 3 ]; then not_run "$name"; return; fi
+    stage "$name" env KVTIERS_TEST_WORKERS="$workers" python -m tests.upstream
 }
 
 if [ $# -gt 0 ]; then
@@ -90,10 +99,12 @@ if [ -n "$combination" ]; then
     mapfile -t chosen <<<"$chosen"
     stage "vLLM $version, runner $runner" python -m pytest -m "not gpu and not thorough" -rs \
         --durations=8 "${parallel[@]}" "${chosen[@]}"
+    [ "$runner" = v2 ] || upstream_stage  # these tests start no model runner
 else
     stage checks bash scripts/check.sh
     stage tests python -m pytest "${selected[@]}" -rs --durations=15 \
         --ignore=tests/test_tidy.py "${parallel[@]}"
+    [ -z "$everything" ] || upstream_stage
     for each in ${KVTIERS_TEST_COMBINATIONS:-}; do
         unset KVTIERS_ORACLE_SEEDS KVTIERS_SHARED_SEEDS KVTIERS_SIM_SEEDS
         unset KVTIERS_NTH KVTIERS_KILLS KVTIERS_POWER_CUTS KVTIERS_LMDB_KILLS
