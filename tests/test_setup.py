@@ -262,7 +262,7 @@ def test_an_interruption_ends_the_installation(
     """``pip`` must not go on in the background, writing into the environment."""
     command = f"""
 . scripts/setup.sh; {ENVIRONMENT}
-install_vllm_cpu() {{ bash -c 'trap "" INT; echo $$ >pid; exec sleep {PATIENCE_S}'; }}
+install_vllm_cpu() {{ bash -c 'trap "" INT; echo $$ >pid; exec sleep {9 * PATIENCE_S}'; }}
 setup cpu
 """
     process = subprocess.Popen(
