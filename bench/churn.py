@@ -22,7 +22,7 @@ import typer
 from rich.progress import Progress
 
 from bench.environment import describe
-from bench.report import deliver
+from bench.report import Chart, deliver
 from bench.scenario import Report, Row, median, parse_size, progress_bar, size_text
 from bench.tiers_optional import available
 from bench.tiers_systems import SYSTEMS as BUILT_IN
@@ -51,7 +51,7 @@ def run(config: Config, progress: Progress) -> Report:
     names = [name for name in config.systems if name in SYSTEMS]
     report = Report(
         "churn",
-        "Disk tiers under churn",
+        "How fast do full disk tiers write while they evict?",
         dataclasses.asdict(config),
         describe(root),
         notes=[
@@ -135,8 +135,8 @@ def register(app: typer.Typer) -> None:
         command = "python -m bench " + " ".join(sys.argv[1:])
         deliver(
             report,
+            Chart("share", unit="speed as a share of raw O_DIRECT"),
             command=command,
-            column="share",
             as_json=as_json,
             keep=keep,
             name="disk-tiers-under-churn",

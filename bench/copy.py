@@ -23,8 +23,8 @@ from rich.progress import Progress
 
 from bench.copy_beds import LARGE_COPY_BYTES, LAYOUTS, Bed, CpuBed, CudaBed, Layout, Load, layout
 from bench.environment import describe
-from bench.report import deliver
-from bench.scenario import Report, Row, median, parse_size, progress_bar, size_text
+from bench.report import Chart, deliver
+from bench.scenario import Report, Row, median, parse_size, progress_bar, size_text, spread
 from tiers.copy.base import CopyEngine
 
 DIRECTIONS = ("store", "load", "both")
@@ -52,7 +52,7 @@ def run(config: Config, progress: Progress) -> Report:
     )
     report = Report(
         "copy" if config.device == "cpu" else f"copy-{config.device}",
-        f"Copies between KV caches and the slab ({config.device})",
+        f"How fast are copies between KV caches and the slab ({config.device})?",
         dataclasses.asdict(config),
         {**describe(), "gpu": bed.gpu_name()},
         notes=[
@@ -192,7 +192,9 @@ def _rows(
         for name in (*names, LIMIT):
             found = samples[direction, name]
             values = {column: median(values) for column, values in found.items()}
-            yield Row(f"{text}, {direction}", name, values)
+            shares = found.get("share", [])
+            intervals = {"share": spread(shares)} if len(shares) > 1 else {}
+            yield Row(f"{text}, {direction}", name, values, intervals)
 
 
 def register(app: typer.Typer) -> None:
@@ -224,8 +226,8 @@ def register(app: typer.Typer) -> None:
         )
         deliver(
             report,
+            Chart("share", unit="speed as a share of one large copy"),
             command=command.strip(),
-            column="share",
             as_json=as_json,
             keep=keep,
             name=f"copy-speed-{device}",

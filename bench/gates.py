@@ -18,7 +18,7 @@ import typer
 from rich.progress import Progress
 
 from bench.environment import describe
-from bench.report import deliver
+from bench.report import Chart, deliver
 from bench.scenario import Report, Row, progress_bar
 from policies.registry import DEFAULT_CPU_POLICY
 from policies.simulation.jobs import OPTIMUM, SimulationJob, TraceSource, load, run_jobs
@@ -47,7 +47,7 @@ def run(config: Config, progress: Progress) -> Report:
     """Replay everything; the notes state which gates are met."""
     report = Report(
         "gates",
-        f"The default policy ({DEFAULT_CPU_POLICY}) compared with LRU",
+        f"How much does the default policy ({DEFAULT_CPU_POLICY}) gain over LRU?",
         dataclasses.asdict(config),
         dict(describe()),
         notes=[
@@ -152,8 +152,8 @@ def register(app: typer.Typer) -> None:
         )
         deliver(
             report,
+            Chart("gap closed", "share of LRU's gap to the optimum that is closed"),
             command=command,
-            column="gap closed",
             as_json=as_json,
             keep=keep,
             name="adaptive-against-lru",

@@ -23,7 +23,7 @@ import typer
 from rich.progress import Progress
 
 from bench.environment import describe
-from bench.report import deliver
+from bench.report import Chart, deliver
 from bench.scenario import Report, Row, progress_bar
 from offload.messages.plan import StepPlan
 
@@ -295,7 +295,7 @@ def run(config: Config, progress: Progress) -> Report:
     """Measure everything; the notes state which goals are met."""
     report = Report(
         "hooks",
-        "Time of the connector's hooks on vLLM's threads (microseconds)",
+        "How long do the connector's hooks occupy vLLM's threads?",
         dataclasses.asdict(config),
         dict(describe()),
         notes=[
@@ -368,10 +368,11 @@ def register(app: typer.Typer) -> None:
             report = run(config, progress)
         deliver(
             report,
+            Chart(
+                "us", "microseconds", wanted=lambda row: row.series.endswith("all hooks of a step")
+            ),
             command="python -m bench hooks",
-            column="us",
             as_json=as_json,
             keep=keep,
             name=f"hook-time-{policy}",
-            wanted=lambda row: row.series.endswith("all hooks of a step"),
         )

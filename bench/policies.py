@@ -18,7 +18,7 @@ from rich.progress import Progress
 
 from bench.environment import describe
 from bench.policies_rivals import VllmPolicy, libcachesim_run
-from bench.report import deliver
+from bench.report import Chart, deliver
 from bench.scenario import Report, Row, progress_bar
 from policies.base import EvictionPolicy
 from policies.registry import make_policy, policy_names
@@ -47,7 +47,7 @@ def run(config: Config, progress: Progress) -> Report:
     """Replay every trace at every capacity."""
     report = Report(
         "policies",
-        "Eviction policies: cost per operation and hits",
+        "What do eviction policies cost per operation, and how much do they hit?",
         dataclasses.asdict(config),
         dict(describe()),
         notes=[
@@ -148,10 +148,9 @@ def register(app: typer.Typer) -> None:
         )
         deliver(
             report,
+            Chart("ratio", "time per operation, relative to LRU", cost=True),
             command=command,
-            column="ratio",
             as_json=as_json,
             keep=keep,
             name="policy-cost-and-hits",
-            cost=True,
         )

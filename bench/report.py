@@ -129,12 +129,25 @@ def colour_of(series: str, number: int) -> str:
     return COLOURS[known] if known else OTHERS[number % len(OTHERS)]
 
 
-def direction(column: str, *, cost: bool | None = None) -> str:
-    """The text of the axis: the column, and which direction is better. ``cost`` overrides the guess
-    from the column's name."""
-    if cost is None:
-        cost = column in LOWER_IS_BETTER or column.startswith("TTFT")
-    return f"{column} ({'lower' if cost else 'higher'} is better)"
+@dataclass(frozen=True, slots=True)
+class Chart:
+    """The picture of a report: which ``column`` the bars show, in which ``unit`` (default: the
+    column's name), and which rows are ``wanted``. Each column of ``more`` gets a picture too.
+    ``cost`` overrides the guess from the column's name whether lower values are better."""
+
+    column: str
+    unit: str = ""
+    more: Sequence[str] = ()
+    wanted: Callable[[Row], bool] | None = None
+    cost: bool | None = None
+
+    @property
+    def axis(self) -> str:
+        """The text of the axis, which says which direction is better."""
+        is_cost = self.cost
+        if is_cost is None:
+            is_cost = self.column in LOWER_IS_BETTER or self.column.startswith("TTFT")
+        return f"{self.unit or self.column} ({'lower' if is_cost else 'higher'} is better)"
 
 
 @dataclass(slots=True)
@@ -149,8 +162,9 @@ class Bars:
     left_out: int
 
 
-def bars_of(report: Report, column: str, wanted: Callable[[Row], bool] | None = None) -> Bars:
+def bars_of(report: Report, chart: Chart) -> Bars:
     """At most ``SERIES_MAX`` series and ``BARS_MAX`` bars, from the first groups of the report."""
+    column, wanted = chart.column, chart.wanted
     rows = [row for row in report.rows if column in row.values and (wanted is None or wanted(row))]
     cases = list(dict.fromkeys(row.case for row in rows))
     names = list(dict.fromkeys(row.series for row in rows))
@@ -162,26 +176,19 @@ def bars_of(report: Report, column: str, wanted: Callable[[Row], bool] | None = 
     for row in rows:
         place = (row.series, row.case) if is_turned else (row.case, row.series)
         values[place] = row.values[column]
-        if column == "ratio" and {"low", "high"} <= row.values.keys():
-            intervals[place] = (row.values["low"], row.values["high"])
+        if column in row.intervals:
+            intervals[place] = row.intervals[column]
     return Bars(shown, series, values, intervals, len(groups) - len(shown))
 
 
-def plot(
-    report: Report,
-    path: Path,
-    column: str,
-    *,
-    wanted: Callable[[Row], bool] | None = None,
-    cost: bool | None = None,
-) -> tuple[float, float]:
-    """Grouped bars of one column, with the size in inches. Needs matplotlib."""
+def plot(report: Report, path: Path, chart: Chart) -> tuple[float, float]:
+    """Draw grouped bars; return the size in inches. Needs matplotlib."""
     import matplotlib
 
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
-    bars = bars_of(report, column, wanted)
+    bars = bars_of(report, chart)
     count = len(bars.groups) * len(bars.series)
     size = (PAGE_INCHES[0], min(PAGE_INCHES[1], 1.6 + 0.2 * count))
     height = 0.8 / max(1, len(bars.series))
@@ -199,7 +206,7 @@ def plot(
     axes.tick_params(axis="y", labelsize=8 if count <= 60 else 6)
     axes.invert_yaxis()
     left_out = f"; {bars.left_out} more in the table" if bars.left_out else ""
-    axes.set_xlabel(direction(column, cost=cost) + left_out)
+    axes.set_xlabel(chart.axis + left_out)
     axes.set_title(report.title, fontsize=10)
     columns = 3 if max(map(len, bars.series), default=0) < LABEL_CHARACTERS else 2
     figure.legend(fontsize=8, loc="outside lower center", ncols=columns)
@@ -211,42 +218,26 @@ def plot(
 
 
 def save(
-    report: Report,
-    command: str,
-    column: str,
-    folder: Path = RESULTS,
-    *,
-    name: str = "",
-    more: Sequence[str] = (),
-    wanted: Callable[[Row], bool] | None = None,
-    cost: bool | None = None,
+    report: Report, command: str, chart: Chart, folder: Path = RESULTS, *, name: str = ""
 ) -> Path:
     """Write ``<name>.{md,json,png}``; return the path of the Markdown file. ``name`` states the
-    question. Each column of ``more`` gets a picture with the column in its name. A later run for
-    the same question replaces the earlier one, which stays in the repository's history."""
+    question. A later run for the same question replaces the earlier one, which stays in the
+    repository's history."""
     folder.mkdir(parents=True, exist_ok=True)
     stem = folder / (name or report.question)
     stem.with_name(f"{stem.name}.json").write_text(to_json(report))
-    plot(report, stem.with_name(f"{stem.name}.png"), column, wanted=wanted, cost=cost)
-    for other in more:
-        slug = re.sub("[^a-z0-9]+", "-", other.lower())
-        plot(report, stem.with_name(f"{stem.name}-{slug}.png"), other, wanted=wanted)
+    plot(report, stem.with_name(f"{stem.name}.png"), chart)
+    for column in chart.more:
+        slug = re.sub("[^a-z0-9]+", "-", column.lower())
+        other = Chart(column, wanted=chart.wanted)
+        plot(report, stem.with_name(f"{stem.name}-{slug}.png"), other)
     markdown = stem.with_name(f"{stem.name}.md")
     markdown.write_text(to_markdown(report, command))
     return markdown
 
 
 def deliver(
-    report: Report,
-    *,
-    command: str,
-    column: str,
-    as_json: bool,
-    keep: bool,
-    name: str = "",
-    more: Sequence[str] = (),
-    wanted: Callable[[Row], bool] | None = None,
-    cost: bool | None = None,
+    report: Report, chart: Chart, *, command: str, as_json: bool, keep: bool, name: str = ""
 ) -> None:
     """End a command: print JSON or a table, and keep files if requested."""
     if as_json:
@@ -254,6 +245,6 @@ def deliver(
     else:
         show(report)
     if keep:
-        path = save(report, command, column, name=name, more=more, wanted=wanted, cost=cost)
+        path = save(report, command, chart, name=name)
         if not as_json:
             Console().print(f"kept as {path}")

@@ -32,7 +32,7 @@ import typer
 from rich.progress import Progress
 
 from bench.environment import describe
-from bench.report import deliver
+from bench.report import Chart, deliver
 from bench.scenario import Report, Row, median, progress_bar
 from offload.index.capacity import ByteCapacity
 from offload.index.recovered_chunks import recover
@@ -70,7 +70,7 @@ def run(config: Config, progress: Progress) -> Report:
     root = Path(tempfile.mkdtemp(prefix="bench-restart-", dir=config.folder or None))
     report = Report(
         "restart",
-        "Restoring an index to memory",
+        "How long does a tier take to restore its index after a restart?",
         dataclasses.asdict(config),
         describe(root),
         notes=[
@@ -197,8 +197,8 @@ def register(app: typer.Typer) -> None:
         command = "python -m bench " + " ".join(sys.argv[1:])
         deliver(
             report,
+            Chart("s", "seconds"),
             command=command,
-            column="s",
             as_json=as_json,
             keep=keep,
             name="index-restart-time",

@@ -24,16 +24,19 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One measured thing: ``case`` says what was done, ``series`` who did it."""
+    """One measured thing: ``case`` says what was done, ``series`` who did it. ``intervals`` has the
+    lowest and highest plausible value of some columns; plots draw them."""
 
     case: str
     series: str
     values: Mapping[str, float]
+    intervals: Mapping[str, tuple[float, float]] = field(default_factory=dict)
 
 
 @dataclass(slots=True)
 class Report:
-    """All rows of one run. ``config`` and ``environment`` must be plain JSON values."""
+    """All rows of one run. ``title`` is the question as a sentence. ``config`` and ``environment``
+    must be plain JSON values."""
 
     question: str
     title: str
@@ -62,6 +65,11 @@ def progress_bar() -> AbstractContextManager[Progress]:
 def median(values: Sequence[float]) -> float:
     """The median; not a number if there is none."""
     return statistics.median(values) if values else float("nan")
+
+
+def spread(values: Sequence[float]) -> tuple[float, float]:
+    """The lowest and the highest value."""
+    return min(values), max(values)
 
 
 def percentile(values: Sequence[float], share: float) -> float:

@@ -28,7 +28,7 @@ import typer
 from rich.progress import Progress
 
 from bench.environment import describe
-from bench.report import deliver
+from bench.report import Chart, deliver
 from bench.scenario import Report, Row, median, progress_bar
 from bench.serve_engine import Engine, EngineError
 from bench.serve_numbers import Case, Samples, throughput, verdicts
@@ -70,7 +70,7 @@ def run(config: Config, progress: Progress) -> Report:
     root = Path(tempfile.mkdtemp(prefix="bench-serve-", dir=config.folder or None))
     report = Report(
         "serve",
-        "Real vLLM with and without offloading",
+        "What does offloading change for a real vLLM engine?",
         dataclasses.asdict(config),
         describe(root),
         notes=_notes(config),
@@ -313,9 +313,10 @@ def register(app: typer.Typer) -> None:
         is_compared = not set(config.systems) <= {"none", "cpu", "disk"}
         deliver(
             report,
+            Chart(
+                "ratio", "throughput, relative to no offloading", more=("TTFT p50 ms", "tokens/s")
+            ),
             command=command,
-            column="ratio",
-            more=("TTFT p50 ms", "tokens/s"),
             as_json=as_json,
             keep=keep,
             name="serving-against-others" if is_compared else "serving-with-and-without",

@@ -60,10 +60,15 @@ class Samples:
     def rows(self) -> list[Row]:
         """Rows for every case and every system."""
         return [
-            Row(str(case), system, _values(found, systems.get(BASELINE, [])))
+            _row(str(case), system, _values(found, systems.get(BASELINE, [])))
             for case, systems in self.batches.items()
             for system, found in systems.items()
         ]
+
+
+def _row(case: str, system: str, values: dict[str, float]) -> Row:
+    intervals = {"ratio": (values["low"], values["high"])} if "ratio" in values else {}
+    return Row(case, system, values, intervals)
 
 
 def throughput(batch: Batch) -> float:

@@ -24,7 +24,7 @@ import typer
 from rich.progress import Progress
 
 from bench.environment import describe
-from bench.report import deliver
+from bench.report import Chart, deliver
 from bench.scenario import Report, Row, median, parse_size, progress_bar, size_text
 from bench.shared_systems import Contestant, Store, contestants
 from bench.tiers_systems import Arena
@@ -54,7 +54,7 @@ def run(config: Config, progress: Progress) -> Report:
     root = Path(tempfile.mkdtemp(prefix="bench-shared-", dir=config.folder or None))
     report = Report(
         "shared",
-        "Shared tiers compared with their components",
+        "How fast are shared tiers, compared with their components?",
         dataclasses.asdict(config),
         describe(root),
         notes=[
@@ -171,10 +171,9 @@ def register(app: typer.Typer) -> None:
         command = "python -m bench " + " ".join(sys.argv[1:])
         deliver(
             report,
+            Chart("GB/s", more=["keys/s"]),
             command=command,
-            column="GB/s",
             as_json=as_json,
             keep=keep,
             name="shared-store-speed",
-            more=["keys/s"],
         )

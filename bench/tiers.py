@@ -14,7 +14,7 @@ import sys
 import tempfile
 import time
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
@@ -23,11 +23,20 @@ import typer
 from rich.progress import Progress
 
 from bench.environment import describe
-from bench.report import deliver
-from bench.scenario import Report, Row, median, parse_size, percentile, progress_bar, size_text
+from bench.report import Chart, deliver
+from bench.scenario import (
+    Report,
+    Row,
+    median,
+    parse_size,
+    percentile,
+    progress_bar,
+    size_text,
+    spread,
+)
 from bench.tiers_optional import OPTIONAL, available
 from bench.tiers_systems import SYSTEMS as BUILT_IN
-from bench.tiers_systems import Arena, RawDisk, System
+from bench.tiers_systems import Arena, Memory, RawDisk, System
 
 SYSTEMS = BUILT_IN | available()
 PHASES = ("write", "read cold", "read hot", "mixed")
@@ -51,7 +60,7 @@ def run(config: Config, progress: Progress) -> Report:
     root = Path(tempfile.mkdtemp(prefix="bench-tiers-", dir=config.folder or None))
     report = Report(
         "tiers",
-        "Disk tiers compared with the raw disk",
+        "How fast are disk tiers, compared with raw access to the disk?",
         dataclasses.asdict(config),
         describe(root),
         notes=[
@@ -162,8 +171,22 @@ def _rows(name: str, samples: dict[str, dict[str, Samples]], systems: list[str])
                 values["p50 ms"] = 1e3 * percentile(found["latency"], 0.5)
                 values["p99 ms"] = 1e3 * percentile(found["latency"], 0.99)
             values["CPU s/GB"] = median(found["CPU s/GB"])
-            rows.append(Row(f"{phase}, {name}", system, values))
+            intervals = {"share": spread(ratios)} if len(ratios) > 1 else {}
+            rows.append(Row(f"{phase}, {name}", system, values, intervals))
     return rows
+
+
+PLOTTED = (256 << 10, 2 << 20)
+"""The block sizes in the plot, if there are others as well; the table has them all."""
+
+
+def plotted(points: Sequence[tuple[int, int]]) -> Callable[[Row], bool]:
+    """Return whether a row has a bar: two sizes, each at the first depth, so that the plot can be
+    read. Memory has none, because it would stretch the axis."""
+    depths = dict(reversed(points))
+    sizes = [size for size in PLOTTED if size in depths] or list(depths)[-2:]
+    cases = {f"{size_text(size)}, depth {depths[size]}" for size in sizes}
+    return lambda row: row.series != Memory.name and row.case.partition(", ")[2] in cases
 
 
 def default_points(sizes: list[int], depths: list[int]) -> tuple[tuple[int, int], ...]:
@@ -207,8 +230,8 @@ def register(app: typer.Typer) -> None:
         is_compared = {"lmcache", "files"} <= set(config.systems)
         deliver(
             report,
+            Chart("share", unit="speed as a share of raw O_DIRECT", wanted=plotted(config.points)),
             command=command,
-            column="share",
             as_json=as_json,
             keep=keep,
             name="disk-tiers-against-others" if is_compared else "disk-tiers-against-raw-disk",

@@ -10,7 +10,7 @@ import pytest
 from rich.progress import Progress
 
 from bench import serve
-from bench.report import save
+from bench.report import Chart, save
 from bench.serve_engine import Batch
 from bench.serve_numbers import Case, Samples, interval, verdicts
 from bench.serve_systems import BASELINE, SYSTEMS, Room, Start, System
@@ -85,7 +85,7 @@ def test_real_engines_restore_what_the_rows_report_and_others_give_a_reason(
     wrong = [note for note in report.notes if note.startswith(("INVALID", "NOT RESTORED"))]
     assert [note for note in wrong if DISK.name not in note] == []
     assert list(tmp_path.iterdir()) == []
-    save(report, "command", "ratio", tmp_path, more=("TTFT p50 ms",))
+    save(report, "command", Chart("ratio", more=("TTFT p50 ms",)), tmp_path)
     assert {path.suffix for path in tmp_path.iterdir()} == {".json", ".md", ".png"}
     assert len(list(tmp_path.glob("*.png"))) == 2
 

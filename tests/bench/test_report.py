@@ -13,13 +13,14 @@ from bench.report import (
     PAGE_INCHES,
     RESULTS,
     SERIES_MAX,
+    Chart,
     bars_of,
     colour_of,
-    direction,
     plot,
     save,
 )
-from bench.scenario import Report, Row
+from bench.scenario import Report, Row, size_text
+from bench.tiers import plotted
 
 
 def report_of(series: int, cases: int, column: str = "GB/s") -> Report:
@@ -35,7 +36,9 @@ def test_a_later_run_for_a_question_replaces_the_earlier_one(tmp_path: Path) -> 
     for number in (1, 2):
         rows = [Row("a case", "a system", {"GB/s": float(number), "keys/s": 1.0})]
         report = Report("speed", "Speed", {}, {}, rows)
-        path = save(report, "a command", "GB/s", tmp_path, name="disk-speed", more=["keys/s"])
+        path = save(
+            report, "a command", Chart("GB/s", more=["keys/s"]), tmp_path, name="disk-speed"
+        )
         assert f"| {number}" in path.read_text(encoding="utf-8")
     assert sorted(path.name for path in tmp_path.iterdir()) == [
         "disk-speed-keys-s.png",
@@ -51,21 +54,21 @@ def test_a_later_run_for_a_question_replaces_the_earlier_one(tmp_path: Path) -> 
 @pytest.mark.parametrize(("series", "cases"), [(2, 3), (17, 6), (51, 4), (6, 36), (9, 9)])
 def test_a_plot_has_few_series_and_fits_a_page(series: int, cases: int, tmp_path: Path) -> None:
     report = report_of(series, cases)
-    assert len(bars_of(report, "GB/s").series) <= SERIES_MAX
-    width, height = plot(report, tmp_path / "a.png", "GB/s")
+    assert len(bars_of(report, Chart("GB/s")).series) <= SERIES_MAX
+    width, height = plot(report, tmp_path / "a.png", Chart("GB/s"))
     assert width <= PAGE_INCHES[0]
     assert height <= PAGE_INCHES[1]
 
 
 def test_many_series_and_few_cases_are_swapped() -> None:
-    bars = bars_of(report_of(17, 3), "GB/s")
+    bars = bars_of(report_of(17, 3), Chart("GB/s"))
     assert bars.series == ["case 0", "case 1", "case 2"]
     assert len(bars.groups) == 17
     assert bars.values["system 4", "case 2"] == 5.0
 
 
 def test_groups_beyond_the_page_are_counted() -> None:
-    bars = bars_of(report_of(6, 36), "GB/s")
+    bars = bars_of(report_of(6, 36), Chart("GB/s"))
     assert len(bars.groups) == 17
     assert bars.left_out == 19
 
@@ -78,18 +81,19 @@ def test_a_system_has_one_colour_everywhere() -> None:
 
 
 def test_the_axis_shows_which_direction_is_better() -> None:
-    assert direction("GB/s") == "GB/s (higher is better)"
-    assert direction("us") == direction("us", cost=True) == "us (lower is better)"
-    assert direction("TTFT p50 ms") == "TTFT p50 ms (lower is better)"
-    assert direction("ratio", cost=True) == "ratio (lower is better)"
+    assert Chart("GB/s").axis == "GB/s (higher is better)"
+    assert Chart("us").axis == Chart("us", cost=True).axis == "us (lower is better)"
+    assert Chart("TTFT p50 ms").axis == "TTFT p50 ms (lower is better)"
+    assert Chart("ratio", cost=True).axis == "ratio (lower is better)"
+    assert Chart("share", unit="share of raw").axis == "share of raw (higher is better)"
 
 
 def test_intervals_are_drawn_where_they_are_known() -> None:
     rows = [
-        Row("a", "x", {"ratio": 2.0, "low": 1.5, "high": 3.0}),
+        Row("a", "x", {"ratio": 2.0}, {"ratio": (1.5, 3.0)}),
         Row("a", "y", {"ratio": 1.0}),
     ]
-    bars = bars_of(Report("q", "T", {}, {}, rows), "ratio")
+    bars = bars_of(Report("q", "T", {}, {}, rows), Chart("ratio"))
     assert bars.intervals == {("a", "x"): (1.5, 3.0)}
     assert not math.isnan(bars.values["a", "y"])
 
@@ -102,3 +106,17 @@ def test_each_question_is_kept_once() -> None:
     for stem in stems:
         assert (RESULTS / f"{stem}.md").is_file()
         assert (RESULTS / f"{stem}.png").is_file()
+
+
+def test_the_plot_shows_two_sizes_at_one_depth() -> None:
+    sizes = [64 << 10, 256 << 10, 1 << 20, 2 << 20]
+    points = [*((size, 4) for size in sizes), (2 << 20, 8)]
+
+    def shown(points: list[tuple[int, int]]) -> list[tuple[int, int]]:
+        has_bar = plotted(points)
+        cases = {point: f"write, {size_text(point[0])}, depth {point[1]}" for point in points}
+        assert not any(has_bar(Row(case, "memcpy", {})) for case in cases.values())
+        return [point for point, case in cases.items() if has_bar(Row(case, "lmdb tier", {}))]
+
+    assert shown(points) == [(256 << 10, 4), (2 << 20, 4)]
+    assert shown([(64 << 10, 2)]) == [(64 << 10, 2)]
