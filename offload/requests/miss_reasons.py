@@ -54,22 +54,23 @@ class Reason(enum.Enum):
 
 MEANINGS: dict[Reason, str] = {
     Reason.COMPLETE: "nothing was missing",
-    Reason.NEVER_STORED: "this prefix was never stored here, or so long ago that the cause is "
-    "forgotten",
+    Reason.NEVER_STORED: "this prefix was never stored here, or it left the tiers so long ago "
+    "that the server no longer knows the cause",
     Reason.EVICTED: "it was stored and then evicted; the tier is too small for this traffic",
-    Reason.NO_SPACE: "there was no space when it was computed: everything was in use, or too"
-    " much was being stored at once",
-    Reason.NOT_ADMITTED: "the tier's admission policy turned it away",
+    Reason.NO_SPACE: "there was no space when it was computed: all slots were in use, or too "
+    "many chunks were being stored at once",
+    Reason.NOT_ADMITTED: "the tier's admission policy rejected it",
     Reason.STORING: "it is being stored at this moment",
     Reason.STORE_FAILED: "storing it failed, or its GPU blocks were reused before it was copied",
     Reason.CORRUPT: "its record was damaged and was dropped",
     Reason.LOST: "its record had disappeared from the tier",
-    Reason.NAMESPACE: "it may be in another namespace, and its records are not used",
+    Reason.NAMESPACE: "it may be stored in another namespace, whose records are not used",
     Reason.RESET: "all tiers were reset on request, for example after a change of weights",
     Reason.WINDOW: "the sliding window or recurrent state for this boundary was not kept, "
-    "though the layers that keep every token may have it",
-    Reason.FILTERED: "the request or vLLM excluded it, or the request must not use the cache",
-    Reason.BUDGET: "too many loads were under way",
+    "although full-attention layers may have it",
+    Reason.FILTERED: "the request or vLLM excluded this chunk, or the request must not use the "
+    "cache",
+    Reason.BUDGET: "too many loads were in progress",
     Reason.BREAKER: "the circuit breaker of its tier is open",
     Reason.BREAK_EVEN: "loading from its tier is slower than computing",
     Reason.DEADLINE: "loading took longer than load_timeout_s",
