@@ -322,7 +322,7 @@ class OracleEngine:
         self.check()
         where = f"seed {self.seed}"
         assert not self._memory.null_block_touched(), f"{where}: the null block was written"
-        assert self._free_blocks() == self.free_at_start, f"{where}: blocks are not given back"
+        assert self._free_blocks() == self.free_at_start, f"{where}: blocks were not freed"
         assert self.executor.degraded == "", f"{where}: {self.executor.degraded}"
         self.planner.check()
         assert not self.planner.cpu._pins, f"{where}: pins are left"
@@ -430,7 +430,8 @@ class OracleEngine:
     # -- time --------------------------------------------------------------------------------
 
     def _turn(self) -> None:
-        """Give copies and the loop a few turns, so few that much work stays under way."""
+        """Give copies and the loop a few turns, so that much work is still in progress
+        afterwards."""
         self._loop.turn(self.random.randrange(self._conditions.late + 1))
         self.engine.advance(self.random.randrange(self._conditions.late + 1))
 

@@ -2,9 +2,10 @@
 
     python -m tests.oracle.sleeping FOLDER SEED ...
 
-Runs in a separate process, because access to an unmapped page ends it. vLLM's own sleep
-needs a GPU; its order of calls (``EngineCore.sleep``, ``Worker.sleep``) is played here: pause,
-reset, wait for the device, unregister, unmap; map, restore, hand the same metadata over again.
+Runs in a separate process, because access to an unmapped page ends it. vLLM's own sleep needs a
+GPU; its order of calls (``EngineCore.sleep``, ``Worker.sleep``) is reproduced here: pause, reset,
+wait for the device, unregister, unmap; and to wake up map, restore, and pass the same metadata
+again.
 """
 
 from __future__ import annotations
@@ -30,11 +31,11 @@ from tests.oracle.serving import Conditions, OracleEngine
 
 CYCLES = 20
 NAMES = ("full", "sliding_full", "runner_v2_kernel_blocks")
-"""One of them per seed."""
+"""Each seed uses one of them."""
 
 
 class Layer(nn.Module):
-    """Where vLLM's list of layers leads to the model."""
+    """The layer through which vLLM's list of layers leads to the model."""
 
 
 class Model(nn.Module):
@@ -48,8 +49,8 @@ class Model(nn.Module):
 
 
 class SleepingEngine(OracleEngine):
-    """A world whose server can sleep. ``kept`` and ``lost`` count sleeps after which the tiers went
-    on and began a new epoch."""
+    """A world whose server can sleep. ``kept`` counts the sleeps after which the tiers kept their
+    chunks, ``lost`` those after which they began a new epoch."""
 
     kept = lost = 0
     handed_over_twice = True
@@ -67,7 +68,7 @@ class SleepingEngine(OracleEngine):
         self.engine.advance()
 
     def sleep(self, *, change: bool, abort: bool) -> None:
-        """Fall asleep in the middle of everything and wake up, maybe with other weights."""
+        """Put the server to sleep at any moment and wake it up, perhaps with other weights."""
         if abort:
             for name in sorted(self.scheduler.requests):
                 self.scheduler.finish_requests(name, RequestStatus.FINISHED_ABORTED)
@@ -91,7 +92,7 @@ class SleepingEngine(OracleEngine):
         for _ in range(1000):
             while self._queue:
                 self._take_output()
-            with suppress(RuntimeError):  # loads that are under way hold vLLM back
+            with suppress(RuntimeError):  # vLLM refuses while loads are in progress
                 if self.scheduler.reset_prefix_cache(
                     reset_running_requests=True, reset_connector=True
                 ):
@@ -100,7 +101,8 @@ class SleepingEngine(OracleEngine):
         raise AssertionError(f"seed {self.seed}: cannot fall asleep: {self._stuck()}")
 
     def wake(self, *, changed: bool) -> None:
-        """Serve until the workers have said what they woke up with, and look at the tiers."""
+        """Serve until the workers have reported their weights after the wake-up, and check the
+        tiers."""
         before = set(self.planner.cpu.resident)
         asked = self.connector._hold
         for _ in range(200):
@@ -110,7 +112,7 @@ class SleepingEngine(OracleEngine):
                 self.add()
             self.step()
             self.check()
-        assert not asked.is_holding, f"seed {self.seed}: nobody has answered"
+        assert not asked.is_holding, f"seed {self.seed}: no worker has answered"
         left = before & set(self.planner.cpu.resident)
         if changed:
             assert not left, f"seed {self.seed}: chunks of other weights are left"
@@ -121,7 +123,7 @@ class SleepingEngine(OracleEngine):
 
 
 def live(world: SleepingEngine, cycles: int) -> None:
-    """Requests come and run; in between the server sleeps. Some sleeps change the weights."""
+    """Requests arrive and run; in between the server sleeps. Some sleeps change the weights."""
     rng = world.random
     for cycle in range(cycles):
         for _ in range(rng.randrange(10, 40)):

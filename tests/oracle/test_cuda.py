@@ -1,5 +1,5 @@
-"""The oracle over the CUDA engine and the libcuda in host memory: vLLM's real scheduler, the real
-connector, executor and engine, and copies on streams that are ordered only by events.
+"""The oracle with the CUDA engine and the simulated libcuda in host memory: vLLM's real scheduler,
+the real connector, executor and engine, and copies on streams that are ordered only by events.
 """
 
 from __future__ import annotations
@@ -96,7 +96,9 @@ def test_every_byte_read_is_right(name: str, path: CopyPath, tmp_path: Path) -> 
         with OracleEngineOnCuda(cuda, path, MODELS[name], conditions, tmp_path, 1) as world:
             live(world, STEPS)
             end = time.monotonic() + PATIENCE_S
-            while not sum(world.loaded().values()):  # threads copy: a busy machine is late
+            while not sum(
+                world.loaded().values()
+            ):  # threads do the copies, so they are late on a busy machine
                 assert time.monotonic() < end, "nothing was restored"
                 live(world, STEPS)
             assert world.finished > 5

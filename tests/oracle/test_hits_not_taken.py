@@ -70,4 +70,4 @@ def test_blocks_of_a_load_that_never_begins_are_not_stored(
     world.scheduler.finish_requests("gone", RequestStatus.FINISHED_ABORTED)
     for _ in range(20):
         world.step()
-    assert all(map(world.planner.cpu.is_absent, keys)), "blocks that nobody has filled are stored"
+    assert all(map(world.planner.cpu.is_absent, keys)), "blocks that were never filled are stored"

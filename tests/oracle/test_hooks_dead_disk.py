@@ -210,7 +210,7 @@ def live(world: Served, failed: list[str]) -> None:
     with suppress(RuntimeError):
         world.scheduler.reset_prefix_cache(reset_running_requests=True)
     assert connector.reset_cache() is False
-    assert connector.reset_cache() is False, "and does not wait again"
+    assert connector.reset_cache() is False, "the second call must not wait again"
     world.serve("after the reset", PROMPT)
     world.worker.unregister_kv_caches()
     world.worker.restore_kv_caches()

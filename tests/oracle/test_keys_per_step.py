@@ -111,7 +111,7 @@ def test_a_store_makes_what_a_step_looks_at(made: list[int]) -> None:
     assert sum(server.steps) == CHUNKS
     server.side.finished(request, tables_of(request))
     server.rest()
-    assert sum(server.steps) == CHUNKS, "all were made when it ended"
+    assert sum(server.steps) == CHUNKS, "all keys were made when it ended"
 
 
 class Heard:

@@ -149,7 +149,7 @@ def test_blocks_are_not_given_away_while_a_load_copies_into_them(
                 for name in world.scheduler.requests
                 if name != "late"
             )
-        assert world.finished > 1, "others are served meanwhile"
+        assert world.finished > 1, "other requests must be served meanwhile"
     world.drain()
     world.check()
     assert failed == ["late"]
@@ -166,7 +166,7 @@ def test_a_load_without_copies_is_reported_as_failed_at_the_deadline(
         pass_deadlines(world, clock)
         for _ in range(60):
             world.step()
-        assert "late" not in world.scheduler.requests, "it was computed"
+        assert "late" not in world.scheduler.requests, "the prompt was computed"
     world.drain()
     world.check()
 
@@ -309,8 +309,10 @@ def test_a_request_whose_load_failed_computes_although_others_keep_loading(
                 ask(world, f"hot {steps}", hot.pop(), tokens=1)
                 world.step()
                 steps += 1
-                assert unseen._open, "the test is about what is always there"
-        assert "cold" not in world.scheduler.requests, f"others were served for {steps} steps"
+                assert unseen._open, "some load must always be open in this test"
+        assert "cold" not in world.scheduler.requests, (
+            f"other requests were served for {steps} steps"
+        )
         world.drain()
         world.check_idle()
         assert world.events()["load_failures"] == 1
@@ -338,11 +340,11 @@ def test_which_requests_a_failed_load_waits_for() -> None:
     loads.begin("d")
     loads.seen("a")
     loads.begin("a")  # once more: the wait does not include this request
-    assert loads.must_wait("b", 1.0), "c was there before"
+    assert loads.must_wait("b", 1.0), "request c was waiting before"
     loads.seen("c")
     assert not loads.must_wait("b", 2.0)
     assert loads.must_wait("e", 3.0)
     assert loads.must_wait("e", 3.0 + 0.9 * WAIT_S)
-    assert not loads.must_wait("e", 3.0 + WAIT_S), "loads that never end"
+    assert not loads.must_wait("e", 3.0 + WAIT_S), "some loads never end"
     loads.forget("e")
     assert loads.must_wait("e", 100.0), "its next load, or another request of that name"

@@ -42,5 +42,5 @@ def test_a_request_does_not_query_forever(
         world.at(world.now + step_s)
         if len(asked) >= answers_after:
             world.answer(asked[-answers_after], WANTED)
-        world.at(world.now + 0.001)  # forgotten before a step at that time
+        world.at(world.now + 0.001)  # forgotten before the next step
     pytest.fail("it waits forever")

@@ -203,14 +203,14 @@ def test_bad_records(
     stored(world)
     reads_give(world, outcome)
     found = serve(world, "b", PROMPT)
-    assert reason(found) is first, "the request whose load failed"
+    assert reason(found) is first, "this is the request whose load failed"
     assert found.loaded == {}
     if then is not None:
         world.planner.cpu.drop(list(world.planner.cpu.resident))
         world.planner.lower[0].drop(list(world.planner.lower[0].resident))
         world.forget_locally()
         later = serve(world, "c", PROMPT, no_store=True)
-        assert reason(later) is then, "a request that comes after it was dropped"
+        assert reason(later) is then, "this request comes after the record was dropped"
         assert later.miss.tier == "file"
 
 
@@ -252,7 +252,9 @@ def test_namespace_names_the_field_that_differs(
         assert miss.reason is Reason.NAMESPACE
         assert "chunk_blocks differs" in miss.note
         monkeypatch.setattr(why, "NEIGHBOURS_S", -1.0)
-        assert reason(serve(world, "b", [7, *PROMPT])) is Reason.NEVER_STORED, "much later"
+        assert reason(serve(world, "b", [7, *PROMPT])) is Reason.NEVER_STORED, (
+            "the guess must not be made much later"
+        )
 
 
 def test_reset(world: OracleEngine) -> None:
@@ -263,7 +265,7 @@ def test_reset(world: OracleEngine) -> None:
 
 @pytest.mark.parametrize("name", ["sliding_full", "mamba1_full"])
 def test_window(name: str, recorded: Path, tmp_path: Path) -> None:
-    """The layers that keep every token have the prefix; the others kept another boundary."""
+    """The full-attention layers have the prefix; the others have kept another boundary."""
     with OracleEngine(MODELS[name], Conditions(slots=200, tier=False), tmp_path, 1) as world:
         kinds = {g.group: g.kind for g in world.connector._scheduler.layout.groups}
         serve(world, "a", [*PROMPT, *range(64, 120)])
@@ -303,7 +305,7 @@ def test_budget(world: OracleEngine) -> None:
     loads._context = replace(loads._context, limits=limits)
     found = serve(world, "b", PROMPT)
     assert reason(found) is Reason.BUDGET
-    assert (found.loaded, world.planner.totals()["loads"]) == ({}, 0), "it was computed"
+    assert (found.loaded, world.planner.totals()["loads"]) == ({}, 0), "the chunk was computed"
 
 
 @pytest.mark.parametrize("which", [Reason.BREAKER, Reason.BREAK_EVEN])

@@ -285,4 +285,4 @@ def test_planted_faults_are_detected(mutant: Any, model: str, seen: str, tmp_pat
             assert re.match(seen, failure), failure
             assert first_failure(model, tmp_path / "control", seed, runner) == ""
             return
-    raise AssertionError("went unseen")
+    raise AssertionError("was not detected")

@@ -182,7 +182,7 @@ def test_every_byte_read_is_right(tmp_path: Path) -> None:
             weights += engine.weights > 0
             for name in found:
                 found[name] += engine.planner.totals()[name]
-    assert all(found.values()), f"what this stands on did not happen: {found}"
+    assert all(found.values()), f"an event on which this test depends did not happen: {found}"
     assert weights
 
 

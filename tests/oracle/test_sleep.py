@@ -23,7 +23,7 @@ def lives(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, float]]:
     ran = subprocess.run(
         command, capture_output=True, text=True, check=False, cwd=Path(__file__).parents[2]
     )
-    assert ran.returncode != -signal.SIGSEGV, f"the unmapped KV cache was touched\n{ran.stderr}"
+    assert ran.returncode != -signal.SIGSEGV, f"the unmapped KV cache was accessed\n{ran.stderr}"
     assert ran.returncode == 0, ran.stderr[-4000:]
     found = [json.loads(line) for line in ran.stdout.splitlines() if line.startswith("{")]
     assert [each["seed"] for each in found] == [*SEEDS]
@@ -31,7 +31,7 @@ def lives(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, float]]:
 
 
 def test_nothing_touches_an_unmapped_cache_in_20_cycles(lives: list[dict[str, float]]) -> None:
-    """And every byte that is read after a sleep is right, which the world checks."""
+    """The world also checks that every byte read after a sleep is right."""
     for each in lives:
         assert each["kept"] + each["lost"] >= CYCLES - 2  # there may be nothing to keep at first
 

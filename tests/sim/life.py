@@ -157,7 +157,7 @@ class ServerLife(Engine):
     # -- invariants ----------------------------------------------------------------------------
 
     def _check_plan(self, plan: StepPlan) -> None:
-        """A tier that is left out costs nothing but probes. A load that was planned in an earlier
+        """A tier that is not used costs nothing but probes. A load that was planned in an earlier
         step is read to its end even if loading no longer pays."""
         gates = self.planner.health
         for load in plan.loads:
@@ -166,13 +166,13 @@ class ServerLife(Engine):
                 request = self.loading.get(load.request)
                 is_new = request is None or request.planned_in == self.steps
                 shut = gate and not (gate.readable if is_new else gate.reads.closed)
-                assert not (load.request and shut), f"{load} asks a tier that is shut out"
+                assert not (load.request and shut), f"{load} reads a tier that must not be used"
             if load.request in self.loading:
                 self.loading[load.request].planned_at = self.now()
             self.events["parts"] += load.part > 0
         for write_through in plan.write_throughs:
             assert gates[write_through.tier].writable, (
-                f"{write_through} goes to a tier that is shut out"
+                f"{write_through} goes to a tier that must not be used"
             )
         probes = Counter(load.items[0].tier for load in plan.loads if not load.request)
         assert all(count == 1 for count in probes.values()), f"probes {probes} in one step"
@@ -268,9 +268,9 @@ class ServerLife(Engine):
             0,
             0,
         )
-        assert not planner.loads.held, "chunks are held that nobody waits for"
-        assert not [*planner.loads.planned, *planner.loads.queue], "loads are put off"
-        assert not planner.deferred.pieces, "answers are put off"
+        assert not planner.loads.held, "chunks are held for which no request waits"
+        assert not [*planner.loads.planned, *planner.loads.queue], "loads are deferred"
+        assert not planner.deferred.pieces, "answers are deferred"
         for index in (planner.cpu, *planner.lower):
             index.check()
             assert not index.filling_count, f"{index.name}: fills are left"
@@ -283,7 +283,7 @@ class ServerLife(Engine):
             assert executor._lane.staging.free == STAGING, "staging buffers got lost"
             fences, owed = executor._fences, executor._open._open
             assert not fences._reading, f"stores are left: {fences._reading}"
-            assert not owed, f"requests are owed an answer: {owed}"
+            assert not owed, f"requests without an answer: {owed}"
             assert not fences._poisoned, f"poisoned stores are left: {fences._poisoned}"
             for key in planner.cpu._resident:
                 slot = planner.cpu.location(key)
@@ -320,7 +320,7 @@ def _virtual_clocks() -> Iterator[None]:
 
 
 def live(world: ServerLife, steps: int) -> ServerLife:
-    """Let a world live; a failure says how far it came."""
+    """Run a world; a failure says how far it came."""
     with _virtual_clocks():
         try:
             world.turns = run_virtually(world.run(steps))

@@ -235,7 +235,7 @@ MUTANTS: dict[str, tuple[Patch, Setup | None, str]] = {
         SMALL,
         WRONG_BYTES + "|ended twice",
     ),
-    "a load that is cut is not told": (
+    "a shortened load is not reported": (
         cut_loads_are_not_told,
         SMALL,
         "no rest|has waited|KeyError",
@@ -254,10 +254,10 @@ MUTANTS: dict[str, tuple[Patch, Setup | None, str]] = {
         "hangs on rank",
     ),
     "a breaker never closes": (skip(CircuitBreaker, "judge"), Setup(trouble=0.08), "no rest"),
-    "a tier that is shut out is found": (
+    "a tier whose breaker is open is found": (
         shut_tiers_are_found,
         Setup(trouble=0.08),
-        "asks a tier that is shut out",
+        "reads a tier that must not be used",
     ),
     "probes without end": (any_number_of_probes, Setup(trouble=0.08), "probes"),
     "no deadline": (no_deadline, Setup(trouble=0.08), "has waited"),
@@ -271,7 +271,7 @@ SHOWN_BY = {
     "failed reads fill slots": 18,
     "slots are free at the deadline": 29,
     "a reset that failed is forgotten": 16,
-    "a load that is cut is not told": 11,
+    "a shortened load is not reported": 11,
     "loads go on over a reset": 76,
     "lost records stay known": 7,
     "a deletion that failed is forgotten": 13,
@@ -302,7 +302,7 @@ def test_a_planted_fault_is_detected(fault: str, monkeypatch: pytest.MonkeyPatch
     plant, setup, expected = MUTANTS[fault]
     plant(monkeypatch)
     found = first_failure(setup, SHOWN_BY.get(fault, 0))
-    assert found is not None, f"{SEEDS} worlds lived with it"
+    assert found is not None, f"none of {SEEDS} worlds detected it"
     print(f"seed {found[0]}: {str(found[1])[:200]}")
     text = f"{type(found[1]).__name__}: {found[1]}"
     assert re.search(expected, text), text

@@ -107,7 +107,7 @@ def test_the_worlds_cover_all_events(totals: Totals) -> None:
     assert not missing
     assert all(totals.hits[tier] > 1000 for tier in (-1, 0)), totals.hits
     assert totals.hits[1] > 100, "there are worlds with two lower tiers"
-    assert set(totals.met) == set(Sky) - {Sky.CALM}, "every weather was met by some call"
+    assert set(totals.met) == set(Sky) - {Sky.CALM}, "every kind of weather must affect some call"
     assert totals.checked > 100 * totals.worlds
 
 

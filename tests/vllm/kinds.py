@@ -197,7 +197,7 @@ def fails_and_is_recomputed(engine: Engine, prompt: Prompt, group: int | None, w
     engine.generate_one(prompt, max_tokens=1)
     settle(engine)
     found = engine.verified().different - before
-    assert found, f"{what} went unseen"
+    assert found, f"{what} was not detected"
     assert engine.call(totals)["load_failures"] > failed, f"{what}: no load failed"
     assert differences_logged(engine, group) > logged, f"{what}: the log names no such chunk"
     engine.planted_differences += found
@@ -333,7 +333,7 @@ def planted_faults_are_seen(engine: Engine, expected: Expected, stored: Blocks) 
         assert answer.cached_tokens == expected.warm[0].cached_tokens, what
         assert {group_of(key) for key in keys} == set(range(expected.groups)), what
         wrong = wrong_blocks(blocks, stored, keys)
-        assert wrong, f"{what} went unseen"
+        assert wrong, f"{what} was not detected"
         if group is None:
             assert len({group_of(key) for key in wrong}) == 1, what
             # for chunks that are partly outside a window, not all blocks are known

@@ -135,7 +135,7 @@ def all_were_compared(engine: Engine) -> bool:
 def planted_faults_are_seen(engine: Engine, reference: Reference, tier: str = "cpu") -> None:
     """One wrong bit and one swapped pair of chunks must be found, and must not be stored."""
     see_planted_faults(engine, lambda: engine.generate_one(reference.prompts[0]))
-    ask_and_compare(engine, reference, tier)  # healed: no stored chunk was damaged
+    ask_and_compare(engine, reference, tier)  # the fault is removed: no stored chunk was damaged
 
 
 def see_planted_faults(engine: Engine, ask_again: Callable[[], object]) -> None:
@@ -148,6 +148,6 @@ def see_planted_faults(engine: Engine, ask_again: Callable[[], object]) -> None:
         ask_again()
         engine.call(faults.on_workers, copy_faults.heal)
         seen = engine.verified().different - before.different
-        assert seen >= wrong, f"{fault.__name__} went unseen"
+        assert seen >= wrong, f"{fault.__name__} was not detected"
         engine.planted_differences += seen
     settle(engine)

@@ -62,4 +62,6 @@ def see_planted_faults(server: VllmServer) -> None:
         server.call_workers("kvtest_plant_in_loads", fault)
         custom_policy.converse(server, 2)
         server.call_workers("kvtest_heal_loads")
-        assert read_compared(server).different >= before.different + wrong, f"{fault} went unseen"
+        assert read_compared(server).different >= before.different + wrong, (
+            f"{fault} was not detected"
+        )

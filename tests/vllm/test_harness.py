@@ -1,4 +1,5 @@
-"""Tests the harness itself: what it must detect before any other test here has a meaning.
+"""Tests the harness itself: if it did not detect these faults, the other tests here would prove
+nothing.
 
 Answers are compared only if equal hits left the same tokens to compute, one request at a time:
 other batch shapes use other kernels, whose last bits differ on some processors.

@@ -87,7 +87,7 @@ def kill_under_load(
         met: set[str] = engine.call(kinds_in_flight)
         if not met.isdisjoint(kinds):
             break
-        assert attempt < ATTEMPTS, "no job is under way although the tiers do not answer"
+        assert attempt < ATTEMPTS, "no job is in progress although the tiers do not answer"
     engine.kill()
     return met
 
@@ -126,5 +126,5 @@ def test_killed_again_and_again(llama: Path, tmp_path: Path) -> None:
         assert bytes_below(folder) <= CAP_BYTES, where
         assert not strays(folder), where
     assert not [path for path in shared_memory if path.exists()]
-    assert "load" in met, "no kill met a load"
-    assert KILLS < 2 or met & {"store", "write-through"}, "no kill met a store"
+    assert "load" in met, "no kill interrupted a load"
+    assert KILLS < 2 or met & {"store", "write-through"}, "no kill interrupted a store"

@@ -210,7 +210,7 @@ def test_a_reset_with_the_connector_forgets_every_tier_for_good(
     with serve(llama, tmp_path, "first") as engine:
         fill(engine, reference)
         engine.reset_prefix_cache(connector=True)
-        fill(engine, reference)  # as far as is known, by weights that no file has
+        fill(engine, reference)  # the blocks count as computed with weights that match no file
         engine.kill()  # the reset was durable when it returned
     with serve(llama, tmp_path, "second") as engine:
         assert ask(engine, reference) == len(reference.prompts)
@@ -306,7 +306,7 @@ def test_a_hook_that_raises_costs_hits_but_never_changes_an_answer(
             engine.call(faults.on_workers, break_executor, name)
             ask_with_a_broken_hook(engine, reference, name)
             engine.call(faults.on_workers, heal_executor, name)
-        assert sum(engine.call(faults.on_workers, worker_faults)) > 0, "no fault was met"
+        assert sum(engine.call(faults.on_workers, worker_faults)) > 0, "no fault occurred"
     with serve(llama, tmp_path, "third") as engine:
         ask_and_compare(engine, reference, "lmdb")  # nothing wrong was stored
 

@@ -200,7 +200,9 @@ def test_every_problem_of_a_configuration_is_reported_at_once(llama: Path, tmp_p
         wheres = [line.split(":")[0].strip() for line in problems]
         assert wheres == ["$.cpu.capacity", "$.tiers[0].polcy", "$.tiers[0].path"]
         for early in ("EngineCore", "Initializing", "Traceback"):
-            assert early not in done.stdout, "something was loaded, or the message was buried"
+            assert early not in done.stdout, (
+                "something was loaded, or the message is hidden among others"
+            )
 
 
 @pytest.mark.thorough

@@ -1,5 +1,5 @@
-"""Whatever happens to the disk, every request is answered with the right tokens; the tier is left
-out after a few failures, costs nothing meanwhile, and is used again when the disk works."""
+"""Whatever happens to the disk, every request is answered with the right tokens. After a few
+failures the tier is not used and costs nothing; it is used again when the disk works."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ from tests.vllm.restored import (
 
 FAILURES = 3
 STALL_S = 0.5
-"""For how long a process is stopped, at least."""
+"""Minimum time for which a process is stopped."""
 SHORT, LONG = (2.0, 0.3), (PATIENCE_S, PATIENCE_S)
 """Time in seconds that a load and an operation of the disk may take: while the disk fails, and
 while a busy machine must not cause the tier to be left out."""
@@ -128,7 +128,7 @@ def test_a_sick_disk_is_left_out_and_used_again_when_it_works(
     on_disk(engine, sick_disk.infect, state)
     ask_while(engine, reference, lambda: not is_shut(engine, shut))
     assert engine.call(gate_state)[2] > before or state == "crawls"
-    assert on_disk(engine, sick_disk.disk_calls)[0] > 0, "the fault was never met"
+    assert on_disk(engine, sick_disk.disk_calls)[0] > 0, "the fault never occurred"
     on_disk(engine, sick_disk.infect, "well")
     on_disk(engine, sick_disk.set_limits, *LONG)
     engine.call(sick_disk.compute_at, *SLOWLY)
@@ -164,7 +164,7 @@ def test_an_unplugged_disk_is_used_again_when_it_is_back(
     ask_and_compare(engine, reference, "lmdb")
     assert ask_all(engine, reference, 600) == len(reference.prompts)
     has_lost = engine.call(totals)["dropped_chunks:lmdb"] > dropped
-    assert has_lost == (comes_back == "empty"), "what had come back was there"
+    assert has_lost == (comes_back == "empty"), "the records of the returned disk are there"
 
 
 def has_begun_to_copy(llm: Any) -> bool:
@@ -226,8 +226,10 @@ def test_a_stopped_process_gives_no_block_away_during_a_copy(
         owners = engine.call(blocks_of_requests)
         assert late in owners
         for name, blocks in owners.items():
-            assert name == late or held.isdisjoint(blocks), "blocks of another are copied over"
-    assert finished, "others are served meanwhile"
+            assert name == late or held.isdisjoint(blocks), (
+                "another request's blocks are overwritten"
+            )
+    assert finished, "other requests must be served meanwhile"
     on_disk(engine, copy_faults.release_loads)
     answers = engine.run_until_finished()
     assert engine.call(totals)["load_failures"] > failures

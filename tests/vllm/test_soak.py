@@ -124,7 +124,7 @@ def test_load_with_faults_leaks_nothing(llama: Path, tmp_path: Path) -> None:
     print(f"seed {SEED}: {soak.turns} turns, {checked}, {found}")
     assert checked.equal > 0
     assert found["loaded_tokens:lmdb"] > 0
-    assert found["breaker_openings:lmdb"] > 0, "the faults were never met"
+    assert found["breaker_openings:lmdb"] > 0, "the faults never occurred"
     quarter = len(soak.samples) // 4
     early, late = soak.samples[quarter : 2 * quarter], soak.samples[-quarter:]
     memory, files, threads = (

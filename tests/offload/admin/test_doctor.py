@@ -79,7 +79,7 @@ def test_refused_kind_has_no_tiers_and_a_fix():
         make_group(0, FULL, 32, 64), make_group(1, STATE, 64, 64, unaligned_state=True)
     )
     report = examine(facts, config_of(), ["$.tires: unknown option"])
-    assert report.verdict == ModelVerdict.REFUSED, "also beside a wrong configuration"
+    assert report.verdict == ModelVerdict.REFUSED, "even if the configuration is wrong"
     report = examine(facts, config_of())
     assert report.verdict == ModelVerdict.REFUSED
     assert report.tiers == ()

@@ -1,5 +1,4 @@
-"""Runs a program on a terminal that a test controls: what it shows, and the keys that are
-pressed."""
+"""Runs a program on a terminal that a test controls: the test reads the output and presses keys."""
 
 from __future__ import annotations
 

@@ -34,7 +34,7 @@ def test_json_text_a_file_and_vllms_enclosing_object(tmp_path: Path) -> None:
                 found.out
                 == f"cpu: 64MiB\nlmdb {path}: 16MiB\nthe configuration fits this machine\n"
             )
-    assert not (tmp_path / "kv").exists(), "a check makes nothing"
+    assert not (tmp_path / "kv").exists(), "a check must not create anything"
 
 
 def test_the_earlier_name_and_vllms_multi_connector(tmp_path: Path) -> None:

@@ -88,7 +88,7 @@ def test_clear_everything(root: Path) -> None:
 def test_a_dry_run_and_a_no_remove_nothing(root: Path) -> None:
     listed = kvtiers("clear", root, "--all", "--dry-run", "--json")
     assert [one["removed"] for one in listed.json["namespaces"]] == [False] * 3
-    assert kvtiers("clear", root, "--all").code == 2  # no terminal to answer yes on
+    assert kvtiers("clear", root, "--all").code == 2  # there is no terminal on which to answer yes
     assert left(root) == {"llama", "qwen", "llama2"}
 
 

@@ -34,7 +34,7 @@ def test_one_export_at_a_time_writes_a_file(tmp_path: Path) -> None:
                 f"kvtiers export: another export is writing {part}. Wait for its end, or name "
                 "another file\n"
             )
-        assert part.stat().st_size, "the second one emptied it"
+        assert part.stat().st_size, "the second export truncated the file"
         assert not (tmp_path / "f").exists()
     finally:
         process.kill()

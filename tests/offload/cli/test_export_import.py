@@ -81,7 +81,7 @@ def test_round_trip(tmp_path: Path, kind: str, into: str) -> None:
     assert (result.code, result.json["complete"]) == (0, True)
     assert [one["written"] for one in result.json["stores"]] == [4, 6]
     before, after = contents(tmp_path / "a"), contents(tmp_path / "b")
-    assert list(before) == list(after), "another order of use"
+    assert list(before) == list(after), "the order of use has changed"
     assert before == after
     assert {key for _, key in after} >= {key_of(8)}
     assert after[0, key_of(8)] == payload_of(key_of(8), SIZE).tobytes()

@@ -37,7 +37,7 @@ def test_output_to_a_full_disk(tmp_path: Path, words: list[str], unbuffered: str
     with open("/dev/full", "w") as full:
         found = run(full, command, tmp_path, *options, unbuffered=unbuffered)
     assert found == (1, FULL)
-    assert folder.exists(), "removed what it could not even list"
+    assert folder.exists(), "it removed data that it could not even list"
 
 
 @pytest.mark.parametrize("unbuffered", ["", "1"], ids=["buffered", "unbuffered"])

@@ -69,7 +69,7 @@ def test_environment_variables_of_a_container(
     assert [tier["path"] for tier in extra["tiers"]] == [f"{tmp_path}/a", f"{tmp_path}/b"]
     extra = added(serve("m", "--kv-cpu", "32MiB", "--kv-disk", f"{tmp_path}/c:16MiB"))[0]
     extra = extra["kv_connector_extra_config"]
-    assert extra["cpu"] == {"capacity": "32MiB"}, "a flag wins"
+    assert extra["cpu"] == {"capacity": "32MiB"}, "a flag takes precedence over a variable"
     assert [tier["path"] for tier in extra["tiers"]] == [f"{tmp_path}/c"]
 
 

@@ -90,7 +90,7 @@ def test_a_namespace_stays_while_an_engine_is_alive(tmp_path: Path) -> None:
         [found] = result.json["namespaces"]
         assert (result.code, found["removed"], found["in_use_by"]) == (1, False, [pid])
         name = place.relative_to(tmp_path).parts[0]
-        assert not remove_namespace(tmp_path, name), "a server that starts and needs room"
+        assert not remove_namespace(tmp_path, name), "a server that starts and needs space"
         assert records(place) == 6
     assert kvtiers("clear", tmp_path, "--all", "--yes").code == 0
     assert not place.exists()

@@ -1,4 +1,4 @@
-"""``verify`` and ``inspect`` describe a store as a start would treat it."""
+"""``verify`` and ``inspect`` describe a store as a starting server would treat it."""
 
 from __future__ import annotations
 

@@ -171,7 +171,7 @@ def test_a_busy_server_is_readable_in_80_columns(monkeypatch: pytest.MonkeyPatch
         text = kvtiers("top", address, "--once", "--interval", "0.2").out
     lines = [re.sub("\x1b\\[[0-9;]*m", "", line).rstrip() for line in text.splitlines()]
     assert max(map(len, lines)) <= 80
-    assert [line for line in lines if line.startswith(" " * 10)] == [], "a value was folded"
+    assert [line for line in lines if line.startswith(" " * 10)] == [], "a value was wrapped"
     starts = [line.split()[0] for line in lines if line and not line.startswith(" ")]
     assert starts == ["requests", "hits", "misses", "faults", "cpu", "lmdb", "lmdb_translated"]
     assert sum("999GiB of 1.12TiB" in line for line in lines) == 3
@@ -200,7 +200,7 @@ def test_top_writes_one_view_after_the_other_into_a_pipe() -> None:
                 break
         process.send_signal(signal.SIGINT)
         process.communicate(timeout=PATIENCE_S)
-    assert heads == 3, "it has ended by itself"
+    assert heads == 3, "it ended before it was stopped"
     assert process.returncode == 130
 
 

@@ -41,7 +41,7 @@ def verify(root: Path, *options: object) -> dict:
     result = kvtiers("verify", root, "--json", *options)
     answer = result.json
     [store] = answer["stores"]
-    assert result.err == "", "no bar where there is no terminal"
+    assert result.err == "", "no progress bar without a terminal"
     assert (result.code, answer["ok"]) == (0 if not store["damaged"] else 1, result.code == 0)
     return store
 

@@ -70,7 +70,7 @@ def test_a_folder_with_other_files_is_refused(tmp_path: Path) -> None:
     folder.mkdir()
     assert said(folder) == ""
     (folder / "lost+found").mkdir()
-    assert said(folder) == "", "the root of a disk of its own"
+    assert said(folder) == "", "the root of a separate disk"
     for number in range(5):
         (folder / f"notes-{number}").touch()
     text = said(folder)

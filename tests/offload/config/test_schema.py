@@ -321,7 +321,7 @@ def test_any_json_is_a_configuration_or_a_config_error(data: st.DataObject) -> N
         parse_config(raw)
     except ConfigError as error:
         problems = list(error.problems)
-        assert problems, "an error that names nothing"  # either outcome is right
+        assert problems, "the error names no problem"  # either outcome is right
     for problem in problems:
         assert problem.where.startswith("$")
         assert str(problem).isprintable()
@@ -386,7 +386,7 @@ def test_every_problem_of_a_store_is_found() -> None:
     ids=["lmdb", "file", "mooncake"],
 )
 def test_a_shared_tier_takes_no_policy(table: dict[str, Any]) -> None:
-    """It was ignored silently."""
+    """It used to be ignored silently."""
     parse_config({"cpu": {"capacity": "1GiB"}, "tiers": [table]})
     given = table | {"policy": {"name": "slru"}, "high_watermark": 0.99}
     with pytest.raises(ConfigError) as caught:

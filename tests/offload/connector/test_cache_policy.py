@@ -51,7 +51,7 @@ def test_vllms_manager_stays_consistent_with_our_policies(policy: str) -> None:
     evicted = 0
     for number, keys in enumerate(prompts(1)):
         gone = request(manager, str(number), keys, fail=number % 17 == 0)
-        assert gone is not None, "twelve chunks are room for any of these requests"
+        assert gone is not None, "any of these requests fits into twelve chunks"
         evicted += len(gone)
         assert set(gone).isdisjoint(keys)
         assert all(manager._policy.get(key) is None for key in gone)

@@ -102,7 +102,7 @@ class VllmTiering:
         self.manager.on_schedule_end(ScheduleEndContext((), ()))
 
     def settle(self) -> None:
-        """Step until nothing is under way."""
+        """Step until all transfers have ended."""
         end = time.monotonic() + PATIENCE_S
         self.step()
         while self.manager.has_pending_work():
@@ -110,8 +110,8 @@ class VllmTiering:
             self.step()
 
     def reset(self) -> None:
-        """Reset as vLLM does, after its workers have reported what was under way: 0.33 promotes
-        nothing in between."""
+        """Reset as vLLM does, after its workers have reported the transfers in progress: 0.33
+        promotes nothing in between."""
         self.manager.reset_cache()
         if hasattr(self.manager, "on_reset_flushed"):
             self.manager.on_reset_flushed()
@@ -239,7 +239,9 @@ def test_a_reset_forgets_permanently(tmp_path: Path) -> None:
         assert all(world.load(KEYS[number]) is None for number in range(6))
         world.store(KEYS[7], 77)
     with world_at(tmp_path / "kv") as world:
-        assert all(world.load(key) is None for key in KEYS), "weights are the files' again"
+        assert all(world.load(key) is None for key in KEYS), (
+            "the weights are those of the files again"
+        )
 
 
 @pytest.mark.parametrize("how", ["fails", "hangs"])

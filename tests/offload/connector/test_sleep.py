@@ -1,4 +1,5 @@
-"""The parts of sleep mode: the question about the weights, their digest, and epochs taken back."""
+"""The parts of sleep mode: the question whether the weights have changed, their digest, and epochs
+that are taken back."""
 
 from __future__ import annotations
 
@@ -56,14 +57,14 @@ def test_a_reset_of_a_sleep_keeps_the_tiers_if_the_weights_are_the_same() -> Non
         (1, {"sleeps": 1, "same": True, "ranks": 1}),  # a rank that has not answered
     ],
 )
-def test_any_other_reset_means_what_it_says(resets: int, answer: dict[str, Any]) -> None:
+def test_any_other_reset_clears_the_tiers(resets: int, answer: dict[str, Any]) -> None:
     hold = SleepHold()
     for _ in range(resets):
         hold.reset()
     assert asked(hold, **answer) is False
 
 
-def test_an_answer_to_an_older_question_decides_nothing() -> None:
+def test_an_answer_to_an_older_question_is_ignored() -> None:
     hold = SleepHold()
     old = WeightsAnswer(hold.question, 2, 1, is_same=True)
     hold.reset()
@@ -142,7 +143,7 @@ def test_the_digest_sees_every_weight_of_the_model_and_of_no_other() -> None:
         other.head.weight += 1
         swapped = model.layers[0].weight[:2].clone()
         model.layers[0].weight[:2] = swapped.flip(0)
-    assert loaded.digest() != first, "two weights have changed places"
+    assert loaded.digest() != first, "two swapped weights must change the digest"
     assert LoadedWeights({"layer": nn.Linear(1, 1).weight}).digest() is None
 
 
@@ -173,13 +174,13 @@ def test_a_copy_that_hangs_refuses_the_sleep() -> None:
     sleep = CacheSleep(OpenLoads(), fences, None)
     with pytest.raises(TransferError, match="have not ended within"):
         sleep.begin(0.0)
-    assert not sleep.reason, "the server stays awake"
+    assert not sleep.reason, "the server must stay awake"
 
 
 # -- epochs ----------------------------------------------------------------------------------
 
 
-def test_an_epoch_that_nobody_has_used_is_taken_back(tmp_path: Path) -> None:
+def test_an_unused_epoch_is_taken_back(tmp_path: Path) -> None:
     path = str(tmp_path)
     claim_rank_folder(path, NAMESPACE, replica=0, rank=0, engine="test", starts=True).close()
     epochs = TierEpochs([path], NAMESPACE, 0)

@@ -23,7 +23,7 @@ KEYS = [bytes([number]) * 32 + group_suffix(0) for number in range(6)]
 
 
 def namespace_of(ranks: int, **changes: Any) -> Namespace:
-    """Fields as ``offload.connector.model.identity`` makes them, reduced."""
+    """A subset of the fields that ``offload.connector.model.identity`` makes."""
     groups = [{"kind": "FullAttentionSpec", "num_kv_heads": HEADS_ALL // ranks, "head_size": 32}]
     return Namespace.of(
         {

@@ -1,4 +1,5 @@
-"""Starting beside other geometries: they are used, refused with a message, or left alone."""
+"""A server starts on a path with other geometries: they are used, refused with a message, or
+ignored."""
 
 from __future__ import annotations
 
@@ -123,8 +124,8 @@ async def test_stores_without_a_description_are_refused(tmp_path: Path) -> None:
 
 
 async def test_stores_to_translate_are_not_removed_for_space(tmp_path: Path) -> None:
-    """They count all the same: too small a capacity is refused, and without ``translate`` they are
-    removed."""
+    """They still count towards the capacity: too small a capacity is refused, and without
+    ``translate`` they are removed."""
     await write(tmp_path / "kv", 2)
     theirs = tmp_path / "kv" / namespace_of(2).name
     with pytest.raises(ConfigError, match=r"\$.tiers\[0\].capacity.*leaves too little. Give at"):

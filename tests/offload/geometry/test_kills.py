@@ -1,5 +1,5 @@
 """Chunks are read with another geometry while the engines that wrote them are killed at random
-moments, one after the other: what is read is right, byte for byte, or missing.
+moments, one after the other: each chunk that is read is right, byte for byte, or missing.
 """
 
 from __future__ import annotations
@@ -29,7 +29,8 @@ from tiers.offline.offline_folder import Checker, Found, RecordHealth
 
 KILLS = 12
 SMALL = {False: "4700KiB", True: "2850KiB"}
-"""Capacities small enough that extents are soon reused, by whether engines share the folder."""
+"""Capacities that are small enough for extents to be reused soon; the key says whether engines
+share the folder."""
 
 
 def live(turn: int, begun: Callable[[], object], folder: str, shared: str) -> None:

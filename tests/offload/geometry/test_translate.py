@@ -1,5 +1,5 @@
-"""Chunks of one geometry are read with another, and compared with slices of a cache of which both
-hold parts."""
+"""Chunks of one geometry are read with another, and compared with slices of the logical cache from
+which both are made."""
 
 from __future__ import annotations
 

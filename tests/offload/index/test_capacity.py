@@ -26,7 +26,7 @@ def test_slots_that_are_not_usable_yet_are_not_given_out() -> None:
     space.grow(4)
     assert taken(space) == [12, 13]
     space.grow(3)
-    assert taken(space) == [], "usable slots only grow"
+    assert taken(space) == [], "the number of usable slots only grows"
     space.grow(99)
     assert taken(space) == [14, 15]
     assert (space.used, space.capacity) == (6, 6)

@@ -54,7 +54,7 @@ def test_columns_equal_single_facts(count: int, kind: str, origin: RequestOrigin
     flags = [rng.random() < 0.5 for _ in range(count)]
     assert list(chosen(found, flags)) == chosen(naive, flags)
     parts = [found[:3], found[3:]]
-    assert isinstance(joined(parts), LazyEntryInfos), "nothing is made of them"
+    assert isinstance(joined(parts), LazyEntryInfos), "no objects are created from them"
     assert list(joined(parts)) == naive
     others = info.entries(ChunkBatch([b"x"], 2, [0], [99], RequestOrigin(b"other")), 1)
     assert list(joined([found, others])) == [*naive, *others]

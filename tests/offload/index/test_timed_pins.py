@@ -70,7 +70,7 @@ def test_no_client_gets_more_than_its_share() -> None:
     assert bed.pins.used() == {"cpu": 4, "disk": 20}
     bed.put(bed.cpu, *range(10, 20))
     assert len(bed.cpu) == 8
-    assert bed.cpu.evictions == 10, "the other half goes on as ever"
+    assert bed.cpu.evictions == 10, "the other half is used as before"
 
 
 def test_absent_chunks_are_not_kept() -> None:

@@ -176,7 +176,7 @@ def test_a_cancelled_restore_does_not_wait_for_a_read_that_hangs(
             tier.release()
             await manager.flush()
             await copies(engine())
-            assert (caches["layers.0"][40:42] == 0xEE).all(), "the blocks have a new owner"
+            assert (caches["layers.0"][40:42] == 0xEE).all(), "the blocks already have a new owner"
             manager.planner.check()
 
     run(life)
@@ -278,7 +278,7 @@ def test_operations_under_way_end_with_the_manager(
         await closing
         began = loop.time()
         await asyncio.wait(calls, timeout=SOON_S)
-        assert loop.time() == began, "they have ended"
+        assert loop.time() == began, "the operations must have ended"
         for call in calls:
             assert isinstance(call.exception(), ManagerClosedError), call
         assert engine().idle
@@ -306,7 +306,7 @@ def test_a_cancelled_close_releases_everything(
             await turns(2)
         with pytest.raises(asyncio.CancelledError):
             await closing
-        assert asyncio.get_running_loop().time() < 1e3, "it flushes no more"
+        assert asyncio.get_running_loop().time() < 1e3, "the flush must have ended"
         with pytest.raises(ManagerClosedError):
             await manager.flush()
         again = OnThreads(LmdbTier(tmp_path / "tier", 8 << 20, reserve_bytes=0))

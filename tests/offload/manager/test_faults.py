@@ -204,8 +204,10 @@ def test_reads_of_a_failing_disk(tmp_path: Path, fault: Callable[[Tier, Trouble]
             for _ in range(20):
                 held = await world.restore(CHUNKS)
                 assert held < CHUNKS
-            assert world.tier.calls["read"] == asked, "while open the tier is not asked"
-            assert loop.time() - began < 0.1, "and costs no time"
+            assert world.tier.calls["read"] == asked, (
+                "the tier must not be used while its breaker is open"
+            )
+            assert loop.time() - began < 0.1, "an open breaker must cost no time"
             assert world.fault.met > 0
             fair_again(world)
             await until(lambda: world.gate.reads.closed, world)
@@ -230,11 +232,13 @@ def test_writes_to_a_failing_disk(tmp_path: Path, fault: Callable[[Tier, Trouble
                 first += 4
                 assert first < 40
             asked = world.tier.calls["write"]
-            assert asked <= FAILURES + 1, "the last one was on its way"
+            assert asked <= FAILURES + 1, "the last operation was already in progress"
             for first in range(100, 140, 4):
                 await world.store(4, first, wait=False)
-                assert await world.restore(4, first) == 4, "the CPU tier goes on"
-            assert world.tier.calls["write"] == asked, "while open nothing is written"
+                assert await world.restore(4, first) == 4, "the CPU tier must continue"
+            assert world.tier.calls["write"] == asked, (
+                "nothing must be written while the breaker is open"
+            )
             assert world.fault.met > 0
             fair_again(world)
             await store_until_writes_are_closed(world)
@@ -266,7 +270,7 @@ def test_a_disk_that_hangs_permanently_stays_unused_and_closing_is_bounded(tmp_p
                 await world.restore(CHUNKS)
                 waited += loop.time() - began > 1.0
                 await asyncio.sleep(3.0)
-            assert waited <= 2, "in a quarter of an hour two requests waited for it"
+            assert waited <= 2, "at most two requests may wait for it in a quarter of an hour"
             await world.store(2, CHUNKS, wait=False)
             began = loop.time()
             with pytest.raises(TimeoutError):
@@ -351,7 +355,7 @@ def test_a_prefix_four_times_the_cpu_tier_is_read_from_the_disk_exactly_once(
             assert await again.restore(CHUNKS) == CHUNKS
             names = {key + bytes(4) for key in keys(CHUNKS)}
             assert set(again.fault.seen) == names
-            assert set(again.fault.seen.values()) == {8192}, "each byte once"
+            assert set(again.fault.seen.values()) == {8192}, "each byte must be read once"
 
     run(life())
 

@@ -252,7 +252,9 @@ async def test_a_full_cpu_tier_reports_how_far_it_came(engine: str) -> None:
     async with await open_manager(caches, [tier], slots=8) as manager:
         compute(caches, keys(12), range(12))
         taken = await manager.offload(keys(12), range(12))
-        assert taken == 6, "8 slots, 2 of them for staging; dirty chunks are not evicted"
+        assert taken == 6, (
+            "2 of 8 slots are for staging, and chunks that were not written yet are not evicted"
+        )
         assert await manager.offload(keys(12), range(12)) == 6
         tier.release()
         await manager.flush()
@@ -268,7 +270,7 @@ async def test_closing_with_a_hung_tier_is_bounded() -> None:
     await tier.waiting()
     closing = asyncio.ensure_future(manager.aclose(timeout_s=0.1))
     await asyncio.wait({closing}, timeout=PATIENCE_S)
-    assert closing.done(), "vLLM gives workers 5 s, and it waits for the tier"
+    assert closing.done(), "vLLM waits 5 s for workers to end, and closing waits for the tier"
     tier.release()
 
 
@@ -308,7 +310,7 @@ async def test_a_cancelled_offload_ends_only_when_its_blocks_are_free(
         for _ in range(5):
             await asyncio.sleep(0)
         assert not call.done(), "the copy still reads block 1"
-        assert not second.done(), "the chunk is not held yet"
+        assert not second.done(), "no tier holds the chunk yet"
         engines[0].run_all()
         with pytest.raises(asyncio.CancelledError):
             await call

@@ -117,7 +117,7 @@ def test_the_longest_key_reaches_every_tier(tmp_path: Path) -> None:
 
 
 class MisbehavingTier(FaultTier):
-    """Does what it is called for, but returns results as ``how`` says."""
+    """Carries out each call, but returns results that are wrong in the way ``how`` says."""
 
     def __init__(self, inner: Tier, method: str, how: Callable[[list[Any]], Any]) -> None:
         super().__init__(inner, always, {method})
@@ -189,9 +189,11 @@ def test_a_misbehaving_tier_fails_only_that_operation(method: str, way: str) -> 
                 compute(caches, keys(2, start), range(2))
                 taken = await manager.offload(keys(2, start), range(2))
                 again = await manager.restore(keys(2, start), [8, 9])
-                assert again >= taken, "what the CPU tier has taken it gives"
+                assert again >= taken, "the CPU tier returns what it has stored"
                 assert wrong_blocks(caches, keys(again, start), [8, 9][:again]) == []
-                assert await manager.restore(keys(2, start + 500), [10, 11]) == 0, "unheard of"
+                assert await manager.restore(keys(2, start + 500), [10, 11]) == 0, (
+                    "these keys were never stored"
+                )
                 restored = await asyncio.gather(
                     *(manager.restore(keys(16), range(at, at + 16)) for at in (20, 40))
                 )

@@ -109,7 +109,7 @@ class Caller:
         """Assert that no other call has written to the blocks."""
         for layer, cache in self.life.memory.items():
             mine = cache[self.blocks.start : self.blocks.stop]
-            assert (mine == self.mark).all(), f"{layer}: somebody wrote into blocks of another"
+            assert (mine == self.mark).all(), f"{layer}: another call has written into these blocks"
 
     def chunks(self) -> tuple[list[bytes], list[int], int]:
         """The beginning of a prompt, blocks for it, and its group."""
@@ -129,7 +129,7 @@ class Caller:
         got = await self.call("restore", self.life.manager.restore(names, blocks, group))
         if got:
             wrong = wrong_blocks(self.life.caches, names[:got], blocks[:got], group)
-            assert wrong == [], "restored and not right"
+            assert wrong == [], "restored with wrong bytes"
             self.life.seen["chunks"] += got
         self.own()
 
@@ -245,7 +245,7 @@ def test_random_runs_keep_the_guarantees(part: int) -> None:
     for seed in range(part, SEEDS, PARTS):
         seen += live_through(seed)
     for what in ("chunks", "offload cancelled", "restore cancelled", "closing cancelled"):
-        assert seen[what] > 0, f"no life has seen {what}"
+        assert seen[what] > 0, f"no run has covered {what}"
     print(dict(seen))
 
 

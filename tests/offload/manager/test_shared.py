@@ -19,12 +19,14 @@ async def test_managers_restore_each_others_chunks() -> None:
         assert await first.offload(NAMES, range(6)) == 6
         await first.flush()
         async with await open_manager(other, [SharedMemoryTier(memory)], **PATIENT) as second:
-            assert second.lookup(NAMES) == 0, "nobody has asked yet"
+            assert second.lookup(NAMES) == 0, "there was no query yet"
             assert await second.restore(NAMES, range(10, 16)) == 6
             assert wrong_blocks(other, NAMES, range(10, 16)) == []
             await second.reset()
             assert await second.restore(NAMES, range(10, 16)) == 0
-            assert len(memory.records) == 6, "a reset and evictions delete nothing of others"
+            assert len(memory.records) == 6, (
+                "resets and evictions must not delete records of others"
+            )
         await first.reset()
         assert await first.restore(NAMES, range(10, 16)) == 0
 

@@ -1,5 +1,5 @@
-"""The weights change while a disk is unavailable: the other tiers reset at once, that one when its
-disk is back."""
+"""The weights change while a disk is unavailable: the other tiers are reset at once, and its tier
+when the disk is back."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def epoch_at(path: str) -> int:
 def taken(owed: PendingEpochs) -> dict[int, int]:
     end = time.monotonic() + PATIENCE_S
     while not (found := owed.take()):
-        assert time.monotonic() < end, "the disk is back and was not told"
+        assert time.monotonic() < end, "the disk is back and did not get the epoch"
         time.sleep(0.005)
     return found
 
@@ -72,7 +72,7 @@ def test_a_disk_that_is_away_gets_the_epoch_when_it_is_back(
     far.rename(elsewhere)
     assert not owed.reset(PATIENCE_S)
     assert owed.take() == {0: 3}
-    assert not owed.reset(PATIENCE_S), "and once more"
+    assert not owed.reset(PATIENCE_S), "a second disk failure must be handled as well"
     assert owed.take() == {0: 5}
     assert owed.take() == {}
     assert not far.exists()
@@ -125,10 +125,14 @@ def test_a_hanging_disk_does_not_delay_a_reset(paths: list[str], where: str) -> 
         assert held.hangs.wait(PATIENCE_S)
         assert taken(owed) == {0: 1}
         assert epoch_at(paths[1]) == (1 if where == "in its syncs" else 0)
-        assert owed.reset(3600.0) is (where == "in its syncs"), "it does not wait for an hour"
+        assert owed.reset(3600.0) is (where == "in its syncs"), (
+            "the reset must not wait for the disk"
+        )
         assert owed.take() == {0: 3}
         held.go_on.set()
-        assert taken(owed) == {1: 1}, "one epoch is enough for both: nothing came in between"
+        assert taken(owed) == {1: 1}, (
+            "one epoch is enough for both resets, because nothing was stored in between"
+        )
         assert held.asked == 1
         assert owed.reset(PATIENCE_S)
         assert owed.take() == {0: 5, 1: 3}

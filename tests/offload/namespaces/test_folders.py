@@ -118,13 +118,13 @@ def test_a_starting_server_does_not_use_records_of_changed_weights(tmp_path: Pat
     with start() as place:
         assert place.epoch == 0
     with start() as place:
-        assert place.epoch == 0, "nothing has changed: everything is kept"
+        assert place.epoch == 0, "the weights have not changed, so everything must be kept"
         assert bump_epoch(replica_folder(tmp_path, ONE)) == 1
     with start() as place, start(rank=1) as other:
-        assert (place.epoch, other.epoch) == (2, 2), "all ranks begin the same epoch"
+        assert (place.epoch, other.epoch) == (2, 2), "all ranks must begin the same epoch"
         assert bump_epoch(replica_folder(tmp_path, ONE)) == 3
         with place_of(tmp_path, rank=2) as renewed:
-            assert renewed.epoch == 3, "this is no start"
+            assert renewed.epoch == 3, "this must not count as a start"
     with start() as place:
         assert place.epoch == 4
     with start() as place:

@@ -1,5 +1,4 @@
-"""Break-even: what is measured, when loading stops and resumes, and that the decision does not
-flap."""
+"""Break-even: what is measured, when loading stops and resumes, and that the decision is stable."""
 
 from __future__ import annotations
 
@@ -64,7 +63,7 @@ def test_loading_pays_until_measured_otherwise() -> None:
     assert LoadOrRecompute(Rate()).pays
     pace = LoadOrRecompute(Rate())
     load_at(pace, 1.0)
-    assert pace.pays, "nobody has measured computing"
+    assert pace.pays, "the rate of computing was not measured yet"
     pace = LoadOrRecompute(prefill_of(1000))
     load_at(pace, 1.0, times=SAMPLES_MIN - 1)
     assert pace.pays, "too few loads"
@@ -101,7 +100,7 @@ def test_a_probe_must_be_clearly_faster() -> None:
     assert not pace.pays
     probe_at(pace, 1000 * RESUME_ABOVE * 1.01, 30.0)
     assert pace.pays
-    assert pace.rate.value() is None, "what was measured before does not hold any more"
+    assert pace.rate.value() is None, "earlier measurements must no longer count"
 
 
 def test_probes_come_after_waits_that_double_up_to_a_bound() -> None:
@@ -136,7 +135,9 @@ def test_a_tier_that_pays_only_without_traffic_is_tried_less_and_less_often() ->
             probe_at(pace, 5000.0, now)
             resumed.append(now)
         now += 1.0
-    assert len(resumed) < 16, f"once a minute in the end, not every five seconds: {resumed}"
+    assert len(resumed) < 16, (
+        f"probes must come once a minute in the end, not every five seconds: {resumed}"
+    )
     gaps = [after - before for before, after in itertools.pairwise(resumed)]
     assert gaps[-1] >= RETRY_MAX_S
 
@@ -154,7 +155,7 @@ def test_loads_that_pay_make_the_next_wait_short_again() -> None:
 
 
 def test_between_the_thresholds_the_state_stays() -> None:
-    """Loads exactly as fast as computing, probes too: no change in either state."""
+    """If loads and probes are exactly as fast as computing, neither state changes."""
     paying = LoadOrRecompute(prefill_of(1000))
     load_at(paying, 1000.0, times=50)
     assert paying.pays

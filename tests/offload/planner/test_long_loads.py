@@ -227,7 +227,9 @@ def test_an_answer_ends_only_its_own_load() -> None:
     assert bed.planner.loads.loading == len(LONG)
     bed.planner.complete(StepReport({old.job: JobResult()}))
     assert bed.planner.loads.loading == len(LONG), "the new load has not ended"
-    assert keys_in([new, *bed.parts()]) == [key_of(n) for n in LONG], "nor is it cut short"
+    assert keys_in([new, *bed.parts()]) == [key_of(n) for n in LONG], (
+        "the new load must not be shortened either"
+    )
     bed.end(new.job)
 
 
@@ -240,7 +242,7 @@ def test_an_aborted_request_loads_no_more() -> None:
     (last,) = bed.step().loads
     assert (last.job, last.part, last.is_last, last.items) == (first.job, 1, True, ())
     bed.end(first.job)
-    assert all(item.key in bed.cpu for item in first.items), "what was read is kept"
+    assert all(item.key in bed.cpu for item in first.items), "chunks that were read must be kept"
 
 
 def is_cut(bed: Bed, first: LoadJob) -> None:
@@ -334,15 +336,19 @@ def test_a_step_stores_no_more_than_its_share_and_the_rest_is_offered_again() ->
     planner = Planner({GROUP: GroupInfo("full", 16, ())}, cpu, (), WorkLimits(step_chunks=53))
     assert planner.stores.plan(run(many)) == 100, "five eighths of the budget"
     assert planner.stores.plan(run(range(100, 300))) == 0
-    assert planner.stores.plan(run(range(290, 300))) == 0, "nor few, as long as it goes on"
+    assert planner.stores.plan(run(range(290, 300))) == 0, (
+        "not even a few may be stored while the request goes on"
+    )
     ended = run(range(290, 300))
-    assert planner.stores.plan(ended, ended=True) == 10, "of what ends a few always find room"
+    assert planner.stores.plan(ended, ended=True) == 10, (
+        "a few chunks of a request that ends are always stored"
+    )
     assert planner.totals()["store_refusals"] == 0
     plan = planner.step()
     assert planner.stores.plan(run(range(100, 300))) == 100
     assert sum(len(store.slots) for store in plan.stores) == 110
     ended = run(range(200, 300))
-    assert planner.stores.plan(ended, ended=True) == 64, "and no more, however many are missing"
+    assert planner.stores.plan(ended, ended=True) == 64, "and no more, even if many are missing"
 
 
 def test_a_part_in_the_slab_names_the_slots_that_contain_it() -> None:

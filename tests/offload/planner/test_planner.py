@@ -61,7 +61,7 @@ def test_no_load_ever_restores_other_content(
             for tier in (world.planner.cpu, *world.planner.lower):
                 assert tier.state(key).value in ("absent", "resident"), f"seed {seed}"
         loaded += world.loaded
-    assert loaded > 100, "the world must really load"
+    assert loaded > 100, "the simulation must load something"
 
 
 @pytest.mark.parametrize(
@@ -92,7 +92,7 @@ def test_the_world_detects_planted_faults(fault: str, monkeypatch: pytest.Monkey
             seen = True
         if seen or world.mismatches:
             return
-    raise AssertionError(f"{fault!r} went unseen in {SEEDS} worlds")
+    raise AssertionError(f"{fault!r} was not detected in {SEEDS} worlds")
 
 
 def make(slots: int = 4, disk_chunks: int = 8) -> Planner:
@@ -144,7 +144,7 @@ def test_concurrent_stores_are_bounded() -> None:
     assert planner.stores.plan(wanted(1, 2)) == 2
     assert planner.stores.plan(wanted(3, 4, 5, block=3)) == 1
     first, second = planner.step().stores
-    assert planner.stores.plan(wanted(4, 5, block=4)) == 0, "they are still under way"
+    assert planner.stores.plan(wanted(4, 5, block=4)) == 0, "the stores are still in progress"
     finish(planner, first.job)
     assert planner.stores.plan(wanted(4, 5, 6, block=4)) == 2
     finish(planner, second.job)
@@ -232,7 +232,7 @@ def test_distrusted_stores_are_never_committed() -> None:
     sent = planner.step().stores[0].job
     planner.stores.plan(wanted(2, block=9))
     planner.stores.distrust()
-    assert planner.step().stores == (), "what was not sent is cancelled"
+    assert planner.step().stores == (), "stores that were not sent must be cancelled"
     finish(planner, sent)
     assert not any(key_of(n) in holder for n in (1, 2) for holder in planner.sources.holders())
     planner.check()

@@ -85,7 +85,7 @@ def test_a_reply_makes_a_chunk_a_hit_and_its_absence_is_remembered_too() -> None
     world.answer(plan, KEYS[:5])
     assert not world.presence.is_waiting(wait, 0.0)
     assert [world.planner.sources.present(key) for key in KEYS[:8]] == [True] * 5 + [False] * 3
-    assert not world.ask(KEYS[:8]).numbers, "all of it is known now"
+    assert not world.ask(KEYS[:8]).numbers, "all chunks are known now"
     assert [q.keys for q in _questions(world, KEYS[:10])] == [tuple(KEYS[8:10])]
 
 
@@ -112,7 +112,7 @@ def test_present_and_absent_entries_expire() -> None:
     world.at(5.1)
     assert not any(map(world.planner.sources.present, KEYS[:3]))
     assert [q.keys for q in _questions(world, KEYS[:8])] == [tuple(KEYS[:8])]
-    assert not world.step().deletes, "the store keeps what this engine has forgotten"
+    assert not world.step().deletes, "the store must keep records that this engine has forgotten"
 
 
 def test_chunks_that_a_load_uses_are_not_forgotten() -> None:
@@ -139,7 +139,7 @@ def test_a_request_waits_for_the_deadline_and_at_least_some_steps() -> None:
     world.step()
     assert world.presence.is_waiting(wait, 0.049)
     assert not world.presence.is_waiting(wait, 0.051)
-    assert not world.presence.is_waiting(wait, 0.0), "once gone on, it does not stop again"
+    assert not world.presence.is_waiting(wait, 0.0), "a request that continued must not wait again"
     assert world.planner.totals()["lookup_timeouts"] == 1
     assert world.presence.is_unanswered(1, KEYS[0])
 
@@ -161,8 +161,8 @@ def test_a_query_without_a_reply_ends() -> None:
     world.at(ANSWER_MAX_S)
     assert not world.planner.busy
     world.answer(plan, KEYS[:2])
-    assert not world.planner.sources.present(KEYS[0]), "nobody knows any more what it was about"
-    assert world.ask(KEYS[:2]).numbers, "it can be asked again"
+    assert not world.planner.sources.present(KEYS[0]), "the query is no longer known"
+    assert world.ask(KEYS[:2]).numbers, "the chunk can be queried again"
 
 
 def test_one_rank_without_its_part_is_a_miss() -> None:
@@ -213,7 +213,7 @@ def test_remembered_chunks_are_bounded_without_deleting_anything() -> None:
     assert not world.step().deletes
 
 
-def test_a_wrong_yes_is_forgotten_and_only_damage_is_deleted() -> None:
+def test_a_wrong_reply_is_forgotten_and_only_damage_is_deleted() -> None:
     world = PlannerOverSharedTier()
     world.learn(KEYS[:3])
     gone, damaged = frozenset(KEYS[:1]), frozenset(KEYS[1:2])
@@ -288,7 +288,7 @@ def test_an_unavailable_tier_is_probed_by_a_query() -> None:
     assert health.reads.state is BreakerState.OPEN
     world.at(30.0)
     world.answer(world.step(), [])
-    assert health.reads.closed, "it answers, though it holds nothing"
+    assert health.reads.closed, "the tier replies, although it holds nothing"
     assert world.ask(KEYS[:2]).numbers
 
 

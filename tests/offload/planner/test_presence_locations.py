@@ -1,4 +1,4 @@
-"""Several servers over one path: folders, claims, capacities, and the command line on them."""
+"""Several servers use one path: folders, claims, capacities, and the command line."""
 
 from __future__ import annotations
 

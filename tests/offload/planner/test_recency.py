@@ -91,7 +91,7 @@ def test_a_policy_that_examines_requests_gets_them_whole(make: Callable[[], LruP
     noted = RequestUses(index, (), into(index))
     noted.ended(KEYS[:20], {})
     assert noted.is_long
-    assert order(index) == KEYS, "the hook does not wait for that"
+    assert order(index) == KEYS, "the hook must not wait for it"
     assert noted.step() == 20
     at_once.touch(KEYS[:20])
     assert order(index) == order(at_once)
@@ -111,7 +111,9 @@ def test_each_tier_gets_uses_as_its_policy_accepts_them() -> None:
     assert policies[0].told == ["touch 7", "advise 7"]
     assert policies[1].told == ["touch 3", "touch 3", "touch 1", "advise 7"]
     noted.ended(KEYS[:3], {})
-    assert policies[0].told[2:] == policies[1].told[4:] == ["touch 3"], "what is short, at once"
+    assert policies[0].told[2:] == policies[1].told[4:] == ["touch 3"], (
+        "short requests must be reported at once"
+    )
 
 
 def test_deferred_uses_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:

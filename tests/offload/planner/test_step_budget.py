@@ -115,9 +115,9 @@ def overload(tiers: int, slots: int = 40_000, length: int = 100, *, loading: boo
         bed.step(1500, length, loading=loading)
         if number % 4 == 0:
             bed.use(range(bed.computed - 1500, bed.computed))
-    assert bed.behind_most <= 3 * UNITS, "answers pile up"
+    assert bed.behind_most <= 3 * UNITS, "unprocessed answers pile up"
     assert bed.spent_most <= 1.5 * UNITS, "a step takes too long"
-    assert bed.stored >= 60 * 60, "nearly nothing is stored"
+    assert bed.stored >= 60 * 60, "hardly anything is stored"
     return bed
 
 
@@ -284,7 +284,7 @@ def test_consecutive_long_steps_may_do_more(steps_s: list[float], times: int) ->
         budget.end_step(now)
     assert budget.times == times
     assert budget.left == times * UNITS
-    assert budget.above(2) == times * UNITS * 3 // 4, "others are left their share of all"
+    assert budget.above(2) == times * UNITS * 3 // 4, "other requests must get their share"
     budget.end_step(now + steps_s[-1], half=True)
     assert budget.left == budget.times * UNITS // 2
 

@@ -78,7 +78,7 @@ def test_a_probe_after_the_wait_and_one_at_a_time_closes_it_again() -> None:
     assert {item.key for item in probe.items} == {key_of(n) for n in range(5)}
     for later in (WAIT_S, 100.0, 1000.0):
         assert step(planner, later).loads == ()
-        assert not found(planner, 1), "no request pays for the probe"
+        assert not found(planner, 1), "no request must wait for the probe"
     answer(planner, probe.job, JobResult(seconds=0.1))
     assert gate.reads.closed
     assert found(planner, 1)
@@ -180,7 +180,7 @@ def test_chunks_under_a_probe_are_not_evicted() -> None:
     answer(planner, probe.job)
     assert found(planner, 63)
     store(planner, 200)
-    assert planner.stats.tier(0).evicted_chunks == 1, "and then they may be again"
+    assert planner.stats.tier(0).evicted_chunks == 1, "and then they may be evicted again"
 
 
 def test_the_other_tier_continues() -> None:
@@ -261,7 +261,7 @@ def test_a_tier_slower_than_computing_is_left_out_and_probed() -> None:
     for _ in range(SAMPLES_MIN):
         load_at(planner, 100.0, 0.0)
     assert not found(planner, 1)
-    assert planner.health[0].writable, "only reading does not pay"
+    assert planner.health[0].writable, "only reading is too slow"
     assert step(planner, WAIT_S - 1).loads == ()
     probe = probe_of(step(planner, WAIT_S))
     answer(planner, probe.job, JobResult(seconds=TOKENS / 100.0))
@@ -298,7 +298,7 @@ def test_in_a_hundred_minutes_of_a_slow_tier_only_a_few_requests_try_it() -> Non
         for load in step(planner, now).loads:
             answer(planner, load.job, JobResult(seconds=TOKENS / 2000.0))
         now += 1.0
-    assert tried <= SAMPLES_MIN * 105, "not 6,000 times"
+    assert tried <= SAMPLES_MIN * 105, "only a few requests must try it"
 
 
 # -- the log -----------------------------------------------------------------------------------
@@ -352,7 +352,7 @@ def test_one_late_load_is_enough() -> None:
     (load,) = step(planner, 0.0).loads
     answer(planner, load.job, JobResult(failed=True, late=True, seconds=10.0))
     assert not found(planner, 1)
-    assert planner.health[0].reads.closed, "no single read was late"
+    assert planner.health[0].reads.closed, "no single read was late, only the load"
 
 
 def test_a_load_mostly_from_elsewhere_says_nothing_about_the_tier() -> None:

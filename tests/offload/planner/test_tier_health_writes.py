@@ -28,9 +28,9 @@ def test_while_open_nothing_is_written_and_nothing_is_pinned() -> None:
     planner = make(slots=4)
     gate = break_writes(planner)
     assert store(planner, 1, 2, 3, 4).write_throughs == ()
-    assert store(planner, 5, 6, 7, 8).write_throughs == (), "the CPU tier evicts freely"
+    assert store(planner, 5, 6, 7, 8).write_throughs == (), "the CPU tier must be able to evict"
     assert not gate.writable
-    assert gate.readable, "reading may go on"
+    assert gate.readable, "reads may continue"
     assert not planner.busy
 
 
@@ -48,7 +48,9 @@ def test_the_first_write_after_the_wait_decides() -> None:
     gate = break_writes(planner)
     (write_through,) = store(planner, *range(50), now=WAIT_S).write_throughs
     assert gate.writes.state is BreakerState.HALF_OPEN
-    assert store(planner, *range(50, 100), now=WAIT_S).write_throughs == (), "one at a time"
+    assert store(planner, *range(50, 100), now=WAIT_S).write_throughs == (), (
+        "only one write at a time"
+    )
     bad = frozenset(write_through.keys)
     answer(planner, write_through.job, JobResult(bad=bad))
     assert gate.writes.state is BreakerState.OPEN
@@ -116,7 +118,7 @@ def test_resets_are_delivered_whatever_state_the_breakers_are_in() -> None:
     plan = step(planner, 0.0)
     assert plan.reset
     assert plan.epochs == {0: 7}
-    assert step(planner, WAIT_S).deletes == {}, "the reset has deleted everything"
+    assert step(planner, WAIT_S).deletes == {}, "the reset has deleted the records already"
 
 
 def test_uses_are_not_sent_to_a_tier_that_is_not_written() -> None:
@@ -128,7 +130,7 @@ def test_uses_are_not_sent_to_a_tier_that_is_not_written() -> None:
 
 
 def test_nothing_queues_up_behind_a_write_that_hangs() -> None:
-    """Half-open, with its one write under way forever."""
+    """The breaker is half-open, and its one write never ends."""
     planner = make()
     holding(planner, 1, 2)
     break_writes(planner)
@@ -136,7 +138,7 @@ def test_nothing_queues_up_behind_a_write_that_hangs() -> None:
     store(planner, 4, now=0.0)
     hung = store(planner, 5, now=WAIT_S)
     write_throughs = hung.write_throughs or step(planner, WAIT_S).write_throughs
-    assert write_throughs, "the write that finds out"
+    assert write_throughs, "the write that serves as a probe"
     for _ in range(50):
         planner.recency.note_everywhere([key_of(2)])
         planner.deletes.add(0, [key_of(1)])

@@ -74,7 +74,7 @@ def chunks_to_load(planner: Planner, start: int = 0, origin: RequestOrigin = UNK
 )
 def test_a_slow_tier_is_not_used_for_a_few_tokens(cpu: int, below: int, loaded: int) -> None:
     planner = planner_with(cpu, below)
-    assert chunks_to_load(planner) == cpu + below, "nothing is known of the tier yet"
+    assert chunks_to_load(planner) == cpu + below, "the tier was not measured yet"
     slow(planner, 0)
     assert chunks_to_load(planner) == loaded
     assert hit(planner).is_shortened == (loaded < cpu + below)
@@ -105,7 +105,7 @@ def test_each_of_two_tiers_is_judged_separately() -> None:
     planner = planner_with(5, 9, 20)
     slow(planner, 0)
     slow(planner, 1)
-    assert chunks_to_load(planner) == 34, "what lies behind is worth it"
+    assert chunks_to_load(planner) == 34, "the tier behind it is worth loading from"
 
 
 def test_a_read_under_way_is_joined_from_any_tier() -> None:

@@ -211,7 +211,7 @@ def test_a_failed_read_of_chunks_that_the_disk_has_lost_is_detected() -> None:
     world.put(world.disk, keys)
     world.load()
     world.disk.drop(keys)
-    assert world.ask() == world.truth() == 4 * CHUNK, "it is being read"
+    assert world.ask() == world.truth() == 4 * CHUNK, "the chunk is being read"
     world.planner.complete(StepReport({world.loads[0]: JobResult(failed=True)}))
     world.allowance.renew()
     assert world.ask() == world.truth() == 0
@@ -229,7 +229,7 @@ def test_a_failed_read_is_detected_before_its_slots_are_freed() -> None:
     world.disk.drop(keys)
     while (found := world.ask()) is None:
         world.allowance.renew()
-    assert found == world.truth() == 8 * CHUNK, "they are being read"
+    assert found == world.truth() == 8 * CHUNK, "the chunks are being read"
     world.planner.budget.spend(10**6)
     failed = JobResult(failed=True)
     world.planner.complete(StepReport(dict.fromkeys(world.loads, failed)))
@@ -249,7 +249,7 @@ def test_a_long_prompt_takes_several_steps_and_queries_each_chunk_once() -> None
     assert steps == -(-CHUNKS // STEP)
     world.allowance.renew()
     assert world.ask() == CHUNKS * CHUNK
-    assert world.allowance.left == STEP, "it was asked again"
+    assert world.allowance.left == STEP, "a chunk was queried again"
 
 
 def test_several_long_prompts_share_a_step() -> None:
@@ -259,7 +259,7 @@ def test_several_long_prompts_share_a_step() -> None:
     left = world.allowance.left
     world.known = PartialLookup()
     assert world.ask() is None, "another request"
-    assert left - world.allowance.left == FEW, "it may ask for a few all the same"
+    assert left - world.allowance.left == FEW, "it may still query a few chunks"
 
 
 @pytest.mark.parametrize("most", [3, 10**6])
@@ -287,7 +287,7 @@ def test_removals_are_remembered_for_a_while() -> None:
     assert removals.since(mark) == [(b"c",)]
     assert removals.since(0) == [(b"c",), (b"a", b"b")]
     removals.note([b"d", b"e"])
-    assert removals.since(0) is None, "the first two are not known any more"
+    assert removals.since(0) is None, "the log no longer contains the first two"
     assert removals.since(mark) == [(b"d", b"e"), (b"c",)]
     removals.note(list(map(str.encode, "fghij")))
     assert removals.since(mark) is None

@@ -159,7 +159,7 @@ def test_the_use_of_a_request_comes_after_its_last_chunk_and_with_its_hints() ->
     _answer(planner)
     assert [what for what, _ in above.told] == ["insert", "insert", "touch", "advise"]
     assert above.told[-2:] == [("touch", KEYS[:2]), ("advise", (KEYS[:2], end))]
-    assert below.told == [("advise", (KEYS[:2], end))], "it holds none of them yet"
+    assert below.told == [("advise", (KEYS[:2], end))], "the tier holds none of the chunks yet"
 
 
 def test_a_use_is_reported_even_if_the_store_is_cancelled() -> None:

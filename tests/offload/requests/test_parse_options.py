@@ -144,7 +144,7 @@ def test_an_unknown_name_in_our_object_stores_nothing(told: Any) -> None:
     assert controls.no_store
     assert controls.is_doubtful
     assert controls.pin_s == (3 if isinstance(told, dict) and "pin_s" in told else 0)
-    assert wrong == [], "the hints' reader describes it"
+    assert wrong == [], "the parser of hints describes it"
     assert len(parse_hints({"kvtiers": told})[1]) == 1
 
 
@@ -318,7 +318,7 @@ def test_only_allowed_tiers_are_read() -> None:
 def test_low_priority_uses_only_free_space() -> None:
     bed = Bed(slots=2, disk_chunks=2)
     bed.store(range(2), priority="low")
-    assert KEYS[1] in bed.planner.cpu, "what is free is taken"
+    assert KEYS[1] in bed.planner.cpu, "free space must be used"
     bed.store(range(2, 4), priority="low")
     assert KEYS[2] not in bed.planner.cpu
     assert KEYS[2] not in bed.disk
@@ -337,7 +337,7 @@ def test_low_priority_does_not_displace_on_the_disk() -> None:
     assert KEYS[4] in bed.disk
     bed.store(range(6, 8), priority="low")
     assert KEYS[6] in bed.planner.cpu
-    assert KEYS[4] in bed.disk, "the disk was full of what others had stored"
+    assert KEYS[4] in bed.disk, "chunks of other requests filled the disk"
     assert KEYS[6] not in bed.disk
 
 
@@ -350,7 +350,7 @@ def test_low_priority_may_use_half_of_the_load_budget() -> None:
     assert not bed.planner.loads.can_load(2, 2, low)
     assert bed.planner.loads.can_load(2, 2)
     assert bed.planner.loads.can_load(0, 1, low)
-    assert not bed.planner.loads.can_load(0, 2, low), "half of the GPU blocks, too"
+    assert not bed.planner.loads.can_load(0, 2, low), "at most half of the GPU blocks as well"
     assert not bed.planner.loads.can_load(2, 0, low)
     assert bed.planner.loads.can_load(0, 2)
 

@@ -60,7 +60,7 @@ def test_prometheus_accepts_the_queries_of_the_dashboard(tmp_path: Path) -> None
     done = promtool("check", "rules", path)
     assert done.returncode == 0, done.stderr
     path.write_text(as_rules([*found, ("wrong", "sum by (tier) rate(x[1m])")]))
-    assert promtool("check", "rules", path).returncode != 0, "it refuses what is wrong"
+    assert promtool("check", "rules", path).returncode != 0, "promtool must refuse a wrong query"
 
 
 def flat(value: float) -> str:

@@ -1,4 +1,4 @@
-"""Digests of KV blocks, the table that stores them, and how long loaded blocks are held for the
+"""Digests of KV blocks, the table that stores them, and how long loaded blocks are kept for the
 comparison."""
 
 from __future__ import annotations
@@ -187,7 +187,9 @@ def test_a_reset_voids_all_earlier_digests_also_after_a_restart(tmp_path: Path) 
         assert not table.known(key), key
     assert known(tmp_path, b"new") == [entry(4).tolist()]
     assert known(tmp_path, b"later") == [entry(5).tolist()]
-    assert [d.tolist() for d in beside.known(b"beside")] == [entry(3).tolist()], "of its weights"
+    assert [d.tolist() for d in beside.known(b"beside")] == [entry(3).tolist()], (
+        "the digest belongs to these weights"
+    )
 
 
 @pytest.mark.usefixtures("order")
@@ -287,7 +289,7 @@ async def test_a_request_keeps_its_blocks_until_all_were_compared() -> None:
             held.may_compare[key].set()
             await held.compared[key].wait()
         done = await rank.turn()
-        assert (done.finished, done.failed) == ({"r2"}, {"r2"}), "nobody wanted it"
+        assert (done.finished, done.failed) == ({"r2"}, {"r2"}), "the load was abandoned"
         stats = rank.executor.stats
         assert (stats.verified_chunks, stats.differing_chunks) == (2, 0)
 
@@ -431,7 +433,9 @@ async def test_blocks_are_digested_while_they_hold_the_chunk(early: bool) -> Non
         assert counts(rank) == (1, 0, 0)
         verifier = rank.executor._verifier
         assert verifier is not None
-        assert len(verifier._table.known(KEYS[0])) == 1, "what the blocks held otherwise agrees too"
+        assert len(verifier._table.known(KEYS[0])) == 1, (
+            "otherwise other content of the blocks would also agree"
+        )
 
 
 @pytest.mark.parametrize("here", [(0, 1), (0,), (1,)])

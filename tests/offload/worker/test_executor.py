@@ -1,4 +1,5 @@
-"""The executor's guarantees to its driver: every job answered once, fences, deadlines."""
+"""The executor's guarantees to its driver: it answers every job once, and observes fences and
+deadlines."""
 
 from __future__ import annotations
 
@@ -208,7 +209,7 @@ async def hang_and_give_up() -> None:
         done = await rank.turn()
         assert done.report.results[1].failed
         assert done.finished == set()
-        assert bool((rank.caches["layers.0"][9] == 7).all()), "nothing may be copied any more"
+        assert bool((rank.caches["layers.0"][9] == 7).all()), "nothing may be copied after that"
 
 
 async def test_a_joined_load_fails_with_the_read_it_joined() -> None:

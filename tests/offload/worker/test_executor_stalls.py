@@ -1,4 +1,5 @@
-"""A rank whose loop or copies are blocked: answers to requests, and how long steps wait."""
+"""A rank whose event loop or copies are blocked: how requests are answered, and how long steps
+wait."""
 
 from __future__ import annotations
 
@@ -149,14 +150,18 @@ async def test_a_blocked_loop_costs_a_request_at_most_its_deadline(
         assert "loop" in rank.executor.degraded
         rank.executor.post(StepPlan(loads=(load(3, [0], [9]),)))
         done = rank.executor.drain()
-        assert (done.finished, done.failed) == ({"r3"}, {"r3"}), "no request waits for it again"
+        assert (done.finished, done.failed) == ({"r3"}, {"r3"}), (
+            "no further request must wait for the loop"
+        )
         done = await rank.turn()
         assert not done.finished, "r2 has been answered"
         assert done.report.results[2].failed
         assert torch.equal(rank.caches["layers.0"], before)
         rank.executor.post(StepPlan(loads=(load(4, [0], [9]),)))
         done = await rank.turn()
-        assert (done.finished, done.failed) == ({"r4"}, set()), "it goes on when the loop does"
+        assert (done.finished, done.failed) == ({"r4"}, set()), (
+            "the rank must work again when the loop does"
+        )
 
 
 def end_first(loads: OpenLoads, submit: Callable[[], Ticket | None]) -> Ticket | None:
@@ -206,7 +211,7 @@ def test_an_end_is_reported_when_the_last_copy_has_ended(first: int) -> None:
     loads.end(1, is_ok=False)
     assert loads.take_ended() == []
     tickets[first].finish(None)
-    assert loads.take_ended() == [], "the other one still writes into its blocks"
+    assert loads.take_ended() == [], "the other copy still writes into the request's blocks"
     tickets[1 - first].finish(None)
     assert loads.take_ended() == [("r", False)]
 
@@ -247,7 +252,7 @@ async def test_a_late_end_does_not_end_a_later_load_of_the_same_name(clock: Cloc
         pass_deadlines(clock, rank)
         assert rank.executor.drain().failed == {"same"}
         await tier.waiting()
-        assert not (await rank.turn()).finished, "it was told before"
+        assert not (await rank.turn()).finished, "its end was already reported"
         second = LoadJob(3, "same", [LoadItem(KEYS[0], 0, (10,), 0, -1)])
         rank.executor.post(StepPlan(loads=(second,)))
         await submitted(rank)
@@ -276,7 +281,7 @@ async def test_an_unreadable_part_ends_its_load_when_the_others_have_ended() -> 
         task._news.set()
         for _ in range(20):
             await asyncio.sleep(0)
-            assert not rank.executor.drain().finished, "a copy is under way"
+            assert not rank.executor.drain().finished, "a copy is in progress"
         done = await rank.turn()
         assert (done.finished, done.failed) == ({"r2"}, {"r2"})
         assert done.report.results[2].failed
@@ -292,7 +297,7 @@ async def test_stores_continue_when_the_loop_does(clock: Clock) -> None:
         assert rank.executor.drain().failed == {"r1"}
         assert rank.executor.degraded
         rank.executor.post(StepPlan(stores=(store(2, [1], [0]),)))
-        assert rank.executor.drain().report.results[2].failed, "nobody waits for it"
+        assert rank.executor.drain().report.results[2].failed, "no step must wait for it"
         await rank.turn()
         assert rank.executor.degraded == ""
         rank.executor.post(StepPlan(stores=(store(3, [1], [0]),)))
@@ -392,6 +397,6 @@ async def test_a_hanging_copy_costs_one_wait_however_many_stores_queue_behind_it
         rank.executor.post(StepPlan(stores=(store(6, [BLOCKS - 1], [1]),)))
         waiting = threading.Thread(target=rank.executor.fence, args=([6],), daemon=True)
         waiting.start()
-        assert not (await rank.turn(200)).report.results[6].failed, "fences wait as before"
+        assert not (await rank.turn(200)).report.results[6].failed, "fences must wait as before"
         waiting.join(PATIENCE_S)
         assert not waiting.is_alive()

@@ -61,4 +61,4 @@ def test_a_store_that_was_never_submitted_is_poisoned_and_never_begins() -> None
     reading = fences.add([StoreJob(1, 0, [1], [1])])[1]
     assert fences.wait([1], 0.0, list[object]().append) == 1
     assert reading.cancelled()
-    reading.will_end_at(EVENT)  # too late, and harmless
+    reading.will_end_at(EVENT)  # too late, but harmless

@@ -115,7 +115,7 @@ async def test_a_chunk_that_no_tier_holds_fails_the_load() -> None:
         done = await rank.turn()
         assert done.failed == {"r"}
         assert done.report.results[7].bad == {b""}
-        assert not done.report.results[7].failed, "the chunk that was read is kept"
+        assert not done.report.results[7].failed, "the chunk that was read must be kept"
 
 
 async def after_the_end(rank: Rank) -> None:
@@ -174,7 +174,7 @@ async def hang_in_a_later_part() -> None:
         await asyncio.sleep(rank.executor.limits.load_timeout_s)
         rank._add(done, await rank.turn())
         assert done.failed == {"r"}
-        assert not done.report.results, "the slots are taken until the read returns"
+        assert not done.report.results, "the slots must stay reserved until the read returns"
         tier.release()
         assert (await rank.turn()).report.results[7].late
 
@@ -229,7 +229,7 @@ async def test_a_loop_that_is_blocked_between_parts(monkeypatch: pytest.MonkeyPa
         await rank.turn()
         rank.executor.limits = executor_module.ExecutorLimits(load_timeout_s=-1.0)
         post(rank, part(1, [5]))
-        assert not rank.executor.drain().finished, "there are parts to come"
+        assert not rank.executor.drain().finished, "more parts will follow"
         post(rank, part(2, [6], last=True))
         drained = rank.executor.drain()  # the loop has not run
         assert drained.failed == {"r"}
@@ -286,4 +286,4 @@ def test_a_load_is_due_after_its_last_part() -> None:
     loads.expect([part(1, [4], last=True)], 2.0)
     assert not loads.give_up_overdue(3.0)
     loads.expect([LoadJob(8, "", ())], 1.0)
-    assert not loads.give_up_overdue(3.0), "nobody waits for a probe"
+    assert not loads.give_up_overdue(3.0), "no request waits for a probe"

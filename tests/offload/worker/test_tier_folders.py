@@ -188,7 +188,7 @@ async def test_a_copy_made_during_resets_revives_nothing(
     assert await put(tier, KEYS, SIZE) == [WriteOutcome.OK] * len(KEYS)
     await tier.aclose()
     release(spec)
-    tier = tier_at(path, type=kind)  # records stored from then on stay
+    tier = tier_at(path, type=kind)  # records that are stored from now on must stay
     assert (await tier.open()).record_count == len(KEYS)
     await assert_holds(tier, KEYS, SIZE)
     await tier.aclose()

@@ -1,5 +1,5 @@
-"""The monitor of a tier: what counts as good, failed and late; nothing is abandoned, everything is
-passed on.
+"""The monitor of a tier: which operations count as good, failed and late. No operation is
+abandoned, and all results and exceptions are passed on.
 
 Time is the loop's virtual time (``tests.sim.virtual_time``), so no test really waits.
 """
@@ -138,7 +138,7 @@ def test_an_operation_that_never_ends_is_no_longer_reported() -> None:
     async def hang() -> None:
         reading = asyncio.ensure_future(watched.watch.read(answer([OK], 1e6), 1))
         await asyncio.sleep(1000.0)
-        assert not reading.done(), "it may still use its buffers"
+        assert not reading.done(), "the operation may still use its buffers"
         reading.cancel()
         await asyncio.wait({reading})
         assert reading.cancelled()

@@ -88,7 +88,9 @@ async def test_a_failed_deletion_is_repeated_before_the_next_write() -> None:
         await rank.turn()
         assert tier.met == 1
         assert KEYS[0] in medium.records
-        assert await write_through(rank, 3, [1], [1]), "its place is free"
+        assert await write_through(rank, 3, [1], [1]), (
+            "the space of the deleted record must be free"
+        )
         assert list(medium.records) == [KEYS[1]]
 
 

@@ -57,7 +57,7 @@ async def test_a_tier_whose_thread_hung_is_reopened_when_the_thread_has_ended(
 async def test_closing_does_not_wait_for_a_disk_that_hangs_while_it_is_opened(
     disk: Disk, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A tier that opens later all the same is closed again."""
+    """If the tier opens later, it is closed again."""
     hanging, released = threading.Event(), threading.Event()
 
     def hang(epoch: int) -> Tier:
@@ -71,7 +71,9 @@ async def test_closing_does_not_wait_for_a_disk_that_hangs_while_it_is_opened(
     disk.plug()
     waiting = asyncio.ensure_future(disk.tier.touch(KEYS))
     await in_thread(hanging.wait)
-    monkeypatch.setattr(reopening, "CLOSE_WAIT_S", 0.05)  # what was closed before did not hang
+    monkeypatch.setattr(
+        reopening, "CLOSE_WAIT_S", 0.05
+    )  # tiers that were closed before did not hang
     await disk.tier.aclose()
     assert not waiting.done()
     released.set()

@@ -1,4 +1,5 @@
-"""The CUDA engine over the libcuda in host memory, through real ctypes calls: bytes, order, errors.
+"""The CUDA engine with the simulated libcuda in host memory, through real ctypes calls: bytes,
+order, errors.
 
 tests/gpu has the tests that only a GPU can run (agreement with the real driver, and speed).
 """

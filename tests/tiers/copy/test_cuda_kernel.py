@@ -1,5 +1,5 @@
-"""Tests the copy kernel without a GPU: its bytes (the source, compiled for the host), its code for
-four generations of GPUs, and its lists while launches wait to run."""
+"""Tests the copy kernel without a GPU: the bytes that it copies (its source is compiled for the
+host), its code for four generations of GPUs, and its lists of copies while launches are queued."""
 
 from __future__ import annotations
 
@@ -108,7 +108,8 @@ def rows_of(chunk: int) -> list[list[int]]:
 
 
 async def test_a_list_is_written_again_only_when_its_launch_has_run(world: SimulatedGpu) -> None:
-    """More launches wait than there are lists. The first copies another chunk than the rest."""
+    """More launches are queued than there are lists. The first one copies another chunk than the
+    rest."""
     launches = world.cuda.calls("cuLaunchKernel")
     for slot in range(SLOTS):
         world.slot(slot)[:] = 0

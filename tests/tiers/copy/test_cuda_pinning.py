@@ -91,7 +91,7 @@ async def test_closing_does_not_wait_for_pinning(slow: SimulatedGpu) -> None:
         slow.slab.wait_ready()
     Slow.permits.release(SLOTS)
     slow.slab.close()
-    assert Slow.permits.acquire(blocking=False), "pieces after the one under way were pinned"
+    assert Slow.permits.acquire(blocking=False), "later pieces than the one in progress were pinned"
 
 
 async def test_pieces_pinned_before_a_failure_stay_fast(cache: Cache) -> None:

@@ -114,7 +114,8 @@ async def test_each_direction_uses_the_faster_path_and_logs_it(
 
 
 async def test_the_measurement_waits_for_the_model_to_clear_its_cache() -> None:
-    """vLLM's zeroing may still be under way, so what is copied back must not be older."""
+    """vLLM's zeroing may still be in progress, so the measurement must not copy back older
+    bytes."""
     cache = separate_layers([4096, 8192], BLOCKS, chunk_blocks=2)
     world = SimulatedGpu(cache)
     world.engine.close()
@@ -124,7 +125,7 @@ async def test_the_measurement_waits_for_the_model_to_clear_its_cache() -> None:
         opening = asyncio.create_task(asyncio.to_thread(world.open_engine))
         while world.cuda.calls("cuStreamWaitEvent") < 4 and not opening.done():  # noqa: ASYNC110  # set by a thread
             await asyncio.sleep(0.001)
-        assert not opening.done(), "measured while the model's stream stood still"
+        assert not opening.done(), "it was measured while the model's stream was blocked"
         world.cuda.release()
         await opening
         assert not cache.storage.any()
@@ -167,7 +168,7 @@ def test_the_registrar_uses_the_context_of_the_caller() -> None:
     with strict_cuda() as cuda:
         cuda.make_current()
         CudaRegistrar(None, cuda.driver).close()
-        assert cuda.calls("cuDevicePrimaryCtxRetain") == 0, "no context of another GPU was opened"
+        assert cuda.calls("cuDevicePrimaryCtxRetain") == 0, "a context of another GPU was opened"
 
 
 @pytest.fixture

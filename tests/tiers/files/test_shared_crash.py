@@ -82,8 +82,8 @@ async def check(folder: Path, capacity: int, by_child: list[list[int]]) -> None:
     tier = shared_world.make_tier("file", folder, capacity)
     info = await tier.open()
     try:
-        assert unfinished(folder) == [], "files of the dead stay"
-        assert len(os.listdir(folder / "engines")) == 1, "the dead are still among the living"
+        assert unfinished(folder) == [], "unfinished files of killed processes are left"
+        assert len(os.listdir(folder / "engines")) == 1, "killed processes still count as alive"
         fit = info.capacity_bytes // tier.footprint_bytes(SIZE)
         await check_records(tier, by_child, SIZE, fit if capacity != ROOMY else None)
     finally:
@@ -102,7 +102,7 @@ def test_the_cap_is_kept_when_space_runs_out(tmp_path: Path, seed: int) -> None:
 
 @pytest.mark.parametrize(
     ("fault", "seen", "capacity", "count"),
-    [("no-cap", "bytes, seed", TIGHT, 90), ("no-sweep", "files of the dead", ROOMY, 24)],
+    [("no-cap", "bytes, seed", TIGHT, 90), ("no-sweep", "files of killed processes", ROOMY, 24)],
 )
 def test_a_planted_fault_is_detected(
     tmp_path: Path, fault: str, seen: str, capacity: int, count: int

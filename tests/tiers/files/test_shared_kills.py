@@ -100,13 +100,13 @@ def until_killed(life: Callable[[Callable[[str], None]], None], step: int) -> tu
     with os.fdopen(reading, encoding="ascii") as said:
         words = said.read()
     code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
-    assert code in (0, -signal.SIGKILL), "it failed by itself"
+    assert code in (0, -signal.SIGKILL), "it failed without being killed"
     return code != 0, words
 
 
 def nothing_of_the_dead_is_left(folder: Path, shared: SharedFolder) -> None:
     """Two things are kept for an hour: an epoch that no engine claims any more, and the file of an
-    engine that had not announced itself yet."""
+    engine that has not announced itself yet."""
     for path in folder.glob("epoch-[1-9]*"):
         os.utime(path, (1, 1))
     shared.scan()
@@ -143,12 +143,12 @@ def test_killed_before_each_step(tmp_path: Path, life: Life, every: int) -> None
         own = fetch(shared, OWN)
         whole = {ReadOutcome.OK, ReadOutcome.MISS}
         assert {*found, *new, *many} <= whole, f"part of a record, step {step}"
-        assert own is ReadOutcome.MISS, "it had other weights"
+        assert own is ReadOutcome.MISS, "the record has other weights"
         if life is stores_and_removes:
             assert set(found) == {ReadOutcome.OK}
             assert "stored" not in said or new[1:] == [ReadOutcome.OK] * 3
         if life is gets_other_weights:
-            assert len(set(found)) == 1, "the epoch goes as a whole"
+            assert len(set(found)) == 1, "the whole epoch must be removed"
             assert "reset" not in said or found[0] is ReadOutcome.MISS
         nothing_of_the_dead_is_left(folder, shared)
         assert sum(path.stat().st_size for path in folder.glob("epoch-*/*")) <= CAPACITY

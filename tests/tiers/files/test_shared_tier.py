@@ -118,10 +118,10 @@ async def test_files_left_by_engines_of_other_machines_are_removed_when_old(tmp_
     (folder / "epoch-7").mkdir()
     async with engines(folder, 1):
         assert not (folder / "engines" / silent).exists()
-        assert not (folder / "epoch-7").exists(), "it had this alone"
+        assert not (folder / "epoch-7").exists(), "only this engine has used the folder"
         assert not present[silent, 7200].exists()
-        assert present[silent, 60].exists(), "too young to be given up"
-        assert present[busy, 7200].exists(), "its engine lives"
+        assert present[silent, 60].exists(), "too young to be removed"
+        assert present[busy, 7200].exists(), "its engine is alive"
 
 
 async def test_a_query_that_hangs_delays_no_other(
@@ -167,7 +167,7 @@ async def test_reads_do_not_wait_for_a_scan(
 
     monkeypatch.setattr(SharedFolder, "scan", scan)
     storing = asyncio.create_task(put(tier, [key_of(n) for n in range(1, 9)], SIZE))
-    assert await asyncio.to_thread(reached.wait, 60), "nobody scans the folder"
+    assert await asyncio.to_thread(reached.wait, 60), "no engine scans the folder"
     reading = asyncio.create_task(fetch(tier, key_of(0), SIZE))
     await asyncio.wait({reading}, timeout=PATIENCE_S)
     is_read, is_stored = reading.done(), storing.done()
@@ -309,7 +309,7 @@ async def test_the_capacity_of_the_first_engine_counts_for_all(
         assert held <= 8 << 20
     assert await put(small, [key_of(1000)], size) == [OK]
     held = sum(path.stat().st_size for path in folder.glob("epoch-*/*"))
-    assert held > 7 << 20, "the other engine finds no reason to throw anything out"
+    assert held > 7 << 20, "the other engine has no reason to evict anything"
     await small.aclose()
     caplog.clear()
     for start in range(1000, 1200, 20):

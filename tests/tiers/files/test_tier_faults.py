@@ -1,5 +1,5 @@
-"""A file tier whose mount hangs, is removed or exchanged: the loop keeps running, and no wrong byte
-is read."""
+"""A file tier whose mount hangs, is removed or is exchanged: the event loop keeps running, and no
+wrong byte is read."""
 
 from __future__ import annotations
 
@@ -217,7 +217,7 @@ async def test_a_record_that_is_being_removed_can_be_written_again(
         writing = asyncio.ensure_future(put(tier, KEYS[:1], SIZE))
         while not writing.done() and len(removal._callbacks) == callbacks:  # noqa: ASYNC110  # no event
             await asyncio.sleep(0)
-        assert not writing.done(), "it does not wait, and will be removed"
+        assert not writing.done(), "removing must not wait; the file is removed later"
         gate.open()
         assert (await reading)[0] is ReadOutcome.CORRUPT
         assert await writing == [WriteOutcome.OK]

@@ -125,7 +125,7 @@ async def test_a_cancelled_close_raises_and_can_be_repeated(
             await turns(1)
         is_late = closing.done()
         await asyncio.wait([closing])
-        assert closing.cancelled() or is_late, "whoever was cancelled hears so"
+        assert closing.cancelled() or is_late, "the cancelled caller must get CancelledError"
         await tier.aclose()
         await rest(before)
     await free(kind, tmp_path)

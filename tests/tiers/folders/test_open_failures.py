@@ -81,7 +81,7 @@ async def test_a_tier_without_threads_leaves_nothing_behind(
             assert held() == before, f"{failures} threads"
         else:
             break
-    assert failures > 2, "no thread of its own was ever missing"
+    assert failures > 2, "no thread that the tier needs was ever missing"
     assert said == {f"the tier in {tmp_path}/tier cannot be opened: can't start new thread"}
     threads.left = 100
     assert await put(tier, [key_of(1)], 4096) == [WriteOutcome.OK]
@@ -100,7 +100,7 @@ async def test_a_tier_without_threads_can_be_reopened_later(
         threads = Scarce(monkeypatch)
         failures = 0
         while disk.tier.stats()["reopenings"] == 0:
-            assert failures < 100, "it is never opened again"
+            assert failures < 100, "the tier was never opened again"
             threads.left = failures
             try:
                 await assert_holds(disk.tier, KEYS, SIZE)

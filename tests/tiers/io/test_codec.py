@@ -125,10 +125,10 @@ def test_compression_pauses_when_it_does_not_pay_and_tries_again() -> None:
     good = bfloat16_like(65_536)
     for _ in range(TRIAL):
         assert planes.compress(noise) is None
-    assert planes.compress(good) is None, "it has stopped"
+    assert planes.compress(good) is None, "compression must have stopped"
     for _ in range(PAUSE - 1):
         planes.compress(good)
-    assert planes.compress(good) is not None, "it tries again"
+    assert planes.compress(good) is not None, "compression must be tried again"
 
 
 class TestEncryptedAndCompressed(TierContract):

@@ -99,7 +99,7 @@ def collect(child: subprocess.Popen[bytes], stored: int) -> bytes:
     while said.count(b"+") < stored:
         assert select.select([child.stdout], [], [], PATIENCE_S)[0], "nothing is stored"
         part = child.stdout.read()
-        assert part, "the child has ended by itself"
+        assert part, "the child has ended without being killed"
         said += part
     return said
 

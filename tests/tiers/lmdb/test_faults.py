@@ -97,10 +97,10 @@ async def test_eio_on_the_nth_call(tmp_path: Path, number: int) -> None:
     try:
         await tier.open()
         stored, bad = await workload(tier)
-        assert bad <= 1, "a failed read is tried once more, anything else costs one record"
+        assert bad <= 1, "a failed read is tried once more, any other failure costs one record"
         assert stored >= 67
     except TierIoError:
-        assert number <= 3, "only the first calls, those of open, may fail the tier"
+        assert number <= 3, "only the first calls, those made by open, may fail the tier"
     finally:
         await tier.aclose()
     assert io.met == 1, f"the workload makes only {io.calls} calls"
@@ -128,7 +128,7 @@ def test_eio_on_the_nth_system_call_of_the_index_too(
     if "ptrace" in ended.stderr:
         pytest.skip("needs permission to trace processes (in Docker: --cap-add SYS_PTRACE)")
     assert ended.returncode == 0, ended.stdout + ended.stderr
-    assert "(INJECTED)" in (tmp_path / "trace").read_text(), "the fault was never met"
+    assert "(INJECTED)" in (tmp_path / "trace").read_text(), "the fault never occurred"
 
 
 async def test_a_failed_flush_publishes_nothing(tmp_path: Path) -> None:

@@ -137,7 +137,7 @@ async def test_records_beyond_the_end_are_forgotten_and_the_others_kept(
     await tier.aclose()
     tier = tier_at(tmp_path)
     assert (await tier.open()).record_count == 10
-    assert tier.stats()["dropped_at_open"] == 0, "they have left the index"
+    assert tier.stats()["dropped_at_open"] == 0, "the records have left the index"
     await assert_holds(tier, KEYS[:10], SIZE)
     await assert_misses(tier, KEYS[10:], SIZE)
     assert await put(tier, KEYS, SIZE) == [WriteOutcome.OK] * len(KEYS)
@@ -245,7 +245,7 @@ async def damaged_outcomes(
     assert all(
         second is (ReadOutcome.MISS if first is ReadOutcome.CORRUPT else ReadOutcome.OK)
         for first, second in zip(outcomes, again, strict=True)
-    ), "a damaged record is forgotten"
+    ), "a damaged record must be removed from the index"
     await put_all(tier, keys)
     await tier.aclose()
     return outcomes

@@ -93,7 +93,9 @@ async def test_a_pass_reads_every_record_once_and_drops_damaged_ones(
     assert (tier.stats()["scrubbed"], tier.stats()["scrub_damaged"]) == (COUNT, len(bad))
     await assert_misses(tier, [key_of(number) for number in bad], SIZE)
     left = [key for key in before if key not in told(found)]
-    assert [one.key for one in await all_keys(tier)] == left, "nor is it a use of the others"
+    assert [one.key for one in await all_keys(tier)] == left, (
+        "a scrub must not count as a use of the other records"
+    )
     await assert_holds(tier, left, SIZE)
     tier.check()
     again = [key_of(number) for number in bad]
@@ -113,7 +115,7 @@ async def test_damage_stays_removed_after_a_restart(tmp_path: Path) -> None:
 
 
 async def test_a_pass_continues_where_the_last_server_ended(tmp_path: Path) -> None:
-    """The next pass begins when its time has come."""
+    """The next pass begins when it is due."""
     now = [1e9]
     read = 0
     tier = await filled(tmp_path)
@@ -128,7 +130,7 @@ async def test_a_pass_continues_where_the_last_server_ended(tmp_path: Path) -> N
         await tier.aclose()
         tier = tier_at(tmp_path)
         await tier.open()
-    assert read == COUNT, "each once"
+    assert read == COUNT, "each record once"
     tier._scrub._clock = lambda: now[0]
     assert await tier.scrub(5 * SIZE, WEEK) is None
     assert await tier.scrub(5 * SIZE, 60.0) is not None, "a shorter period is over"
@@ -189,7 +191,7 @@ async def test_a_failing_medium_loses_no_record(tmp_path: Path) -> None:
         assert (one.trouble, one.damaged) == ("its payload file cannot be read", ())
     assert len(await all_keys(tier)) == COUNT
     io.everywhere = False
-    assert told(await scrubbed(tier)) == {key_of(1)}, "it goes on where it was"
+    assert told(await scrubbed(tier)) == {key_of(1)}, "the scrub continues at the same position"
     await tier.aclose()
 
 

@@ -131,7 +131,7 @@ async def test_a_reset_separates_an_engine_from_the_others(master: Master, tmp_p
         assert await one.write(KEYS[:1], [new]) == [OK]
         outcome, data = await fetch(other, KEYS[0], SIZE)
         assert outcome is ReadOutcome.OK
-        assert np.array_equal(data, payload_of(KEYS[0], SIZE)), "of the weights it has"
+        assert np.array_equal(data, payload_of(KEYS[0], SIZE)), "records of its current weights"
 
 
 async def test_payloads_are_written_from_the_slab_without_a_copy(
@@ -232,7 +232,7 @@ class ComesLate:
             self._given_up = call
             return [-800] * len(call[0])
         codes: list[int] = transfer(*call)
-        assert transfer(*self._given_up) != [-800], "it arrives"
+        assert transfer(*self._given_up) != [-800], "the late transfer arrives"
         return codes
 
 
@@ -276,7 +276,9 @@ async def test_damage_is_detected_and_can_be_removed(master: Master, tmp_path: P
         assert store.put(name, bytes(bad)) == 0
         assert (await fetch(tier, KEYS[0], SIZE))[0] is ReadOutcome.CORRUPT
         assert await put(tier, KEYS[:1], SIZE) == [OK]
-        assert (await fetch(tier, KEYS[0], SIZE))[0] is ReadOutcome.CORRUPT, "it stays as it is"
+        assert (await fetch(tier, KEYS[0], SIZE))[0] is ReadOutcome.CORRUPT, (
+            "the record must stay unchanged"
+        )
         await tier.delete(KEYS[:1])
         assert await put(tier, KEYS[:1], SIZE) == [OK]
         await assert_holds(tier, KEYS[:2], SIZE)
@@ -313,7 +315,7 @@ async def test_the_store_evicts_by_itself(master: Master, tmp_path: Path) -> Non
                 assert outcome in (ReadOutcome.OK, ReadOutcome.MISS)
                 if outcome is ReadOutcome.OK:
                     assert np.array_equal(data, payload_of(key_of(1000 + n), 1 << 20))
-            assert found[0][0] is ReadOutcome.MISS, "the oldest made room"
+            assert found[0][0] is ReadOutcome.MISS, "the oldest records must have been evicted"
             assert any(outcome is ReadOutcome.OK for outcome, _ in found[-32:])
     finally:
         own.kill()
@@ -430,7 +432,9 @@ async def test_a_master_killed_and_restarted_under_load(
             finally:
                 load.is_over = True
                 await asyncio.gather(*loads)
-    assert all(code > LARGE for code in watched.interrupted[READ]), "it had all places by then"
+    assert all(code > LARGE for code in watched.interrupted[READ]), (
+        "the master had returned all locations by then"
+    )
     assert all(code < 0 for code in watched.interrupted[WRITE]), (
         "the write ended without the master"
     )

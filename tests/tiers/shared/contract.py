@@ -28,12 +28,14 @@ class SharedTierContract(TierContract):
                 batch = keys[start : start + 64]
                 assert await put(tier, batch, self.payload_bytes) == [OK] * len(batch)
             held = [stored.key for stored in await all_keys(tier)]
-            assert held == keys[-len(held) :], "the oldest went, and nothing else"
+            assert held == keys[-len(held) :], "only the oldest record may be evicted"
             assert len(held) > fits * self.kept
             await assert_holds(tier, held[::17], self.payload_bytes)
             await assert_misses(tier, keys[:5], self.payload_bytes)
             assert await put(tier, [key_of(10**6)], info.capacity_bytes + 1) == [WriteOutcome.FULL]
-            assert len(await all_keys(tier)) == len(held), "and it throws out nothing"
+            assert len(await all_keys(tier)) == len(held), (
+                "a record that is too large must evict nothing"
+            )
 
     async def test_a_full_tier_survives_a_restart(self, tmp_path: Path) -> None:
         async with self.opened(tmp_path) as (tier, info):

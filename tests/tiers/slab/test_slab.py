@@ -338,10 +338,10 @@ def test_preparing_can_be_stopped_without_waiting(
     slab.stop_preparing()  # returns although a registration is under way and blocked
     with pytest.raises(SlabError, match="closed while it was being prepared"):
         slab.wait_ready()
-    assert slab.wait_ready(1), "what is prepared stays usable"
+    assert slab.wait_ready(1), "prepared slots must stay usable"
     registrar.gate.release(3)
     slab.close()
-    assert registrar.calls == 2, "the piece under way, and no other"
+    assert registrar.calls == 2, "only the piece in progress may be pinned"
 
 
 def test_a_failed_registration_is_an_error_with_the_numbers() -> None:
@@ -365,7 +365,7 @@ def test_a_failed_registration_falls_back_if_configured(caplog: pytest.LogCaptur
     assert slab.ready_slots == 5
     assert slab.pinned_slots == 2
     assert not slab.pinned
-    assert registrar.calls == 3, "one failure is enough to know"
+    assert registrar.calls == 3, "after one failure there must be no further attempt"
     assert caplog.text.count("Continuing with pageable memory") == 1
     slab.close()
     assert not registrar.live

@@ -1,4 +1,4 @@
-"""The contract with the installed vLLM: it is complete and kept, and breaks are detected."""
+"""The contract with the installed vLLM is complete and up to date, and breaks are detected."""
 
 from __future__ import annotations
 

@@ -1,9 +1,9 @@
 """Decisions about vLLM's settings: the settings listed here count, because they were not shown to
 be harmless.
 
-For each class of vLLM's configuration the fields, and for its environment the variables. A setting
-that is neither here nor in `offload.connector.model.cannot_change_kv` has not been examined: it
-counts, and `tests.offload.connector.model.test_identity_sweep` fails.
+They are given as fields of each class of vLLM's configuration, and as variables of its environment.
+A setting that is neither here nor in `offload.connector.model.cannot_change_kv` has not been
+examined: it counts, and `tests.offload.connector.model.test_identity_sweep` fails.
 """
 
 from __future__ import annotations

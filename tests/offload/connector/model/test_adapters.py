@@ -84,7 +84,7 @@ def test_vllms_manager_reports_what_it_loads(
 ) -> None:
     """This covers every load by the LRU manager of the engine to which the watch belongs."""
     loads: list[str] = []
-    assert "_load_adapter" in vars(WorkerLoRAManager), "vLLM loads in another way"
+    assert "_load_adapter" in vars(WorkerLoRAManager), "vLLM loads adapters in another way"
     monkeypatch.setattr(
         WorkerLoRAManager, "_load_adapter", lambda manager, request: loads.append(request.lora_name)
     )

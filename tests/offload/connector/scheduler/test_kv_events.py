@@ -273,4 +273,4 @@ def test_planted_faults_are_detected(
                 seen = [str(error)]
         if seen:
             return
-    raise AssertionError("went unseen")
+    raise AssertionError("was not detected")

@@ -76,7 +76,7 @@ def differences(folder: Path) -> dict[str, tuple[float, float]]:
         counted |= {
             f"resident_chunks:{i.name}": len(i) for i in (world.planner.cpu, *world.planner.lower)
         }
-        assert counted["load_failures"] > 0, "the world is too quiet"
+        assert counted["load_failures"] > 0, "the simulation has too few events"
         assert page["hook_calls:build_plan"] > 100
         assert page["hook_seconds:build_plan"] > 0
         assert page["used_bytes:cpu"] == world.planner.cpu.space.used * 4096

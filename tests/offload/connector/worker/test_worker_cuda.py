@@ -1,4 +1,4 @@
-"""A worker from its start to its end over the CUDA engine and the libcuda in host memory."""
+"""A worker from start to shutdown with the CUDA engine and the simulated libcuda in host memory."""
 
 from __future__ import annotations
 

@@ -160,7 +160,7 @@ def test_the_walk_accepts_nothing_that_the_verifier_rejects(
 ) -> None:
     wrong, refused = accepted_garbage(tmp_path, TRIES, damage)
     assert not wrong
-    assert refused > 5, "the damage does harm"
+    assert refused > 5, "the damage must do harm"
 
 
 def another_number(raw: bytearray, page: int) -> None:
@@ -279,4 +279,4 @@ def test_overlapping_nodes_are_damage_even_if_the_verifier_accepts_them(
             with pytest.raises(IndexUnusableError, match="overlap"):
                 check_file(tmp_path)
         raw[at] ^= 1 << bit
-    assert unseen > 3, "the verifier lets them pass"
+    assert unseen > 3, "the verifier must accept them"

@@ -39,8 +39,8 @@ TIGHT = 6 << 20
 
 def run_world(folder: Path, capacity: int, count: int, seed: int, fault: str = "none") -> None:
     """Two processes are killed: one at a random moment in the first half, one in the middle of
-    writing a payload. The others wait for this at their own middle, so that they meet what the
-    killed ones have left. ``fault`` is planted in the children."""
+    writing a payload. The others wait for this at their own middle, so that they find what the
+    killed processes have left. ``fault`` is planted in the children."""
     rng = random.Random(seed)
     arguments = (capacity, SIZE)
     largest = 0
@@ -77,7 +77,9 @@ def run_world(folder: Path, capacity: int, count: int, seed: int, fault: str = "
         dead = {half.process.pid, victim.process.pid}
         by_child = [child.said("+") for child in group]
         if capacity == TIGHT:
-            assert largest > 0.9 * capacity, f"nobody came near the cap: {largest}, seed {seed}"
+            assert largest > 0.9 * capacity, (
+                f"the size never came near the cap: {largest}, seed {seed}"
+            )
             check_what_the_living_did(folder, dead)
         asyncio.run(check(folder, capacity, by_child, dead))
         for child in others:
@@ -94,8 +96,8 @@ def check_what_the_living_did(folder: Path, dead: set[int]) -> None:
         with env.begin(db=env.open_db(b"meta", create=False)) as txn:
             state = State.load(txn.get(b"state"))
         check_readers(env, dead)
-    assert state.reserved == 0, "places of the dead are not free again"
-    assert state.rolled_back > 0, "the one that was killed while it wrote had reserved something"
+    assert state.reserved == 0, "extents of killed processes are not free again"
+    assert state.rolled_back > 0, "a process killed during a write must have reserved extents"
 
 
 async def check(folder: Path, capacity: int, by_child: list[list[int]], dead: set[int]) -> None:
@@ -117,16 +119,16 @@ async def check(folder: Path, capacity: int, by_child: list[list[int]], dead: se
 
 def check_accounts(state: State, stored: int) -> None:
     """Every record that was ever published is present or was evicted; nothing is reserved."""
-    assert state.reserved == 0, "places of the dead are not free again"
-    assert state.rolled_back > 0, "the one that was killed while it wrote had reserved something"
+    assert state.reserved == 0, "extents of killed processes are not free again"
+    assert state.rolled_back > 0, "a process killed during a write must have reserved extents"
     ever = state.records + state.evicted
-    assert stored <= ever <= stored + 2 * BATCH, f"{stored} were stored, there are {ever}"
+    assert stored <= ever <= stored + 2 * BATCH, f"{stored} were stored, but {ever} are there"
 
 
 def check_readers(env: lmdb.Environment, dead: set[int]) -> None:
     """No killed process keeps a slot in the reader table."""
     rows = [line.split() for line in env.readers().splitlines()[1:]]
-    assert not dead & {int(row[0]) for row in rows if row}, "readers that are dead"
+    assert not dead & {int(row[0]) for row in rows if row}, "readers of dead processes"
 
 
 @pytest.mark.parametrize("seed", SEEDS)
@@ -177,10 +179,10 @@ async def check_all(folder: Path, stored: set[int]) -> None:
 
 
 PLANTED = {
-    "all-live": "places of the dead",
+    "all-live": "extents of killed processes",
     "no-cap-lmdb": "bytes, seed",
-    "no-rollback": "places of the dead",
-    "no-reader-check": "readers that are dead",
+    "no-rollback": "extents of killed processes",
+    "no-reader-check": "readers of dead processes",
     "evicts-all": "of [0-9]+ are there",
 }
 
@@ -194,4 +196,4 @@ def test_a_planted_fault_is_detected(tmp_path: Path, fault: str) -> None:
         except AssertionError as error:
             assert re.search(PLANTED[fault], str(error)), error  # noqa: PT017  # some runs pass
             return
-    raise AssertionError(f"{fault} went unseen")
+    raise AssertionError(f"{fault} was not detected")

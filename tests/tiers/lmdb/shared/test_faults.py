@@ -110,7 +110,7 @@ async def test_extents_that_cannot_be_freed_at_once_are_freed_later(
         io.error = 0
         many = [key_of(n) for n in range(100, 400)]  # more than fits
         assert await put(tier, many[:150], SIZE) == [WriteOutcome.OK] * 150
-        assert tier._files.index.state().reserved == 6, "it was tried again, and failed again"
+        assert tier._files.index.state().reserved == 6, "freeing was tried again, and failed again"
     assert await put(tier, many[150:], SIZE) == [WriteOutcome.OK] * 150
     assert tier._files.index.state().reserved == 0
     await assert_holds(tier, many[-20:], SIZE)

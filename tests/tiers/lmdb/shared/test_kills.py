@@ -79,10 +79,10 @@ async def survive(folder: Path, kills: int, seed: int) -> None:
     tier.check()
     assert tier._files is not None
     state = tier._files.index.state()
-    assert state.reserved == 0, "places of the dead are not free again"
+    assert state.reserved == 0, "extents of killed processes are not free again"
     tier._files.index.env.reader_check()
     rows = len(tier._files.index.env.readers().splitlines()) - 1
-    assert rows <= 8, "readers that are dead"
+    assert rows <= 8, "readers of dead processes"
     await tier.aclose()
     assert bytes_of(folder) <= CAPACITY
     again = make_tier("lmdb", folder, CAPACITY)

@@ -190,7 +190,9 @@ async def test_a_repeated_reset_removes_the_old_records_for_all(
         with pytest.raises(TierIoError):
             await tier.reset(7)
     await tier.reset(7)
-    assert "[False, False, True, False]" in elsewhere(folder, look), "it takes its own only"
+    assert "[False, False, True, False]" in elsewhere(folder, look), (
+        "it must use only its own records"
+    )
     await tier.aclose()
 
 
@@ -282,6 +284,6 @@ async def test_processes_take_turns_before_they_take_lmdbs_lock(tmp_path: Path) 
         fcntl.flock(other, fcntl.LOCK_EX)
         writing = asyncio.ensure_future(put(tier, [key_of(1)], 4096))
         await asyncio.wait([writing], timeout=0.3)
-        assert not writing.done(), "it wrote in the turn of another"
+        assert not writing.done(), "it wrote out of turn"
     assert await writing == [WriteOutcome.OK]
     await tier.aclose()
