@@ -430,8 +430,7 @@ class OracleEngine:
     # -- time --------------------------------------------------------------------------------
 
     def _turn(self) -> None:
-        """Give copies and the loop a few turns, so that much work is still in progress
-        afterwards."""
+        """Give copies and the loop only a few turns, so that much work stays in progress."""
         self._loop.turn(self.random.randrange(self._conditions.late + 1))
         self.engine.advance(self.random.randrange(self._conditions.late + 1))
 
