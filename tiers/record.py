@@ -1,5 +1,5 @@
-"""The header of a record on disk: the record's name and size, its owner, and a tag over both and
-the payload.
+"""The header of a record on disk: the record's key and size, its owner, and a tag over header, key
+and payload.
 
 A header is ``HEADER_BYTES`` long, little-endian, without padding between fields:
 
@@ -19,12 +19,12 @@ A header is ``HEADER_BYTES`` long, little-endian, without padding between fields
     68      4      id of the encryption key (zero unless encrypted)
     72      16     tag
 
-In a record file the key follows the header; an index keeps the key itself.
+In a record file the key follows the header. An index stores the key separately.
 
 The tag of an unencrypted record is xxh3-128 over ``header[:72] + key + payload``. It detects a
 flipped bit, a torn or truncated payload, and an intact record of another key, namespace, rank or
-epoch. It does not stop a deliberate forgery: that takes encryption (``tiers.io.codec``), whose tag
-comes from AES-GCM.
+epoch. It does not detect a deliberate forgery. Encryption does (``tiers.io.codec``), with a tag
+from AES-GCM.
 
 This module knows nothing about files.
 """
@@ -50,7 +50,7 @@ TAG_BYTES = 16
 NONCE_BYTES = 12
 KEY_ID_BYTES = 4
 KEY_BYTES_MAX = 511
-"""LMDB's limit for a key. It holds for every tier, so that records can move between tiers."""
+"""LMDB's limit for a key. It applies to every tier, so that records can move between tiers."""
 
 _PREFIX = struct.Struct("<4sBBHIHHQQQ16s12s4s")
 PREFIX_BYTES = _PREFIX.size
@@ -61,7 +61,7 @@ _NO_KEY_ID = bytes(KEY_ID_BYTES)
 
 
 class RecordError(ValueError):
-    """The bytes are not a header of this format."""
+    """Raised if the bytes are not a header of this format."""
 
 
 class Identity(NamedTuple):
@@ -92,7 +92,7 @@ def group_of_key(key: bytes) -> int:
     """Return the group id that vLLM packs into the last four bytes of a key, big-endian (0 if the
     key is shorter).
 
-    It is only a label: the tag covers the whole key anyway.
+    It is informational: the tag covers the whole key anyway.
     """
     return int.from_bytes(key[-4:], "big") if len(key) > 4 else 0
 
@@ -108,7 +108,7 @@ def prefix(
     nonce: bytes = _NO_NONCE,
     key_id: bytes = _NO_KEY_ID,
 ) -> bytes:
-    """Return the header without its tag. The tag binds these bytes and the key to the payload."""
+    """Return the header without its tag. The tag covers these bytes, the key and the payload."""
     return _PREFIX.pack(
         MAGIC,
         VERSION,
@@ -142,10 +142,9 @@ def seal(identity: Identity, key: bytes, epoch: int, payload: Any, payload_bytes
 
 
 def verify(header: bytes, identity: Identity, key: bytes, epoch: int, payload: Any) -> bool:
-    """Return True if ``payload`` is exactly the payload that was sealed for this key, identity and
-    epoch.
+    """Return True if ``payload`` is exactly what was sealed for this key, identity and epoch.
 
-    Call this on the bytes that will be used, after the last copy.
+    Verify the bytes that will be used, after the last copy.
     """
     head = header[:PREFIX_BYTES]
     if len(header) != HEADER_BYTES:
@@ -209,8 +208,8 @@ def check_payload(payload_bytes: int) -> None:
 
 
 def check_records(keys: Sequence[bytes], payloads: Sequence[Buffer]) -> None:
-    """Raise ``ValueError`` if a tier could not store one of the records, or if the lengths
-    differ."""
+    """Raise ``ValueError`` if a tier could not store one of the records, or if the lists have
+    different lengths."""
     for key, data in zip(keys, payloads, strict=True):
         check_key(key)
         check_payload(data.nbytes)

@@ -5,17 +5,17 @@ The environment has two named databases:
     meta      b"manifest" -> JSON; b"epoch" -> 8 bytes, little-endian; b"limits" -> JSON
     records   key -> last use (8 bytes, big-endian) + record header + extents (start u64, pages u32)
 
-It contains no payloads. Values are small, and every transaction is short, also that of a reader in
-another process (``offline.lmdb_reader``), so LMDB reuses its pages at once and the file does not
-outgrow its map. A reader that was killed in a transaction would keep pages forever; ``apply``
-regularly checks for such readers. The file is preallocated to the size of the map, so that a full
-disk cannot fail a commit, and its length is checked, because with a shorter file LMDB would kill
-the process by SIGBUS.
+It contains no payloads. Values are small, and every transaction is short, including those of
+readers in other processes (``offline.lmdb_reader``), so LMDB can reuse pages at once and the file
+does not outgrow its map. A reader that was killed in a transaction would block the reuse of pages
+forever; ``apply`` regularly clears the slots of such readers. The file is preallocated to the size
+of the map, so that a full disk cannot fail a commit, and its length is checked, because with a
+shorter file LMDB would kill the process by SIGBUS.
 
-Opening never trusts a file, however it was closed. Before LMDB opens it, ``recovery.walk`` checks
-all of its pages (LMDB dies by SIGBUS on a truncated file and on garbled pages) and reads the
-records in the same pass. A file that the walk rejects goes to LMDB's own, slow verifier. Any damage
-is an ``IndexUnusableError``; the caller decides what to do about it.
+Opening never trusts a file, even one that was closed cleanly. Before LMDB opens it,
+``recovery.walk`` checks all of its pages (LMDB dies by SIGBUS on a truncated file and on garbled
+pages) and reads the records in the same pass. A file that the walk rejects goes to LMDB's own, slow
+verifier. Any damage raises ``IndexUnusableError``; the caller decides what to do.
 
 Ownership: one thread at a time, except for ``keys_after``. A transaction never outlives the method
 that began it, and no memory of LMDB is used after its transaction.
@@ -54,8 +54,8 @@ from tiers.record import Identity
 
 
 def check_space(path: Path, map_bytes: int) -> None:
-    """Raise ``OSError`` if the disk has no space for an index of ``map_bytes``. This is checked
-    first because a failed attempt would fill the disk for others. Folders may be missing."""
+    """Raise ``OSError`` if the disk has no space for an index of ``map_bytes``. Call this before
+    allocating: a failed allocation would temporarily fill the disk. Folders may be missing."""
     size_bytes = path.stat().st_size if path.exists() else 0
     disk = os.statvfs(next(above for above in path.absolute().parents if above.exists()))
     free_bytes = disk.f_bavail * disk.f_frsize
@@ -108,7 +108,7 @@ RECORD_INDEX_BYTES = 512
 """Index space reserved per record; a record takes 280 to 320 bytes, also under churn."""
 INDEX_BYTES_MIN = 2 << 20
 READER_CHECK_EVERY = 64
-"""Number of transactions between two checks for killed readers; a check takes microseconds."""
+"""Number of transactions between checks for killed readers. A check takes microseconds."""
 
 _PAYLOAD_AT = USE_BYTES + 24
 EXTENT = struct.Struct("<QI")
@@ -124,11 +124,11 @@ _DAMAGE = (
 
 
 class IndexUnusableError(FolderUnusableError):
-    """The index on disk, or a file beside it, cannot be used; the message says why."""
+    """Raised if the index, or a file beside it, cannot be used. The message says why."""
 
 
 class WrongIdentityError(IndexUnusableError):
-    """An intact index of another namespace, rank or format."""
+    """Raised for an intact index of another namespace, rank or format."""
 
 
 def pack_value(use: int, header: bytes, extents: Extents) -> bytes:
@@ -158,7 +158,7 @@ def extents_of(value: bytes) -> Extents:
 
 @dataclass(slots=True)
 class Changes:
-    """The content of one transaction: first the clear, then the edits (``None`` deletes a key)."""
+    """The changes of one transaction: first the clear, then the edits (``None`` deletes a key)."""
 
     clear_to_epoch: int | None = None
     edits: dict[Key, bytes | None] = field(default_factory=dict)
@@ -166,7 +166,7 @@ class Changes:
 
 @dataclass(frozen=True, slots=True)
 class Manifest:
-    """The description of the index that the index itself contains."""
+    """The description of the index, which is stored in it."""
 
     identity: Identity
     file_id: str
@@ -295,9 +295,9 @@ class LmdbIndex:
             return tables_of(cursor.iternext())
 
     def keys_after(self, key: Key | None, count: int) -> list[Key]:
-        """Return the next ``count`` keys in order after a key that may be gone, or from the first
-        one on. May run concurrently with everything except ``close``, because it has a separate
-        transaction."""
+        """Return the next ``count`` keys after ``key``, which need not exist (``None``: from the
+        first key on). Uses a separate transaction, so it may run concurrently with everything
+        except ``close``."""
         with self._env.begin(db=self._records) as txn, txn.cursor() as cursor:
             found = cursor.first() if key is None else cursor.set_range(key)
             if found and cursor.key() == key:
@@ -326,8 +326,9 @@ class LmdbIndex:
             self.epoch = changes.clear_to_epoch
 
     def apply_in_parts(self, changes: Changes) -> None:
-        """Like ``apply``, for edits that add no keys and need not be atomic. If the map cannot hold
-        copies of all pages they touch, they are committed in several transactions."""
+        """Like ``apply``, for edits that add no keys and need not be atomic. If the map has no
+        space for copies of all pages that the edits change, they are committed in several
+        transactions."""
         try:
             self.apply(changes)
         except lmdb.MapFullError:
@@ -339,7 +340,8 @@ class LmdbIndex:
             self.apply_in_parts(Changes(edits=dict(edits[half:])))
 
     def note_limits(self, limits: Limits) -> None:
-        """Store the limits with which this index was opened, for commands that inspect it."""
+        """Store the limits with which this index was opened. Commands that inspect the index read
+        them."""
         with self._env.begin(db=self._meta) as txn:
             known = txn.get(b"limits")
         if known != limits.dump():
@@ -347,7 +349,7 @@ class LmdbIndex:
                 txn.put(b"limits", limits.dump())
 
     def state(self) -> bytes | None:
-        """Return the state that the sharers of an index keep in it (``lmdb.shared.index``)."""
+        """Return the state that processes sharing the index store in it (``lmdb.shared.index``)."""
         with self._env.begin(db=self._meta) as txn:
             found = txn.get(b"state")
         return None if found is None else bytes(found)
@@ -371,19 +373,19 @@ def _remove(folder: Path) -> None:
 
 
 def _translated(error: BaseException) -> BaseException:
-    """Turn damage into ``IndexUnusableError`` and other errors of LMDB into ``OSError``: a full or
-    failing disk is no reason to give up an intact index."""
+    """Turn damage into ``IndexUnusableError`` and other errors of LMDB into ``OSError``: an intact
+    index must not be discarded because the disk is full or failing."""
     if isinstance(error, _DAMAGE):
         return IndexUnusableError(f"LMDB cannot open it: {error}")
     return OSError(f"LMDB: {error}") if isinstance(error, lmdb.Error) else error
 
 
 def check_file(folder: Path) -> list[RecordTable] | None:
-    """Return the records if LMDB can read the file safely. ``None`` if it can, but only LMDB can
-    read the records.
+    """Return the records if LMDB can read the file safely, or ``None`` if the file is safe but only
+    LMDB can read its records.
 
-    Raises ``IndexUnusableError`` if LMDB cannot read it. Call this only for an index to which no
-    process writes.
+    Raises ``IndexUnusableError`` if LMDB cannot read it safely. No process may write to the index
+    during the call.
     """
     path = folder / DATA_NAME
     found = path.lstat()

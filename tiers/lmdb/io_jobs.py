@@ -3,7 +3,7 @@
 One kind of job seals and writes payloads, the other reads and verifies them.
 
 A job owns its buffers while it runs and never raises. A write job passes its records to the commit
-thread. The read jobs of one call return to the event loop together, with an outcome per record.
+thread. The read jobs of one call report to the event loop together, with an outcome per record.
 """
 
 from __future__ import annotations
@@ -25,15 +25,16 @@ JOB_BYTES_MIN = 256 << 10
 
 
 def job_bytes(options: LmdbOptions, total_bytes: int) -> int:
-    """Return the size of one job: every thread gets a share, and small records go together."""
+    """Return the size of one job: small enough that every thread gets a share, large enough to
+    combine small records."""
     share = total_bytes // options.io_threads
     return min(options.job_bytes, max(JOB_BYTES_MIN, share))
 
 
 @dataclass(slots=True, eq=False)
 class Put:
-    """A record on its way to the disk. It belongs to one thread at a time: the event loop's, an
-    I/O thread, the commit thread, the event loop's again."""
+    """A record that is being written. It belongs to one thread at a time: first the event loop's,
+    then an I/O thread, then the commit thread, then the event loop's again."""
 
     key: Key
     value: bytes
@@ -41,7 +42,7 @@ class Put:
     payload_bytes: int
     extents: Extents
     stored_pages: int = 0
-    """The number of pages that the record needed after encoding."""
+    """The number of pages that the encoded record takes."""
     outcome: WriteOutcome = WriteOutcome.FAILED
     is_named: bool = False
     """True if a committed transaction refers to its allocation."""
@@ -49,11 +50,11 @@ class Put:
     """The calls that wait for this record; only the event loop uses them."""
 
     def allocate(self, extents: Extents, epoch: int) -> None:
-        """Set where its payload goes, and the epoch to seal it with."""
+        """Set the extents for its payload, and the epoch with which to seal it."""
         self.extents, self.epoch = extents, epoch
 
     def encode(self, stored_bytes: int) -> Extents:
-        """Set the length of the payload as it is stored. Returns the extents that it needs."""
+        """Set the length of the encoded payload. Returns the extents that it needs."""
         self.stored_pages = pages_for(stored_bytes)
         return clip(self.extents, self.stored_pages)[0]
 
@@ -121,7 +122,7 @@ class ReadItem:
     extents: Extents
     into: Buffer
     position: int
-    """Index of the key in its call."""
+    """The key's position in its call."""
     waiters: list[Any] = field(default_factory=list)
     """The calls that wait for this record; only the event loop uses them."""
     outcome: ReadOutcome = ReadOutcome.CORRUPT
@@ -146,7 +147,8 @@ class ReadJob:
         """Read and verify all records."""
         try:
             self._read_all(scratch)
-        except Exception:  # the call needs an answer and the thread must continue: all are CORRUPT
+        except Exception:
+            # the call needs an answer and the thread must continue: all records count as CORRUPT
             self.io_errors += 1
 
     def _read_all(self, scratch: Scratch) -> None:
@@ -157,8 +159,8 @@ class ReadJob:
             self._read_each(scratch)
 
     def _read_each(self, scratch: Scratch) -> None:
-        """Read the records one by one after a failure, so that a bad record does not fail the
-        others of its job."""
+        """Read the records one by one after a failure, so that one bad record does not fail the
+        rest of its job."""
         for item in self.items:
             try:
                 self._move([item], scratch)
@@ -182,7 +184,7 @@ class ReadJob:
 
 
 class CodecScratch:
-    """Scratch memory for encoded payloads, one part for each of them."""
+    """Scratch memory for encoded payloads, one part per payload."""
 
     def __init__(self, codec: Codec, scratch: Scratch, payloads: Sequence[Buffer]) -> None:
         total = sum(codec.scratch_bytes(data.nbytes) for data in payloads)

@@ -8,14 +8,14 @@ from dataclasses import dataclass
 from tiers.record import NO_NAMESPACE
 
 TOUCH_FLUSH_S = 5.0
-"""Uses of records are noted on disk at most this much later."""
+"""Uses of records are written to disk after at most this time."""
 
 
 class Recovery(enum.Enum):
-    """How a tier treats the data that an earlier start left.
+    """How a tier treats data from earlier runs.
 
-    ``OFF``: begin empty. ``QUIET``: keep intact records, move damaged files aside, continue.
-    ``STRICT``: any damage found at open is a ``TierIoError``, and nothing is touched.
+    ``OFF``: start empty. ``QUIET``: keep intact records, move damaged files aside, continue.
+    ``STRICT``: any damage found at open raises ``TierIoError``, and nothing is changed.
     """
 
     OFF = "off"
@@ -30,11 +30,11 @@ class LmdbOptions:
     ``record_bytes`` is the smallest usual payload: the index gets space for ``capacity /
     record_bytes`` records. The payload file grows in steps of ``grow_bytes`` and leaves
     ``reserve_bytes`` of the file system free (``None``: 5 %, at least 2 GiB). ``io_threads`` is the
-    queue depth, for reads and for writes each; a few more threads seal and verify meanwhile.
-    ``job_bytes`` is the most that one thread moves at a time, adjacent records with one system
-    call; a call is first divided among all threads. Small jobs cost CPU time, because threads
-    constantly hand over to each other. ``queue_records`` limits the waiting records. ``key_file``
-    turns encryption on, ``compress`` compression (see ``tiers.io.codec``).
+    queue depth, for reads and for writes each; a few additional threads seal and verify meanwhile.
+    ``job_bytes`` is the maximum that one thread transfers at a time, with one system call for
+    adjacent records; each call is first divided among all threads. Small jobs cost CPU time for
+    switching between threads. ``queue_records`` limits the number of records waiting to be written.
+    ``key_file`` turns encryption on, ``compress`` compression (see ``tiers.io.codec``).
     """
 
     namespace: bytes = NO_NAMESPACE

@@ -65,7 +65,8 @@ class LmdbReads:
         return call.outcomes
 
     def _find(self, call: Call, keys: Sequence[Key], into: Sequence[Buffer]) -> list[ReadItem]:
-        """Return the present records in the order of their allocations; answer the others."""
+        """Return the records that are present, in the order of their allocations. Settle the
+        others."""
         items = []
         records = self._contents.records
         for position, (key, data) in enumerate(zip(keys, into, strict=True)):
@@ -100,9 +101,9 @@ class LmdbReads:
             if item.outcome is ReadOutcome.OK:
                 self.counts["read_bytes"] += item.into.nbytes
             Call.settle(item.waiters, item.outcome)
-        contents.forget(damaged)  # so that an intact copy can be written again
+        contents.forget(damaged)  # makes room for an intact copy
 
     def _is_still_there(self, item: ReadItem) -> bool:
-        """Return True if it is the same record, even if it was touched meanwhile."""
+        """Return True if the record is unchanged except for its time of use."""
         value = self._contents.records.get(item.key)
         return value is not None and value[USE_BYTES:] == item.value[USE_BYTES:]

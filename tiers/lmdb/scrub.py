@@ -1,11 +1,11 @@
 """The scrub of an LMDB tier: reads and verifies records that no request reads, a few at a time.
 
-A pass goes through the index in key order, so that a small file (``scrub``) can store its position:
+A pass goes through the index in key order. A small file (``scrub``) stores its position, so that
 even a server that is restarted every day finishes a pass. A pass begins one period after the
 previous one began.
 
 A record counts as damaged if its tag does not match in two reads. If reads fail, page 0 is read as
-well; if that fails too, the medium is at fault, and no record is given up.
+well; if that fails too, the medium is at fault, and no record is deleted.
 
 Owned by the event loop's thread; the tier's threads read the files.
 """
@@ -35,7 +35,7 @@ from tiers.record import KEY_BYTES_MAX
 MARK_NAME = "scrub"
 KEYS_AT_ONCE = 64
 PAYLOAD_BYTES_MAX = 256 << 20
-"""Longer payloads are not scrubbed, including those that only a damaged index claims."""
+"""Longer payloads are not scrubbed; a damaged index could claim any length."""
 KEPT_BYTES_MAX = 8 << 20
 MARK_EVERY_S = 60.0
 """The position is stored this often. After a crash, records read since the last stored position are
@@ -44,8 +44,9 @@ read again."""
 
 @dataclass(slots=True)
 class _Mark:
-    """The position of a pass: ``last`` is the last key it read, ``None`` before the first and after
-    the last one; ``begun`` is when it began, in seconds since 1970, 0 if none has."""
+    """The position of a pass. ``last`` is the last key that it read, or ``None`` before the first
+    and after the last key. ``begun`` is the time at which it began, in seconds since 1970, or 0 if
+    no pass has begun."""
 
     begun: float = 0.0
     last: Key | None = None
@@ -62,7 +63,7 @@ class _Mark:
         return cls()
 
     def store(self, path: Path) -> None:
-        """Replace the file. If that fails, the old one stays."""
+        """Replace the file. If that fails, the old file remains."""
         last = (self.last or b"").hex()
         draft = path.with_name(f"{path.name}.new")
         with contextlib.suppress(OSError):
@@ -119,11 +120,11 @@ class LmdbScrub:
         return found
 
     def _choose(self, keys: Sequence[Key], bytes_max: int) -> tuple[list[ReadItem], int]:
-        """Choose which of these keys to read, at least one. Returns also how many keys were
+        """Choose which of these keys to read, at least one. Also returns how many keys were
         considered."""
         chosen: list[tuple[Key, bytes, int]] = []
         size = seen = 0
-        for seen, key in enumerate(keys, 1):  # noqa: B007  # the number is what is wanted
+        for seen, key in enumerate(keys, 1):  # noqa: B007  # the number is the result
             value = self._contents.records.get(key)
             if value is not None and (count := payload_bytes_of(value)) <= PAYLOAD_BYTES_MAX:
                 chosen.append((key, value, count))
@@ -138,7 +139,7 @@ class LmdbScrub:
         return items, seen
 
     def _buffer(self, size: int) -> Buffer:
-        """Return memory for ``size`` bytes; only the memory of ordinary records is kept."""
+        """Return memory for ``size`` bytes. Only memory of ordinary size is kept for reuse."""
         scratch = self._scratch if size <= KEPT_BYTES_MAX else Scratch(ALIGNMENT)
         return scratch.at_least(size)
 
@@ -181,14 +182,14 @@ class LmdbScrub:
         return True
 
     def _is_still_there(self, item: ReadItem, epoch: int) -> bool:
-        """Return True if it is the same record, even if it was touched meanwhile."""
+        """Return True if the record is unchanged except for its time of use."""
         value = self._contents.records.get(item.key)
         is_same = value is not None and value[USE_BYTES:] == item.value[USE_BYTES:]
         return is_same and epoch == self._contents.epoch
 
     async def _in_thread(self, function: Callable[[Scratch], Any]) -> Any:
-        """Run ``function`` in a thread of the tier. Waits for the end of the function even when
-        cancelled, because it uses the tier's files. Raises whatever the function raises."""
+        """Run ``function`` in a thread of the tier. Waits until it ends even when cancelled,
+        because it uses the tier's files. Raises the function's exceptions."""
         job = _ThreadCall(function, from_threads(_ThreadCall.end))
         self._threads.submit(job)
         return await settled(job.done)

@@ -5,19 +5,19 @@ payloads.
             file, then one LMDB transaction for all waiting records) -> present
     read    lookup in memory -> I/O thread (O_DIRECT read into the caller's buffer, tag) -> done
 
-``lmdb.files`` opens the files, ``lmdb.contents`` knows which records are present, ``lmdb.writes``
-and ``lmdb.reads`` do the two paths above. This module has the interface and controls their
-lifetime.
+``lmdb.files`` opens the files, ``lmdb.contents`` tracks which records are present, ``lmdb.writes``
+and ``lmdb.reads`` implement the two paths above. This module has the interface and controls the
+lifetime of these parts.
 
 An allocation is free again only when the transaction that deleted its record is durable and no read
 uses it. ``capacity_bytes`` covers the whole folder: payloads, index and page 0.
 
-Epochs only grow: ``reset(e)`` begins epoch ``max(e, current + 1)``, so every reset forgets all
-records, even a reset whose number was used before a restart.
+Epochs only increase: ``reset(e)`` begins epoch ``max(e, current + 1)``, so every reset forgets all
+records, even if ``e`` was already used before a restart.
 
-Ownership: everything in this class belongs to the event loop's thread. Jobs and changes leave
-through queues and return by ``call_soon_threadsafe``. An open tier belongs to one loop and one
-process; using it after a fork is a ``TierIoError``.
+Ownership: everything in this class belongs to the event loop's thread. Jobs and changes go to other
+threads through queues and come back through ``call_soon_threadsafe``. An open tier belongs to one
+loop and one process; using it after a fork is a ``TierIoError``.
 """
 
 from __future__ import annotations
@@ -109,8 +109,8 @@ class LmdbTier(FolderTier[LmdbFiles]):
         self._counts_of_parts = tuple(part.counts for part in parts)
 
     def _on_commit(self, batch: Sequence[Change]) -> None:
-        """Handle a batch that was committed, that failed as a whole, or (puts only) that failed
-        before the commit."""
+        """Handle a batch that was committed or failed as a whole, or puts that failed before the
+        commit."""
         for change in batch:
             if isinstance(change, Put):
                 self._writes.end(change)

@@ -20,8 +20,8 @@ _COUNTERS = ("written", "write_full", "write_failed", "written_bytes", "grow_fai
 
 
 class LmdbWrites:
-    """``counts`` are the counters of writes. ``fail`` receives records that no commit will see; any
-    thread may call it."""
+    """``counts`` are the counters of writes. ``fail`` receives records that will not be committed;
+    any thread may call it."""
 
     def __init__(
         self,
@@ -52,16 +52,15 @@ class LmdbWrites:
                 if not self._begin(batch, call, position, key, data):
                     await self._begin_later(batch, call, position, key, data)
         finally:
-            # This also applies when cancelled: records with an allocation are written and waited
-            # for.
+            # Even when cancelled, write the records that have an allocation and wait for them.
             batch.submit()
             call.begun()
             await settled(call.done)
         return call.outcomes
 
     def _begin(self, batch: _PutBatch, call: Call, position: int, key: Key, data: Buffer) -> bool:
-        """Allocate pages for one record and add it to the batch. Returns False if no pages are free
-        now, or none are needed."""
+        """Allocate pages for one record and add it to the batch. Returns False if the epoch is
+        over, the record is known, or no pages are free now."""
         records_max = self._files.records_max
         put = self._contents.begin_write(key, data.nbytes, batch.epoch, records_max)
         if put is None:
@@ -73,7 +72,7 @@ class LmdbWrites:
     async def _begin_later(
         self, batch: _PutBatch, call: Call, position: int, key: Key, data: Buffer
     ) -> None:
-        """Allocate pages for one record when some become free, or answer it here."""
+        """Wait for free pages and add the record to the batch, or settle it here."""
         contents = self._contents
         while batch.epoch == contents.epoch:
             if key in contents.filling or key in contents.records:
@@ -127,7 +126,7 @@ class LmdbWrites:
             self.counts["grow_failures"] += 1
 
     async def wait_for(self, keys: Sequence[Key]) -> None:
-        """Wait until the pending ones among these keys have ended."""
+        """Wait until pending writes of these keys have ended."""
         filling = self._contents.filling
         found = [put for key in keys if (put := filling.get(key)) is not None]
         if found:

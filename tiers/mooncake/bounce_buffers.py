@@ -1,12 +1,12 @@
-"""Bounce buffers for calls of a Mooncake store: payloads pass through them when they are read, and
-headers are always in them.
+"""Bounce buffers for calls of a Mooncake store: payloads are read through them, and headers are
+read and written through them.
 
-Mooncake abandons a transfer after half a minute or a minute without ending it: when the peer
-continues, bytes still move, long after everything was verified and perhaps after the memory was
-given to another user. So transfers use bounce buffers, which are registered once and reused. Only
-the buffers of a call that may continue are never used again.
+Mooncake abandons a transfer after half a minute or a minute without cancelling it: when the peer
+continues, bytes still arrive, long after the payload was verified and perhaps after its memory was
+reused. So transfers use bounce buffers, which are registered once and reused. The buffers of a call
+that may continue are never used again.
 
-Any thread may call; a buffer belongs to the thread that borrowed it.
+Any thread may call. A buffer belongs to the thread that borrowed it.
 """
 
 from __future__ import annotations
@@ -22,17 +22,17 @@ import numpy as np
 from tiers.base import Buffer, TierIoError
 
 BUFFER_BYTES = 32 << 20
-"""Size of the payloads of one call together, unless a single one is larger."""
+"""Maximum total size of the payloads of one call. A single larger payload gets a separate call."""
 GIVEN_UP_AFTER_S = 10.0
 """Over TCP, a call that failed sooner than this has ended."""
 GIVEN_UP_MAX = 1 << 30
-"""Bytes that may be abandoned because they may still be written to. Beyond that, all reads fail."""
+"""Maximum size of buffers that are abandoned because Mooncake may still write to them. Above this,
+all reads fail."""
 
 
 @dataclass(slots=True)
 class Lent:
-    """Parts of one buffer. ``is_over`` returns True once no more bytes will move to or from
-    them."""
+    """Parts of one buffer. ``is_over`` is True once no more bytes will move to or from them."""
 
     parts: list[Buffer]
     is_over: bool = False
@@ -40,7 +40,7 @@ class Lent:
 
 
 class BounceBuffers:
-    """``register(address, bytes)`` and ``unregister(address)`` announce memory to the store. A
+    """``register(address, bytes)`` and ``unregister(address)`` register memory with the store. A
     buffer has ``buffer_bytes``, or more if one call needs more."""
 
     def __init__(
@@ -59,8 +59,8 @@ class BounceBuffers:
 
     @contextmanager
     def lend(self, sizes: Sequence[int]) -> Iterator[Lent]:
-        """Lend parts of these sizes in one buffer. The buffer is reused if the parts are ``over``
-        at the end. Raises ``TierIoError``."""
+        """Lend parts of these sizes in one buffer. The buffer is reused if ``is_over`` is True at
+        the end. Raises ``TierIoError``."""
         if not sizes:
             yield Lent([])
             return
@@ -80,7 +80,7 @@ class BounceBuffers:
 
     def ended(self, lent: Lent, codes: Sequence[int], untouched: Sequence[int]) -> None:
         """Note that the call has ended with these codes, negative for failures. ``untouched`` are
-        codes that are returned before anything is transferred."""
+        the codes of errors that occur before anything is transferred."""
         is_late = time.monotonic() - lent.since >= GIVEN_UP_AFTER_S
         if self._ends_what_fails and not is_late:
             lent.is_over = True
@@ -104,7 +104,7 @@ class BounceBuffers:
 
 
 def portions(sizes: Sequence[int]) -> Iterator[slice]:
-    """Group neighbours that go into one call."""
+    """Group consecutive payloads that fit into one call."""
     first = held = 0
     for n, size in enumerate(sizes):
         if n > first and held + size > BUFFER_BYTES:

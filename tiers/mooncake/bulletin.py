@@ -1,14 +1,13 @@
-"""Small documents that engines leave for each other in a Mooncake store, which cannot list objects.
+"""Small documents that engines post for each other in a Mooncake store, which cannot list objects.
 
 A board is a list of ``SLOTS_PER_BOARD`` names that every engine can compute. A document goes to the
-first free slot. The store accepts no second object under a name, so if two engines post at once,
-one gets the slot; the other detects that and takes the next. Nothing is ever changed or removed
-here.
+first free slot. The store never replaces an object, so if two engines post at once, one gets the
+slot; the other detects that and takes the next one. Documents are never changed or removed.
 
-Documents are pinned, so the store does not evict them, and have several copies where there are
-several segments. They disappear with the last of these, or when the master loses its state, so
-their author checks on them (``Keeper``). Beside each document there is a sign of life for every day
-on which its author checked it; the store may evict those.
+Documents are pinned, so the store does not evict them, and are replicated if there are several
+segments. A document is lost with its last replica, or when the master loses its state, so its
+author checks it regularly (``Keeper``). For every day on which an author checks a document, it also
+stores a sign of life, which the store may evict.
 """
 
 from __future__ import annotations
@@ -29,9 +28,10 @@ SLOTS_PER_BOARD = 32
 KEEP_S = 60.0
 """Interval at which a document is checked."""
 AGAIN_S = 1.0
-"""Interval after a failure. A store that has just come back may have no memory yet."""
+"""Interval between attempts after a failure. A store that has just restarted may have no memory
+yet."""
 POST_TIMEOUT_S = 5.0
-"""Time for which the start of a server waits until its document is posted."""
+"""Maximum time for which a starting server waits until its document is posted."""
 
 
 DAY_S = 86_400
@@ -45,8 +45,8 @@ class Posted(NamedTuple):
 
 
 class Notice(NamedTuple):
-    """A document and its board. ``heard`` is called once, in a thread, with all documents on the
-    board."""
+    """A document and its board. ``heard`` is called once, in a thread, with all documents that are
+    on the board."""
 
     board: str
     content: bytes
@@ -59,13 +59,14 @@ def slots_of(board: str) -> list[str]:
 
 
 def today() -> int:
-    """Return the number of the day. Machines whose clocks differ by less than a day agree well
-    enough."""
+    """Return the number of the day. It may differ by one between machines; readers allow for
+    that."""
     return int(time.time() // DAY_S)
 
 
 def _signs(name: str) -> list[str]:
-    """Return the signs of life of yesterday, today, and an author whose clock is ahead."""
+    """Return the names of the signs of life of yesterday and today, and of tomorrow, for an author
+    whose clock is ahead."""
     return [f"{name}/{today() + day}" for day in (-1, 0, 1)]
 
 
@@ -99,12 +100,12 @@ def post(client: MooncakeClient, board: str, content: bytes) -> bool:
         free = [n for n, held in enumerate(found) if held is None and n not in tried]
         if not free or not client.put_document(names[free[0]], content, is_pinned=True):
             return False
-        tried.add(free[0])  # if it is not ours now, another engine was faster
+        tried.add(free[0])  # if the slot is not ours now, another engine was faster
 
 
 class Keeper:
     """Keeps a notice posted. It belongs to the event loop's thread; calls of the store run in a
-    separate thread, because another engine's memory may hang."""
+    separate thread, because access to another engine's memory may hang."""
 
     def __init__(self, notice: Notice, client: MooncakeClient) -> None:
         self._notice = notice
@@ -117,11 +118,11 @@ class Keeper:
         self._task = asyncio.create_task(self._keep())
 
     def look_now(self) -> None:
-        """Check at once, because the store may have lost the document."""
+        """Check now, because the store may have lost the document."""
         self._wake.set()
 
     def stop(self) -> None:
-        """Stop checking; the document stays. The caller ends the threads."""
+        """Stop checking. The document stays in the store. The caller ends the threads."""
         self._task.cancel()
 
     async def _keep(self) -> None:

@@ -1,9 +1,9 @@
 """Blocking calls to a Mooncake store: memory, keys and error codes. Any thread may call.
 
-A record is one object of the store: a header (``record``), followed by the payload. The store reads
-and writes both in place (``..._multi_buffers``), so a payload in a slot is not copied when it is
-written. Payloads that are read, and all headers, go through ``BounceBuffers``: a call that Mooncake
-has abandoned may continue to move bytes.
+A record is one object of the store: a header (``record``), followed by the payload. The store
+accesses both in place (``..._multi_buffers``), so a payload in a slot is written without a copy.
+Payloads are read through ``BounceBuffers``, and headers are read and written through them: a call
+that Mooncake has abandoned may continue to move bytes.
 
 The codes are those of ``ErrorCode`` in mooncake-store/include/types.h.
 """
@@ -31,15 +31,15 @@ HEADER_STEP = 128
 HEADERS_BYTES = BATCH * HEADER_STEP
 CONNECT_TIMEOUT_S = 2.0
 CALL_TIMEOUT_MS = 4000
-"""The time that Mooncake waits for its master to answer; its default is 30 s."""
+"""Mooncake's timeout for calls of its master. The default is 30 s."""
 SETUP_BUFFER_BYTES = 16 << 20
-"""Memory of the store for its own copies; kvtiers needs none."""
+"""Memory that the store allocates for copies; kvtiers needs none."""
 
 NO_SPACE = -200
 NO_SUCH_OBJECT = -704
 NOT_READY = -703
 MASTER_AWAY = (-900, -901)
-"""The master is gone; the master does not answer in time."""
+"""Codes for: the master is gone; the master did not answer in time."""
 HEALTHY = 0
 ABSENT = (NO_SUCH_OBJECT, NOT_READY)
 EXISTS = -705
@@ -50,9 +50,9 @@ DOCUMENT_COPIES = 3
 
 @dataclass(frozen=True)
 class MooncakeSettings:
-    """``master`` is ``host:port``, ``metadata`` a URL or ``P2PHANDSHAKE``. ``segment_bytes`` of
-    this process's memory are given to the store. ``host`` is the address of this machine for others
-    ("": determine it). ``device`` are RDMA devices, separated by commas ("": all)."""
+    """``master`` is ``host:port``, ``metadata`` a URL or ``P2PHANDSHAKE``. ``segment_bytes`` is how
+    much of this process's memory the store may use. ``host`` is the address at which others reach
+    this machine ("": determine it). ``device`` are RDMA devices, separated by commas ("": all)."""
 
     master: str
     metadata: str
@@ -66,14 +66,14 @@ def why_not() -> str:
     """Return why Mooncake cannot be used here, or "" if it can. Loads its libraries."""
     try:
         importlib.import_module("mooncake.store")
-    except ImportError as error:  # the package or a system library is missing
+    except ImportError as error:  # the package or a system library may be missing
         return str(error)
     return ""
 
 
 class MooncakeClient:
-    """A connection to a store. ``memory`` is the address range that records usually come from; it
-    is registered once. Raises ``TierIoError`` if the store cannot be joined."""
+    """A connection to a store. ``memory`` is the address range from which records are usually
+    written; it is registered once. Raises ``TierIoError`` if the store cannot be joined."""
 
     def __init__(
         self, settings: MooncakeSettings, identity: Identity, memory: range | None
@@ -88,7 +88,7 @@ class MooncakeClient:
         try:
             if self._memory:
                 self._register(self._memory.start, len(self._memory))
-        except BaseException:  # the client has threads that would live on
+        except BaseException:  # the client has threads, which would continue
             self._store.close()
             raise
 
@@ -98,11 +98,11 @@ class MooncakeClient:
         return bool(self._store.health_check() == HEALTHY)
 
     def close(self) -> None:
-        """Leave the store. Records in this process's segment are gone for all engines.
+        """Leave the store. Records in this process's segment are lost for all engines.
 
-        If the master does not answer, this takes Mooncake a quarter of a minute in which no Python
-        thread of the process runs (it holds the GIL, and so does its destructor). The end of the
-        process leaves the store as well, so in that case the client is kept until then.
+        If the master does not answer, closing the client takes a quarter of a minute in which no
+        other Python thread runs, because Mooncake holds the GIL; its destructor does the same. So
+        in that case the client is kept until the process ends, which also leaves the store.
         """
         if _is_reachable(self._settings.master) and self._answers():
             self._store.close()
@@ -112,17 +112,17 @@ class MooncakeClient:
     # -- records -----------------------------------------------------------------------------
 
     def name(self, key: Key, epoch: int, of: Identity | None = None) -> str:
-        """Return the name of a record's object. It contains namespace, epoch and rank, so no engine
-        meets the records of others unless it knows their identity (``of``)."""
+        """Return the name of a record's object. It contains namespace, epoch and rank, so an engine
+        finds records of others only if it knows their identity (``of``)."""
         namespace, rank = of or self._identity
         return f"kvtiers/{namespace.hex()}/{epoch:x}/{rank}/{key.hex()}"
 
     def present(self, keys: Sequence[Key], epoch: int, of: Identity | None = None) -> list[bool]:
-        """Return which records are there: those of this engine, or those of another identity."""
+        """Return which records of this engine, or of another identity, are in the store."""
         return [code == 1 for code in self._exist([self.name(key, epoch, of) for key in keys])]
 
     def put(self, keys: Sequence[Key], epoch: int, data: Sequence[Buffer]) -> list[WriteOutcome]:
-        """Store records of different keys, at most ``BATCH``. Those that exist stay as they are."""
+        """Store at most ``BATCH`` records with distinct keys. Existing records are not changed."""
         names = [self.name(key, epoch) for key in keys]
         outcomes = [WriteOutcome.OK] * len(keys)
         fresh = [n for n, code in enumerate(self._exist(names)) if code != 1]
@@ -158,9 +158,9 @@ class MooncakeClient:
         of: Identity | None = None,
     ) -> list[ReadOutcome]:
         """Read at most ``BATCH`` records, of this engine or another identity. They are never read
-        directly to where they will be used: an abandoned transfer may continue there after
-        everything was verified."""
-        again = _repeated(keys)  # the store would return only one of them
+        directly into ``into``: an abandoned transfer may continue to write after the payload was
+        verified."""
+        again = _repeated(keys)  # the store would return each key only once
         if again:
             return self._get_in_turns(keys, epoch, into, of, again)
         outcomes: list[ReadOutcome] = []
@@ -197,7 +197,7 @@ class MooncakeClient:
         of: Identity | None,
         again: Sequence[int],
     ) -> list[ReadOutcome]:
-        """Read the first occurrence of each key, then the rest (``again``)."""
+        """Read the first occurrence of each key, then the repeated ones (``again``)."""
         outcomes = [ReadOutcome.MISS] * len(keys)
         for turn in (sorted(set(range(len(keys))).difference(again)), again):
             found = self.get([keys[n] for n in turn], epoch, [into[n] for n in turn], of)
@@ -206,7 +206,7 @@ class MooncakeClient:
         return outcomes
 
     def remove(self, keys: Sequence[Key], epoch: int) -> None:
-        """Remove records, including those that are being read."""
+        """Remove records, even while they are being read."""
         names = [self.name(key, epoch) for key in keys]
         for first in range(0, len(names), BATCH):
             _checked(self._store.batch_remove(names[first : first + BATCH], True))
@@ -214,8 +214,8 @@ class MooncakeClient:
     # -- documents ---------------------------------------------------------------------------
 
     def documents(self, names: Sequence[str]) -> list[bytes | None]:
-        """Read small objects of any name: ``None`` for one that is not there, empty for one that
-        cannot be read now or is no document."""
+        """Read small objects by name. The result is ``None`` if there is no such object, and empty
+        if it cannot be read now or is too large to be a document."""
         found: list[bytes | None] = []
         for name, code in zip(names, self._exist(list(names)), strict=True):
             if code != 1:
@@ -226,19 +226,20 @@ class MooncakeClient:
         return found
 
     def have_documents(self, names: Sequence[str]) -> list[bool]:
-        """Return which of these documents are there."""
+        """Return which of these documents exist."""
         return [code == 1 for code in self._exist(list(names))]
 
     def put_document(self, name: str, content: bytes, *, is_pinned: bool) -> bool:
-        """Store a small object; a pinned one is never evicted. Returns False if there is no space.
-        An object that exists already stays as it is, which is not reported."""
+        """Store a small object. A pinned object is never evicted. Returns False if there is no
+        space. An existing object is not changed, and the call still returns True."""
         [code] = _checked([self._store.put(name, content, _placed(is_pinned))])
         return bool(code == 0)
 
     # -- inside ------------------------------------------------------------------------------
 
     def _answers(self) -> bool:
-        """Return True if the master answers now. The client does not notice a master that hangs."""
+        """Return True if the master answers now. The client itself does not detect a master that
+        hangs."""
         try:
             self._exist([self.name(b"", 0)])
         except TierIoError:
@@ -249,7 +250,7 @@ class MooncakeClient:
         return _checked(self._store.batch_is_exist(names))
 
     def _failed(self, name: str, code: int, payload_bytes: int) -> ReadOutcome:
-        """Return the outcome of a record that did not arrive."""
+        """Return the outcome of a record that could not be read."""
         if code in ABSENT:
             return ReadOutcome.MISS
         size = self._store.get_size(name)
@@ -265,14 +266,14 @@ class MooncakeClient:
             raise TierIoError(f"the store does not accept {nbytes} bytes of memory (code {code})")
 
     def _is_known(self, buffer: Buffer) -> bool:
-        """Return True if the store may read a record in place, because its memory was registered at
+        """Return True if the store can read a record in place, because its memory was registered at
         the start. Other records are copied into a bounce buffer."""
         return buffer.ctypes.data in self._memory
 
 
 def _joined(settings: MooncakeSettings) -> Any:
-    """Return a client that has joined the store. It first checks that the master is reachable:
-    Mooncake would try for a minute in which no Python thread of the process runs."""
+    """Return a client that has joined the store. This first checks that the master is reachable:
+    Mooncake would try for a minute, in which no other Python thread runs."""
     for address in (settings.master, urlsplit(settings.metadata).netloc):
         if address and not _is_reachable(address):
             raise TierIoError(f"nothing listens at {address}, where a Mooncake master should be")
@@ -319,10 +320,12 @@ def _own_address(master: str) -> str:
     try:
         [(family, kind, _, _, address), *_] = socket.getaddrinfo(host, int(port), type=2)
         with socket.socket(family, kind) as way:
-            way.connect(address)  # a datagram socket: nothing is sent
+            way.connect(address)  # connecting a datagram socket sends nothing
             return str(way.getsockname()[0])
     except OSError as error:
-        raise TierIoError(f"there is no way to the Mooncake master at {master}: {error}") from error
+        raise TierIoError(
+            f"there is no route to the Mooncake master at {master}: {error}"
+        ) from error
 
 
 def _parts(
@@ -335,13 +338,13 @@ def _parts(
 
 
 def _repeated(keys: Sequence[Key]) -> list[int]:
-    """Return the positions of keys that occurred earlier in the list."""
+    """Return the positions of keys that occur earlier in the list, too."""
     first: dict[Key, int] = {}
     return [n for n, key in enumerate(keys) if first.setdefault(key, n) != n]
 
 
 def _checked(codes: list[int]) -> list[int]:
-    """Return the codes of a call. Raises ``TierIoError`` if the master did not answer."""
+    """Return the codes unchanged. Raises ``TierIoError`` if the master did not answer."""
     if any(code in MASTER_AWAY for code in codes):
         raise TierIoError("the Mooncake master does not answer")
     return codes

@@ -1,17 +1,17 @@
 """The tier over a Mooncake store, which engines of many machines share.
 
 The store's master knows where objects are; clients hold objects and transfer them to each other.
-The store evicts by itself, so any record may be gone at any time, which is a miss.
-``mooncake.client`` describes records and their names.
+The store evicts by itself, so any record may disappear at any time. Reading it is then a miss. See
+``mooncake.client`` for records and their names.
 
-While the master is away every call is a ``TierIoError``, and the client reconnects by itself. The
-master may have come back empty, so the tier then reports the loss of all records, and caches of its
-content must be refreshed.
+While the master is unreachable, every call raises ``TierIoError``, and the client reconnects by
+itself. The master may have come back empty, so the tier then reports the loss of all records, and
+caches of its content must be refreshed.
 
 Ownership: everything belongs to the event loop's thread. Calls of the store run in daemon threads
-of the tier, presence queries in separate ones. The tier waits for a read or write until it ends,
-because the store uses the caller's memory until then. Mooncake itself gives up after some seconds,
-and after half a minute on a peer that hangs.
+of the tier, with separate ones for presence queries. The tier waits until a read or write ends,
+because the store uses the caller's memory until then. Mooncake's own timeout is some seconds, or
+half a minute if a peer hangs.
 """
 
 from __future__ import annotations
@@ -152,7 +152,7 @@ class MooncakeTier(SharedTier):
 
     async def keys(self) -> AsyncIterator[StoredKeys]:
         self._check_open()
-        for batch in stored_keys(()):  # no component has a list of the records
+        for batch in stored_keys(()):  # a Mooncake store cannot list its records
             yield batch
 
     async def reset(self, epoch: int) -> None:
@@ -181,7 +181,7 @@ class MooncakeTier(SharedTier):
         """Post the notice and keep it posted."""
         self._keeper = Keeper(notice, self._check_open())
         try:
-            with contextlib.suppress(TimeoutError):  # the keeper continues to try
+            with contextlib.suppress(TimeoutError):  # the keeper keeps trying
                 await asyncio.wait_for(self._keeper.posted.wait(), POST_TIMEOUT_S)
         except asyncio.CancelledError:
             await self.aclose()
@@ -198,8 +198,8 @@ class MooncakeTier(SharedTier):
         keys: Sequence[Key],
         buffers: Sequence[Buffer],
     ) -> list[T]:
-        """Run ``call`` for all records, in batches and in as many threads as are free. When all
-        have ended, raises the exception of the first batch that failed."""
+        """Run ``call`` for all records, in batches and in as many threads as are free. Raises the
+        exception of the first batch that failed, after all batches have ended."""
         client, epoch = self._check_open(), self._epoch
         running = [
             self._data.run(
@@ -216,7 +216,8 @@ class MooncakeTier(SharedTier):
         return found
 
     def _call(self, call: Callable[..., T], *arguments: Any) -> T:
-        """Run a call of the store in a thread, unless the master is known to be away."""
+        """Run a call of the store, on a thread of the tier, unless the master is known to be
+        unreachable."""
         client = self._client
         if client is None:
             raise TierClosedError("the Mooncake tier was closed")
@@ -233,7 +234,7 @@ class MooncakeTier(SharedTier):
         return result
 
     def _back(self) -> None:
-        """Handle the return of the master. The master may be a new, empty one."""
+        """Handle that the master answers again. It may be a new, empty master."""
         if self._is_failing:
             self._is_failing = False
             self._counts["returns"] += 1

@@ -1,4 +1,4 @@
-"""Owns reading and changing a tier's folder from other processes, also beside its server.
+"""Owns reading and changing a tier's folder from other processes, even while a server uses it.
 
 Must not know namespaces or the server's tier objects.
 """

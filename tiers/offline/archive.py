@@ -13,9 +13,9 @@
     40             body: JSON (M, S, E), or for a record: length of the key (2 bytes), time of last
                    use in ns (8), key, payload
 
-Payloads are as the model made them, neither compressed nor encrypted. A damaged body costs only its
-frame. After a damaged frame header the next frame cannot be found, so the rest is lost. A file
-without an end frame belongs to an export that was interrupted.
+Payloads are the model's KV bytes, neither compressed nor encrypted. If a body is damaged, only its
+frame is lost. After a damaged frame header the next frame cannot be found, so the rest is lost. A
+file without an end frame belongs to an export that was interrupted.
 
 This module knows nothing about tiers.
 """
@@ -44,7 +44,7 @@ HEAD_BYTES = _HEAD.size + _SUM_BYTES + _DIGEST_BYTES
 
 
 class PortableError(Exception):
-    """The file cannot be read any further; the message says where and why."""
+    """Raised if the file cannot be read any further. The message says where and why."""
 
 
 class Record(NamedTuple):
@@ -67,12 +67,12 @@ class Frame(NamedTuple):
 
 
 def write_magic(file: IO[bytes]) -> None:
-    """Begin a file."""
+    """Write the magic bytes at the start of a file."""
     file.write(MAGIC)
 
 
 def write_about(file: IO[bytes], kind: str, about: dict[str, Any]) -> None:
-    """Write a frame of JSON."""
+    """Write a frame with JSON content."""
     _write(file, kind, json.dumps(about, sort_keys=True).encode(), None)
 
 
@@ -96,10 +96,10 @@ def _write(file: IO[bytes], kind: str, front: bytes, payload: Buffer | None) -> 
 
 
 def read_frames(file: IO[bytes]) -> Iterator[Frame]:
-    """Iterate over all frames up to the end frame. Raises ``PortableError`` where it cannot
-    continue."""
+    """Iterate over all frames up to the end frame. Raises ``PortableError`` at a point from which
+    it cannot continue."""
     if file.read(len(MAGIC)) != MAGIC:
-        raise PortableError("it is not an export of kvtiers: it begins with other bytes")
+        raise PortableError("it is not an export of kvtiers: it begins with different bytes")
     at = len(MAGIC)
     while True:
         head = file.read(HEAD_BYTES)
@@ -109,7 +109,7 @@ def read_frames(file: IO[bytes]) -> Iterator[Frame]:
         sealed, digest = head[: _HEAD.size + _SUM_BYTES], head[-_DIGEST_BYTES:]
         fits = xxhash.xxh3_64(head[: _HEAD.size]).digest() == sealed[_HEAD.size :]
         if magic != _FRAME or not fits or size > BODY_BYTES_MAX:
-            raise PortableError(f"it is damaged at byte {at}: what follows cannot be found")
+            raise PortableError(f"it is damaged at byte {at}: the frames after it cannot be found")
         body = np.empty(size, np.uint8)
         if _fill(file, body) < size:
             raise PortableError(f"it ends within the frame at byte {at}")
@@ -133,8 +133,8 @@ def _fill(file: IO[bytes], body: Buffer) -> int:
 
 
 def _with_content(frame: Frame, body: Buffer) -> Frame:
-    """Return the frame with its decoded body. A manipulated file can have correct checksums too, so
-    a body that cannot be decoded counts as damaged."""
+    """Return the frame with its decoded body. A body that cannot be decoded counts as damaged,
+    because a manipulated file can have correct checksums."""
     if frame.kind == "R":
         if body.nbytes < _RECORD.size:
             return frame

@@ -1,4 +1,4 @@
-"""Writes many records to a tier that no process has open, for the command line, which has no event
+"""Writes many records to a tier that no process has open. For the command line, which has no event
 loop."""
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ BATCH_BYTES = 32 << 20
 
 @dataclass(slots=True)
 class Written:
-    """The result: records that were ``present`` already stay as they are; the first record for
-    which the tier is ``full`` ends the writing."""
+    """The result of a bulk write. Records that are already ``present`` are not changed. Writing
+    stops at the first record for which the tier is ``full``."""
 
     written: int = 0
     written_bytes: int = 0
@@ -26,7 +26,7 @@ class Written:
 
 
 def write_all(tier: Tier, records: Iterable[Record]) -> Written:
-    """Open the tier, write every record in the given order, close it. Blocks.
+    """Open the tier, write every record in the given order, and close the tier. Blocks.
 
     Raises ``TierError``, and any exception of ``records``; the tier is closed in either case.
     """

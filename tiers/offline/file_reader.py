@@ -1,7 +1,7 @@
 """Reads the folder of a file tier from another process. See ``offline_folder`` for the guarantees.
 
-Every record is a file that appears complete and under its final name, so a file found by listing
-the folder is either intact, or damaged, or removed before it is read.
+Every record is a file that is renamed to its final name once complete. So a file found by listing
+the folder is never half-written: it is intact, or damaged, or removed before it is read.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def is_file_folder(folder: Path) -> bool:
 
 class FileReader:
     """An ``OfflineFolder`` over a file tier. If the header of a record is damaged, its key is
-    unknown, and the name of its file is used instead."""
+    unknown; the name of its file is used instead."""
 
     kind = "file"
 
@@ -51,7 +51,7 @@ class FileReader:
             identities = Counter(
                 filter(None, (_identity(one.mark[:HEADER_BYTES]) for one in batch))
             )
-            # one of them may be damaged
+            # the most frequent one, because some headers may be damaged
             self.owner = identities.most_common(1)[0][0] if identities else None
             break
         self.file_bytes = 0
@@ -60,8 +60,7 @@ class FileReader:
                 self.file_bytes += path.lstat().st_blocks * 512
 
     def _judged_epoch(self) -> int:
-        """Return the epoch, as the tier itself would determine it. Raises
-        ``FolderUnusableError``."""
+        """Return the epoch that the tier itself would use. Raises ``FolderUnusableError``."""
         if self.is_shared:
             return self._stored_epoch()  # the common epoch, which is not stored
         while True:
@@ -124,7 +123,8 @@ class FileReader:
         return _read_head(self.path_of(key))
 
     def path_of(self, key: Key) -> Path:
-        """Return the file of a record, or of a record that is known only by its file name."""
+        """Return the path of a record's file. ``key`` is the record's key, or the file name if the
+        key is unknown."""
         name = key.decode("ascii") if _is_name(key) else record_name(key)
         return self.folder / f"epoch-{self.epoch}" / name
 

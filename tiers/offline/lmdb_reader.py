@@ -2,15 +2,15 @@
 guarantees.
 
 LMDB supports several processes: this one opens the environment read-only, with a slot in the reader
-table, so that no page it reads is reused meanwhile. LMDB keeps pages for every reader, so a
-transaction lasts for one batch of keys (some milliseconds), never for the whole listing, and no
+table, so that no page is reused while it is being read. Because readers prevent reuse, a
+transaction lasts for one batch of keys (a few milliseconds), never for the whole listing, and no
 payload is read inside one.
 
-The payload file is opened separately, for reading, without the page cache where possible. Files
-that the owner moves aside stay open here; every lookup then raises ``FolderChangedError``.
+The payload file is opened separately, for reading, without the page cache where possible. If the
+owner moves the files aside, they stay open here, and every lookup raises ``FolderChangedError``.
 
-An index without a live owner is checked as its tier would check it, because LMDB does not survive
-every damage (this takes seconds for tens of millions of records).
+An index without a running owner is checked as its tier would check it, because some damage would
+crash LMDB. The check takes seconds for tens of millions of records.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ _FIELDS = struct.Struct("<8s5xB18xQQ")
 """Time of last use, and fields of the header (``record``): flags, payload and stored length."""
 _NOT_OF_THE_INDEX = (lmdb.DiskError, lmdb.LockError, lmdb.MemoryError, lmdb.ReadersFullError)
 BATCH = 2048
-"""Keys per transaction: about 2 ms."""
+"""Number of keys per transaction, which takes about 2 ms."""
 
 
 class LmdbReader:
@@ -82,7 +82,7 @@ class LmdbReader:
                 undo.pop_all()
         except lmdb.ReadonlyError as error:  # LMDB raises this error for EACCES
             raise PermissionError(
-                f"{folder} may be read, but not be entered in LMDB's table of readers: "
+                f"{folder} may be read, but this user cannot be entered in LMDB's reader table: "
                 f"{folder / LOCK_NAME} may not be written by this user. Run this as the user that "
                 "the server runs as"
             ) from error
@@ -137,8 +137,7 @@ class LmdbReader:
             if not items:
                 return
             last = items[-1][0]
-            # In the order of their extents, so that reading all payloads goes through the file
-            # once.
+            # Sorted by extents, so that reading all payloads passes through the file once.
             count = len(items)
             items = sorted((item for item in items if self._exists(item[1])), key=_place)
             yield [_found(key, value) for key, value in items]
@@ -153,7 +152,7 @@ class LmdbReader:
 
     def _exists(self, value: bytes) -> bool:
         """Return True if a record is of this epoch. A shared tier may contain records of engines
-        with other weights; these belong to those engines alone and are not listed here."""
+        with other weights; only those engines may use them, so they are not listed."""
         return not self.is_shared or epoch_of(value) == self.epoch
 
     def _see_epoch(self, txn: Any) -> None:
@@ -193,7 +192,8 @@ def _found(key: bytes, value: bytes) -> Found:
 
 
 def _place(item: tuple[bytes, bytes]) -> bytes:
-    """Return the first page of a record as bytes that sort like it."""
+    """Return the first page of a record as bytes that sort in the same order as the page
+    numbers."""
     return item[1][EXTENTS_AT + 7 : EXTENTS_AT - 1 : -1]
 
 
@@ -202,7 +202,7 @@ def _runs(found: Found) -> Any:
 
 
 def _do_nothing() -> None:
-    """Do nothing: only the caller waits for the job."""
+    """Do nothing: the caller runs the job itself."""
 
 
 def _inode(path: Path) -> tuple[int, int]:
@@ -214,7 +214,8 @@ def _inode(path: Path) -> tuple[int, int]:
 
 
 def _check_user(folder: Path) -> None:
-    """Refuse to create LMDB's lock file for another user, who could not open it then."""
+    """Raise an error instead of creating LMDB's lock file in another user's folder: that user could
+    not open it."""
     user = os.stat(folder).st_uid
     if user != os.geteuid() and not (folder / LOCK_NAME).exists():
         raise PermissionError(f"{folder} belongs to user {user}: run this as that user")
@@ -230,13 +231,13 @@ def _open(folder: Path) -> Any:
         readahead=False,
         mode=0o600,
     )
-    env.reader_check()  # free the slots of readers that were killed
+    env.reader_check()  # frees the slots of killed readers
     return env
 
 
 def _check_length(path: Path, env: Any) -> None:
-    """Check the length: if the file is shorter than its last page, the first access to that page
-    would kill this process."""
+    """Check the file's length: if its last page is missing, the first access to that page would
+    kill this process."""
     needed = (env.info()["last_pgno"] + 1) * ALIGNMENT
     if os.stat(path).st_size < needed:
         raise IndexUnusableError(f"it has {os.stat(path).st_size} bytes of {needed}")

@@ -1,9 +1,9 @@
-"""Reading a tier's records from outside, also while its owner reads and writes them.
+"""Reads a tier's records from another process, even while their owner reads and writes them.
 
 Everything may change at any moment: between finding and reading a record, it may be removed and its
-space overwritten. So a payload that does not match its record proves nothing yet. ``check`` looks
-the key up again: a record is damaged only if the tier still has the same entry for it after the
-payload was read, and it fails again. This is sound because owners free space only after the
+space overwritten. So a payload that does not match its record is not necessarily damaged. ``check``
+looks up the key again: a record is damaged only if its entry is unchanged after the payload was
+read, and a second read fails as well. This is sound because owners free space only after the
 transaction that deletes its record.
 
 Nothing in this module writes, claims or locks anything.
@@ -21,19 +21,20 @@ from tiers.io.direct_io import Scratch
 from tiers.record import Identity
 
 PAYLOAD_BYTES_MAX = 1 << 30
-"""Larger than any chunk. A record that claims more is damaged, and no memory is allocated for
+"""Larger than any chunk. A record with a greater length is damaged, and no memory is allocated for
 it."""
 ATTEMPTS = 4
 """Maximum number of lookups of a record that changes while it is read."""
 
 
 class FolderChangedError(Exception):
-    """The folder was replaced or began another epoch, so earlier results no longer belong to it."""
+    """Raised if the folder was replaced or began another epoch, so earlier results are no longer
+    valid."""
 
 
 class Found(NamedTuple):
     """A record as its tier lists it. ``use_ns`` is the time of its last use in ns since 1970, 0 if
-    unknown. ``mark`` compares equal as long as it is the same record at the same location."""
+    unknown. ``mark`` is equal as long as the same record is at the same location."""
 
     key: Key
     use_ns: int
@@ -44,8 +45,8 @@ class Found(NamedTuple):
 
 
 class RecordHealth(enum.Enum):
-    """The state of one record. ``GONE``: removed meanwhile. ``SEALED``: encrypted, and its key is
-    not available."""
+    """The state of one record. ``GONE``: removed since it was found. ``SEALED``: encrypted, and the
+    encryption key is not available."""
 
     GOOD = "good"
     DAMAGED = "damaged"
@@ -54,19 +55,19 @@ class RecordHealth(enum.Enum):
 
 
 class OfflineFolder(Protocol):
-    """A tier's folder, read from outside. Belongs to one thread; blocks."""
+    """A tier's folder, read by another process. Belongs to one thread. Its methods block."""
 
     kind: str
     folder: Path
     epoch: int
     is_shared: bool
-    """True if engines share the tier and may use separate epochs."""
+    """True if several engines share the tier and may use separate epochs."""
     capacity_bytes: int
     """The capacity that the tier was last opened with; 0 if unknown."""
 
     @property
     def owner(self) -> Identity | None:
-        """The owner of the records, if the folder names one."""
+        """The owner of the records, or ``None`` if the folder does not contain it."""
         ...
 
     @property
@@ -79,16 +80,16 @@ class OfflineFolder(Protocol):
         ...
 
     def batches(self) -> Iterator[list[Found]]:
-        """Iterate over every record, some thousand at a time. Raises ``FolderChangedError``."""
+        """Iterate over all records in batches of some thousand. Raises ``FolderChangedError``."""
         ...
 
     def find(self, key: Key) -> Found | None:
-        """Return one record in its present state. Raises ``FolderChangedError``."""
+        """Return one record as it is now. Raises ``FolderChangedError``."""
         ...
 
     def load(self, found: Sequence[Found], into: Sequence[Buffer]) -> list[bool]:
-        """Fill ``into[i]`` with the payload of ``found[i]``; True for each payload that is intact
-        and belongs to its record."""
+        """Fill ``into[i]`` with the payload of ``found[i]``. Returns True for each payload that is
+        intact and belongs to its record."""
         ...
 
     def close(self) -> None:
@@ -97,17 +98,17 @@ class OfflineFolder(Protocol):
 
 
 class Checker:
-    """Reads and verifies records of one folder in memory that it reuses."""
+    """Reads and verifies records of one folder, in a buffer that it reuses."""
 
     def __init__(self, folder: OfflineFolder, *, has_key: bool) -> None:
-        """``has_key`` is True if encrypted records can be read."""
+        """``has_key`` is True if the encryption key is available."""
         self._folder = folder
         self._has_key = has_key
         self._scratch = Scratch()
 
     def check(self, found: Found) -> tuple[RecordHealth, Buffer]:
-        """Return the health of a record, and its payload if it is intact; the payload is valid
-        until the next call.
+        """Return the health of a record, and its payload if the record is intact. The payload is
+        valid until the next call.
 
         Raises ``FolderChangedError``.
         """
@@ -129,4 +130,4 @@ class Checker:
         return (
             RecordHealth.GONE,
             nothing,
-        )  # it differs each time because its owner keeps rewriting it
+        )  # the record changes each time, because its owner keeps rewriting it

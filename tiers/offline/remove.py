@@ -13,7 +13,7 @@ from tiers.offline.file_reader import FileReader
 from tiers.record import Identity
 
 BATCH = 4096
-"""Keys per transaction."""
+"""Number of keys per transaction."""
 
 
 def forget_in_lmdb(folder: Path, owner: Identity, keys: Sequence[Key]) -> None:

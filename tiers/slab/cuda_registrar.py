@@ -11,11 +11,11 @@ from tiers.slab.pinning import PinningError
 
 
 class CudaRegistrar:
-    """Registers memory for every CUDA context of this process, through that of ``device``.
+    """Registers memory for all CUDA contexts of this process, through the context of ``device``.
 
-    ``None`` takes the context of the calling thread, so that a worker that has chosen its GPU opens
-    no context on another one. Any thread may call. Raises ``PinningError`` where there is no CUDA.
-    ``close`` releases a context that it opened itself.
+    With ``None`` it uses the context of the calling thread, so that a worker that has chosen its
+    GPU opens no context on another GPU. Any thread may call. Raises ``PinningError`` without CUDA.
+    ``close`` releases the context if the registrar opened it.
     """
 
     def __init__(self, device: int | None = None, driver: Driver | None = None) -> None:

@@ -1,6 +1,6 @@
-"""Reads facts about this machine's memory, and places memory on a NUMA node.
+"""Queries this machine's memory, and places memory on a NUMA node.
 
-Every function here reads /proc and /sys and returns "unknown" if they have no information.
+The functions here read /proc and /sys, and report "unknown" if these have no information.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ _libc.syscall.restype = ctypes.c_long
 def available_bytes(
     proc: Path = Path("/proc"), cgroups: Path = Path("/sys/fs/cgroup")
 ) -> int | None:
-    """Return the memory that this process can still take without swapping: the machine's
-    ``MemAvailable`` or the rest of its control groups, whichever is less. ``None`` if both are
+    """Return how much memory this process can allocate without swapping: the machine's
+    ``MemAvailable`` or what its control groups have left, whichever is less. ``None`` if both are
     unknown."""
     limits = [_meminfo_available(proc / "meminfo"), *_cgroup_free(proc / "self/cgroup", cgroups)]
     known = [limit for limit in limits if limit is not None]
@@ -105,8 +105,8 @@ def parse_id_list(text: str) -> list[int]:
 
 def prefer_node(address: int, nbytes: int, node: int) -> bool:
     """Request that missing pages of ``[address, address + nbytes)`` come from ``node`` (mbind(2),
-    MPOL_PREFERRED: from another node when that one is full). Returns True if that worked. A machine
-    that cannot do it is slower, not broken, so a failure is only a warning."""
+    MPOL_PREFERRED: from another node when that one is full). Returns True if that worked. Without
+    placement the machine is only slower, so a failure is logged as a warning."""
     number = _SYS_MBIND.get(platform.machine())
     if number is None:
         logger.warning("NUMA placement is not known for %s", platform.machine())

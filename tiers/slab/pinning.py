@@ -10,7 +10,7 @@ from typing import Protocol
 
 
 class PinningError(Exception):
-    """Memory could not be registered with CUDA, or unregistered."""
+    """Raised if memory could not be registered with CUDA, or unregistered."""
 
 
 class Registrar(Protocol):
@@ -20,14 +20,14 @@ class Registrar(Protocol):
         """Pin ``[address, address + nbytes)``; raises ``PinningError``."""
 
     def unregister(self, address: int) -> None:
-        """Undo ``register`` of the range that starts at ``address``; raises ``PinningError``."""
+        """Unpin the range that was registered at ``address``; raises ``PinningError``."""
 
     def close(self) -> None:
-        """Release the device; raises ``PinningError``. All memory must be unregistered before."""
+        """Release the device; raises ``PinningError``. All memory must have been unregistered."""
 
 
 def pinning_advice(error: PinningError, total_bytes: int, pinned_bytes: int) -> str:
-    """The message for a registration that failed: numbers, the likely cause, what to do."""
+    """The message for a failed registration: numbers, the likely cause, and a remedy."""
     limit, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
     head = (
         f"cannot pin the CPU tier's memory: {pinned_bytes:,} of {total_bytes:,} bytes are pinned, "

@@ -1,15 +1,15 @@
 """The host memory that holds the chunks of the CPU tier: one mapping, cut into equal slots.
 
-It owns the memory: size, alignment, faulting it in, excluding it from core dumps and forked
-children, its NUMA node, and its registration with CUDA. It knows nothing about keys, about copies,
-or about which slot is in use.
+It owns the memory: its size, alignment, NUMA node and registration with CUDA, faulting it in, and
+excluding it from core dumps and forked children. It knows nothing about keys, copies, or which
+slots are in use.
 
 The memory is anonymous and private: it creates no files in /dev/shm or on disk, it does not outlive
 the process, and it takes exactly ``slot_count * slot_stride`` bytes.
 
 Ownership: the preparing thread alone writes ``_ready_slots``, ``_pinned_slots``, ``_failure``,
-``_registering`` and ``_registered`` until it ends; ``close`` joins it before it reads the last.
-Waiting threads are notified of progress through the condition.
+``_registering`` and ``_registered`` until it ends; ``close`` joins it before reading
+``_registered``. The condition notifies waiting threads of progress.
 """
 
 from __future__ import annotations
@@ -35,12 +35,12 @@ logger = logging.getLogger(__name__)
 Bytes = npt.NDArray[np.uint8]
 
 PIECE_BYTES = 8 * 2**20
-"""Preparation proceeds in pieces of about this size. Registering memory holds locks of the driver
-that every other CUDA call of the machine may need: about 8 ms for this much where it is slowest."""
+"""Preparation proceeds in pieces of about this size. Registering memory holds driver locks that any
+other CUDA call on the machine may need: about 8 ms for a piece on the slowest machine measured."""
 
 PAUSE_SHARE = 1.0
-"""In the background, the driver is left alone after each piece for this many times as long as the
-piece took."""
+"""In the background, the thread pauses after each piece, this many times as long as the piece took,
+so that others can use the driver."""
 
 _MADV_POPULATE_WRITE = 23  # Linux 5.14; not in the mmap module. Keeps the content.
 
@@ -50,7 +50,7 @@ _libc.madvise.restype = ctypes.c_int
 
 
 class SlabError(Exception):
-    """The memory is not available, or cannot be prepared as configured."""
+    """Raised if the memory is not available, or cannot be prepared as configured."""
 
 
 class HostSlab:
@@ -61,16 +61,15 @@ class HostSlab:
 
     A background thread faults the pages in (and, with ``pin``, registers them with CUDA) from slot
     0 upwards; with ``background=False`` this happens before the constructor returns. The CPU may
-    use any slot at once; ``pinned_slots`` is the number of registered ones, ``usable_slots`` the
-    number of slots to use, and ``wait_ready`` waits. Pieces are whole pages of ``page_bytes``, the
-    machine's.
+    use any slot immediately. ``pinned_slots`` is the number of registered slots, ``usable_slots``
+    the number of slots that copies may use, and ``wait_ready`` waits for preparation. Pieces are
+    whole pages of ``page_bytes``, by default the machine's page size.
 
-    ``pin_fallback``: a failed registration (memlock limit) is logged as a warning and the other
+    ``pin_fallback``: if a registration fails (memlock limit), a warning is logged and the other
     slots stay unregistered, instead of a ``SlabError`` in ``wait_ready``. ``numa_node``: prefer
     memory on that node. ``registrar`` replaces CUDA's registration, for tests; the slab closes it.
 
-    Raises ``ValueError`` for sizes below 1 and ``SlabError`` when the machine cannot give the
-    memory.
+    Raises ``ValueError`` for sizes below 1, and ``SlabError`` if the memory cannot be allocated.
     """
 
     def __init__(
@@ -113,7 +112,7 @@ class HostSlab:
         if numa_node is not None:
             prefer_node(self.address, self.size_bytes, numa_node)
         self._registrar = (registrar or _cuda_registrar()) if pin else None
-        # In a thread even if the caller waits, because a failed CUDA call leaves an error in its
+        # Uses a thread even if the caller waits, because a failed CUDA call leaves an error in its
         # thread.
         self._thread = threading.Thread(target=self._prepare, name="kvtiers-slab", daemon=True)
         try:
@@ -168,8 +167,8 @@ class HostSlab:
     @property
     def usable_slots(self) -> int:
         """Slots ``[0, usable_slots)`` may be used for copies. Only grows. With ``pin`` these are
-        the registered slots, because copies of the others are slow and delay their lane; without
-        it, or when pinning was given up (``pin_fallback``), these are all slots."""
+        the registered slots, because copies of the others are slow and delay their lane. Without
+        ``pin``, or if pinning failed (``pin_fallback``), these are all slots."""
         with self._condition:
             if self._registrar is not None and self._failure is not None:
                 return self._ready_slots
@@ -200,7 +199,7 @@ class HostSlab:
             raise self._failure or SlabError("the slab was closed while it was being prepared")
 
     def stop_preparing(self) -> None:
-        """Prepare no further piece, and do not wait for the current one. Prepared slots stay
+        """Stop preparing after the current piece, without waiting for it. Prepared slots stay
         usable; ``wait_ready`` for the others raises."""
         with self._condition:
             self._stopping = True
@@ -209,8 +208,8 @@ class HostSlab:
     def close(self) -> None:
         """Unregister and release the memory. Idempotent. No copy may be in progress.
 
-        The mapping itself is released with the last view of a slot, so that a forgotten view reads
-        old bytes instead of crashing the process.
+        The mapping itself is released with the last view of a slot, so that a leaked view reads old
+        bytes instead of crashing the process.
         """
         if self._closed:
             return
@@ -241,7 +240,7 @@ class HostSlab:
     def _wait_or_close(self) -> None:
         try:
             self.wait_ready()
-        except BaseException:  # Ctrl-C as well unmaps the memory
+        except BaseException:  # unmap the memory even on Ctrl-C
             self.close()
             raise
 
@@ -265,12 +264,12 @@ class HostSlab:
             logger.error("%s", failure)
             self._fail(failure)
         except Exception as failure:
-            # the thread must not die silently: the waiting threads get the cause
+            # the thread must not die silently: waiting threads need the cause
             logger.exception("preparing the slab failed")
             self._fail(SlabError(f"preparing the slab failed: {failure}"))
 
     def _pause(self, seconds: float) -> None:
-        """Leave the driver to other users, unless a thread waits for all of the slab or closes
+        """Let others use the driver for a while, unless a thread waits for the whole slab or closes
         it."""
         if self._pauses and seconds > 0.0:
             with self._condition:
@@ -316,8 +315,8 @@ def _cuda_registrar() -> Registrar:
 
 
 def _unregister(registrar: Registrar, address: int) -> None:
-    """Unregister memory. A failure leaves it pinned until the process ends: a log line, not an
-    error."""
+    """Unregister memory. A failure is only logged: the memory then stays pinned until the process
+    ends."""
     try:
         registrar.unregister(address)
     except PinningError as error:
@@ -335,11 +334,11 @@ def _piece_slots(stride: int, piece_bytes: int, page_bytes: int) -> int:
 
 
 def _map_memory(nbytes: int, page_bytes: int) -> mmap.mmap:
-    """Map ``nbytes`` of zeroed private memory from a boundary of ``page_bytes`` on, with the
-    address space before it that this may require. The machine's own page size requires none.
+    """Map ``nbytes`` of zeroed private memory, aligned to ``page_bytes``. If that is larger than
+    the machine's page size, the mapping includes unused address space before the memory.
 
-    It checks the free memory first because Linux promises more memory than it has: otherwise the
-    process would be killed later, while the pages are faulted in.
+    It checks the free memory first because Linux overcommits memory: otherwise the process would be
+    killed later, while the pages are faulted in.
     """
     free = available_bytes()
     if free is not None and nbytes > free:
@@ -355,9 +354,8 @@ def _map_memory(nbytes: int, page_bytes: int) -> mmap.mmap:
             f"the CPU tier needs {nbytes:,} bytes of memory and the kernel refused: {error}. "
             f"Make the CPU tier smaller or raise the limit ('ulimit -v', the container's memory)."
         ) from error
-    # Huge pages reduce TLB misses. A core dump must not contain users' data, and must not take
-    # hours. A forked child must not get copy-on-write pages of memory that a device reads and
-    # writes.
+    # Huge pages reduce TLB misses. A core dump must not contain users' data or take hours. A forked
+    # child must not get copy-on-write pages of memory that a device reads and writes.
     for advice in (mmap.MADV_HUGEPAGE, mmap.MADV_DONTDUMP, mmap.MADV_DONTFORK):
         try:
             memory.madvise(advice)
@@ -367,10 +365,10 @@ def _map_memory(nbytes: int, page_bytes: int) -> mmap.mmap:
 
 
 def _populate(address: int, nbytes: int) -> None:
-    """Fault in pages for writing and keep their contents (a slot may already be in use).
+    """Fault in pages for writing. Their contents are kept, because a slot may already be in use.
 
-    Raises ``SlabError`` if there is no memory for them. A kernel before 5.14 cannot do this; each
-    page is then faulted in at its first use.
+    Raises ``SlabError`` if there is no memory for them. A kernel before 5.14 cannot do this; there,
+    each page is faulted in at its first use.
     """
     if _libc.madvise(address, nbytes, _MADV_POPULATE_WRITE) == 0:
         return

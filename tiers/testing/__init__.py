@@ -4,8 +4,9 @@
         def make_tier(self, folder: Path, capacity_bytes: int) -> Tier:
             return MyTier(folder, capacity_bytes)
 
-It needs pytest and pytest-asyncio in ``auto`` mode. Every test opens a tier in a fresh folder. A
-tier is persistent if ``open`` says so; the tests then reopen it by calling ``make_tier`` again.
+It needs pytest and pytest-asyncio in ``auto`` mode. Every test opens a tier in a fresh folder. If
+the result of ``open`` says that the tier is persistent, the tests also reopen it by calling
+``make_tier`` again.
 
 Owns the conformance kit for tiers, and faults to plant in them.
 
@@ -56,16 +57,16 @@ __all__ = [
 
 
 class TierContract:
-    """The contract of every tier. Override ``make_tier``; reduce the sizes for a slow medium."""
+    """The contract of every tier. Override ``make_tier``. For a slow medium, reduce the sizes."""
 
     payload_bytes = 16 * KIB
     capacity_bytes = 16 * MIB
     is_listed = True
-    """True if ``keys`` reports all records, and the tier itself manages capacity and recency. False
+    """True if ``keys`` lists all records, and the tier keeps track of capacity and recency. False
     for a store that evicts by itself."""
 
     def make_tier(self, folder: Path, capacity_bytes: int) -> Tier:
-        """Return a closed tier over ``folder`` that can hold about ``capacity_bytes``."""
+        """Return a tier over ``folder``, not yet open, that can hold about ``capacity_bytes``."""
         raise NotImplementedError
 
     @asynccontextmanager
@@ -85,12 +86,12 @@ class TierContract:
         return found if self.is_listed else None
 
     def skip_unless_listed(self) -> None:
-        """Skip tests that need a tier which lists all of its records."""
+        """Skip the test unless the tier lists all of its records."""
         if not self.is_listed:
             pytest.skip("the store manages its capacity itself")
 
     async def assert_listed(self, tier: Tier, *numbers: int) -> None:
-        """Assert that the tier lists the keys with these numbers, oldest first."""
+        """Assert that the tier lists exactly the keys with these numbers, oldest first."""
         found = await self.listed(tier)
         assert found is None or [stored.key for stored in found] == list(map(key_of, numbers))
 

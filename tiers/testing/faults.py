@@ -1,11 +1,11 @@
 """Wrappers for tiers that count, delay, hold, fail or damage, for tests and rehearsals.
 
-They stack: ``FailingTier(CountingTier(MemoryTier(...)), ...)``. Each wrapper that injects a fault
-counts in ``met`` how often it did, so that a test can show that its fault occurred.
+They can be nested: ``FailingTier(CountingTier(MemoryTier(...)), ...)``. Each wrapper that injects a
+fault counts in ``met`` how often it did so, which lets a test prove that its fault occurred.
 
-A verifying tier turns damage into ``CORRUPT``; so does ``DamagingTier`` by default. With
+A verifying tier reports damage as ``CORRUPT``; so does ``DamagingTier`` by default. With
 ``detected=False`` it returns damaged bytes as ``OK``, which no tier may do: a test of the layers
-above that does not notice this is useless.
+above must detect this.
 """
 
 from __future__ import annotations
@@ -45,8 +45,8 @@ class CountingTier(TierWrapper):
 
 
 class FaultTier(TierWrapper):
-    """The base of wrappers that inject a fault. ``when`` receives the number of the call (from 1,
-    counted over ``methods``) and returns True if this call is faulty."""
+    """The base of wrappers that inject a fault. ``when`` receives the number of the call (counted
+    from 1 over all ``methods``) and returns True if the fault applies to it."""
 
     def __init__(
         self, inner: Tier, when: Callable[[int], bool], methods: Collection[str] = DATA_METHODS
@@ -58,7 +58,7 @@ class FaultTier(TierWrapper):
         self._calls = 0
 
     def is_hit(self, method: str) -> bool:
-        """Count this call and return True if it is faulty."""
+        """Count this call and return True if the fault applies to it."""
         if method not in self._methods:
             return False
         self._calls += 1
@@ -124,7 +124,7 @@ class HoldingTier(FaultTier):
         await self._held.wait()
 
     def release(self) -> None:
-        """Let all calls through, now and from now on."""
+        """Let all held and future calls through."""
         self._released.set()
 
 
@@ -166,7 +166,7 @@ class SlowTier(FaultTier):
 
 
 class FullTier(FaultTier):
-    """Simulates a full disk: every record of a faulty write is ``FULL``."""
+    """Simulates a full disk: every record of an affected write is ``FULL``."""
 
     def __init__(self, inner: Tier, when: Callable[[int], bool] = always) -> None:
         super().__init__(inner, when, {"write"})
@@ -179,7 +179,7 @@ class FullTier(FaultTier):
 
 
 class Damage(enum.Enum):
-    """The kind of damage to the bytes of records that are read."""
+    """Kinds of damage to the bytes of records that are read."""
 
     FLIP = "one bit flipped"
     TRUNCATE = "second half zero"
@@ -187,7 +187,7 @@ class Damage(enum.Enum):
 
 
 class DamagingTier(FaultTier):
-    """Damages every record that a faulty ``read`` has found. ``met`` counts records."""
+    """Damages every record that an affected ``read`` has found. ``met`` counts records."""
 
     def __init__(
         self,

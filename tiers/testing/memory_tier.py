@@ -1,9 +1,8 @@
 """Tiers in ordinary memory: for tests and simulations, and as the shortest examples of a tier.
 
-``MemoryTier`` keeps sealed copies and verifies them as a disk tier would, so that wrappers which
-damage records meet the same checks. ``SharedMemoryTier`` is the shared form: tiers that get the
-same ``SharedMemory`` share it as engines share a store. It evicts the record that was written
-first.
+``MemoryTier`` stores sealed copies and verifies them as a disk tier would, so that damage by
+wrappers is detected by the same checks. ``SharedMemoryTier`` is the shared form: tiers with the
+same ``SharedMemory`` share it as engines share a store. It evicts in the order of writing.
 """
 
 from __future__ import annotations
@@ -41,7 +40,7 @@ Record = tuple[bytes, Buffer]
 def copied(
     record: Record | None, identity: Identity, key: Key, epoch: int, into: Buffer
 ) -> ReadOutcome:
-    """Fill ``into`` from a record, if it is the requested one and intact."""
+    """Fill ``into`` from a record, if that is the requested record and intact."""
     if record is None:
         return ReadOutcome.MISS
     header, payload = record
@@ -65,7 +64,7 @@ class MemoryTier(Tier):
         self._open = False
         self._used_bytes = 0
         self.records: dict[Key, Record] = {}
-        """Records by key, for tests that damage them without the tier's knowledge."""
+        """Records by key, for tests that damage them behind the tier's back."""
 
     @property
     def epoch(self) -> int:
@@ -138,7 +137,7 @@ class MemoryTier(Tier):
 
 
 class Address(NamedTuple):
-    """The location of a record. It includes the epoch, so no engine finds records of other
+    """The address of a record. It includes the epoch, so no engine finds records of other
     weights."""
 
     identity: Identity
@@ -159,7 +158,7 @@ class SharedMemory:
         return sum(data.nbytes for _, data in self.records.values())
 
     def put(self, address: Address, header: bytes, data: Buffer) -> bool:
-        """Keep a copy. Returns False if the record is larger than the whole memory."""
+        """Store a copy. Returns False if the record is larger than the whole memory."""
         if data.nbytes > self.capacity_bytes:
             return False
         while self.used_bytes + data.nbytes > self.capacity_bytes:

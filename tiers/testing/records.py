@@ -26,7 +26,7 @@ def aligned(payload_bytes: int) -> Buffer:
 
 
 def payload_of(key: Key, payload_bytes: int, version: int = 0) -> Buffer:
-    """Return bytes that belong to this key and version and to no other, in an aligned buffer."""
+    """Return bytes that are unique to this key and version, in an aligned buffer."""
     seed = int.from_bytes(key, "big") * 1000 + version
     data = aligned(payload_bytes)
     data[:] = np.random.default_rng(seed).integers(0, 256, payload_bytes, np.uint8)
@@ -39,7 +39,7 @@ def key_of(number: int) -> Key:
 
 
 async def all_keys(tier: Tier) -> list[StoredKey]:
-    """Return everything that ``tier.keys`` reports, oldest first."""
+    """Return all keys that ``tier.keys`` lists, oldest first."""
     batches = tier.keys()
     return [stored async for batch in batches for stored in batch.pairs()]
 

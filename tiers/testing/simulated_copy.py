@@ -2,11 +2,11 @@
 
 It behaves like a GPU at its worst. Submitted work runs some time later; the compute, store and load
 streams advance independently; a copy reads and writes its memory piece by piece in any order; an
-event is over only when everything recorded before it has run. So a missing wait shows as wrong
-bytes, under some seed, in milliseconds. The engine also records ``hazards``: two jobs in flight
-that share a slot or a block to which one of them writes.
+event completes only when everything submitted before it has run. So a missing wait shows up as
+wrong bytes, with some seed, in milliseconds. The engine also records ``hazards``: pairs of jobs in
+flight that share a slot or a block to which one of them writes.
 
-It is for tests of everything above the copy engine, and it moves real bytes of real memory.
+It is for tests of the layers above the copy engine, and it moves real bytes of real memory.
 
 Ownership: one lock guards the streams, because kernels are launched by the model-runner thread
 while copies are submitted and advanced by the offload loop. Nothing waits while holding it.
@@ -44,7 +44,7 @@ Part = Callable[[], None]
 
 @dataclass(frozen=True, slots=True)
 class SimulatedEvent:
-    """Is over when ``stream`` has finished its first ``position`` operations."""
+    """An event that completes when ``stream`` has finished its first ``position`` operations."""
 
     stream: SimulatedStream
     position: int
@@ -56,7 +56,8 @@ class SimulatedEvent:
 
 @dataclass(slots=True)
 class Operation:
-    """Its parts run one per step, the first not before ``after`` is over."""
+    """An operation of a stream. Its parts run one per step, the first one only after the event
+    ``after`` has completed."""
 
     parts: deque[Part]
     after: SimulatedEvent | None = None
@@ -76,12 +77,12 @@ class SimulatedStream:
         self.submitted += 1
 
     def event(self) -> SimulatedEvent:
-        """The present end of the stream."""
+        """An event at the current end of the stream."""
         return SimulatedEvent(self, self.submitted)
 
     @property
     def runnable(self) -> bool:
-        """True if the oldest operation may run a part now."""
+        """True if a part of the oldest operation may run now."""
         if not self.queue:
             return False
         after = self.queue[0].after
@@ -99,7 +100,7 @@ class SimulatedStream:
 
 @dataclass(frozen=True, slots=True)
 class _CopyInFlight:
-    """A copy in flight, for the hazard check. Blocks are (group, block id) pairs. It ends as the
+    """A copy in flight, for the hazard check. Blocks are (group, block id) pairs. The copy is the
     ``end``-th operation of its stream."""
 
     number: int
@@ -130,9 +131,9 @@ class SimulatedCompute:
 class SimulatedCopyEngine(CopyEngine):
     """``CopyEngine`` over memory that the CPU can address, with streams simulated under ``seed``.
 
-    ``automatic``: copies submitted on an asyncio loop advance on it by themselves, a few random
-    steps per turn of the loop; otherwise only ``advance``, ``run_all`` and ``close`` advance
-    them. A job is cut into at most ``parts`` parts.
+    ``automatic``: copies submitted on an asyncio loop advance by themselves, a few random steps per
+    iteration of the loop. Otherwise only ``advance``, ``run_all`` and ``close`` advance them. A job
+    is cut into at most ``parts`` parts.
     """
 
     def __init__(
@@ -162,7 +163,8 @@ class SimulatedCopyEngine(CopyEngine):
         self._store = SimulatedStream("store")
         self._load = SimulatedStream("load")
         self._jobs: dict[int, _CopyInFlight] = {}
-        self._ordered: dict[tuple[str, int], int] = {}  # what follows each job, by the job's end
+        # position in the compute stream that waits for a job, by the job's stream and end
+        self._ordered: dict[tuple[str, int], int] = {}
         self._job_count = 0
         self._pumping = False
         self._closed = False
@@ -196,7 +198,8 @@ class SimulatedCopyEngine(CopyEngine):
                 streams = [s for s in (self._compute, self._store, self._load) if s.runnable]
                 if not streams:
                     return done
-                # Cubed weights, so that one stream often stalls for long while another races ahead.
+                # Weights are cubed, so that one stream often stalls for long while another races
+                # ahead.
                 weights = self._rng.random(len(streams)) ** 3 + 1e-6
                 choice = self._rng.choice(len(streams), p=weights / weights.sum())
                 streams[choice].step()
@@ -213,12 +216,12 @@ class SimulatedCopyEngine(CopyEngine):
         return not (self._compute.queue or self._store.queue or self._load.queue)
 
     def poison_slots(self, slots: Sequence[int]) -> None:
-        """Overwrite freed slots at once, as their next owner may."""
+        """Overwrite freed slots immediately, as their next owner might."""
         for slot in slots:
             self._slab.slot(slot)[:] = POISON
 
     def poison_blocks(self, group: int, blocks: Sequence[int]) -> None:
-        """Overwrite freed blocks at once, as their next owner may."""
+        """Overwrite freed blocks immediately, as their next owner might."""
         for region in self._groups[group].regions:
             filler = np.full(region.page_bytes, POISON, dtype=np.uint8)
             for block in blocks:
@@ -239,7 +242,7 @@ class SimulatedCopyEngine(CopyEngine):
                     raise TransferError("the copy engine is closed")
                 copies = self._descriptors.build(batches)
             except TransferError as failure:
-                # Through the stream, so that a failed ticket keeps its place in the order.
+                # The failed ticket goes through the stream, too, so that it ends in order.
                 parts: deque[Part] = deque([partial(ticket.finish, failure)])
             else:
                 number = self._enlist(stream, batches, after)
@@ -264,7 +267,7 @@ class SimulatedCopyEngine(CopyEngine):
         batches: Sequence[CopyBatch],
         after: SimulatedEvent | None,
     ) -> int:
-        """Record a job in flight and the memory that it must not share with other jobs. Returns its
+        """Record a job in flight and the memory that it uses, and check for hazards. Returns its
         number."""
         self._job_count += 1
         job = _CopyInFlight(
@@ -292,7 +295,7 @@ class SimulatedCopyEngine(CopyEngine):
         return after is not None and position is not None and after.position >= position
 
     def _moves(self, stream: SimulatedStream, copies: Descriptors) -> Iterator[Part]:
-        """The job's copies in random order, cut into random parts."""
+        """The job's copies in random order, divided into a random number of parts."""
         order = self._rng.permutation(len(copies))
         count = int(self._rng.integers(1, self._parts + 1))
         to, source = copies.slots, copies.blocks
@@ -309,7 +312,7 @@ class SimulatedCopyEngine(CopyEngine):
         loop.call_soon(self._pump, loop)
 
     def _pump(self, loop: asyncio.AbstractEventLoop) -> None:
-        """Advance a little in each turn of the loop while copies are waiting."""
+        """Advance a little in each iteration of the loop while copies are waiting."""
         self.advance(int(self._rng.integers(0, 4)))
         if self._store.queue or self._load.queue:
             loop.call_soon(self._pump, loop)
@@ -318,8 +321,8 @@ class SimulatedCopyEngine(CopyEngine):
 
 
 def _hazards(first: _CopyInFlight, second: _CopyInFlight) -> Iterator[str]:
-    """Return what two jobs in flight share if one of them writes to it: stores write slots and read
-    blocks, loads write blocks and read slots."""
+    """Describe the memory that two jobs in flight share and to which one of them writes: stores
+    write slots and read blocks, loads write blocks and read slots."""
     names = f"{first.kind} job {first.number} and {second.kind} job {second.number}"
     if "store" in (first.kind, second.kind) and first.slots & second.slots:
         yield f"{names} share slots {sorted(first.slots & second.slots)}"

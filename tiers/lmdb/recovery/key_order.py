@@ -53,8 +53,8 @@ def keys_by_use(parts: Sequence[Part]) -> list[StoredKeys]:
 
 
 def _taken(column: KeyColumn, order: _Numbers) -> KeyColumn:
-    """Return ``column[order]``. It works in parts that stay in the processor's cache, and in memory
-    without huge pages (``rows``), which takes half the time."""
+    """Return ``column[order]``. Working in parts that fit into the processor's cache, and in memory
+    without huge pages (``rows``), halves the time."""
     taken = Rows(column.itemsize, order.size)
     for start in range(0, order.size, AT_ONCE):
         taken.extend(column[order[start : start + AT_ONCE]])
@@ -62,18 +62,18 @@ def _taken(column: KeyColumn, order: _Numbers) -> KeyColumn:
 
 
 def _joined(parts: list[npt.NDArray[Any]]) -> npt.NDArray[Any]:
-    """Concatenate arrays. A single one is returned as it is, because copying a million keys is
-    slow."""
+    """Concatenate arrays. A single array is returned without a copy, because copying a million keys
+    is slow."""
     return parts[0] if len(parts) == 1 else np.concatenate(parts)
 
 
 def rising(numbers: _Numbers) -> _Numbers:
-    """Return the same as ``argsort``; equal values come in any order.
+    """Like ``argsort``, but with equal values in any order.
 
-    It sorts numbers that carry their index in the low bits, in a fifth to a half of the time: numpy
-    sorts with the vector units of most processors, but argsorts with those of few. Where the index
-    displaces low bits of values that lie far apart, a second sort finishes the order; by then only
-    neighbours change places.
+    This puts each number's index into its low bits and sorts the numbers, which takes a fifth to a
+    half of the time of ``argsort``: numpy uses vector instructions for ``sort`` on most processors,
+    but for ``argsort`` only on a few. If the range of values is so large that the index displaces
+    low bits, a second sort completes the order; at that point only neighbours are out of order.
     """
     if not numbers.size:
         return np.zeros(0, np.int64)

@@ -1,17 +1,17 @@
-"""A hash table from keys to rows, built at once over rows that begin with their keys.
+"""A hash table from keys to rows, built in one pass over rows that begin with their keys.
 
-A dict of a million keys takes half a second to build, for a million objects that it keeps alive.
-Here the keys stay in their rows (``rows``) and the table is built by sorting an array. A lookup
-costs most of a microsecond, several times a dict's. Keys can be removed but not added.
+A dict of a million keys takes half a second to build and keeps a million objects alive. Here the
+keys stay in their rows (``rows``) and the table is built by sorting an array. A lookup takes almost
+a microsecond, several times as long as a dict's. Keys can be removed but not added.
 
     slots     u64 each: (home + 1) << 32 | number of the row + 1; 0 is empty
     home      (the key as a little-endian number) mod (2**61 - 1) mod the number of homes
 
-The table uses open addressing: an entry is in the first free slot from its home on. It does not
-wrap around: a few slots after the last home take entries that did not fit, and the last slot is
-always empty. A removed key leaves its slot behind without a row. The first remainder equals
-Python's ``hash`` of the number (``sys.hash_info.modulus``). It is cheap to compute for arrays,
-since 2**64 mod (2**61 - 1) is 8.
+The table uses open addressing with linear probing: an entry is in the first free slot at or after
+its home. Probing does not wrap around: a few slots after the last home hold the overflow, and the
+last slot is always empty. Removing a key clears only the row in its slot. The key mod (2**61 - 1)
+equals Python's ``hash`` of the number (``sys.hash_info.modulus``). It is cheap to compute for
+arrays, since 2**64 mod (2**61 - 1) is 8.
 
 Owned by one thread at a time.
 """
@@ -38,11 +38,11 @@ _LOW = (1 << 32) - 1
 
 
 class KeySlots:
-    """See the module's docstring. ``count`` keys are in the table, of at most 2**32 - 2."""
+    """See the module's docstring. ``count`` is the number of keys, at most 2**32 - 2."""
 
     def __init__(self, rows: Rows, key_bytes: int, numbers: _Numbers | None = None) -> None:
-        """Build the table over these rows, in ascending order (``None``: all). Their keys are
-        distinct and have ``key_bytes``."""
+        """Build the table over the rows ``numbers``, which are in ascending order (``None``: all
+        rows). The keys must be distinct and ``key_bytes`` long."""
         self._memory, self._width, self._key_bytes = rows.memory, rows.width, key_bytes
         self.count = rows.count if numbers is None else numbers.size
         self._homes = HOMES_PER_KEY * self.count | 1
@@ -82,7 +82,7 @@ class KeySlots:
         return at if at < 0 else ((self._slots[at] & _LOW) - 1) * self._width
 
     def remove(self, key: bytes) -> int:
-        """Remove a key and return the position of its row, or -1. The row stays as it is."""
+        """Remove a key and return the position of its row, or -1. The row itself is not changed."""
         at = self._find(key)
         return at if at < 0 else self._leave(at)
 
@@ -103,8 +103,8 @@ class KeySlots:
 
 
 def _placed(entries: _Words, homes: int) -> _Words:
-    """Return the slots. Sorted by home, entry ``i`` lies at its home or after entry ``i - 1``,
-    whichever is further."""
+    """Return the slots. ``entries`` are sorted by home; each goes to its home, or to the slot after
+    the previous entry if that is further."""
     slots = np.zeros(homes + 1, np.uint64)
     last = -1
     for start in range(0, entries.size, AT_ONCE):
@@ -137,11 +137,9 @@ def _remainders_of(
 
 
 def remainders(words: _Words) -> _Words:
-    """Return numbers of several 64-bit words, the lowest first, one number per row, modulo 2**61 -
-    1.
+    """Return each row, a number of 64-bit words with the lowest first, modulo 2**61 - 1.
 
-    Multiplication by a power of two is a rotation of 61 bits: bits shifted out return at the other
-    end.
+    Modulo 2**61 - 1, multiplying by a power of two is a rotation of 61 bits.
     """
     mask, bits = np.uint64(MODULUS), np.uint64(61)
     total = np.zeros(len(words), np.uint64)

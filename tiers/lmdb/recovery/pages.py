@@ -1,9 +1,8 @@
 """LMDB's file format, as far as an index uses it (LMDB 0.9, data version 1, 64 bit).
 
-A file consists of pages of one size, numbered from 0. Pages 0 and 1 are the two meta pages, of
-which the one with the later transaction counts. Every other page either belongs to exactly one
-B+tree (the list of free pages, the main database, or a named database inside it) or is listed as
-free.
+A file consists of pages of one size, numbered from 0. Pages 0 and 1 are the two meta pages; the one
+with the later transaction is valid. Every other page either belongs to exactly one B+tree (the list
+of free pages, the main database, or a named database inside it) or is listed as free.
 
     page      number u64, pad u16, flags u16, lower u16, upper u16, then one u16 per node: its
               offset in the page. ``lower`` is where these offsets end, ``upper`` where nodes begin.
@@ -56,11 +55,11 @@ Numbers = npt.NDArray[np.int64]
 
 
 class UnsoundError(Exception):
-    """LMDB would not write such a file, or this module does not understand files of this kind."""
+    """Raised if LMDB would not write such a file, or if this module does not understand it."""
 
 
 class DamagedError(UnsoundError):
-    """Damage that LMDB's verifier does not detect and that LMDB would make worse."""
+    """Raised for damage that LMDB's verifier does not detect and that LMDB would make worse."""
 
 
 def require(is_true: Any, what: str) -> None:
@@ -70,7 +69,7 @@ def require(is_true: Any, what: str) -> None:
 
 
 class Tree(NamedTuple):
-    """The file's record of one B+tree."""
+    """The file's description of one B+tree."""
 
     pad: int
     flags: int
@@ -99,7 +98,8 @@ class Meta:
 
 
 class PageFile:
-    """The file, read without a memory map, so that a short file causes an error and not SIGBUS."""
+    """The file, read without a memory map, so that a truncated file causes an error instead of a
+    SIGBUS."""
 
     def __init__(self, fd: int) -> None:
         """Raises ``UnsoundError``, and ``OSError`` as all methods do."""
@@ -137,8 +137,8 @@ class PageFile:
 
     def gather(self, numbers: Numbers, into: Pages) -> tuple[Pages, Numbers]:
         """Read these pages into the front of ``into``. Returns the part that was filled, and the
-        row of each page. Pages that lie close together are read with one system call, including the
-        gaps between them; others are read in groups of neighbours."""
+        row of each page in it. If all pages lie close together, they are read with one system call,
+        including the gaps between them; otherwise each run of adjacent pages is read separately."""
         steps = numbers[1:] - numbers[:-1]
         first, last = int(numbers[0]), int(numbers[-1])
         if (steps > 0).all() and last - first < len(into):
@@ -193,7 +193,8 @@ class Nodes:
         return found[starts // 2]
 
     def data(self, node: int) -> bytes:
-        """The data of one leaf node, or for an overflowing node the number of its first page."""
+        """The data of one leaf node. If the data overflows: the number of the first overflow
+        page."""
         start = int(self.at[node]) + NODE_BYTES + int(self.key_bytes[node])
         length = 8 if self.flags[node] & BIG_DATA else int(self.word[node])
         return bytes(self.flat[start : start + length])
@@ -201,7 +202,7 @@ class Nodes:
 
 def nodes_of(pages: Pages, rows: Numbers, numbers: Numbers, kind: int) -> Nodes:
     """Return the nodes of the pages at these rows of ``pages``, which are all of one kind. Raises
-    ``UnsoundError`` if a page does not match its number and kind, or a node reaches beyond its
+    ``UnsoundError`` if a page does not have the given number and kind, or a node reaches beyond its
     page."""
     page_bytes = pages.shape[1]
     head = pages[:, :HEAD_BYTES][rows].view(_HEAD)[:, 0]
@@ -235,7 +236,8 @@ def nodes_of(pages: Pages, rows: Numbers, numbers: Numbers, kind: int) -> Nodes:
     taken = size + (size & 1)
     firsts = np.cumsum(counts) - counts
     filled = counts * taken if same else np.add.reduceat(taken, firsts)
-    if (filled != page_bytes - upper).any():  # a deletion would move others by a wrong distance
+    # with gaps, a deletion would move nodes by a wrong distance
+    if (filled != page_bytes - upper).any():
         raise DamagedError("nodes that overlap, or leave gaps")
     size += last if same else inside
     require((size <= page_bytes).all(), "a node reaches beyond its page")

@@ -1,11 +1,11 @@
 """The records of a disk tier in memory: key -> value (``lmdb.index``).
 
-Records found at open stay in the rows into which they were read, which take half the memory of
-objects and a tenth of the time. Records written later are objects in a dict, which is faster to
-use. Once half of the rows have been deleted, the others move to the dict, a few at a time, and
-their memory is released.
+Records found at open stay in the rows into which they were read. Compared with objects, rows take
+half the memory and a tenth of the time to load. Records written later are objects in a dict, which
+is faster to use. Once half of the rows have been deleted, the remaining ones move to the dict, a
+few at a time, and the rows' memory is released.
 
-One thread at a time owns this: first the one that opens the tier, then the event loop's thread.
+Owned by one thread at a time: first the one that opens the tier, then the event loop's thread.
 """
 
 from __future__ import annotations
@@ -21,7 +21,8 @@ from tiers.lmdb.recovery.key_table import KeySlots
 from tiers.lmdb.recovery.record_table import USE_BYTES, RecordTable, tables_of, with_use
 
 MOVED_AT_ONCE = 4
-"""Rows that move per deletion: all have moved before another tenth is deleted."""
+"""Number of rows that move per deletion. All rows have moved before another tenth of them is
+deleted."""
 
 _Numbers = npt.NDArray[np.int64]
 
@@ -34,8 +35,8 @@ class Records:
         tables: Sequence[RecordTable] = (),
         good: Sequence[npt.NDArray[np.bool_]] = (),
     ) -> None:
-        """Begin with the rows of ``tables`` that are ``good``. The largest table is taken over; the
-        records of the others, which have several extents, become objects."""
+        """Begin with the rows of ``tables`` that are ``good``. Takes over the table with the most
+        good rows; records of the other tables become objects."""
         self._objects: dict[Key, bytes] = {}
         self._begin(RecordTable(1, 1))
         counts = [np.count_nonzero(mask) for mask in good]
@@ -116,7 +117,7 @@ class Records:
         yield from self._objects.items()
 
     def by_use(self) -> list[StoredKeys]:
-        """All keys, least recently used first, as of now."""
+        """A snapshot of all keys, least recently used first."""
         found = [Part(table) for table in tables_of(self._objects.items())]
         if self._slots.count:
             is_whole = self._slots.count == self._table.count

@@ -1,7 +1,7 @@
 """Records as arrays: the keys and values of an index, thousands at a time.
 
-A value is the time of last use, the record's header and its extents (``lmdb.index``), so records
-with keys of one length and the same number of extents are rows of one table.
+A value is the time of last use, the record's header and its extents (``lmdb.index``). A table holds
+records whose keys have the same length and which have the same number of extents.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ assert _VALUE.itemsize == EXTENTS_AT, "the layout of a header"
 
 
 class RecordTable:
-    """Records of one shape: each row of ``memory`` is a key and then its value."""
+    """Records of one shape: each row of ``memory`` is a key followed by its value."""
 
     def __init__(self, key_bytes: int, value_bytes: int, rows: int = 0) -> None:
         """Allocate memory for ``rows`` records at once."""
@@ -57,12 +57,12 @@ class RecordTable:
         return self.memory.count
 
     def key_column(self) -> KeyColumn:
-        """One void per row, in place."""
+        """The rows as an array of voids, in place."""
         layout = [("key", f"V{self.key_bytes}"), ("value", f"V{self.value_bytes}")]
         return self.memory.array().view(layout)["key"]
 
     def keys(self, chosen: Any = slice(None)) -> list[Key]:
-        """The keys of all rows or of some, in the order of the rows."""
+        """The keys of all rows, or of the given rows, in this order."""
         return self.key_column()[chosen].tolist()  # type: ignore[no-any-return]  # a void's item is bytes
 
     def value(self, row: int) -> bytes:
@@ -71,7 +71,7 @@ class RecordTable:
         return self.memory.memory[at + self.key_bytes : at + self.memory.width]
 
     def items(self) -> Iterator[tuple[Key, bytes]]:
-        """Keys with their values."""
+        """All keys with their values."""
         return zip(self.keys(), map(self.value, range(self.count)), strict=True)
 
     @property

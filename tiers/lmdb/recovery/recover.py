@@ -1,6 +1,6 @@
 """Recovery at open: decides which records of an index a tier can trust.
 
-Records come as tables and are checked as arrays, some thousand rows at a time, which stay in the
+Records are read as tables and checked as arrays, a few thousand rows at a time, which fit into the
 processor's cache. A record is dropped unless its header is of this format, identity and epoch, and
 its pages lie inside the payload file and belong to no other record. Payloads are not read here;
 every read verifies their tags.
@@ -31,8 +31,8 @@ _Rows = npt.NDArray[np.int64]
 
 @dataclass(frozen=True, slots=True)
 class Recovered:
-    """The good ``records``, the ``free`` extents, the ``bad`` keys to delete, and the next
-    ``use``."""
+    """The good ``records``, the ``free`` extents, the ``bad`` keys, which must be deleted, and the
+    next time of use."""
 
     records: Records
     free: list[Extent]
@@ -42,9 +42,10 @@ class Recovered:
 
 @dataclass(frozen=True, slots=True)
 class Expected:
-    """The properties of a good record. ``file_pages`` is the length of the payload file; page 0 is
-    its own header and belongs to no record. ``key_ids`` are the available encryption keys: if there
-    are any, only records encrypted with one of them are good; otherwise only unencrypted ones."""
+    """The properties that a good record must have. ``file_pages`` is the length of the payload
+    file; page 0 is its own header and belongs to no record. ``key_ids`` are the available
+    encryption keys: with keys, only records encrypted with one of them are good; without, only
+    unencrypted records are."""
 
     identity: Identity
     epoch: int
@@ -53,8 +54,8 @@ class Expected:
 
 
 def recover(found: Iterable[RecordTable], expected: Expected) -> Recovered:
-    """Sort the records of a scan into good and bad. No key may occur twice. Takes the tables
-    over."""
+    """Sort the records of a scan into good and bad. No key may occur twice. Takes ownership of the
+    tables."""
     bad: list[Key] = []
     tables: list[RecordTable] = []
     for table in found:
@@ -84,8 +85,8 @@ def _parts(table: RecordTable) -> Iterator[tuple[slice, npt.NDArray[Any]]]:
 def _check(
     tables: Sequence[RecordTable], expected: Expected
 ) -> tuple[list[_Mask], _Rows, _Rows, int]:
-    """Determine which records are good by themselves, their extents (starts and ends), and the last
-    use of any."""
+    """Determine which records are good on their own, ignoring overlaps, their extents (starts and
+    ends), and the latest time of use."""
     good = [np.empty(table.count, np.bool_) for table in tables]
     extents = _ExtentList(sum(table.count * table.extent_count for table in tables))
     last_use = 0
@@ -132,8 +133,8 @@ class _ExtentList:
 
 
 def _drop_members(tables: Sequence[RecordTable], good: Sequence[_Mask]) -> None:
-    """Drop records that share a page from ``good``: at least one of them is wrong, but it cannot be
-    determined which."""
+    """Remove records that share a page from ``good``: at least one of them is wrong, but there is
+    no way to tell which."""
     starts, ends, owners = list[_Rows](), list[_Rows](), list[_Rows]()
     for table, mask, first in zip(tables, good, _firsts(tables), strict=True):
         extents = table.fields()["extents"][mask]
@@ -151,7 +152,8 @@ def _drop_members(tables: Sequence[RecordTable], good: Sequence[_Mask]) -> None:
 
 
 def _firsts(tables: Sequence[RecordTable]) -> list[int]:
-    """The number of each table's first row when all rows are numbered together."""
+    """The number of each table's first row when the rows of all tables are numbered
+    consecutively."""
     return list(accumulate((table.count for table in tables[:-1]), initial=0))[: len(tables)]
 
 
@@ -178,13 +180,14 @@ def _fits(fields: npt.NDArray[Any], expected: Expected) -> _Mask:
         total += pages
     stored, payload = fields["stored_bytes"], fields["payload_bytes"]
     good &= np.where(fields["flags"] & COMPRESSED, stored < payload, stored == payload)
-    # As signed numbers: a length near 2**64 is not a length of that many pages either.
+    # Compared as signed numbers, so that a length near 2**64 does not match by overflowing.
     good &= total.view(np.int64) == -(-fields["stored_bytes"].astype(np.int64) // ALIGNMENT)
     return good
 
 
 def _free_extents(starts: _Rows, ends: _Rows, file_pages: int) -> list[Extent]:
-    """Return the parts of the file that sorted, disjoint extents leave free."""
+    """Return the parts of the file that are not covered by the extents, which are sorted and
+    disjoint."""
     stop = max(file_pages, 1)
     if not starts.size:
         return [Extent(1, stop - 1)] if stop > 1 else []

@@ -1,8 +1,8 @@
-"""Memory for a very large number of rows of equal length, numbered from 0.
+"""Memory for millions of rows of equal length, numbered from 0.
 
 It is one private mapping: growing it moves pages instead of bytes, and rows that were never written
-take no memory. It avoids huge pages: they would be faster to use, but a virtual machine that has
-none at hand takes several times longer to find them than to find small pages.
+take no memory. It avoids huge pages: access would be faster, but on a virtual machine without free
+huge pages allocation takes several times as long.
 
 Owned by one thread at a time.
 """

@@ -1,12 +1,13 @@
-"""Walks once over the file of an index at open: reads all records, and proves that LMDB can open
-the file.
+"""Walks once over the file of an index at open: reads all records, and proves that LMDB can safely
+open the file.
 
 LMDB trusts its file and crashes on a garbled one. This walk visits every page without LMDB, in
-arrays of a thousand pages, and checks the invariants that LMDB's write paths assume. They are those
-of py-lmdb's own verifier (``lmdb.verify``), which needs four seconds per million records: every
-page in use is reached once, has the right number and kind, and holds nodes that lie inside it in
-the order of their keys; the counters of every tree are right; each other page is listed as free,
-once. The walk also reads the records, so that no second pass through LMDB's cursor is needed.
+arrays of a thousand pages, and checks the invariants that LMDB's write paths assume. These are the
+checks of py-lmdb's own verifier (``lmdb.verify``), which needs four seconds per million records:
+every page in use is reached exactly once, has the right number and kind, and holds nodes that lie
+inside it in the order of their keys; the counters of every tree are right; every other page is
+listed as free exactly once. The walk also reads the records, so that no second pass through LMDB's
+cursor is needed.
 
 The walk is stricter than LMDB only about features that an index never uses: it allows no
 duplicates, and no overflow pages except in the list of free pages. For a file that this walk
@@ -52,7 +53,7 @@ _OnLeaf = Callable[[Nodes], None]
 
 
 def walk(path: Path, name: bytes) -> list[RecordTable]:
-    """Return all entries of the named database, after the whole file was found sound.
+    """Check the whole file and return all entries of the named database.
 
     Raises ``UnsoundError`` if the file is not sound, and ``OSError`` if it cannot be read.
     """
@@ -64,7 +65,8 @@ def walk(path: Path, name: bytes) -> list[RecordTable]:
 
 
 class _Walk:
-    """One walk. ``_owner`` has one bool per page: True if it is reached or free."""
+    """One walk. ``_owned`` has one bool per page: True if the page was reached or is listed as
+    free."""
 
     def __init__(self, file: PageFile) -> None:
         self._file = file
@@ -125,7 +127,8 @@ class _Walk:
         require(counted == tree[3:7], f"a tree with {counted} pages and entries, not {tree[3:7]}")
 
     def _leaves(self, numbers: Numbers, on_leaf: _OnLeaf, *, is_list: bool) -> int:
-        """All leaves of one tree, given in key order but visited in file order."""
+        """Visit all leaves of one tree in file order; ``numbers`` is in key order. Returns the
+        number of entries."""
         by_place = np.argsort(numbers)
         firsts, lasts = list[bytes](), list[bytes]()
         entries = 0
@@ -155,7 +158,8 @@ class _Walk:
             yield nodes_of(pages, rows, part, kind)
 
     def _free_lists(self, nodes: Nodes) -> Iterator[Numbers]:
-        """Each entry: transaction -> count u64, then page numbers in descending order."""
+        """The page numbers in these nodes. Each entry: transaction -> count u64, then page numbers
+        in descending order."""
         require(not (nodes.flags & ~BIG_DATA).any(), "a list of free pages with flags")
         everything = np.arange(nodes.at.size)
         for node, key in zip(everything.tolist(), nodes.keys(everything), strict=True):
@@ -196,7 +200,7 @@ def _number(raw: bytes) -> int:
 
 
 def _is_before(one: bytes, two: bytes, is_list: bool) -> bool:
-    """LMDB's order: of bytes, or of numbers in the list of free pages."""
+    """Compare in LMDB's order: as bytes, or as numbers in the list of free pages."""
     return _number(one) < _number(two) if is_list else one < two
 
 
@@ -204,8 +208,8 @@ def _require_order(nodes: Nodes, first: Numbers, *, is_list: bool, skip: int = 0
     """Require that the keys of each page ascend from its node ``skip`` on. ``first`` are the pages'
     first nodes.
 
-    Compares the first eight bytes of neighbours as numbers, and the whole keys only where that
-    does not decide.
+    Compares the first eight bytes of neighbours as numbers, and the whole keys only where that is
+    inconclusive.
     """
     words = np.ndarray(((nodes.flat.nbytes - 8) // 2 + 1,), ">u8", nodes.flat, strides=(2,))
     heads = words[np.minimum((nodes.at + NODE_BYTES) // 2, words.size - 1)].astype(np.uint64)
@@ -220,7 +224,8 @@ def _require_order(nodes: Nodes, first: Numbers, *, is_list: bool, skip: int = 0
 
 
 def _children(nodes: Nodes, *, is_list: bool) -> Numbers:
-    """Return the pages below branch pages. The first key of each is empty or has no meaning."""
+    """Return the children of branch pages. The first key of each branch page is empty or has no
+    meaning."""
     first = np.cumsum(nodes.counts) - nodes.counts
     _require_order(nodes, first, is_list=is_list, skip=1)
     return nodes.word | nodes.flags << 32
@@ -239,7 +244,7 @@ class _Tables:
     """The entries of one database as tables, one for each pair of lengths."""
 
     def __init__(self, entries: int, file_bytes: int) -> None:
-        """``entries`` is how many the file says there are."""
+        """``entries`` is the number of entries according to the file."""
         self._entries, self._file_bytes = entries, file_bytes
         self._by_shape: dict[int, RecordTable] = {}
 
@@ -248,7 +253,7 @@ class _Tables:
         return list(self._by_shape.values())
 
     def add(self, nodes: Nodes) -> None:
-        """Add keys and values, which are adjacent, so that each pair is copied at once."""
+        """Add keys and values. Each pair is adjacent in the page, so it is copied as one piece."""
         _require_plain(nodes)
         some = slice(1) if nodes.same else slice(None)
         shapes = nodes.key_bytes[some] << 32 | nodes.word[some]
@@ -260,7 +265,8 @@ class _Tables:
             table.memory.extend(nodes.windows(starts, table.memory.width))
 
     def _table(self, key_bytes: int, value_bytes: int) -> RecordTable:
-        """The first shape is usually that of all entries. Unused memory costs nothing."""
+        """Return a table for a new shape. Usually all entries have the first shape, so its table
+        gets memory for all of them; unused memory costs nothing."""
         if self._by_shape:
             return RecordTable(key_bytes, value_bytes)
         rows_max = self._file_bytes // (key_bytes + value_bytes)

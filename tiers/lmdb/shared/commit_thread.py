@@ -1,8 +1,8 @@
 """The thread of a process that commits to a shared index, and the event loop's side of its queue.
 
 Requests queue up while a commit runs, and the next transaction carries out all of them, so the
-number of flushes adapts to the speed of the disk. LMDB lets one process write at a time: this
-thread waits for the others, and no other thread does.
+number of flushes adapts to the speed of the disk. LMDB lets one process write at a time: only this
+thread waits for the other processes.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ class Asking:
         self._loop = asyncio.get_running_loop()
 
     def post(self, function: Callable[..., object], *arguments: object) -> None:
-        """Call ``function`` on the loop. Dropped if the loop is closed."""
+        """Call ``function`` on the loop. Does nothing if the loop is closed."""
         try:
             self._loop.call_soon_threadsafe(function, *arguments)
         except RuntimeError:
-            # The loop was closed while a tier was open: nothing waits for this.
+            # The loop was closed while a tier was open, so nothing waits for this call.
             return
 
     def ask(self, change: Callable[[WriteTransaction], T]) -> asyncio.Future[T | None]:
@@ -67,14 +67,14 @@ class Asking:
 
 
 GATHER_S = 0.002
-"""Time for which a transaction waits for more changes, unless a change must be alone."""
+"""A transaction that flushes payloads waits this long for more changes."""
 ASKED_MAX = 64
 
 
 @dataclass(slots=True, eq=False)
 class Ask:
-    """A change to make in a transaction. With ``flushes`` payloads are made durable first. ``post``
-    gets the result of ``change`` or the exception; this thread calls it."""
+    """A change to make in a transaction. With ``flushes``, payloads are made durable first. The
+    commit thread calls ``post`` with the result of ``change`` or the exception."""
 
     change: Callable[[WriteTransaction], Any]
     post: Callable[[Any, Exception | None], None]
@@ -84,8 +84,8 @@ class Ask:
 
 
 class SharedCommits:
-    """The commit thread. ``failure`` is the reason why the index cannot be written any more, or
-    empty; once set, it stays."""
+    """The commit thread. ``failure`` is the reason why the index can no longer be written, or
+    ``None``. It is never cleared."""
 
     def __init__(self, index: SharedIndex, number: int, flush: Callable[[], None]) -> None:
         """``flush`` makes payloads durable. Raises ``OSError``."""
@@ -103,7 +103,7 @@ class SharedCommits:
         self._asked.put(ask)
 
     def stop(self) -> None:
-        """Carry out the queued changes and end. Blocks as long as the thread hangs."""
+        """Carry out the queued changes and end the thread. Blocks until it has ended."""
         self._asked.put(None)
         self._thread.join()
 
@@ -117,8 +117,8 @@ class SharedCommits:
                 ask.post(ask.result, ask.error)
 
     def _collect(self) -> tuple[list[Ask], bool]:
-        """Return the changes of the next transaction, and True if none follow because the thread
-        ends."""
+        """Return the changes of the next transaction, and True if the thread must end after
+        them."""
         batch: list[Ask] = []
         deadline = 0.0
         while len(batch) < ASKED_MAX:
@@ -145,8 +145,8 @@ class SharedCommits:
         self._change([ask for ask in batch if ask.error is None])
 
     def _change(self, batch: list[Ask]) -> None:
-        """Make all changes in one transaction, or in one each if the index has no space for
-        that."""
+        """Make all changes in one transaction, or each in a separate one if the index has no space
+        for that."""
         if self.failure is not None or not batch:
             for ask in batch:
                 ask.error = self.failure

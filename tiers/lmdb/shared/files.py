@@ -1,13 +1,12 @@
 """The open files of an LMDB tier that several processes of one machine share.
 
-The files are those of an exclusive tier (``lmdb.folder``), with more tables in the index. The
-process that opens the folder while no other one uses it checks everything as an exclusive tier
-does, and rebuilds the tables of free extents and of the order of use from the records. This also
-frees what killed processes had reserved. Processes that join later trust the tables that the others
-use.
+The files are those of an exclusive tier (``lmdb.folder``), with more tables in the index. A process
+that opens the folder while no other process uses it checks everything as an exclusive tier does,
+and rebuilds the tables of free extents and of the order of use from the records. This also frees
+the extents that killed processes had reserved. Processes that join later trust these tables.
 
-Every function here blocks. They run in one thread at a time, before the tier's threads start or
-after they have ended; ``grow`` is the exception.
+Every function here blocks. Except for ``grow``, they run in one thread at a time, before the tier's
+threads start or after they have ended.
 """
 
 from __future__ import annotations
@@ -45,21 +44,22 @@ logger = logging.getLogger(__name__)
 SMALL_FILES_BYTES = (MEMBERS_MAX + 8) * ALIGNMENT
 """Disk space of the locks of the maximum number of processes, and of LMDB's reader table."""
 GROW_BYTES_MAX = 64 << 20
-"""The file grows inside a transaction, and other processes wait for it."""
+"""A small step, because the file grows inside a transaction for which other processes wait."""
 
 
 def _twin_hint() -> str:
-    """LMDB locks the byte of its reader table that has the number of the process."""
+    """Explains a lock conflict: LMDB locks the byte of its reader table at the offset of the
+    pid."""
     return (
-        f". A process in another container has the same number as this one (pid {os.getpid()}), "
-        "and LMDB tells processes apart by it: let the containers share one pid namespace "
+        f". A process in another container has the same pid as this one ({os.getpid()}), and LMDB "
+        f"identifies processes by their pids: let the containers share one pid namespace "
         "(docker: --pid=host, Kubernetes: hostPID)"
     )
 
 
 class SharedLmdbFiles(LmdbFolder):
-    """The open files of one process. ``own_epoch`` is ``None`` while it works under the common
-    epoch. ``dropped`` counts damaged records."""
+    """The open files of one process. ``own_epoch`` is ``None`` while the process works under the
+    common epoch. ``dropped`` counts damaged records that were dropped."""
 
     record_index_bytes = SHARED_RECORD_INDEX_BYTES
     small_files_bytes = SMALL_FILES_BYTES
@@ -121,8 +121,8 @@ class SharedLmdbFiles(LmdbFolder):
             self._checked: tuple[Recovered, State] = found, old
 
     def _old_state(self, index: LmdbIndex) -> State:
-        """Return the state that the last sharers left. All records are dropped if an exclusive tier
-        used the folder since and reset it, or if the caller requests that."""
+        """Return the state that the last sharers left. Drops all records if an exclusive tier has
+        used and reset the folder since, or if ``Recovery.OFF`` is configured."""
         state = State()
         raw = index.state()
         if raw is not None:
@@ -136,7 +136,7 @@ class SharedLmdbFiles(LmdbFolder):
         return state
 
     def _rebuild(self, found: Recovered, state: State) -> None:
-        """Build the other tables from the records found."""
+        """Rebuild the other tables from the recovered records."""
         tables = self.index.tables
         with self.index.env.begin(write=True) as txn:
             txn.drop(tables.intents, delete=False)
@@ -174,7 +174,7 @@ class SharedLmdbFiles(LmdbFolder):
         if limits != self._limits:
             logger.warning(
                 "kvtiers: %s is shared with a capacity of %d bytes for records of %d and more; "
-                "%d and %d were configured here and do not count while others use it",
+                "%d and %d were configured here and have no effect while others use it",
                 *(self.folder, limits.capacity_bytes, limits.record_bytes),
                 *(self._limits.capacity_bytes, self._limits.record_bytes),
             )

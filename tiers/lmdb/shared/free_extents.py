@@ -2,11 +2,11 @@
 
     free    first page (8 bytes, big-endian) -> number of pages (8 bytes, big-endian)
 
-No two extents are adjacent. As in ``io.extents``, each allocation starts where the last one ended,
-whichever process made it: records written together lie together, and eviction by age frees them
-together.
+No two extents are adjacent. As in ``io.extents``, each allocation starts where the previous one
+ended, regardless of the process: records written together lie together, and eviction by age frees
+them together.
 
-Every function here runs inside a transaction of the caller and is part of it.
+Every function here runs inside a transaction of the caller.
 """
 
 from __future__ import annotations
@@ -32,7 +32,8 @@ class FreeExtents:
         self.pages = pages
 
     def take(self, pages: int) -> Extents | None:
-        """Take ``pages`` pages, as one extent if one is near; ``None`` if there are too few."""
+        """Take ``pages`` pages, as one extent if one of that size is near the cursor. Returns
+        ``None`` if too few pages are free."""
         if pages > self.pages:
             return None
         for start, length in self._from_cursor(PROBES):
@@ -57,7 +58,7 @@ class FreeExtents:
         return found
 
     def _gather(self, pages: int) -> Extents | None:
-        """Combine the longest extents; ``None`` if even they do not suffice."""
+        """Combine the longest extents. Returns ``None`` if they do not suffice."""
         seen = self._from_cursor(LOOKED_AT_MAX)
         longest = heapq.nlargest(EXTENTS_PER_RECORD_MAX, seen, key=lambda extent: extent[1])
         if sum(length for _start, length in longest) < pages:
@@ -72,8 +73,9 @@ class FreeExtents:
         return tuple(extents)
 
     def _cut(self, start: int, length: int, pages: int) -> Extent:
-        # In this order: LMDB releases the page of a table that becomes empty only at the commit,
-        # and a transaction that empties the table for each record would use up the whole map.
+        # Put before delete: LMDB releases the page of a table that becomes empty only at the
+        # commit, so a transaction that empties the table once per record would use up the whole
+        # map.
         if length > pages:
             self._txn.put(_number(start + pages), _number(length - pages), db=self._database)
         self._txn.delete(_number(start), db=self._database)
@@ -101,7 +103,7 @@ class FreeExtents:
                     if before + length == start:
                         start = before
             self._txn.put(_number(start), _number(end - start), db=self._database)
-            if start < after < end:  # only now, otherwise the table might be empty for a moment
+            if start < after < end:  # last, otherwise the table might be empty for a moment
                 self._txn.delete(_number(after), db=self._database)
 
 
@@ -112,7 +114,8 @@ def free_extents(txn: Any, database: Any) -> list[Extent]:
 
 
 def put_free_extents(txn: Any, database: Any, extents: Iterable[Extent]) -> int:
-    """Store these extents, in order and not adjacent, as the free ones. Returns their pages."""
+    """Store these extents, which are sorted and not adjacent, as the free ones. Returns their
+    number of pages."""
     txn.drop(database, delete=False)
     pages = 0
     for start, length in extents:

@@ -1,5 +1,5 @@
-"""The index of an LMDB tier that several processes share. It contains everything that one process
-must know about the others, and no process caches any of it between transactions.
+"""The index of an LMDB tier that several processes share. It contains everything that the processes
+must know about each other, and none of them caches it between transactions.
 
     meta      b"manifest", b"limits" as in ``lmdb.index``; b"epoch" -> the common epoch;
               b"state" -> ``State``
@@ -12,9 +12,9 @@ In every committed transaction, every page of the payload file except the first 
 one record, intent or free extent; ``check`` verifies that. ``shared.transaction`` makes the
 changes.
 
-A record exists only for the processes that work under its epoch. All sharers whose weights are
-those of the model's files work under the common epoch. A process that was given other weights works
-under an epoch that no other process uses.
+A record is visible only to processes that work under its epoch. All sharers whose weights are those
+of the model's files work under the common epoch. A process whose weights were changed works under
+an epoch that no other process uses.
 
 Ownership: any thread may begin transactions; one process at a time writes (``writing``).
 """
@@ -60,7 +60,7 @@ _LOCK_FLAGS = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
 
 @dataclass(slots=True)
 class State:
-    """Sums over the other tables, and counters that only grow.
+    """Sums over the other tables, and monotonic counters.
 
     ``file_pages`` is the length of the payload file. ``free_pages``, ``records`` and ``reserved``
     count the contents of ``free``, ``records`` and ``intents``. ``cursor`` is where the last
@@ -88,7 +88,7 @@ class State:
         self.common = epoch
 
     def rebuild(self, records: int, free_pages: int, next_use: int) -> None:
-        """Set the sums over tables that were just built. Nothing is reserved any more."""
+        """Set the sums over tables that were just rebuilt. Reservations are dropped."""
         self.rolled_back += self.reserved
         self.records, self.reserved = records, 0
         self.free_pages, self.next_use = free_pages, next_use
@@ -129,17 +129,18 @@ class State:
         self.evicted += count
 
     def take_use(self, time_ns: int) -> int:
-        """Return a time of use, this one or the next that no record has."""
+        """Return a unique time of use: ``time_ns``, or ``next_use`` if that is later."""
         use = max(self.next_use, time_ns)
         self.next_use = use + 1
         return use
 
     def see_epoch(self, epoch: int) -> None:
-        """Note an epoch that was begun elsewhere."""
+        """Note an epoch that an exclusive tier or another process has begun."""
         self.highest = max(self.highest, epoch)
 
     def begin_epoch(self, *, is_common: bool = False) -> int:
-        """Begin an epoch that no process has ever used, perhaps the common one."""
+        """Begin an epoch that no process has ever used. With ``is_common`` it becomes the common
+        one."""
         self.highest += 1
         if is_common:
             self.common = self.highest
@@ -197,7 +198,7 @@ class SharedIndex:
             self.env.reader_check()
             names = (b"meta", RECORDS_NAME, b"order", b"free", b"intents")
             self.tables = Databases(*(self.env.open_db(name) for name in names))
-        except BaseException:  # whatever failed, LMDB is closed
+        except BaseException:  # close LMDB after any failure
             self.close()
             raise
 
@@ -220,7 +221,7 @@ class SharedIndex:
     def writing(self) -> Iterator[Any]:
         """Begin a write transaction, durable at the end. Processes take turns through a ``flock``,
         so that no two of them wait for LMDB's own lock. That lock is a robust futex: if a waiter is
-        killed just when it was woken, the others can sleep forever although the lock is free. A
+        killed just as it is woken, the others can sleep forever although the lock is free. A
         ``flock`` has no such gap."""
         self.see_file()
         with self._turn:
@@ -250,7 +251,8 @@ class SharedIndex:
             return self.state_in(txn)
 
     def find(self, keys: Sequence[Key], own_epoch: int | None) -> tuple[int, list[bytes | None]]:
-        """Return the epoch that the caller works under now, and the values of its records."""
+        """Return the epoch that the caller works under, and the values of those keys whose records
+        are of this epoch."""
         with self.reading() as txn:
             epoch = self.common_epoch_in(txn) if own_epoch is None else own_epoch
             values = [txn.get(key, db=self.tables.records) for key in keys]

@@ -1,11 +1,11 @@
-"""The processes that share one folder on a local disk; each holds a number while it lives.
+"""The processes that share one folder on a local disk. Each holds a number until it ends.
 
     <folder>/owner.lock         shared (flock) by all of them; exclusive for an exclusive tier
     <folder>/sharer-<n>.lock    held (flock) by the process with number n; its pid, for messages
 
 A number becomes free when its process ends, for whatever reason: the kernel releases the lock. So
-neither a reused pid nor a process in another container can be mistaken for it. The files remain and
-have no meaning.
+neither a reused pid nor a process in another container can be mistaken for it. The leftover lock
+files have no meaning.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from tiers.folders.folder import LOCK_NAME, LOCK_WAIT_S, MEMBERS_MAX, FolderErro
 
 OPENING_NAME = "opening.lock"
 OPENING_WAIT_S = 120.0
-"""Longer than the first process takes to check the files."""
+"""Long enough for the first process to check the files."""
 _FLAGS = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
 
 
@@ -39,16 +39,16 @@ def opening(folder: Path) -> Iterator[None]:
 
 
 class Member:
-    """This process among those that share a folder. Create it inside ``opening``."""
+    """This process as one of those that share a folder. Create it inside ``opening``."""
 
     def __init__(self, folder: Path) -> None:
-        """Raises ``FolderError`` if an exclusive tier has the folder, or too many processes share
+        """Raises ``FolderError`` if an exclusive tier uses the folder, or too many processes share
         it."""
         self._folder = folder
         self._common = _open(folder / LOCK_NAME)
         self._own = self.number = -1
         self.is_alone = try_flock(self._common, fcntl.LOCK_EX)
-        """True as long as no other process uses the folder, until ``join``."""
+        """True if no other process used the folder at the start. False after ``join``."""
         try:
             if not self.is_alone and not try_flock(self._common, fcntl.LOCK_SH, LOCK_WAIT_S):
                 owner = os.pread(self._common, 32, 0).decode("ascii", "replace").strip()
@@ -57,7 +57,7 @@ class Member:
                     'Stop it, or give all of them "shared": true'
                 )
             self._take_number()
-        except BaseException:  # whatever failed, the lock is released
+        except BaseException:  # release the lock after any failure
             self.release()
             raise
 
@@ -66,7 +66,7 @@ class Member:
             fd = _open(_path(self._folder, number))
             if try_flock(fd, fcntl.LOCK_EX):
                 self._own, self.number = fd, number
-                with contextlib.suppress(OSError):  # a full disk: the lock is held anyway
+                with contextlib.suppress(OSError):  # the disk may be full; the lock is held anyway
                     os.ftruncate(fd, 0)
                     os.pwrite(fd, f"{os.getpid()}\n".encode(), 0)
                 return
@@ -74,14 +74,15 @@ class Member:
         raise FolderError(f"{self._folder} is shared by {MEMBERS_MAX} processes already")
 
     def join(self) -> None:
-        """Let other processes in. Raises ``FolderError`` if an exclusive tier took the folder in
+        """Let other processes join. Raises ``FolderError`` if an exclusive tier took the folder in
         between."""
         if not try_flock(self._common, fcntl.LOCK_SH, LOCK_WAIT_S):
             raise FolderError(f"{self._folder} was taken by a process that does not share it")
         self.is_alone = False
 
     def is_alive(self, number: int) -> bool:
-        """Return True if a process holds this number. No process can take it during the call."""
+        """Return True if a process holds this number. While this checks, no process can take the
+        number."""
         if number == self.number:
             return True
         fd = _open(_path(self._folder, number))

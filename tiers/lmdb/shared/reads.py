@@ -1,9 +1,9 @@
 """Reads of a shared LMDB tier, whose extents other processes may reuse at any moment.
 
-A read looks the key up, reads the payload without any lock, and verifies the checksum, which covers
-key, epoch and owner, in the caller's buffer. If it does not match, either the record was removed
-meanwhile (and its extents may have been written again), or it is damaged, so the index is asked
-again. If the entry is unchanged, the record is read once more; if that fails too, it is damaged.
+A read looks up the key, reads the payload into the caller's buffer without any lock, and verifies
+the checksum, which covers key, epoch and owner. If it does not match, either the record was removed
+meanwhile (and its extents may have been reused), or it is damaged, so the key is looked up again.
+If its entry is unchanged, the record is read once more; if that fails too, it is damaged.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ ATTEMPTS = 5
 @dataclass(slots=True)
 class SharedReadJob:
     """Reads records of one epoch (``None``: the common one). ``outcomes`` and ``uses`` (times of
-    last use in ns, 0 unless read) belong to ``keys``; ``damaged`` are records to remove."""
+    last use in ns, 0 unless read) have one item per key; ``damaged`` are records to remove."""
 
     keys: Sequence[Key]
     into: Sequence[Buffer]
     first: int
-    """The index of its first key in the call."""
+    """The position of the job's first key in the call."""
     own_epoch: int | None
     index: SharedIndex
     codec: Codec
@@ -44,7 +44,7 @@ class SharedReadJob:
     failure: Exception | None = None
 
     def when_done(self, done: Callable[[], None]) -> None:
-        """Call ``done``, from any thread, when the job has run."""
+        """Call ``done`` when the job has run. Any thread may call this."""
         self.done = done
 
     def run(self, scratch: Scratch) -> None:
@@ -99,7 +99,7 @@ class SharedReadJob:
                 self.outcomes[number] = ReadOutcome.CORRUPT
                 self.damaged.append((item.key, item.value))
             else:
-                self.outcomes[number] = ReadOutcome.MISS  # unless another lookup shows otherwise
+                self.outcomes[number] = ReadOutcome.MISS  # may change after another lookup
                 failed[number] = mark
                 again.append(number)
         return again

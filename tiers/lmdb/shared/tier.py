@@ -1,20 +1,20 @@
 """The LMDB tier that several processes of one machine share: one folder, one capacity.
 
-What an exclusive tier keeps in memory (its records, their extents, free space, the order of use) is
-in the index here, and every change is a transaction that all processes see:
+The index contains everything that an exclusive tier keeps in memory (its records, their extents,
+free space, the order of use), and every change is a transaction that all processes see:
 
     write   reserve extents -> I/O threads write -> flush, publish -> present for everybody
     read    I/O threads look the keys up, read, verify, and look again if that fails
 
 A shared tier evicts by itself, because no planner knows which records the other engines use. A
-write that finds no space first reclaims what killed processes had reserved, then lets the file
-grow, and then deletes the least recently used records of all engines until ``low_watermark`` of the
-capacity is in use. Uses are recorded within ``TOUCH_FLUSH_S``; a read is recorded only if the last
-use is older than ``READ_USE_S``.
+write that finds no space first reclaims extents that killed processes had reserved, then lets the
+file grow, and then evicts the least recently used records, whichever engines wrote them, until
+``low_watermark`` of the capacity is in use. Uses are recorded within ``TOUCH_FLUSH_S``; a read is
+recorded only if the last use is older than ``READ_USE_S``.
 
-``reset`` means that this process has other weights from now on: it continues under a new epoch of
-which it is the only user, and earlier records exist for no process. The others continue under a new
-common epoch.
+``reset`` means that this process has other weights from now on: it continues under a new epoch that
+no other process uses. If it used the common epoch until then, the other processes continue under a
+new common epoch, and no process can read the earlier records.
 
 Ownership: as in ``lmdb.tier``.
 """
@@ -135,7 +135,7 @@ class SharedLmdbTier(FolderTier[SharedLmdbFiles], SharedTier):
         """Look something up in the index. Raises ``TierIoError``."""
         try:
             return await settled(self._lookups.run(function, *arguments))
-        except Exception as error:  # after any error of LMDB, nothing can be found
+        except Exception as error:  # after any error of LMDB, no lookup is possible
             raise TierIoError(f"the index in {self._folder} cannot be read: {error!r}") from error
 
     # -- information about the tier -----------------------------------------------------------
@@ -150,7 +150,7 @@ class SharedLmdbTier(FolderTier[SharedLmdbFiles], SharedTier):
             yield batch
 
     async def present(self, keys: Sequence[Key]) -> list[bool]:
-        """Return which keys this process can read now, whichever process stored them."""
+        """Return which keys this process can read now, regardless of which process stored them."""
         with self._working() as files:
             if self._resets.is_open:
                 return [False] * len(keys)
@@ -239,7 +239,7 @@ class SharedLmdbTier(FolderTier[SharedLmdbFiles], SharedTier):
                 self._counts["read_bytes"] += job.into[n].nbytes
                 if job.uses[n] < fresh_ns:
                     self._note_use(job.keys[n])
-        if job.damaged:  # so that an intact copy can be written again
+        if job.damaged:  # makes room for an intact copy
             self._asking.ask(lambda changes: changes.remove_damaged(job.damaged))
 
     # -- deleting, recency, reset ----------------------------------------------------------
@@ -279,7 +279,7 @@ class SharedLmdbTier(FolderTier[SharedLmdbFiles], SharedTier):
         await settled(self._asking.ask(lambda changes: None))
 
     async def reset(self, epoch: int) -> None:
-        """Begin an epoch whose number the index chooses, whatever the caller's is."""
+        """Begin an epoch. The index chooses its number and ignores the caller's."""
         with self._working():
             before, number = self._own_epoch, self._resets.begin()
             self._writes.end_epoch()

@@ -1,16 +1,17 @@
 """A write transaction of a shared index: it reserves, fills and frees allocations.
 
-A record is stored in three steps, so that a process may be killed at any moment:
+A record is stored in three steps, so that a process can be killed safely at any moment:
 
     reserve   one transaction gives extents to this process (an intent)
     (the payload is written and flushed)
     publish   one transaction names the record and removes the intent
 
-Any process can roll back the intent of an ended one, which frees its extents. A process that
-publishes without its intent publishes nothing.
+Any process can roll back an intent of an ended process, which frees the extents. Publishing has no
+effect if the intent is gone.
 
-Extents may be reused while a reader still reads the old contents. Readers are not queried: they
-detect it by the checksum, which covers key and epoch, and look the key up again (``shared.reads``).
+Extents may be reused while a reader still reads the old contents. Nothing waits for readers: a
+reader detects reuse by the checksum, which covers key and epoch, and looks up the key again
+(``shared.reads``).
 """
 
 from __future__ import annotations
@@ -31,7 +32,8 @@ from tiers.lmdb.shared.free_extents import FreeExtents
 from tiers.lmdb.shared.index import SharedIndex, epoch_of
 
 EVICTED_AT_ONCE = 1024
-"""Maximum number of records that one transaction evicts, because other processes wait for it."""
+"""Maximum number of records that one transaction evicts. It is limited because other processes wait
+for the transaction."""
 _INTENT = struct.Struct(">HQ")
 
 Grow = Callable[[int, int], int]
@@ -41,9 +43,9 @@ Grow = Callable[[int, int], int]
 
 @dataclass(slots=True)
 class ReservedExtents:
-    """``allocations[i]`` belongs to the i-th record; ``None`` if there is no space or the record is
-    ``present[i]`` already. ``epoch`` is the epoch with which the records must be sealed,
-    ``uses[i]`` their time of use."""
+    """The result of a reservation, by record. ``allocations[i]`` is ``None`` if there is no space,
+    or if the record is already ``present[i]``. ``uses[i]`` is its time of use; ``epoch`` is the
+    epoch with which to seal all records."""
 
     epoch: int
     allocations: list[Extents | None]
@@ -115,7 +117,7 @@ class WriteTransaction:
         return _INTENT.pack(self._number, extents[0].start)
 
     def publish(self, puts: Sequence[Put], own_epoch: int | None) -> None:
-        """Make records visible whose payloads are flushed, and set their outcomes."""
+        """Make records visible, whose payloads must have been flushed, and set their outcomes."""
         epoch = self._epoch(own_epoch)
         for put in puts:
             put.end(self._publish(put, epoch))
@@ -190,7 +192,8 @@ class WriteTransaction:
 
     def evict(self, free_pages: int, records_max: int) -> int:
         """Evict the least recently used records until enough pages are free and few enough records
-        and intents are left, or until ``EVICTED_AT_ONCE`` are gone. Returns their number."""
+        and intents remain, at most ``EVICTED_AT_ONCE`` records. Returns the number of evicted
+        records."""
         count = 0
         while count < EVICTED_AT_ONCE and (
             self._free.pages < free_pages or self.state.records + self.state.reserved > records_max
@@ -220,7 +223,7 @@ class WriteTransaction:
                 there = intents.set_range(_INTENT.pack(number, 2**64 - 1))
 
     def roll_back_one(self, number: int) -> int:
-        """Free every allocation that was reserved under a number."""
+        """Free every allocation that the sharer with this number has reserved."""
         count = 0
         with self._txn.cursor(db=self._tables.intents) as intents:
             while intents.set_range(_INTENT.pack(number, 0)):
@@ -235,9 +238,9 @@ class WriteTransaction:
         return count
 
     def begin_epoch(self, own_epoch: int | None) -> int:
-        """Begin an epoch that no process has ever used, for the caller alone. Records of the epoch
-        that it leaves exist for no process any more; if that was the common one, a new common epoch
-        begins."""
+        """Begin an epoch that no process has ever used, for the caller alone. No process can read
+        records of the caller's previous epoch any more. If that was the common epoch, a new common
+        epoch begins."""
         epoch = self.state.begin_epoch()
         if own_epoch is None:
             common = self.state.begin_epoch(is_common=True).to_bytes(8, "little")

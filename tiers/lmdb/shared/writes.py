@@ -20,7 +20,8 @@ from tiers.lmdb.shared.files import SharedLmdbFiles
 from tiers.lmdb.shared.transaction import ReservedExtents, WriteTransaction
 
 SPACE_ATTEMPTS = 8
-"""Maximum number of evictions per write, in case other processes take the space first."""
+"""Maximum number of attempts to find space per write: other processes may take freed space
+first."""
 
 _COUNTERS = ("written", "write_full", "write_failed", "written_bytes")
 
@@ -45,17 +46,18 @@ class SharedWrites:
         self.threads = IoThreads("tier-write", options.io_threads)
         self.filling: dict[Key, Put] = {}
         self._epochs_ended = 0
-        self._unused: list[Extents] = []  # to be freed: the index had no space to record that
+        # still reserved, because the index had no space to free them
+        self._unused: list[Extents] = []
 
     def end_epoch(self) -> None:
-        """End the epoch: records being written belong to the old one and will fail."""
+        """End the epoch. Records that are being written belong to the old epoch and will fail."""
         self.filling = {}
         self._epochs_ended += 1
 
     async def write(
         self, keys: Sequence[Key], buffers: Sequence[Buffer], own_epoch: int | None
     ) -> list[WriteOutcome]:
-        """See ``Tier.write``; writes under this epoch (``None``: the common one)."""
+        """See ``Tier.write``. Writes under ``own_epoch`` (``None``: the common one)."""
         is_long = len(self.filling) + len(keys) > self._options.queue_records
         if self.filling and is_long:
             self.counts["write_failed"] += len(keys)
@@ -78,7 +80,7 @@ class SharedWrites:
         return call.outcomes
 
     async def ended(self, keys: Sequence[Key]) -> None:
-        """Wait for the pending ones among these keys."""
+        """Wait until pending writes of these keys have ended."""
         filling = [put for key in keys if (put := self.filling.get(key)) is not None]
         if filling:
             call = Call(WriteOutcome.FAILED, len(filling))
@@ -88,10 +90,11 @@ class SharedWrites:
             await settled(call.done)
 
     async def _fill(self, own: list[Record], own_epoch: int | None) -> None:
-        """Allocate extents for every record and write it; settle those that get none."""
+        """Allocate extents for the records and write them. Settle records that get no extents as
+        ``FULL``."""
         try:
             left = await self._place_all(own, own_epoch)
-        except Exception:  # whatever failed, the waiting callers get an answer
+        except Exception:  # waiting callers need an answer after any failure
             self._settle([record for record in own if record[0].waiters], WriteOutcome.FAILED)
             raise
         self._settle(left, WriteOutcome.FULL)
@@ -129,8 +132,8 @@ class SharedWrites:
         )
 
     async def _make_space(self, pages: list[int]) -> bool:
-        """Make space for some records that need this many pages each. Returns False if that is
-        impossible."""
+        """Make space for some of the records that need these numbers of pages. Returns False if
+        that is impossible."""
         files = self._files
         has_unused = bool(self._unused)
         self._abandon([])
@@ -140,7 +143,7 @@ class SharedWrites:
             return True
         pages_max = files.pages_max - 1
         ahead = pages_max - int(pages_max * self._low_watermark)
-        # Not for all of a long call at once, otherwise it might evict everything.
+        # Not for all records of a long call at once, which might evict everything.
         free_pages = max(ahead, max(pages), min(sum(pages), pages_max // 2))
         records_max = int(files.records_max * self._low_watermark)
         evicted = await self._asking.ask(lambda changes: changes.evict(free_pages, records_max))
@@ -186,13 +189,13 @@ class SharedWrites:
 
         def fail(_puts: Sequence[Put]) -> None:
             asking.post(self._abandon, allocations)
-            asking.post(self._end_write, puts, True)  # with the outcomes that the job has set
+            asking.post(self._end_write, puts, True)  # the job has set the outcomes
 
         self.threads.submit(WriteJob(puts, data, uses, files.codec, files.file, publish, fail))
 
     def _abandon(self, allocations: Sequence[Extents]) -> None:
-        """Free allocations to which nothing was written. If the index has no space for that, it is
-        tried again when a record finds no space; until then the allocations are unusable."""
+        """Free allocations to which nothing was written. If the index has no space for that, they
+        remain unusable until the next write that finds no space tries again."""
         given, self._unused = [*self._unused, *allocations], []
 
         def end(is_done: bool) -> None:
@@ -209,7 +212,7 @@ class SharedWrites:
             self._settle([(put, None)], put.outcome)
 
     def _settle(self, records: Sequence[tuple[Put, Buffer | None]], outcome: WriteOutcome) -> None:
-        """Count these ended records and notify their waiters."""
+        """Count these records as ended and notify their waiters."""
         names = {WriteOutcome.OK: "written", WriteOutcome.FULL: "write_full"}
         for put, _data in records:
             if self.filling.get(put.key) is put:
