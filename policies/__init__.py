@@ -4,7 +4,7 @@ The names in ``__all__`` are public, and so are the modules ``policies.hints`` a
 ``policies.testing``; everything else is private and may change at any time. The simulator is
 imported on first use, because it needs numpy.
 
-Owns the order in which a tier evicts its keys, and what may enter it.
+Owns the order in which tiers evict keys, and the rules for which keys may enter a tier.
 
 Must not know tiers, memory, or what a key stands for.
 """

@@ -21,9 +21,9 @@ class AdmitAll(AdmissionPolicy):
 
 
 class SecondUse(AdmissionPolicy):
-    """Admits a chunk that is among the last ``window`` keys it has refused.
+    """Admits a chunk if it is among the last ``window`` keys that were refused.
 
-    Keeps prefixes closed, since the head of a prefix is offered at least as often as its tail (T.
+    Prefixes stay closed, because the head of a prefix is offered at least as often as its tail (T.
     Johnson and D. Shasha's 2Q, VLDB 1994, has the same filter in its A1out queue).
     """
 
@@ -40,7 +40,7 @@ class SecondUse(AdmissionPolicy):
 
 
 class FrequencyAdmission(AdmissionPolicy):
-    """Admits a chunk that was offered at least ``uses`` times recently.
+    """Admits a chunk if it was offered at least ``uses`` times recently.
 
     A sketch for about ``width`` keys counts the offers. It needs 8 bytes per key, while
     ``SecondUse`` needs the keys themselves.
@@ -61,7 +61,7 @@ class FrequencyAdmission(AdmissionPolicy):
 class WriteBudget(AdmissionPolicy):
     """Admits at most ``bytes_per_s`` on average and ``burst_bytes`` at once (a token bucket).
 
-    It protects a disk's endurance. If the budget limits writes, there are fewer hits.
+    This protects a disk's endurance, at the cost of hits when the budget is used up.
     """
 
     def __init__(

@@ -1,8 +1,8 @@
 """The interface of eviction and admission policies.
 
-A policy orders keys. It owns no slots, pins or bytes: the index requests victims from it, decides,
-and then calls ``remove``. Policies are synchronous, single-threaded, and deterministic given their
-options; no call may take more than O(log n) per key.
+A policy orders keys. It owns no slots, pins or bytes: the index asks it for victims, decides which
+of them to evict, and then calls ``remove``. Policies are synchronous, single-threaded, and
+deterministic given their options; no call may take more than O(log n) per key.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from types import MappingProxyType
 from typing import Any, NamedTuple
 
 Key = Hashable
-"""A chunk of one tier, equal only to itself. Policies compare keys and never look inside."""
+"""Identifies a chunk of one tier. Policies only compare keys for equality and never look inside."""
 
 NO_HINTS: Mapping[str, Any] = MappingProxyType({})
 
@@ -31,9 +31,9 @@ class EntryInfo(NamedTuple):
     """The facts about a chunk that a policy may use.
 
     ``kind`` is the group's restore rule (``full``, ``window`` or ``state``); ``depth_tokens`` is
-    the token position at which the chunk ends in its prefix; ``cost`` is the cost of recomputing
-    it in any fixed unit (0 = unknown); ``salt`` digests the tenant's cache salt; ``hints`` come
-    from the client or are observed. Every hint may be ignored.
+    the token position at which the chunk ends in its prefix; ``cost`` is the cost of recomputing it
+    in any fixed unit (0 = unknown); ``salt`` is a digest of the tenant's cache salt; ``hints`` come
+    from the client or from observation. A policy may ignore any hint.
     """
 
     group: int = 0
@@ -60,17 +60,20 @@ def hints_among(infos: Sequence[EntryInfo]) -> Iterable[Mapping[str, Any]]:
 
 
 class EvictionPolicy(ABC):
-    """Orders the keys of one tier. Its members are always the tier's resident keys."""
+    """Orders the keys of one tier. Its members are always the keys that are resident in the
+    tier."""
 
     keeps_prefixes_closed: bool = False
-    """A promise: if a chunk is a member, all chunks before it in its prefix are members too."""
+    """True if the policy guarantees: if a chunk is a member, all chunks before it in its prefix are
+    members, too."""
     takes_parts: bool = False
-    """True if several touches may note one request's use, the last keys first. The caller can then
-    spread the work for a long request over several steps."""
+    """True if one request's use may be reported in several touches, last keys first. This lets the
+    caller spread the work for a long request over several steps."""
 
     def __init_subclass__(cls) -> None:
-        """Keep overrides effective: if a subclass overrides ``insert`` but not ``insert_all`` (or
-        ``remove`` but not ``remove_all``), it gets every key one by one."""
+        """If a subclass overrides ``insert`` but not ``insert_all`` (or ``remove`` but not
+        ``remove_all``), replace the inherited bulk method by one that calls the override per
+        key."""
         for one, many in (("insert", "insert_all"), ("remove", "remove_all")):
             first = next(c for c in cls.__mro__ if {one, many} & vars(c).keys())
             if many not in vars(first):
@@ -82,7 +85,7 @@ class EvictionPolicy(ABC):
 
     def insert_all(self, keys: Collection[Key], infos: Sequence[EntryInfo]) -> None:
         """Insert many keys, one after the other. After a restart ``keys`` is a dict, which the
-        policy may keep. Override this if inserting many keys at once is faster."""
+        policy may keep and modify. Override this if inserting many keys at once is faster."""
         for key, info in zip(keys, infos, strict=True):
             self.insert(key, info)
 
@@ -91,22 +94,23 @@ class EvictionPolicy(ABC):
         """Note one request's use of these keys, given in prefix order (head first).
 
         The policy ignores keys that are not members; a key may occur twice. The first touch of a
-        key after its insertion belongs to the insertion: it orders the key and does not count as a
-        reuse.
+        key after its insertion is by the request that inserted it: it orders the key and does not
+        count as a reuse.
         """
 
     def advise(self, keys: Sequence[Key], hints: Mapping[str, Any]) -> None:  # noqa: B027  # optional on purpose
         """Receive the hints of a request that has ended. ``keys`` are its keys in prefix order.
 
-        ``policies.hints`` lists the names. The default ignores hints. Keys that are not members
-        have no effect.
+        ``policies.hints`` lists the names. The default implementation ignores hints. Ignore keys
+        that are not members.
         """
 
     @abstractmethod
     def victims(self, count: int, evictable: Callable[[Key], bool]) -> list[Key]:
-        """Name at most ``count`` distinct members for which ``evictable`` is true, worst first.
+        """Return at most ``count`` distinct members for which ``evictable`` is true, in the order
+        in which to evict them.
 
-        They stay members: the caller removes those that it evicts.
+        They stay members until the caller calls ``remove``.
         """
 
     @abstractmethod
@@ -120,8 +124,9 @@ class EvictionPolicy(ABC):
             self.remove(key, cause)
 
     def use_clock(self, clock: Callable[[], float]) -> None:  # noqa: B027  # optional on purpose
-        """Use ``clock``, which returns monotonic seconds, for the time; the simulator passes its
-        own. Override this in a policy that depends on the time; other policies ignore it."""
+        """Use ``clock``, which returns monotonic seconds, as the source of time; the simulator
+        passes simulated time. Override this in a policy that depends on time. The default ignores
+        it."""
 
     @abstractmethod
     def clear(self) -> None:
@@ -137,7 +142,7 @@ class AdmissionPolicy(ABC):
 
     @abstractmethod
     def admit(self, key: Key, info: EntryInfo) -> bool:
-        """Return True if the tier is to store this key now. May count the attempt."""
+        """Return True if the tier should store this key now. The policy may count the attempt."""
 
     def use_clock(self, clock: Callable[[], float]) -> None:  # noqa: B027  # optional on purpose
         """Use ``clock`` for the time, as in ``EvictionPolicy.use_clock``."""

@@ -1,9 +1,9 @@
-"""Contains a faulty policy, so that it costs hits but never affects an answer.
+"""Contains a faulty policy, so that it can cost hits but never affects an answer.
 
 The guard watches every call. It replaces a policy permanently by LRU over the same members if the
 policy raises (or calls ``sys.exit``), is slow, names keys that it must not name, or withholds
-victims. The guard counts and logs that once, and reports it to ``on_fault``. No behaviour of the
-policy makes the guard raise.
+victims. The guard logs this once, counts it, and reports it to ``on_fault``. The guard never raises
+because of the policy.
 """
 
 from __future__ import annotations
@@ -21,30 +21,31 @@ from policies.eviction.lru import LruPolicy
 logger = logging.getLogger(__name__)
 
 _WINDOW_KEYS = 4096
-"""After this number of keys, the guard judges the mean time per key."""
+"""The guard checks the mean time per key after this number of keys."""
 _MEMORY_KEYS = 1 << 17
 """The guard forgets a slow call after this many further keys."""
 _WAIT_S = 0.005
-"""A call that waits longer than this, and than its keys may take, counts as one that waits."""
+"""A call counts as waiting if it waits longer than this plus the budget of its keys."""
 _WAITS_MAX = 16
-"""It is a fault if this many calls of one kind wait, one after the other."""
+"""This number of consecutive waiting calls of one kind is a fault."""
 
 
 class GuardedPolicy(EvictionPolicy):
-    """Passes calls on to a policy, and on to LRU once the policy has made a mistake.
+    """Passes calls on to a policy, or to LRU after the policy's first fault.
 
     ``members`` is a live view of the tier's resident keys. The tier removes a key from it before it
     calls ``remove`` or ``clear``, and adds a key before it calls ``insert``. Without ``members``
     the guard keeps its own set.
 
-    One call may take ``call_budget_s`` plus ``key_budget_s`` of the thread's processor time per
-    key, and the mean per key must not exceed ``key_budget_s``. A garbage collection during a call
-    looks like work of the policy, so slowness is a fault only when the guard has seen it
-    ``patience`` times within a limited number of keys.
+    One call may take ``call_budget_s`` of the thread's processor time, plus ``key_budget_s`` per
+    key; the mean per key must not exceed ``key_budget_s``. A garbage collection during a call looks
+    like work of the policy, so slowness is a fault only if it occurs ``patience`` times within a
+    limited number of keys.
 
-    Wall time alone says nothing about a policy, because machines stand still: other processes get
-    the processor, a quota is used up, a guest is paused. That hits single calls, though. A policy
-    that sleeps or waits for a disk does so again and again, which is a fault too.
+    Wall time alone says nothing about a policy, because a thread may be paused at any time: other
+    processes get the processor, a quota is used up, a virtual machine is suspended. But such pauses
+    affect single calls. A policy that sleeps or waits for a disk does so in call after call, which
+    is a fault.
     """
 
     def __init__(
@@ -74,22 +75,23 @@ class GuardedPolicy(EvictionPolicy):
         self._waits: dict[str, int] = {}  # the latest calls that waited, by kind
         self._spent_s = 0.0
         self._keys = 0
-        self._passed = 0  # keys before the present window
+        self._passed = 0  # number of keys before the current window
         self._slow_at: deque[int] = deque(maxlen=patience)
 
     @property
     def active(self) -> EvictionPolicy:
-        """The policy in charge: the guarded one, or LRU after a fault."""
+        """The active policy: the guarded one, or LRU after a fault."""
         return self._active
 
     @property
     def keeps_prefixes_closed(self) -> bool:  # type: ignore[override]  # changes with a fault
-        """The policy's promise; False after a fault, because LRU then starts from any order."""
+        """The policy's guarantee. False after a fault, because LRU then starts from an arbitrary
+        order."""
         return not self.faults and self._active.keeps_prefixes_closed
 
     @property
     def takes_parts(self) -> bool:  # type: ignore[override]  # changes with a fault
-        """True if the policy in charge accepts parts."""
+        """True if the active policy accepts a request's touches in parts."""
         return self._active.takes_parts
 
     def insert(self, key: Key, info: EntryInfo) -> None:
@@ -147,10 +149,10 @@ class GuardedPolicy(EvictionPolicy):
         return len(self._own) if self._own is not None else self._call("__len__", None)
 
     def _call(self, name: str, keys: int | None, *arguments: Any) -> Any:
-        """Pass a call on to the policy in charge. It is charged for ``keys`` keys; ``None`` means
-        that its time does not count. If it raises, LRU takes over and gets the call too. This does
-        no harm: LRU starts from ``members``, which already contains what was inserted and no longer
-        contains what was removed."""
+        """Pass a call on to the active policy. The budget is that of ``keys`` keys; ``None`` means
+        that the call's time does not count. If the policy raises, LRU takes over and gets the call
+        as well. This is harmless: LRU starts from ``members``, which already contains inserted keys
+        and no longer contains removed ones."""
         if not self.faults:
             wall_s, cpu_s = self._wall_clock(), self._cpu_clock()
             try:
@@ -166,7 +168,7 @@ class GuardedPolicy(EvictionPolicy):
         return getattr(self._active, name)(*arguments)
 
     def _wrong(self, names: object, count: int, evictable: Callable[[Key], bool]) -> str:
-        """Describe what is wrong with these victims; empty if nothing is."""
+        """Describe what is wrong with these victims, or return an empty text."""
         if not isinstance(names, list) or len(names) > count:
             return f"victims({count}) returned {_brief(names)}"
         if len(set(names)) != len(names):
@@ -214,14 +216,14 @@ class GuardedPolicy(EvictionPolicy):
             self._fall_back(what)
 
     def _note_wait(self, call: str, waited_s: float) -> None:
-        """Replace the policy if each of the latest calls of this kind has waited."""
+        """Replace the policy if the last ``_WAITS_MAX`` calls of this kind have waited."""
         waits = self._waits[call] = self._waits.get(call, 0) + 1
         if waits == _WAITS_MAX and not self.faults:
             last = f"the last for {waited_s:.3f} s"
             self._fall_back(f"{waits} calls of {call} in a row waited, {last}")
 
     def _fall_back(self, reason: str) -> None:
-        """Let LRU take over, with the members in the order of ``members``."""
+        """Replace the policy by LRU over ``members``, in their order."""
         fallback = LruPolicy()
         fallback.insert_all(list(self._members), ())
         self._active = fallback

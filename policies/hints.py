@@ -1,4 +1,4 @@
-"""The hints that a policy may get, in ``EntryInfo.hints`` and through ``EvictionPolicy.advise``.
+"""The hints that a policy may receive in ``EntryInfo.hints`` and through ``EvictionPolicy.advise``.
 
 A client sends them in ``kv_transfer_params``. All are optional. A wrong hint may cost hits, but
 never changes an answer. Some are known when a chunk is stored (``EntryInfo.hints``), the others

@@ -1,11 +1,11 @@
-"""Types and ranges of a policy's options, and the check of the options that a user gives.
+"""Declares types and ranges of a policy's options, and checks the options that a user configures.
 
-A constructor declares them in the annotation of the option:
+A constructor declares type and range in the option's annotation:
 
     def __init__(self, protected_share: Annotated[float, Range(0, 1)] = 0.8) -> None: ...
 
 The check covers the annotation's type (``int``, ``float``, ``bool`` or ``str``; the constructor
-checks others) and the range if there is one.
+must check other types) and the range, if one is declared.
 """
 
 from __future__ import annotations
@@ -48,8 +48,7 @@ _NAMES: dict[type, str] = {
 
 
 def wrong_options(made: type, options: Mapping[str, Any]) -> list[WrongOption]:
-    """Check options against a class's constructor; return a description of everything that is
-    wrong."""
+    """Check options against a class's constructor. Return a list of all problems."""
     hints = _hints_of(made)
     found = []
     for name, value in options.items():
@@ -71,7 +70,7 @@ def _hints_of(made: type) -> dict[str, tuple[type, Range | None]]:
     """Return the types and ranges that the constructor declares and that can be checked."""
     try:
         hints = typing.get_type_hints(made.__init__, include_extras=True)  # type: ignore[misc]  # the class is only asked
-    except Exception:  # names that do not exist at run time, or no annotations at all
+    except Exception:  # annotations may be missing, or name types that do not exist at run time
         return {}
     found: dict[str, tuple[type, Range | None]] = {}
     for name, hint in hints.items():

@@ -1,4 +1,4 @@
-"""Finds policies by name: built in, ``module:Class``, or an entry point of another package.
+"""Finds policies by name: a built-in name, ``module:Class``, or an entry point of another package.
 
 Other packages offer a policy under a short name with an entry point in the group
 ``kvtiers.policies`` (eviction) or ``kvtiers.admission`` (admission):
@@ -31,8 +31,8 @@ ADMISSION_GROUP = "kvtiers.admission"
 
 DEFAULT_CPU_POLICY = "adaptive"
 DEFAULT_TIER_POLICY = "lru"
-"""The default of lower tiers: the policy above only moves hits between the levels, so the disk
-keeps plain LRU."""
+"""The default of lower tiers. A better policy there would only move hits between the tiers, so the
+disk uses plain LRU."""
 
 _POLICIES = {
     "lru": "policies.eviction.lru:LruPolicy",
@@ -59,20 +59,21 @@ _ADMISSIONS = {
 
 
 class PolicySpecError(ValueError):
-    """A policy spec that names no policy. The text says what to write instead."""
+    """Raised for a policy spec that does not name a policy. The message says what to write
+    instead."""
 
 
 class UnknownPolicyError(PolicySpecError):
-    """No built-in policy and no entry point has this name."""
+    """Raised if no built-in policy and no entry point has this name."""
 
 
 class PolicyImportError(PolicySpecError):
-    """The module or the class cannot be imported, or is not a policy."""
+    """Raised if the module or class cannot be imported, or the class is not a policy."""
 
 
 class PolicyOptionError(PolicySpecError):
-    """The constructor does not take these options or values. ``wrong`` lists the options with bad
-    values; ``fix`` lists the options that exist."""
+    """Raised if the constructor does not take these options or values. ``wrong`` lists the options
+    with bad values; ``fix`` lists the valid options."""
 
     def __init__(self, text: str, wrong: Sequence[WrongOption] = (), fix: str = "") -> None:
         super().__init__(text)
@@ -205,15 +206,17 @@ def _check_values(name: str, noun: str, found: type, options: Mapping[str, Any])
 
 
 def _reason(error: BaseException) -> str:
-    """Describe what was raised. The text of ``SystemExit`` would only be a number."""
+    """Describe an exception, including its type, because the text of ``SystemExit`` is only a
+    number."""
     return str(error) if isinstance(error, Exception) else f"it raised {error!r}"
 
 
 def _option_names(found: type) -> list[str]:
-    """Constructor parameters; ``"**"`` stands for any."""
+    """The constructor's parameters; ``"**"`` stands for arbitrary ones."""
     try:
         parameters: Sequence[inspect.Parameter] = list(inspect.signature(found).parameters.values())
-    except (TypeError, ValueError):  # written in C, or with an invalid __signature__
+    except (TypeError, ValueError):
+        # the class may be written in C, or have an invalid __signature__
         return ["**"]
     if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
         return ["**"]

@@ -1,4 +1,4 @@
-"""A frequency sketch: how often a key was seen recently, in eight bytes per key.
+"""A frequency sketch: estimates how often a key was seen recently, in eight bytes per key.
 
 G. Cormode, S. Muthukrishnan, "An improved data stream summary: the count-min sketch and its
 applications", J. Algorithms 55(1), 2005; with 4-bit counts that are halved from time to time, as
@@ -17,15 +17,15 @@ _MASK = (1 << 64) - 1
 
 
 def stable_hash(key: Key) -> int:
-    """64 mixed bits, the same in every process (``hash`` of bytes is seeded per process)."""
+    """A 64-bit hash that is the same in every process (``hash`` of bytes is seeded per process)."""
     if isinstance(key, bytes):
         return (zlib.crc32(key) + 1) * _MIX & _MASK
     return (hash(key) + 1) * _MIX & _MASK
 
 
 class FrequencySketch:
-    """Two rows of counts up to 15 for about ``width`` keys; a count is never too low until it has
-    been halved.
+    """Two rows of counts up to 15 for about ``width`` keys; a count is never too low before the
+    first halving.
 
     After ``10 * width`` additions all counts are halved. Rows have four places per key.
     """

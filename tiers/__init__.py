@@ -4,7 +4,7 @@ The names in ``__all__`` are public, and so are the modules ``tiers.base``, ``ti
 ``tiers.authoring`` and ``tiers.testing``; everything else is private and may change at any time.
 The tiers themselves are imported on first use, because they need LMDB, Mooncake and threads.
 
-Owns the media below the GPU, and the copies to and from them.
+Owns the media below the GPU, and the copies between them and the GPU.
 
 Must not know requests, policies or vLLM.
 """

@@ -1,8 +1,8 @@
 """The interface of a tier: a medium below the CPU slab that keeps records under keys.
 
-Records are immutable and keys are bytes. A tier decides nothing: the planner above it decides what
-to keep and what to evict. The tier enforces its own hard capacity and reports a full medium as an
-outcome. Every method is asynchronous and batched; one call may carry hundreds of keys.
+Records are immutable and keys are bytes. The planner above the tier decides what to keep and what
+to evict. The tier enforces its own hard capacity and reports a full medium as an outcome. Every
+method is asynchronous and batched; one call may carry hundreds of keys.
 
 Ownership: the caller owns every buffer until the call returns. This also applies to a cancelled
 call: a cancelled ``read`` returns only when nothing writes to ``into`` any more.
@@ -49,15 +49,15 @@ class WriteOutcome(enum.Enum):
 
 
 class TierError(Exception):
-    """The tier as a whole failed. A problem with one key is an outcome instead."""
+    """Raised if the tier as a whole failed. A problem with one key is an outcome instead."""
 
 
 class TierClosedError(TierError):
-    """The tier was closed, or never opened."""
+    """Raised if the tier was closed, or never opened."""
 
 
 class TierIoError(TierError):
-    """The medium failed in a way that affects every key."""
+    """Raised if the medium failed in a way that affects every key."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,14 +90,14 @@ class StoredKey(NamedTuple):
 
 
 KeyColumn = npt.NDArray[np.void]
-"""Keys of one length, one item for each; ``tolist`` returns them as ``bytes``."""
+"""An array of keys of one length; ``tolist`` returns them as ``bytes``."""
 
 
 class StoredKeys(NamedTuple):
     """Records found by ``keys``: ``payload_bytes[i]`` is the payload length of ``column[i]``.
 
-    They are columns, not pairs, because a restart passes on millions of records and an object for
-    each would cost too much.
+    They are columns instead of pairs, because after a restart there are millions of records, and
+    one object per record would cost too much.
     """
 
     column: KeyColumn

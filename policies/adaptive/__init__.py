@@ -1,16 +1,16 @@
-"""The default policy of the CPU tier: uses LRU, or learned reuse density while that does better.
+"""The default policy of the CPU tier: LRU, or learned reuse density while that has more hits.
 
 The policy keeps keys in spans (``policies.adaptive.span_tree``) and sorts spans into kinds by four
 facts about their conversation: its number of requests, the pause before the last one, the length of
 its prompt, and the client's hints. For each kind it learns online how soon such spans are used
-again, and it evicts first the keys that are worth least per key and time
+again, and it first evicts the spans with the lowest worth per key and time
 (``policies.adaptive.reuse_table``). Hints are only labels of a kind, so an uninformative or wrong
-hint loses its effect. Eviction starts at the tail and never takes a key that another member's
-prefix needs.
+hint loses its effect. Eviction starts at the tail of a span and never takes a key that is in
+another member's prefix.
 
-Two shadow caches (``policies.adaptive.shadow_caches``) replay LRU order and density order, and the
-tier evicts in the order that had more hits recently (choosing policies by shadow caches: I. Ari et
-al., "ACME: Adaptive caching using multiple experts", WDAS 2002).
+Two shadow caches (``policies.adaptive.shadow_caches``) simulate LRU order and density order, and
+the tier evicts in the order that had more hits recently (choosing policies by shadow caches: I. Ari
+et al., "ACME: Adaptive caching using multiple experts", WDAS 2002).
 
 Owns the default policy of the CPU tier.
 
@@ -33,17 +33,17 @@ from policies.base import EntryInfo, EvictionPolicy, Key, RemoveCause, hints_amo
 from policies.options import Range
 
 _LEAD_MIN = 0.03
-"""The lead that the density order needs to take charge, as a share of LRU's hits or misses,
-whichever are fewer."""
+"""The density order is used if it leads by more than this share of LRU's hits or misses, whichever
+are fewer."""
 _DEAD = 0.2
-"""Spans worth less than this share of the average count as dead."""
+"""A span counts as dead if its worth is less than this share of the average."""
 _RESCORE_BLOCKS = 512
 _RESCORES = 4
-"""The policy recomputes all scores this many times while requests touch as many keys as the tier
-has, but at most every ``_RESCORE_BLOCKS`` keys."""
+"""The policy recomputes all scores this many times per turnover (requests have touched as many keys
+as the tier holds), but at most every ``_RESCORE_BLOCKS`` keys."""
 _WAITING_MAX = 4096
-"""With more spans than this, the policy learns from a systematic sample, so that no request waits
-long."""
+"""With more spans than this, the policy learns from a systematic sample, so that no request is
+delayed for long."""
 _GHOSTS_MIN = 256
 _GHOSTS_PER_SPAN = 4
 
@@ -52,7 +52,7 @@ class AdaptivePolicy(EvictionPolicy):
     """Evicts by LRU or by learned density. O(1) per key, amortised, plus a few steps per request.
 
     The policy recomputes its indices every ``relearn_every`` requests, or less often if it
-    remembers many spans. The hit counts of the two orders keep the share ``memory`` per request:
+    remembers many spans. Each request multiplies the hit counts of the two orders by ``memory``:
     0.999 covers about the last thousand requests. A kind needs ``prior`` observations to count as
     much as the more general kind that is its prefix.
     """
@@ -73,7 +73,7 @@ class AdaptivePolicy(EvictionPolicy):
     def _start_over(self) -> None:
         self._tree = SpanTree()
         self._table = ReuseTable(self._prior)
-        self._queues: SpanQueues | None = None  # used only while the density order is in charge
+        self._queues: SpanQueues | None = None  # ``None`` while LRU order is used
         self._by_time: OrderedDict[Span, None] = OrderedDict()
         self._shadows = Shadows(self._worth)
         self._stale = False  # true if the scores in ``_queues`` are outdated
@@ -84,16 +84,16 @@ class AdaptivePolicy(EvictionPolicy):
         self._score_at = 0
         self._learn_at = self._every
         self._requests = 0
-        self._touched = 0.0  # number of keys, fading like the counts of the shadows
+        self._touched = 0.0  # number of touched keys, decayed like the counts of the shadows
         self._fresh = Span(0, fresh=True)  # keys that no request has touched yet
-        # the segment among these into which single keys are inserted
+        # the segment of ``_fresh`` into which single keys are inserted
         self._open: Segment[Span] | None = None
         self._returned: dict[Key, Span] = {}  # heads of ghosts that were inserted again
         self._current: Span | None = None
 
     @property
     def order(self) -> str:
-        """The order in charge: ``lru`` or ``density``."""
+        """The current order: ``lru`` or ``density``."""
         return "lru" if self._queues is None else "density"
 
     def insert(self, key: Key, info: EntryInfo) -> None:
@@ -220,7 +220,8 @@ class AdaptivePolicy(EvictionPolicy):
     # -- touches -----------------------------------------------------------------------------------
 
     def _leave(self, part: Taken) -> None:
-        """Learn from a request that took keys from a span, and count the shadow caches' hits."""
+        """Learn from the keys that a request took from a span, and count the shadow caches'
+        hits."""
         span, count, _, rest, _ = part
         if span.fresh:
             if rest:
@@ -234,13 +235,13 @@ class AdaptivePolicy(EvictionPolicy):
             self._drop(span)
 
     def _recall(self, key: Key) -> None:
-        """Learn from a request that brings back the head of an evicted span."""
+        """Learn from the insertion of the head of an evicted span."""
         span = self._returned[key] = self._ghosts.pop(key)
         self._table.record(span.kind, self._now - span.time, span.size, reused=True)
         self._shadows.use(span, span.size)
 
     def _renew(self, part: Taken) -> None:
-        """Note that a request used all of a shared span, which remains a span."""
+        """Note that a request used all of a shared span. The span remains as it is."""
         span, count, _, _, _ = part
         table, shadows = self._table, self._shadows
         table.record(span.kind, self._now - span.time, count, reused=True)
@@ -257,10 +258,10 @@ class AdaptivePolicy(EvictionPolicy):
         self._line_up(span)
 
     def _enter(self, taken: Sequence[Taken], count: int, renewed: Taken | None) -> None:
-        """Turn the touched keys (``count`` including those of a renewed span, the head) into one
-        span, or into two if others share the head."""
+        """Turn the touched keys into one span, or into two if other conversations share the head.
+        ``count`` includes the keys of a ``renewed`` span, which is the head."""
         if self._fresh.segments or any(p[0] is self._fresh for p in taken):
-            if self._fresh.live:  # keys of other requests
+            if self._fresh.live:  # these keys are of other requests
                 self._settle(self._fresh)
             self._fresh = Span(self._now, fresh=True)
             self._open = None
@@ -304,8 +305,8 @@ class AdaptivePolicy(EvictionPolicy):
         return None
 
     def _settle(self, span: Span) -> None:
-        """Put the span of keys that no request has touched into the orders, after others touched
-        theirs."""
+        """Add a span of untouched keys to the orders. Called when a request has touched other
+        keys."""
         if span not in self._by_time:
             self._line_up(span)
 
@@ -345,7 +346,7 @@ class AdaptivePolicy(EvictionPolicy):
             self._shadows.expel(span)
 
     def _is_dead(self, span: Span) -> bool:
-        """Return True if spans of this kind have proved to be worth next to nothing."""
+        """Return True if spans of this kind have turned out to be almost worthless."""
         table = self._table
         return table.learned and table.worth(span.sort, 0) < _DEAD * table.worth(0, 0)
 
@@ -363,7 +364,7 @@ class AdaptivePolicy(EvictionPolicy):
         return self._table.worth(span.sort, self._now - span.time)
 
     def _rescore(self) -> None:
-        """Recompute the scores, which change with time, and choose the order in charge."""
+        """Recompute the scores, which change with time, and choose the order."""
         self._score_at = self._now + max(_RESCORE_BLOCKS, len(self) // _RESCORES)
         self._stale = True
         self._shadows.scores.refresh()

@@ -1,4 +1,4 @@
-"""Learns online how soon spans of a kind are reused, and how much their space is worth.
+"""Learns online how soon spans of a kind are reused, and what their space is worth.
 
 For each kind, a life table over ages (time since last use, in blocks touched meanwhile; bins grow
 by half) gives the probability of a reuse at each age. Spans that have not returned yet count as
@@ -8,9 +8,9 @@ censored (E. L. Kaplan, P. Meier, "Nonparametric estimation from incomplete obse
 The worth of a span at age a is its Gittins index (J. C. Gittins, "Bandit processes and dynamic
 allocation indices", J. R. Stat. Soc. B 41(2), 1979): the best ratio, over all horizons, of the
 chance of a reuse before the horizon to the expected time until reuse or horizon. It corresponds to
-"hit density" in LHD (N. Beckmann, H. Chen, A. Cidon, NSDI 2018), without the dependence on the
-present eviction rate. With F the chance of a reuse until an age and A the expected time until then,
-it is the steepest slope from (A(a), F(a)) to a later point of that curve.
+"hit density" in LHD (N. Beckmann, H. Chen, A. Cidon, NSDI 2018), but does not depend on the current
+eviction rate. Let F be the probability of a reuse up to an age, and A the expected time until the
+reuse or that age: the index is the steepest slope from (A(a), F(a)) to a later point of this curve.
 """
 
 from __future__ import annotations
@@ -38,10 +38,10 @@ def age_bin(age: float) -> int:
 
 
 class ReuseTable:
-    """Life tables per kind. A kind needs ``prior`` observations to count as much as its prefix. An
-    observation counts half after ``half_life`` further ones.
+    """Life tables per kind. A kind needs ``prior`` observations to count as much as its prefix. The
+    weight of an observation halves after ``half_life`` further ones.
 
-    Callers name kinds by their rows (``row``), which never change.
+    Callers refer to kinds by their rows (``row``), which never change.
     """
 
     def __init__(self, prior: float = 10.0, half_life: float = 6000.0) -> None:
@@ -57,7 +57,7 @@ class ReuseTable:
         self._reused = np.zeros((1, _BINS))
         self._weight = 0.0
         self._count = 0.0
-        self.learned = False  # true if there has been anything to learn from
+        self.learned = False  # true after the first observation
         self._add_row((), 0)
 
     def row(self, kind: Kind) -> int:
@@ -66,7 +66,8 @@ class ReuseTable:
         return row if row is not None else self._add_row(kind, self.row(kind[:-1]))
 
     def record(self, row: int, age: float, weight: float, reused: bool) -> None:
-        """Record the end of an observation: a reuse, or the last time the span was checked."""
+        """Record the end of an observation: a reuse, or the time until which the span was not
+        reused."""
         self._new.append((row, age, weight, reused))
 
     def known(self, row: int) -> int:
@@ -115,7 +116,7 @@ class ReuseTable:
         return row
 
     def _take_in_new(self) -> None:
-        """Let past observations fade by the number of new ones, and add those."""
+        """Decay past observations by the number of new ones, and add the new ones."""
         fresh = np.zeros((len(self._rows), _BINS))
         left = 0.5 ** (len(self._new) / self._half_life)
         size = len(self._ended)
@@ -134,7 +135,7 @@ class ReuseTable:
 def _columns(
     observations: Iterable[tuple[int, float, float, bool]],
 ) -> tuple[npt.NDArray[np.intp], npt.NDArray[np.intp], Curve, Curve]:
-    """Rows, age bins, weights and reuse (0 or 1) of observations."""
+    """Observations as arrays: rows, age bins, weights and reuse (0 or 1)."""
     rows, ages, weights, reused = tuple(zip(*observations, strict=True)) or ((), (), (), ())
     bins = np.searchsorted(_EDGES[:-1], np.array(ages), side="right") - 1
     return (

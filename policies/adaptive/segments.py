@@ -1,8 +1,7 @@
-"""Segments: keys that follow each other in a prefix and have one owner.
+"""Segments: runs of consecutive keys of a prefix that have one owner.
 
-A request of thousands of chunks changes owners segment by segment. That takes one dict lookup for
-the head of each segment and a comparison of lists for the rest, instead of a lookup and an update
-per key.
+When a request touches thousands of keys, whole segments change their owner. That takes one dict
+lookup and one comparison of lists per segment, instead of a lookup and an update per key.
 """
 
 from __future__ import annotations
@@ -22,12 +21,12 @@ owners, and an operation on a segment with holes visits all of its keys."""
 _LOOSE_MAX = 256
 """Maximum number of keys that are removed from the middle of a segment at a time."""
 _LEFT_MAX = 1024
-"""From this number of departed keys on, a segment cuts them off."""
+"""A segment deletes removed keys from its list when there are more than this."""
 
 
 class SegmentOwner(Protocol):
-    """A span as far as segments need it. ``fresh`` means that its segments contain keys in the
-    order of insertion that no request has touched yet."""
+    """The part of a span's interface that segments need. ``fresh`` means that its segments contain
+    keys, in order of insertion, that no request has touched yet."""
 
     segments: dict[Segment[Any], None]
     fresh: bool
@@ -37,11 +36,11 @@ SpanT = TypeVar("SpanT", bound=SegmentOwner)
 
 
 class Segment(Generic[SpanT]):
-    """Keys, tail first; those before ``start`` have left, and ``live`` of the others are still
-    here. The segment is dense if none of the others has left.
+    """Keys, tail first. The keys before index ``start`` were removed, and ``live`` of the others
+    are still members. The segment is dense if all of the others are.
 
-    The span that owns the segment. ``None`` means that a request has taken it and will give it to a
-    new span.
+    ``span`` owns the segment. ``None`` means that a request has taken the segment and will give it
+    to a new span.
     """
 
     __slots__ = ("keys", "live", "span", "start")
@@ -61,7 +60,8 @@ class Segments(Generic[SpanT]):
     """Maps keys to segments."""
 
     def __init__(self) -> None:
-        self.of: dict[Key, Segment[SpanT]] = {}  # the policy removes single keys by itself
+        # the policy itself removes single keys from this dict
+        self.of: dict[Key, Segment[SpanT]] = {}
 
     def add(self, keys: list[Key], span: SpanT) -> Segment[SpanT]:
         """Add a new segment of keys that are in no segment."""
@@ -76,7 +76,7 @@ class Segments(Generic[SpanT]):
         self.of.update(zip(keys, repeat(segment)))
 
     def is_dense(self, segment: Segment[SpanT]) -> bool:
-        """Return True if only the first ``start`` keys have left; cut absent keys off both ends."""
+        """Cut removed keys off both ends. Return True if all other keys are members."""
         keys = segment.keys
         if segment.live == len(keys) - segment.start:
             return True
@@ -102,7 +102,7 @@ class Segments(Generic[SpanT]):
             segment.start = 0
 
     def head(self, segment: Segment[SpanT]) -> Key | None:
-        """The first key in its prefix that is still here."""
+        """The segment's first remaining key in prefix order."""
         keys, of = segment.keys, self.of
         while keys and of.get(keys[-1]) is not segment:
             keys.pop()
@@ -110,7 +110,7 @@ class Segments(Generic[SpanT]):
         return keys[-1] if keys else None
 
     def members(self, segment: Segment[SpanT]) -> Iterator[Key]:
-        """Its keys, tail first, starting with the first that is still here."""
+        """The segment's remaining keys, tail first."""
         is_dense, keys, of = self.is_dense(segment), segment.keys, self.of
         found = map(keys.__getitem__, range(segment.start, len(keys)))
         return found if is_dense else (k for k in found if of.get(k) is segment)
@@ -118,8 +118,8 @@ class Segments(Generic[SpanT]):
     def cut(self, keys: Sequence[Key]) -> Iterator[tuple[SpanT, Segment[SpanT]]]:
         """Take keys, given in prefix order, out of their spans.
 
-        Returns dense segments that start at 0, with the spans that they came from. Keys of no span
-        are skipped, and so are repeated occurrences of a key.
+        Returns dense segments that start at 0, with the spans from which they were taken. Skips
+        keys without a span and repeated keys.
         """
         keys = keys if isinstance(keys, list) else list(keys)
         place, of = 0, self.of
@@ -135,7 +135,8 @@ class Segments(Generic[SpanT]):
             place += named
 
     def joined(self, segments: Sequence[Segment[SpanT]]) -> list[Segment[SpanT]]:
-        """Dense segments that follow each other in a prefix; small ones are joined to the next."""
+        """Join small segments with their neighbours. ``segments`` are dense and consecutive in a
+        prefix."""
         groups: list[list[Segment[SpanT]]] = []
         size = 0
         for segment in segments:
@@ -150,8 +151,8 @@ class Segments(Generic[SpanT]):
     def _part(
         self, segment: Segment[SpanT], keys: list[Key], place: int
     ) -> tuple[Segment[SpanT], int]:
-        """Split off the keys of a segment that come next in a request. Returns the new segment and
-        the number of the request's keys in it."""
+        """Split off the segment's keys that come next in a request. Returns the new segment and the
+        number of the request's keys that it covers."""
         span = segment.span
         assert span is not None  # the caller has checked this
         forwards = False
@@ -173,7 +174,7 @@ class Segments(Generic[SpanT]):
     def _agreeing(
         self, segment: Segment[SpanT], keys: list[Key], place: int, *, forwards: bool = False
     ) -> int:
-        """Count the keys from ``place`` on that are the segment's, from its head on."""
+        """Count how many keys from ``place`` on match the segment's keys from its head on."""
         if not self.is_dense(segment):
             return 0
         keys_max = min(segment.live, len(keys) - place)
@@ -189,8 +190,9 @@ class Segments(Generic[SpanT]):
     def _head(self, segment: Segment[SpanT], size: int, forwards: bool) -> Segment[SpanT]:
         """Cut off a segment's head.
 
-        The larger part keeps the object, so that its keys keep their owner. If the place among the
-        span's segments would be lost, the rest keeps it anyway.
+        The larger part keeps the object, so that fewer entries of ``of`` change. If the segment is
+        not the span's last one, the rest keeps the object, so that it keeps its position among the
+        span's segments.
         """
         keys, span = segment.keys, segment.span
         assert span is not None
@@ -220,8 +222,7 @@ class Segments(Generic[SpanT]):
         return self.add(found, segment.span), end
 
     def _join(self, group: Sequence[Segment[SpanT]]) -> Segment[SpanT]:
-        """Join dense segments that follow each other in a prefix; the largest absorbs the
-        others."""
+        """Join dense segments that are consecutive in a prefix; the largest absorbs the others."""
         largest = max(group, key=attrgetter("live"))
         joined: list[Key] = []
         for segment in reversed(group):

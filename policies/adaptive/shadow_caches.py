@@ -1,7 +1,7 @@
-"""Shadow caches: simulate the tier's content under another order, by spans and without keys.
+"""Shadow caches: simulate the tier's content under another eviction order, in units of spans.
 
-They cost a few steps per request, not per key, and show the adaptive policy which of its orders
-does better on the requests that it serves.
+They cost a few steps per request instead of per key, and show the adaptive policy which of its
+orders would have more hits for the current requests.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from policies.adaptive.span_tree import Span
 
 
 class SpanQueues:
-    """Spans in a queue per ``sort``, oldest first, and an order of the queues' ends by score.
+    """One queue of spans per ``sort``, oldest first, and a heap of the queues' ends by score.
 
     The span with the lowest score in a queue is assumed to be its oldest or its youngest: scores
     fall with age if spans die out, and rise if spans return after a pause.
@@ -41,14 +41,14 @@ class SpanQueues:
         self._queues[span.sort].move_to_end(span)
 
     def discard(self, span: Span) -> None:
-        """Remove a span, if it is there."""
+        """Remove a span if it is present."""
         queue = self._queues.get(span.sort)
         if queue is not None:
             queue.pop(span, None)
 
     def lowest(self) -> Span | None:
-        """A span with the lowest score among the ends of all queues, by the scores of the last
-        ``refresh``."""
+        """The span with the lowest score among the ends of all queues, according to the scores at
+        the last ``refresh``."""
         heap = self._heap
         while heap:
             _, _, span, sort = heap[0]
@@ -62,8 +62,8 @@ class SpanQueues:
         return None
 
     def in_order(self) -> Iterator[Span]:
-        """All spans, with the queues merged by score, each from its worse end. The queues must not
-        change meanwhile."""
+        """All spans, lowest score first: merges the queues, each starting at the end with the lower
+        score. The queues must not change during the iteration."""
         self.lowest()  # corrects the first entry
         heap: list[tuple[float, int, Span, int | Iterator[Span]]] = list(self._heap)
         begun: set[int] = set()
@@ -80,7 +80,7 @@ class SpanQueues:
                 begun.add(sort)
                 rest = iter(queue) if span is next(iter(queue)) else reversed(queue)
                 if next(rest) is not span:
-                    # no longer an end, because another span was added behind it
+                    # the span is no longer at the end, because another span was added after it
                     rest = iter(queue)
                     span = next(rest)
             yield span
@@ -96,7 +96,7 @@ class SpanQueues:
         heapify(self._heap)
 
     def _entry(self, sort: int, queue: OrderedDict[Span, None]) -> tuple[float, int, Span, int]:
-        """The worse end of a queue, which must not be empty."""
+        """The heap entry for the end with the lower score of a non-empty queue."""
         oldest, youngest = next(iter(queue)), next(reversed(queue))
         score = self._score(oldest)
         if oldest is not youngest:
@@ -107,10 +107,10 @@ class SpanQueues:
 
 
 class Shadows:
-    """Two caches of ``capacity`` keys that consist of the heads of spans, one ordered by age and
-    one by score. Of each span they hold ``span.by_age`` and ``span.by_score`` keys.
+    """Two caches of ``capacity`` keys, one ordered by age and one by score. They hold the first
+    ``span.by_age`` and ``span.by_score`` keys of each span.
 
-    ``lead`` counts hits of the second cache minus hits of the first, ``hits`` those of the first.
+    ``hits`` counts the hits of the cache by age; ``lead`` is how many more the cache by score had.
     """
 
     def __init__(self, score: Callable[[Span], float]) -> None:
@@ -119,10 +119,10 @@ class Shadows:
         self.hits = 0.0
         self.scores = SpanQueues(score)
         self._ages: OrderedDict[Span, None] = OrderedDict()
-        self._aged = self._scored = 0  # keys in either cache
+        self._aged = self._scored = 0  # number of keys in each cache
 
     def grow(self, keys: int) -> None:
-        """Note the size of the tier; the capacity is the largest size seen."""
+        """Note the number of keys in the tier; the capacity is the largest number seen."""
         self.capacity = max(self.capacity, keys)
 
     def fade(self, memory: float) -> None:
@@ -139,8 +139,8 @@ class Shadows:
         self.forget(span, by_age, by_score)
 
     def renew(self, span: Span) -> bool:
-        """Count the hits of a request that uses all of a span, and make the span new. Does nothing
-        and returns False if a cache does not hold the whole span."""
+        """Count the hits of a request that uses all of a span, and make the span the youngest. Does
+        nothing and returns False if one of the caches does not hold the whole span."""
         size = span.size
         if span.by_age != size or span.by_score != size:
             return False
@@ -150,7 +150,7 @@ class Shadows:
         return True
 
     def forget(self, span: Span, by_age: int, by_score: int) -> None:
-        """Remove the given numbers of a span's keys from the two caches."""
+        """Remove these numbers of a span's keys from the two caches."""
         if by_age:
             self._aged -= by_age
             span.set_aged(span.by_age - by_age)
@@ -179,6 +179,6 @@ class Shadows:
             self.forget(lowest, 0, min(lowest.by_score, self._scored - self.capacity))
 
     def expel(self, span: Span) -> None:
-        """Treat a span as the oldest."""
+        """Make a span the oldest in the order by age."""
         if span.by_age:
             self._ages.move_to_end(span, last=False)

@@ -34,11 +34,12 @@ def shared_kind(table: ReuseTable, span: Span) -> int:
 
 
 def label_of(hints: Mapping[str, Any]) -> str:
-    """The strongest hint's label; empty if none of them applies here."""
+    """The label of the strongest hint, or empty if no hint has a label."""
     return next((label for name, label in _LABELS if hints.get(name)), "")
 
 
 def kind_of(span: Span) -> Kind:
-    """Label, turn (exact up to 8, then by doubling), gap in coarse steps, size by doubling."""
+    """The kind: label, turn (exact up to 8, then in powers of two), gap in coarse steps, size in
+    powers of two."""
     turn = span.turn if span.turn <= 8 else min(12, 8 + (span.turn // 8).bit_length())
     return (span.label, turn, age_bin(span.gap) // 4, span.size.bit_length())

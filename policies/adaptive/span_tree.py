@@ -1,7 +1,8 @@
-"""Spans: the keys whose latest use was in one request, and their place in the tree of prefixes.
+"""Spans: groups of keys whose latest use was by the same request, and their position in the tree of
+prefixes.
 
 A request that touches its keys moves them from the spans of earlier requests into a new span. The
-tail of an earlier span stays behind and becomes a child of the last key that was taken. The policy
+remaining tail of an earlier span becomes a child of the last key that was taken from it. The policy
 thus handles a whole conversation as one object, at the cost of a dict entry per key. Prefixes stay
 closed, because eviction takes keys from the tails of spans without children.
 """
@@ -17,13 +18,14 @@ from policies.base import Key, free_among
 
 
 class Span:
-    """Keys last used at ``time``, as segments, the tail first; ``live`` keys are still in it.
+    """Keys last used at ``time``, as segments, tail first. ``live`` is the number of keys that are
+    still members.
 
-    ``kind`` is the class of spans for which the policy expects similar reuse, and ``sort`` is the
-    part of it that matters when the policy chooses victims; both are rows of a ``ReuseTable``.
-    ``turn`` counts the requests of the conversation, ``gap`` is the time since the last of them.
-    ``size`` counts the keys like ``live``, but includes evicted ones. ``by_age`` and ``by_score``
-    count the keys that the shadow caches hold.
+    ``kind`` is the class of spans for which the policy expects similar reuse, and ``sort`` is its
+    longest prefix with a reuse curve, by which the policy chooses victims; both are rows of a
+    ``ReuseTable``. ``turn`` counts the requests of the conversation, ``gap`` is the pause before
+    the latest one. ``size`` is like ``live``, but includes evicted keys. ``by_age`` and
+    ``by_score`` count the keys that the shadow caches hold.
     """
 
     __slots__ = (
@@ -51,16 +53,16 @@ class Span:
         self.kind = self.sort = 0
         self.turn = self.gap = 0
         self.label = ""
-        self.shared = False  # the part of a prefix that several conversations share
-        self.fresh = fresh  # inserted in this order, and not touched yet
+        self.shared = False  # a prefix that several conversations share
+        self.fresh = fresh  # the keys were inserted in this order and not touched yet
         self.hangs_on: Key | None = None
 
     def lose(self, keys: int) -> None:
-        """Count keys that have left."""
+        """Count removed keys."""
         self.live -= keys
 
     def name(self, label: str) -> None:
-        """Set the label of this span's kind, which the client's hints give."""
+        """Set the label of this span's kind, from the client's hints."""
         self.label = label
 
     def classify(self, kind: int) -> None:
@@ -68,21 +70,23 @@ class Span:
         self.kind = kind
 
     def sort_as(self, sort: int) -> None:
-        """Set the part of its kind that matters when the policy chooses victims."""
+        """Set the row by which the policy chooses victims."""
         self.sort = sort
 
     def use(self, now: int) -> None:
-        """Count a request that used all of it."""
+        """Count a request that used the whole span."""
         self.time = now
         self.turn += 1
 
     def share(self, turn: int) -> None:
-        """Make it a prefix that several conversations use, ``turn`` times so far."""
+        """Mark the span as a prefix that several conversations share, used ``turn`` times so
+        far."""
         self.shared = True
         self.turn = turn
 
     def follow(self, before: Span | None) -> None:
-        """Make it the next turn of this span's conversation, or the first of a new one."""
+        """Make this the next turn of the conversation of ``before``, or the first turn of a new
+        one."""
         self.turn = before.turn + 1 if before else 1
         self.gap = self.time - before.time if before else 0
 
@@ -96,9 +100,9 @@ class Span:
 
 
 Taken = tuple[Span, int, int, bool, list[Segment[Span]]]
-"""A span from which a touch took keys, the number of these keys, the position in the request where
-they end, whether some were left behind, and the keys in prefix order. This is a plain tuple,
-because two are made for every request."""
+"""The keys that a touch took from one span: the span, the number of keys, the position in the
+request at which they end, True if the span has keys left, and the keys in prefix order. A plain
+tuple for speed, because every request makes about two."""
 
 
 class SpanTree:
@@ -109,12 +113,12 @@ class SpanTree:
         self.hanging: dict[Key, OrderedDict[Span, None]] = {}
 
     def span_of(self, key: Key) -> Span | None:
-        """The span that a member is in."""
+        """The span that contains this key; ``None`` if the key is not a member."""
         segment = self.segments.of.get(key)
         return None if segment is None else segment.span
 
     def add(self, span: Span, keys: Sequence[Key]) -> Segment[Span]:
-        """Enter keys that are not members into a span, as segments; return the last segment."""
+        """Add keys that are not members to a span, as new segments. Return the last segment."""
         for first in range(0, len(keys) or 1, LONG_MAX):
             segment = self.segments.add(list(keys[first : first + LONG_MAX]), span)
             span.segments[segment] = None
@@ -122,13 +126,13 @@ class SpanTree:
         return segment
 
     def append(self, span: Span, segment: Segment[Span], keys: Sequence[Key]) -> None:
-        """Enter keys that are no members in one of a span's segments."""
+        """Add keys that are not members to one of a span's segments."""
         self.segments.append(segment, keys)
         span.live += len(keys)
 
     def take(self, keys: Sequence[Key]) -> list[Taken]:
         """Take the members among these keys, given in prefix order, out of their spans. The caller
-        enters them into others."""
+        puts them into other spans."""
         taken: list[Taken] = []
         found: list[Segment[Span]] = []
         end, size = 0, 0
@@ -146,7 +150,8 @@ class SpanTree:
         return taken
 
     def _taken(self, span: Span, size: int, end: int, found: list[Segment[Span]]) -> Taken:
-        """Note which keys were taken from a span; the rest becomes a child of the last of them."""
+        """Record that keys were taken from a span. Its remaining keys become a child of the last
+        taken key."""
         span.live -= size
         span.size -= size
         if not span.live:
@@ -156,8 +161,7 @@ class SpanTree:
         return span, size, end, span.live > 0, found
 
     def enter(self, span: Span, taken: Iterable[Taken], before: Taken | None = None) -> None:
-        """Give a span all keys that were taken. The span becomes a child of the end of the span
-        before it."""
+        """Add all taken keys to a span, and make the span a child of the last key in ``before``."""
         found = [segment for _, _, _, _, segments in taken for segment in segments]
         for segment in reversed(self.segments.joined(found)):
             segment.give_to(span)
@@ -168,8 +172,8 @@ class SpanTree:
             self._hang(span, _last_key(before[-1]))
 
     def vacate(self, span: Span) -> None:
-        """Detach a span that has no keys left, and its empty segments, which would keep it
-        alive."""
+        """Detach a span that has no keys left from its parent, and drop its empty segments, which
+        would keep it alive."""
         span.segments.clear()
         if span.hangs_on is not None:
             self.unhang(span)
@@ -185,17 +189,17 @@ class SpanTree:
                 del self.hanging[key]
 
     def orphan(self, key: Key) -> None:
-        """Detach all children of a key that leaves."""
+        """Detach all children of a key that is removed."""
         for span in self.hanging.pop(key):
             span.hangs_on = None
 
     def drain(
         self, span: Span, count: int, evictable: Callable[[Key], bool], found: dict[Key, None]
     ) -> None:
-        """Add keys to ``found`` from the span's tail, each after its child spans, until there are
-        ``count``.
+        """Add keys to ``found``, from the span's tail on, each after its child spans, until there
+        are ``count``.
 
-        Stops at a key that must stay, because its prefix must stay too.
+        Stops at a key that is not evictable, because its prefix must stay, too.
         """
         if self._drain_run(span, count, evictable, found):
             return
@@ -225,9 +229,9 @@ class SpanTree:
     def _drain_run(
         self, span: Span, count: int, evictable: Callable[[Key], bool], found: dict[Key, None]
     ) -> bool:
-        """Drain in the usual case, in which all wanted keys may be evicted and have no children.
+        """Drain in the usual case: all keys needed are evictable and have no children.
 
-        Does nothing in other cases. Returns whether it drained.
+        Otherwise does nothing and returns False.
         """
         run: list[Key] = []
         missing = count - len(found)
@@ -255,11 +259,12 @@ class SpanTree:
         return True
 
     def _members(self, span: Span) -> Iterator[Key]:
-        """The span's members, starting with the end of the prefix."""
+        """The span's members, tail first."""
         return chain.from_iterable(map(self.segments.members, tuple(span.segments)))
 
     def _left(self, span: Span, found: dict[Key, None]) -> bool:
-        """Return True if a span has members that are not chosen yet; its head is chosen last."""
+        """Return True if a span has members that are not chosen yet. Checking its head suffices,
+        because the head is chosen last."""
         while span.segments:
             segment = next(reversed(span.segments))
             if segment.live:

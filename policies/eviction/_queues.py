@@ -1,5 +1,5 @@
-"""Helpers of several policies: picking victims from ordered queues, and ghosts (keys that left the
-tier, remembered for a while without their bytes)."""
+"""Helpers shared by several policies: picking victims from ordered queues, and ghosts (keys of
+evicted chunks, remembered for a while)."""
 
 from __future__ import annotations
 
@@ -29,25 +29,25 @@ class GhostList:
         self._keys: OrderedDict[Key, None] = OrderedDict()
 
     def add(self, key: Key) -> None:
-        """Enter a key as the youngest."""
+        """Add a key as the youngest."""
         self._keys.pop(key, None)
         self._keys[key] = None
 
     def discard(self, key: Key) -> bool:
-        """Remove a key; return True if it was there."""
+        """Remove a key; return True if it was present."""
         if key in self._keys:
             del self._keys[key]
             return True
         return False
 
     def trim(self, limit: int) -> None:
-        """Forget the oldest until at most ``limit`` are left."""
+        """Forget the oldest keys until at most ``limit`` are left."""
         keys = self._keys
         while len(keys) > max(0, limit):
             del keys[next(iter(keys))]
 
     def oldest(self) -> Key:
-        """The key that entered first. Raises ``StopIteration`` if there is none."""
+        """The oldest key. Raises ``StopIteration`` if there is none."""
         return next(iter(self._keys))
 
     def clear(self) -> None:

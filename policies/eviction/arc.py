@@ -1,8 +1,8 @@
-"""ARC: balances recency against frequency by the hits that its own evictions have cost.
+"""ARC: balances recency against frequency by the misses that its own evictions have caused.
 
 N. Megiddo, D. S. Modha, "ARC: A self-tuning, low overhead replacement cache", FAST 2003. One
-difference is forced by batch eviction before the new keys are known: the target is adapted when a
-ghost returns, which is after the eviction that made space for it.
+difference: victims are chosen in batches, before the new keys are known, so the target is adapted
+when a ghost returns, which is after the eviction that made space for it.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """GreedyDual-Size-Frequency: keeps chunks that are costly to recompute, per byte and per use.
 
 L. Cherkasova, "Improving WWW proxies performance with Greedy-Dual-Size-Frequency caching policy",
-HP Labs TR 98-69, 1998. With the cost of recomputing a chunk at its depth in the prefix it is
-close to PGDSF (C. Jin et al., "RAGCache: Efficient knowledge caching for retrieval-augmented
+HP Labs TR 98-69, 1998. With the cost of recomputing a chunk at its depth in the prefix, it is
+similar to PGDSF (C. Jin et al., "RAGCache: Efficient knowledge caching for retrieval-augmented
 generation", arXiv 2404.12457, 2024).
 """
 
@@ -53,7 +53,8 @@ class GdsfPolicy(EvictionPolicy):
         for key in keys:
             entry = entries.get(key)
             if entry is not None:
-                entry.uses += 1  # the first touch belongs to the insertion, so that use counts once
+                # the first touch is by the request that inserted the key: count its use once
+                entry.uses += 1
                 entry.priority = clock + entry.uses * entry.value
 
     def victims(self, count: int, evictable: Callable[[Key], bool]) -> list[Key]:

@@ -1,10 +1,10 @@
-"""Leaf-first LRU: evicts the least recently used key that has no member behind it.
+"""Leaf-first LRU: evicts the least recently used key that no other member follows in its prefix.
 
 This is the eviction order of SGLang's radix tree (L. Zheng et al., "SGLang: Efficient execution of
 structured language model programs", NeurIPS 2024), without the tree: a key's predecessor is learned
-from the order in which requests touch their keys. It equals ``LruPolicy`` as long as nothing is
-pinned. Unlike that, it also stays prefix-closed when a tail is pinned and its head is not, as long
-as other keys can be evicted.
+from the order in which requests touch their keys. Without pins it behaves like ``LruPolicy``. If a
+tail is pinned and its head is not, only this policy stays prefix-closed, as long as other keys can
+be evicted.
 """
 
 from __future__ import annotations
@@ -47,7 +47,8 @@ class LeafLruPolicy(EvictionPolicy):
                 order.move_to_end(key)
 
     def victims(self, count: int, evictable: Callable[[Key], bool]) -> list[Key]:
-        """Name leaves first; if no leaf may go, name keys in LRU order, whatever follows them."""
+        """Choose leaves first. If no leaf is evictable, choose keys in LRU order, even if members
+        follow them."""
         found: dict[Key, None] = {}
         gone: dict[Key, int] = {}
         behind, before = self._behind, self._before

@@ -1,9 +1,9 @@
 """Least frequently used, in constant time.
 
 K. Shah, A. Mitra, D. Matani, "An O(1) algorithm for implementing the LFU cache eviction scheme",
-2010: keys of one count share a bucket, buckets are linked in order of count. Ties are broken in
-favour of evicting the key used longest ago; as requests are touched tail to head and a head is used
-at least as often as its tail, eviction is deepest-first.
+2010: keys of one count share a bucket, buckets are linked in order of count. Of keys with equal
+counts, the least recently used is evicted first. Requests touch their keys tail to head, and a head
+is used at least as often as its tail, so eviction is deepest-first.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from policies.eviction._queues import take
 
 
 class _Bucket:
-    """The keys of one use count, oldest use first, and the neighbouring counts."""
+    """The keys with one use count, least recently used first, linked to the neighbouring counts."""
 
     __slots__ = ("above", "below", "keys", "uses")
 
@@ -28,11 +28,11 @@ class _Bucket:
 
 
 class LfuPolicy(EvictionPolicy):
-    """Counts uses while a key is a member; forgets them when it leaves. O(1) per key."""
+    """Counts the uses of members, and forgets the count of a key that is removed. O(1) per key."""
 
     def __init__(self) -> None:
         self._bucket: dict[Key, _Bucket] = {}
-        self._bottom = _Bucket(0)  # uses 0: inserted, not touched yet; always there
+        self._bottom = _Bucket(0)  # 0 uses: inserted, not touched yet; always exists
 
     def insert(self, key: Key, info: EntryInfo) -> None:
         self._bottom.keys[key] = None
@@ -76,7 +76,7 @@ class LfuPolicy(EvictionPolicy):
         return len(self._bucket)
 
     def _link(self, old: _Bucket) -> _Bucket:
-        """A new bucket for one use more than ``old``."""
+        """Insert a bucket for one more use than ``old`` has."""
         new = _Bucket(old.uses + 1)
         new.below, new.above = old, old.above
         if old.above is not None:
@@ -87,7 +87,7 @@ class LfuPolicy(EvictionPolicy):
     def _unlink(self, bucket: _Bucket) -> None:
         below, above = bucket.below, bucket.above
         if below is None:
-            return  # the bottom remains
+            return  # the bucket for 0 uses remains
         below.above = above
         if above is not None:
             above.below = below

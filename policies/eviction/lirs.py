@@ -1,4 +1,4 @@
-"""LIRS: keeps keys by the distance between their last two uses.
+"""LIRS: keeps the keys with the shortest distance between their last two uses.
 
 S. Jiang, X. Zhang, "LIRS: An efficient low inter-reference recency set replacement policy to
 improve buffer cache performance", SIGMETRICS 2002.
@@ -30,7 +30,7 @@ class LirsPolicy(EvictionPolicy):
         self._high_share = high_share
         self._ghost_share = ghost_share
         self._stack: OrderedDict[Key, None] = OrderedDict()  # S, oldest use first
-        # S and Q; value: true if touched since it was entered
+        # Q; value: true if touched since it was inserted
         self._queue: OrderedDict[Key, bool] = OrderedDict()
         # members with a short distance; value as above
         self._low: OrderedDict[Key, bool] = OrderedDict()
@@ -103,7 +103,7 @@ class LirsPolicy(EvictionPolicy):
         self._stack[key] = None
 
     def _shrink_low(self) -> None:
-        """Pass the low keys at the stack's bottom to the queue until the limit is met."""
+        """Move low keys from the stack's bottom to the queue until the limit is met."""
         while self._low_limit and len(self._low) > self._low_limit:
             self._prune()
             oldest = next(iter(self._stack))
@@ -112,7 +112,7 @@ class LirsPolicy(EvictionPolicy):
         self._prune()
 
     def _prune(self) -> None:
-        """The stack's bottom must be a low key; high keys and ghosts below it are forgotten."""
+        """Remove high keys and ghosts from the stack's bottom until a low key is there."""
         stack, low = self._stack, self._low
         while stack:
             oldest = next(iter(stack))

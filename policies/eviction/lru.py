@@ -1,14 +1,14 @@
 """Least recently used, touched tail to head.
 
-A request's keys are moved to the young end from its last chunk to its first, so that the head
-of a prefix is always younger than its tail: eviction is deepest-first and the cache stays
-prefix-closed (the leaf LRU of a radix tree, at the cost of a dict).
+A request's keys are moved to the young end from the last one to the first one, so that the head of
+a prefix is always younger than its tail: eviction is deepest-first and the cache stays
+prefix-closed (like the leaf LRU of a radix tree, at the cost of a dict).
 
 The policy keeps keys in parts: lists of keys that were used together, in order of use. A dict maps
 a key to the part in which it was used last; its entries in older parts are stale. To move many
-keys the policy makes a list and updates a dict, which takes a fifth of the time that an
-``OrderedDict`` takes to move them one by one, and needs no node per key. Stale entries are removed
-when they reach the old end, and step by step when they outnumber the others.
+keys, the policy makes a list and updates a dict. This takes a fifth of the time of moving them one
+by one in an ``OrderedDict``, and needs no node per key. Stale entries are removed when they reach
+the old end, and gradually when they outnumber the others.
 """
 
 from __future__ import annotations
@@ -23,19 +23,19 @@ from policies.base import EntryInfo, EvictionPolicy, Key, RemoveCause, free_amon
 
 PART_MAX = 512
 PART_MIN = 32
-"""Fewer keys than this are added to the youngest part, if that also began with few."""
+"""Fewer keys than this are added to the youngest part if that, too, began with fewer."""
 STALE_SHARE = 2
 STALE_MIN = 4096
 """Maximum number of stale entries: ``STALE_SHARE`` per member, plus ``STALE_MIN``."""
 PART_PLACES = 8
 """Memory of a part without its keys, as a number of entries."""
 PASSED_MAX = 1024
-"""Maximum number of stale entries at the old end behind a key that stays there because it is
-pinned. With more, each search for victims would pass all keys that were evicted."""
+"""Maximum number of stale entries that may follow a pinned key at the old end. Without a limit,
+each search for victims would walk over the entries of all evicted keys."""
 
 
 class _Part(list[Key]):
-    """Keys in order of use, oldest first, and stale entries. Compared by identity."""
+    """Keys in order of use, oldest first; some entries may be stale. Compared by identity."""
 
     __slots__ = ()
 
@@ -43,7 +43,7 @@ class _Part(list[Key]):
 class LruPolicy(EvictionPolicy):
     """Evicts the least recently used key. All operations are O(1) per key, amortised.
 
-    Keys that a restart recovers come before the parts, as one list in order of use. They need no
+    Keys recovered after a restart come before the parts, as one list in order of use. They need no
     part, which saves time and memory, and the policy walks the list only once.
     """
 
@@ -51,15 +51,16 @@ class LruPolicy(EvictionPolicy):
     takes_parts = True
 
     def __init__(self) -> None:
-        self._part_of: dict[Key, Any] = {}  # the other keys that a restart brought back
+        # the members; recovered keys that were not used since have no part as value
+        self._part_of: dict[Key, Any] = {}
         self._parts: deque[_Part] = deque()
         # all keys of the youngest part, if a few more may be added to it
         self._open: set[Key] = set()
         self._places = 0  # number of entries in all parts
-        self._swept = 0  # the next part to check for keys that have left
+        self._swept = 0  # the next part to check for removed keys
         self._found_order: list[Key] = []
         self._gone = 0  # stale entries at the front of that list
-        self._looked = 0  # number of places that the last search has begun to check
+        self._looked = 0  # number of entries in the parts that the last search has visited
 
     def insert(self, key: Key, info: EntryInfo) -> None:
         if not 0 < len(self._open) < PART_MAX or key in self._open:
@@ -91,7 +92,7 @@ class LruPolicy(EvictionPolicy):
         if count == 1 and self._parts and not self._found_order:
             if evictable(self._parts[0][0]):
                 return self._parts[0][:1]
-            next(order)  # the caller requested it
+            next(order)  # the caller has already checked this one
         while len(found) < count and (some := list(islice(order, most))):
             seen += len(some)
             found += free_among(evictable, some)
@@ -121,8 +122,7 @@ class LruPolicy(EvictionPolicy):
     # -- inside ------------------------------------------------------------------------------
 
     def _append(self, keys: list[Key]) -> None:
-        """Make these distinct keys the youngest ones, with the last of them as the youngest of
-        all."""
+        """Make these distinct keys the youngest; the last one is the youngest of all."""
         for first in range(0, len(keys), PART_MAX):
             some = keys[first : first + PART_MAX]
             is_few = len(some) < PART_MIN
@@ -139,7 +139,7 @@ class LruPolicy(EvictionPolicy):
             self._placed(len(some))
 
     def _placed(self, count: int) -> None:
-        """Count new entries, and sweep if too many are stale."""
+        """Count new entries. If too many are stale, remove some."""
         self._places += count
         places = self._places + PART_PLACES * len(self._parts)
         if places > (1 + STALE_SHARE) * len(self._part_of) + STALE_MIN:
@@ -169,7 +169,7 @@ class LruPolicy(EvictionPolicy):
             yield self._found_members(some)
 
     def _found_members(self, some: list[Key]) -> Iterator[Key]:
-        """The keys among ``some`` that no request has used since the restart."""
+        """The keys among ``some`` that were recovered and not used since the restart."""
         others = map(type, map(self._part_of.get, some, repeat(_GONE)))
         return compress(some, map(is_not, others, repeat(_Part)))
 

@@ -22,8 +22,8 @@ _USES_MAX = 3
 class S3FifoPolicy(EvictionPolicy):
     """Small and main FIFO with use counts up to 3, and ghosts. O(1) per key, amortised.
 
-    ``small_share`` of the capacity is the small queue (0.1 in the paper); a key moves on
-    from it with at least ``moves_at`` reuses (2 in the paper).
+    The small queue gets ``small_share`` of the capacity (0.1 in the paper). A key moves from it to
+    the main queue if it was reused at least ``moves_at`` times (2 in the paper).
     """
 
     def __init__(
@@ -63,8 +63,7 @@ class S3FifoPolicy(EvictionPolicy):
         return found
 
     def _from_small(self, count: int, evictable: Callable[[Key], bool], found: list[Key]) -> None:
-        """Name cold keys of the small queue; move the warm ones met on the way to the main
-        queue."""
+        """Choose cold keys of the small queue. Move warm keys that are passed to the main queue."""
         warm: list[Key] = []
         for key, uses in self._small.items():
             if len(found) >= count:
@@ -80,7 +79,7 @@ class S3FifoPolicy(EvictionPolicy):
             self._main[key] = 0
 
     def _from_main(self, count: int, evictable: Callable[[Key], bool], found: list[Key]) -> None:
-        """Name unused keys of the main queue; each round costs the others one use."""
+        """Choose unused keys of the main queue. Each round takes one use from the others."""
         for _ in range(_USES_MAX + 2):
             if len(found) >= count:
                 return

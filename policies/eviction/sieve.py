@@ -1,4 +1,4 @@
-"""SIEVE: a FIFO whose hand evicts keys that were not used since it last passed them.
+"""SIEVE: a FIFO with a hand that evicts keys which were not used since it last passed them.
 
 Y. Zhang, J. Yang, Y. Yue, Y. Vigfusson, K. V. Rashmi, "SIEVE is simpler than LRU: an efficient
 turn-key eviction algorithm for web caches", NSDI 2024.
@@ -56,7 +56,7 @@ class SievePolicy(EvictionPolicy):
                 node = root.younger
                 continue
             if node.key not in chosen and evictable(node.key):
-                if node.uses > 1:  # the first touch belongs to the insertion
+                if node.uses > 1:  # the first touch is by the request that inserted the key
                     node.uses = 1
                 else:
                     found.append(node.key)

@@ -16,13 +16,14 @@ from policies.options import Range
 
 
 class SlruPolicy(EvictionPolicy):
-    """Two LRU lists. O(1) per key. ``protected_share`` bounds the protected one."""
+    """Two LRU lists. O(1) per key. ``protected_share`` limits the protected list, as a share of the
+    capacity."""
 
     def __init__(self, protected_share: Annotated[float, Range(0, 1)] = 0.8) -> None:
         self._share = protected_share
         self._probation: OrderedDict[Key, bool] = (
             OrderedDict()
-        )  # value: whether it was touched since it was entered
+        )  # value: true if touched since it was inserted
         self._protected: OrderedDict[Key, None] = OrderedDict()
 
     def insert(self, key: Key, info: EntryInfo) -> None:

@@ -1,9 +1,9 @@
-"""Expiry and holds around LRU: for operators who must bound how long content stays.
+"""LRU with expiry and holds: for operators who must limit how long content stays.
 
-Expired keys are evicted first, however recently they were used. Keys of a conversation that waits
-for a tool are held and evicted last. Holding a conversation for a bounded time while its tool runs
-is the idea of Continuum (H. Li et al., "Continuum: Efficient and robust multi-turn LLM agent
-scheduling with KV cache time-to-live", arXiv 2511.02230, 2025).
+Expired keys are evicted first, even if they were used recently. Keys of a conversation that waits
+for a tool call are held and evicted last. The idea of holding a conversation for a limited time
+while its tool runs is from Continuum (H. Li et al., "Continuum: Efficient and robust multi-turn LLM
+agent scheduling with KV cache time-to-live", arXiv 2511.02230, 2025).
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ from policies.eviction.lru import LruPolicy
 from policies.options import Range
 
 _UNKNOWN = EntryInfo()
-"""LRU does not read this."""
+"""LRU ignores this."""
 
 
 class TtlPolicy(EvictionPolicy):
     """Evicts expired keys first, then the others by LRU, and held keys last.
 
     A key expires ``ttl_s`` seconds after its insertion. A tool call holds the keys of its request
-    for ``hold_s`` seconds, plus the time after which the client expects to be back. An operation
-    takes O(1) per key, a hold O(log n).
+    for ``hold_s`` seconds plus the time until the client expects to return. An operation takes O(1)
+    per key, a hold O(log n).
     """
 
     def __init__(
@@ -51,7 +51,7 @@ class TtlPolicy(EvictionPolicy):
         self._free.insert(key, info)
 
     def touch(self, keys: Sequence[Key]) -> None:
-        """Mark the keys as used; a returning request ends the hold on its keys."""
+        """Mark the keys as used. A request ends the hold on its keys."""
         for key in reversed(keys):
             if key in self._held:
                 self._release(key)
@@ -106,7 +106,7 @@ class TtlPolicy(EvictionPolicy):
         self._free.insert(key, _UNKNOWN)
 
     def _expire_holds(self, now: float) -> None:
-        """Return keys whose hold is over to LRU as its most recent ones, tail before head."""
+        """Move keys whose hold has ended back to LRU as its youngest keys, tail before head."""
         while self._ends and self._ends[0][0] <= now:
             until, _, key = heappop(self._ends)
             if self._held.get(key) == until:

@@ -1,4 +1,4 @@
-"""2Q: only keys that return after leaving the short queue enter the long one.
+"""2Q: only keys that return after leaving the short queue enter the long queue.
 
 T. Johnson, D. Shasha, "2Q: A low overhead high performance buffer management replacement
 algorithm", VLDB 1994 (the full version, with A1in, A1out and Am).
@@ -18,8 +18,8 @@ from policies.options import Range
 class TwoQueuePolicy(EvictionPolicy):
     """A FIFO for newcomers, its ghosts, and an LRU for keys that returned. O(1) per key.
 
-    ``entry_share`` is the newcomers' share of the capacity, ``ghost_share`` that of the ghosts; the
-    paper's 0.25 and 0.5 are the defaults.
+    ``entry_share`` is the newcomers' share of the capacity, and ``ghost_share`` the number of
+    ghosts as a share of it. The defaults, 0.25 and 0.5, are from the paper.
     """
 
     def __init__(

@@ -1,8 +1,9 @@
-"""W-TinyLFU: a newcomer must have been requested more often than the key it displaces.
+"""W-TinyLFU: a new key stays only if it was requested more often than the key that it displaces.
 
 G. Einziger, R. Friedman, B. Manes, "TinyLFU: A highly efficient cache admission policy", ACM
-Transactions on Storage 13(4), 2017. A tier cannot refuse a key after it was written, so the
-comparison happens when space is needed: the loser of window against main is the victim.
+Transactions on Storage 13(4), 2017. A tier cannot refuse a key that was already written, so the
+comparison happens when space is needed: of a key in the window and a key in main, the one with
+fewer requests is the victim.
 """
 
 from __future__ import annotations
@@ -18,9 +19,10 @@ from policies.sketch import FrequencySketch
 
 
 class WTinyLfuPolicy(EvictionPolicy):
-    """A small LRU window before a segmented LRU, refereed by a sketch. O(1) per key.
+    """A small LRU window in front of a segmented LRU; a frequency sketch decides between them. O(1)
+    per key.
 
-    ``window_share`` of the capacity is the window (0.01 in the paper).
+    The window gets ``window_share`` of the capacity (0.01 in the paper).
     """
 
     def __init__(
@@ -31,7 +33,7 @@ class WTinyLfuPolicy(EvictionPolicy):
         self._share = window_share
         self._window: OrderedDict[Key, bool] = (
             OrderedDict()
-        )  # value: whether it was touched since it was entered
+        )  # value: true if touched since it was inserted
         self._main = SlruPolicy(protected_share)
         self._info = EntryInfo()
         self._sketch = FrequencySketch(1024)
@@ -40,7 +42,7 @@ class WTinyLfuPolicy(EvictionPolicy):
     def insert(self, key: Key, info: EntryInfo) -> None:
         self._window[key] = False
         if not self._full and len(self._window) > self._share * len(self) + 1:
-            self._promote(next(iter(self._window)))  # no comparison while there is space for all
+            self._promote(next(iter(self._window)))  # no comparison while everything fits
         if len(self) > self._sketch.width:
             self._sketch = FrequencySketch(4 * self._sketch.width)
 
@@ -76,7 +78,7 @@ class WTinyLfuPolicy(EvictionPolicy):
         if len(found) < count:
             chosen = set(found)
             rest = [k for k in self._window if k not in chosen and evictable(k)]
-            # winners of a comparison are evicted last
+            # keys that won a comparison are evicted last
             found += (rest + winners)[: count - len(found)]
         return found
 

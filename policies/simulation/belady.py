@@ -1,11 +1,13 @@
 """Upper bounds for every policy: Belady's optimum with bypass, and the infinite cache.
 
 L. A. Belady, "A study of replacement algorithms for a virtual-storage computer", IBM Systems
-Journal 5(2), 1966. With bypass, a block whose next use is the latest of all is not even stored.
+Journal 5(2), 1966. With bypass, a block is not stored at all if its next use is later than those of
+all cached blocks.
 
-A request that uses a block uses all blocks before it, so a block's next use is never later than its
-descendants'. Breaking ties deepest-first therefore keeps the optimal cache prefix-closed, block
-hits equal prefix hits, and only the *number* of cached blocks per next use matters.
+A request that uses a block also uses all blocks before it, so a block's next use is never later
+than those of its descendants. If ties are broken deepest-first, the optimal cache therefore stays
+prefix-closed, block hits equal prefix hits, and only the *number* of cached blocks per next use
+matters.
 """
 
 from __future__ import annotations
@@ -22,8 +24,8 @@ NEVER = -1
 
 
 def next_uses(trace: Trace) -> list[tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]]:
-    """Per request: the distinct indices of the requests that use its blocks next, and the number of
-    blocks for each (without blocks that are never used again)."""
+    """Per request: the distinct indices of the requests that use its blocks next, each with the
+    number of these blocks. Blocks that are never used again are left out."""
     following: dict[int, int] = {}
     found = []
     for index in range(len(trace.requests) - 1, -1, -1):
@@ -36,7 +38,7 @@ def next_uses(trace: Trace) -> list[tuple[npt.NDArray[np.int64], npt.NDArray[np.
 
 
 def infinite_hits(trace: Trace) -> Iterator[int]:
-    """Per request: the number of leading blocks that an infinite cache would hold."""
+    """Per request: the number of leading blocks that hit in an infinite cache."""
     seen: set[int] = set()
     for request in trace.requests:
         blocks = request.blocks()
@@ -50,8 +52,8 @@ def optimum_hits(
     capacity: int,
     uses: list[tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]] | None = None,
 ) -> Iterator[int]:
-    """Per request: the number of leading blocks that the optimal cache of ``capacity`` blocks
-    holds.
+    """Per request: the number of leading blocks that hit in the optimal cache of ``capacity``
+    blocks.
 
     ``uses`` is ``next_uses(trace)``, computed once for several capacities.
     """

@@ -35,7 +35,7 @@ from policies.simulation.two_tiers import MODES
 EPILOG = f"Policies: {', '.join(policy_names())}, or module:Class."
 
 WRONG = 2
-"""Exit code for a wrong command line, as in the other commands."""
+"""Exit code for an invalid command line, as in the other commands."""
 PLOT_SUFFIXES = (".png", ".svg", ".pdf")
 
 
@@ -112,7 +112,7 @@ def _show(outcomes: list[Outcome], notes: list[str], as_json: bool) -> None:
 
 
 def _wrong_words(mode: str, hints: str, format: str) -> Iterator[str]:
-    """Options that must be one of a few words."""
+    """Checks options that have a fixed set of values."""
     known = {
         "--mode": (mode, MODES),
         "--hints": (hints, HINT_LEVELS),
@@ -126,7 +126,7 @@ def _wrong_words(mode: str, hints: str, format: str) -> Iterator[str]:
 
 
 def _wrong_tiers(mode: str, lower: Lower | None, admission: str) -> Iterator[str]:
-    """Reports options that do not fit each other."""
+    """Reports options that contradict each other."""
     if lower is None and mode in MODES and mode != MODES[0]:
         yield f"--mode: {mode} needs a lower tier. Give --lower-capacity."
     if lower is not None and mode in MODES and (mode == "selective") != bool(admission):
@@ -153,7 +153,7 @@ def _problem_of(text: str, make: Callable[[Any], object]) -> str:
 
 
 def _rounded(source: TraceSource, capacities: list[str], block_bytes: int) -> list[str]:
-    """Report capacities that are not exactly what was requested."""
+    """Report capacities that differ from the requested ones."""
     trace = load(source)
     unique = trace.unique_blocks()
     found = [rounding_note(text, unique, block_bytes) for text in dict.fromkeys(capacities)]
@@ -200,7 +200,7 @@ def _hint(traces: list[Path], as_json: bool) -> str:
 
 
 def _check_outputs(csv: Path | None, plot: Path | None) -> None:
-    """Refuse outputs that cannot be written before the runs rather than after them."""
+    """Check before the runs that the outputs can be written."""
     for path in (csv, plot):
         if path and not path.parent.is_dir():
             raise ValueError(f"no folder {path.parent} to write {path.name} in")
@@ -210,7 +210,8 @@ def _check_outputs(csv: Path | None, plot: Path | None) -> None:
 
 def _screen() -> Console:
     screen = Console()
-    return screen if screen.is_terminal else Console(width=150)  # files and pipes: cut nothing off
+    # do not truncate lines in files and pipes
+    return screen if screen.is_terminal else Console(width=150)
 
 
 def _run(jobs: list[SimulationJob], processes: int) -> list[Outcome]:

@@ -1,7 +1,7 @@
-"""Many simulations at once: what to run, and running it in several processes.
+"""Describes simulations as jobs, and runs them in several processes.
 
-Each job names its trace and policies, so that only plain values cross between processes; a
-process reads a trace once.
+A job refers to its trace and policies by name, so that only plain values are passed between
+processes. Each process reads a trace once.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from policies.simulation.trace_formats import read_trace
 from policies.simulation.two_tiers import simulate_two
 
 ROUNDED_SILENTLY = 0.01
-"""Rounding to whole blocks may change a capacity by this share without a note."""
+"""Rounding to whole blocks may change a capacity by this share without being reported."""
 
 OPTIMUM, INFINITE = "optimum", "infinite"
 
@@ -47,7 +47,7 @@ class TraceSource:
 
 @dataclass(frozen=True, slots=True)
 class SimulationJob:
-    """One run. ``policy`` is a text spec, or ``optimum`` or ``infinite``; capacities in blocks."""
+    """One run. ``policy`` is a text spec, ``optimum`` or ``infinite``. Capacities are in blocks."""
 
     source: TraceSource
     policy: str
@@ -62,7 +62,7 @@ class SimulationJob:
 
 @dataclass(frozen=True, slots=True)
 class Lower:
-    """The lower tier below every policy; its capacity as on the command line."""
+    """The lower tier of every run. Its capacity is as on the command line."""
 
     capacity: str
     policy: str = "lru"
@@ -115,7 +115,7 @@ def rounding_note(text: str, unique_blocks: int, block_bytes: int) -> str:
 
 
 def exact_capacity(text: str, unique_blocks: int, block_bytes: int) -> float:
-    """The capacity in blocks before it is rounded to whole ones."""
+    """The capacity in blocks, before rounding to whole blocks."""
     found = re.fullmatch(r"\s*(\d+\.?\d*|\.\d+)\s*(%|blocks|[KMGT]iB|B)\s*", text)
     if not found:
         raise ValueError(f'capacity "{text}" must be like 5%, 800blocks or 10GiB')
@@ -141,7 +141,7 @@ def list_jobs(
 ) -> list[SimulationJob]:
     """The jobs of one trace: every policy at every capacity, the optimum and the infinite cache.
 
-    With a lower tier, the optimum is computed for both capacities together.
+    With a lower tier, the optimum is that of a cache with the sum of both capacities.
     """
     unique = load(source).unique_blocks()
     below = parse_capacity(lower.capacity, unique, block_bytes) if lower else 0
@@ -215,8 +215,8 @@ def run_job(job: SimulationJob, progress: Callable[[int], None] | None = None) -
 def run_jobs(
     jobs: Sequence[SimulationJob], processes: int, progress: Callable[[int], None]
 ) -> Iterator[tuple[SimulationJob, Result]]:
-    """Run jobs, and yield each result when it is ready; ``progress`` gets the number of requests
-    done since its last call."""
+    """Run jobs, and yield each result when it is ready. ``progress`` is called with the number of
+    requests simulated since its last call."""
     if processes <= 1:
         for job in jobs:
             yield job, run_job(job, progress)
@@ -238,8 +238,8 @@ def run_jobs(
             for future in done:
                 yield waiting.pop(future), future.result()
     finally:
-        # If the caller stops early, the workers end first: shutting down removes the pool's
-        # semaphores, and a worker that is still starting would print a traceback about them.
+        # If the caller stops early, end the workers first: shutting down removes the pool's
+        # semaphores, and a worker that is still starting would print a traceback about that.
         if waiting:
             workers = set(multiprocessing.active_children()) - before
             for worker in workers:
@@ -251,13 +251,13 @@ def run_jobs(
 
 @contextlib.contextmanager
 def _interrupts_later() -> Iterator[None]:
-    """Start processes within. They never get SIGINT, because they inherit the signal mask: a
-    terminal sends it to them as well, and each would print a traceback.
+    """Processes started in this context ignore SIGINT, because they inherit the signal mask. A
+    terminal sends the signal to them as well, and each would print a traceback.
 
-    This process gets a SIGINT that arrives meanwhile at the end. The mask alone does not see to
-    that, because the kernel then delivers the signal to another thread, such as that of a
-    progress bar, and Python still raises KeyboardInterrupt in the main thread: a worker whose
-    start is cut short prints a traceback, too.
+    A SIGINT that arrives in this context is handled at its end. The mask alone does not ensure
+    that: the kernel would deliver the signal to another thread, such as that of a progress bar, and
+    Python would still raise KeyboardInterrupt in the main thread. A worker whose start is
+    interrupted prints a traceback, too.
     """
     arrived = False
 

@@ -17,7 +17,7 @@ Outcome = tuple[SimulationJob, Result]
 
 
 def rows(outcomes: Sequence[Outcome]) -> list[dict[str, Any]]:
-    """One plain mapping per run, in the order of traces, capacities and hit ratios."""
+    """One mapping per run, sorted by trace, capacity and hit ratio."""
     best = {
         (job.source, job.share): result.token_hit_ratio
         for job, result in outcomes
@@ -50,7 +50,7 @@ def _ratio(value: float, best: float | None) -> float | None:
 
 
 def table(outcomes: Sequence[Outcome]) -> Table:
-    """All runs for a terminal."""
+    """Print all runs as a table to a terminal."""
     shown = Table(title="Prefix hits by policy")
     two = any(job.lower_capacity for job, _ in outcomes)
     for name in ("trace", "capacity", "blocks", "policy"):
@@ -73,7 +73,7 @@ def table(outcomes: Sequence[Outcome]) -> Table:
 def _cells(row: dict[str, Any], two: bool) -> list[str]:
     limit = row["policy"] in (OPTIMUM, INFINITE)
     capacity = row["capacity_share"]
-    digits = 1 if capacity >= 0.01 else 3  # "0.0%" would look like no capacity
+    digits = 1 if capacity >= 0.01 else 3  # "0.0%" would look like a capacity of zero
     share = "all" if row["policy"] == INFINITE else f"{capacity:.{digits}%}"
     cells = [row["trace"], share, f"{row['capacity_blocks']:,}", row["policy"]]
     cells.append(f"{row['token_hit_ratio']:.1%}")
@@ -89,12 +89,12 @@ def _cells(row: dict[str, Any], two: bool) -> list[str]:
 
 
 def json_text(outcomes: Sequence[Outcome], notes: Sequence[str] = ()) -> str:
-    """One JSON object; ``runs`` are the rows, ``notes`` describe what was rounded."""
+    """One JSON object. ``runs`` are the rows, ``notes`` describe rounded capacities."""
     return json.dumps({"runs": rows(outcomes), "notes": [*notes]}, indent=1, allow_nan=False)
 
 
 def write_csv(outcomes: Sequence[Outcome], path: Path) -> None:
-    """The rows as CSV; a column that a row lacks is empty."""
+    """The rows as CSV. Missing columns of a row are empty."""
     found = rows(outcomes)
     names = list(dict.fromkeys(name for row in found for name in row))
     with path.open("w", newline="", encoding="utf-8") as file:

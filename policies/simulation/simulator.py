@@ -1,9 +1,10 @@
-"""Runs policies on request traces; they are the same objects that run in a server.
+"""Runs policies on request traces. The policies are the same objects as in a server.
 
 The model, per request: the hit is the longest leading run of resident blocks. All other blocks of
 the prompt are stored, as far as the tier can free space without evicting this request's blocks.
-Then the request touches its blocks once, in prefix order. The start is cold and counts. Policies
-that need the time get the trace's, so a run can be repeated exactly (except ``ns_per_op``).
+Then the request touches its blocks once, in prefix order. The tier starts empty, and its first
+misses count. Policies that depend on time get the trace's time, so a run can be repeated exactly
+(except ``ns_per_op``).
 """
 
 from __future__ import annotations
@@ -19,12 +20,12 @@ from policies.simulation.belady import infinite_hits, optimum_hits
 from policies.simulation.trace import Request, Trace
 
 HINT_LEVELS = ("none", "end", "all")
-"""The hints of a trace that policies get: none, only the ends of sessions, or all."""
+"""The hints that the policies get from a trace: none, only the ends of sessions, or all."""
 
 
 @dataclass(frozen=True, slots=True)
 class FlopModel:
-    """Cost of computing a prompt: a part per token and a part per pair of tokens.
+    """The cost of computing a prompt: one term per token and one per pair of tokens.
 
     The defaults are those of a dense model of 8 billion parameters with 32 layers of width 4096:
     2 FLOPs per parameter and token, 4 x layers x width per token and earlier token.
@@ -40,7 +41,7 @@ class FlopModel:
 
 @dataclass(slots=True)
 class Result:
-    """The measurements of one run. Ratios are 0 on an empty trace."""
+    """The measurements of one run. Ratios are 0 for an empty trace."""
 
     trace: str
     policy: str
@@ -60,17 +61,17 @@ class Result:
 
     @property
     def token_hit_ratio(self) -> float:
-        """Prompt tokens that need no computation, of all prompt tokens."""
+        """The share of prompt tokens that need no computation."""
         return self.hit_tokens / self.prompt_tokens if self.prompt_tokens else 0.0
 
     @property
     def flops_saved_ratio(self) -> float:
-        """FLOPs of those tokens, of the FLOPs of all prompts."""
+        """The share of the FLOPs of all prompts that these tokens save."""
         return self.flops_saved / self.flops if self.flops else 0.0
 
     @property
     def ns_per_op(self) -> float:
-        """Mean time in the policy per key stored, touched or evicted; 0 if there is none."""
+        """Mean time in the policy per key stored, touched or evicted. 0 without such keys."""
         return self.policy_ns / self.policy_ops if self.policy_ops else 0.0
 
     def count(self, request: Request, hits: int, model: FlopModel) -> None:
@@ -84,7 +85,7 @@ class Result:
         self.flops_saved += model.prefix(tokens)
 
     def note(self, **numbers: float) -> None:
-        """Add numbers that only some simulations have."""
+        """Add results that only some simulations have."""
         self.extra.update(numbers)
 
     def count_work(self, upper: SimTier, *lower: SimTier) -> None:
@@ -107,7 +108,7 @@ class SimTier:
         self.ops = 0
 
     def leading(self, keys: Sequence[Key]) -> int:
-        """Count the resident keys from the first one on, up to the first gap."""
+        """Count the leading keys that are resident, up to the first gap."""
         resident = self.resident
         for count, key in enumerate(keys):
             if key not in resident:
@@ -115,7 +116,7 @@ class SimTier:
         return len(keys)
 
     def make_space(self, count: int, protect: Iterable[Key]) -> list[Key]:
-        """Evict until ``count`` keys fit, as far as possible; returns what was evicted."""
+        """Evict until ``count`` keys fit, as far as possible. Returns the evicted keys."""
         missing = len(self.resident) + count - self.capacity
         if missing <= 0:
             return []
@@ -131,7 +132,7 @@ class SimTier:
         return gone
 
     def insert(self, keys: Sequence[Key], infos: Sequence[EntryInfo]) -> None:
-        """Enter keys, given in prefix order, tail first; they must fit."""
+        """Insert keys, given in prefix order, tail first. They must fit."""
         insert = self.policy.insert
         start = perf_counter_ns()
         for i in range(len(keys) - 1, -1, -1):
@@ -149,7 +150,7 @@ class SimTier:
         self.ops += len(keys)
 
     def advise(self, keys: Sequence[Key], hints: Mapping[str, Any]) -> None:
-        """Give the policy the hints that a request brings at its end."""
+        """Pass the hints of a request that has ended to the policy."""
         start = perf_counter_ns()
         self.policy.advise(keys, hints)
         self.ns += perf_counter_ns() - start
@@ -162,7 +163,8 @@ class SimTier:
                 self.policy.remove(key, RemoveCause.DROPPED)
 
     def store(self, keys: Sequence[Key], infos: Sequence[EntryInfo], protect: Iterable[Key]) -> int:
-        """Free space and enter a prefix of absent ``keys``; return how many were entered."""
+        """Free space and insert as many of the absent ``keys`` as fit, from the first one on.
+        Return their number."""
         self.make_space(len(keys), protect)
         fits = min(len(keys), self.capacity - len(self.resident))
         self.insert(keys[:fits], infos)
@@ -170,7 +172,7 @@ class SimTier:
 
 
 class Infos:
-    """Makes the ``EntryInfo`` of each block: its depth, its cost, and the trace's hints."""
+    """Makes the ``EntryInfo`` of each block: depth, cost, and the trace's hints."""
 
     def __init__(self, block_tokens: int, model: FlopModel, level: str = "none") -> None:
         if level not in HINT_LEVELS:
@@ -189,7 +191,8 @@ class Infos:
         return self._plain[depth]
 
     def stored(self, request: Request, depth: int) -> EntryInfo:
-        """The info of one block of a request, with the hints known when it is stored."""
+        """The info of one block of a request, with the hints that are known when the block is
+        stored."""
         plain = self.plain(depth)
         if self._level == "none":
             return plain
@@ -205,7 +208,7 @@ class Infos:
         return EntryInfo(depth_tokens=plain.depth_tokens, cost=plain.cost, hints=known)
 
     def ended(self, request: Request) -> dict[str, Any]:
-        """The hints known when the request has ended."""
+        """The hints that are known when the request has ended."""
         known: dict[str, Any] = {}
         if self._level != "none" and request.last:
             known[names.SESSION_END] = True
@@ -289,8 +292,8 @@ def simulate(
 def bound(
     trace: Trace, capacity: int | None, *, model: FlopModel | None = None, uses: Any = None
 ) -> Result:
-    """Compute the upper bound for every policy: Belady's optimum at ``capacity`` blocks, or with
-    ``None`` the hits of an infinite cache."""
+    """Compute an upper bound for all policies: Belady's optimum at ``capacity`` blocks, or the hits
+    of an infinite cache (``None``)."""
     model = model or FlopModel()
     blocks = trace.unique_blocks() if capacity is None else capacity
     name = "infinite" if capacity is None else "optimum"

@@ -3,10 +3,11 @@ trace.
 
     users=200,turns=6,system=1000,prompt=300,answer=400,gap=90,hours=4
 
-``users`` conversations at a time begin one after the other for ``hours`` hours; each has ``turns``
-turns, ``gap`` seconds apart on average. Every prompt is the ``system`` prompt that all share, and
-the conversation so far: ``prompt`` new tokens per turn and the ``answer`` tokens of the turns
-before. Gaps and arrivals are exponential, from a fixed seed: the same mix is the same trace.
+For ``hours`` hours, new conversations start at a rate that keeps about ``users`` of them active.
+Each has ``turns`` turns, ``gap`` seconds apart on average. Every prompt consists of a ``system``
+prompt that all conversations share, and the conversation so far: ``prompt`` new tokens per turn and
+the ``answer`` tokens of earlier turns. Gaps and arrivals are exponentially distributed, with a
+fixed seed: the same mix gives the same trace.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from policies.simulation.trace import Request, Trace
 REQUESTS_MAX = 2_000_000
 TURNS_MAX = 10_000
 TOKENS_MAX = 100_000_000
-"""Limit for one prompt, because every block of it is a number in memory during the simulation."""
+"""Limits the length of a prompt, because each of its blocks takes memory during the simulation."""
 _PART = re.compile(r"([a-z]+)=([0-9]+(?:\.[0-9]+)?)", re.ASCII)
 
 
@@ -38,7 +39,8 @@ class Mix:
 
     @classmethod
     def parse(cls, text: str) -> Mix:
-        """Raises ``ValueError`` that describes the problem; missing values get their defaults."""
+        """Parse a mix; missing values get their defaults. Raises ``ValueError`` with a description
+        of the problem."""
         known = {field.name: field.default for field in fields(cls)}
         given: dict[str, float] = {}
         for part in filter(None, text.split(",")):
@@ -76,14 +78,14 @@ class Mix:
 
 
 def mix_trace(mix: Mix, block_tokens: int) -> Trace:
-    """The trace of a mix, in blocks of ``block_tokens`` tokens."""
+    """Generate the trace of a mix, in blocks of ``block_tokens`` tokens."""
     draw = random.Random(0)
     end_s = mix.hours * 3600
     shared = mix.system // block_tokens
     per_session = max(0, mix.tokens(mix.turns - 1) // block_tokens - shared)
     requests: list[Request] = []
     first_id, session = shared, 0
-    # As many conversations begin per second as end: `users` of them last `turns * gap` each.
+    # Conversations start at the rate at which they end: `users` of them last `turns * gap` each.
     begin_s = -mix.turns * mix.gap
     while begin_s < end_s:
         requests += _conversation(mix, block_tokens, begin_s, session, first_id, shared, draw)

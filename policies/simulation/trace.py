@@ -1,7 +1,7 @@
-"""Request traces, with which policies are judged.
+"""Request traces, on which policies are evaluated.
 
-A trace contains, for each request, the blocks of its prompt. A block id stands for a block in its
-prefix: equal ids mean equal prefixes, so the ids of a prompt form a chain. Only full blocks count.
+A trace contains, for each request, the blocks of its prompt. A block id identifies a block together
+with its prefix: equal ids mean equal prefixes. Only full blocks are included.
 
 The format of this project is JSON lines, gzip-compressed if the name ends in ``.gz``. The first
 line is ``{"meta": {"name": ..., "block_tokens": ..., "licence": ..., ...}}``; then one line per
@@ -32,7 +32,8 @@ from typing import IO, Any, cast
 
 
 class TraceError(ValueError):
-    """A file that is not a trace; the text names the file, the line and what is wrong."""
+    """Raised for a file that is not a trace. The message names the file, the line and the
+    problem."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +66,7 @@ class Request:
 
 @dataclass(frozen=True, slots=True)
 class Trace:
-    """Requests in time order, with what is known about their source."""
+    """Requests in time order, with metadata about their source."""
 
     name: str
     block_tokens: int
@@ -73,7 +74,7 @@ class Trace:
     meta: Mapping[str, Any] = field(default_factory=dict)
 
     def unique_blocks(self) -> int:
-        """Count the different blocks of the trace, all of which an infinite cache would hold."""
+        """Count the distinct blocks of the trace, which an infinite cache would hold."""
         ranges = sorted({run for request in self.requests for run in request.runs})
         total, end = 0, -1
         for first, count in ranges:
@@ -82,7 +83,7 @@ class Trace:
         return total
 
     def part(self, start: float, stop: float) -> Trace:
-        """The requests from one share of the trace to another, for held-out checks."""
+        """The requests between two shares of the trace, for validation on a held-out part."""
         count = len(self.requests)
         chosen = self.requests[int(count * start) : int(count * stop)]
         return Trace(f"{self.name}[{start:g}:{stop:g}]", self.block_tokens, chosen, self.meta)
@@ -96,8 +97,8 @@ def open_text(path: Path) -> IO[str]:
 
 
 def json_lines(path: Path) -> Iterator[tuple[int, Any]]:
-    """Line numbers and values of a JSON-lines file. An incomplete last line is skipped if it is not
-    valid JSON: a server is writing it, or ended while writing it. Raises ``TraceError``."""
+    """Line numbers and values of a JSON-lines file. A last line without valid JSON is skipped: a
+    server is still writing it, or ended while writing it. Raises ``TraceError``."""
     with open_text(path) as file:
         number = 0
         try:
@@ -126,8 +127,8 @@ def to_runs(blocks: Sequence[int]) -> tuple[tuple[int, int], ...]:
 
 
 class BlockNumbers:
-    """Gives the keys of another project's trace consecutive ids, so that chains run-length encode
-    well."""
+    """Maps the keys of another project's trace to consecutive ids, so that run-length encoding is
+    effective."""
 
     def __init__(self) -> None:
         self._ids: dict[Hashable, int] = {}
@@ -160,8 +161,8 @@ def parse_request(row: Mapping[str, Any]) -> Request:
 
 
 def request_row(request: Request) -> dict[str, Any]:
-    """Make a line of this project's format from a request, without fields that have their
-    default."""
+    """Make a line of this project's format from a request. Fields with default values are left
+    out."""
     row: dict[str, Any] = {
         "t": round(request.time_s, 6),
         "s": request.session,
@@ -179,8 +180,8 @@ def request_row(request: Request) -> dict[str, Any]:
 
 
 class TraceLines:
-    """Makes the lines of this project's trace format; ``head`` is the first. Numbers stand for
-    block keys."""
+    """Makes the lines of this project's trace format; ``head`` is the first line. Numbers replace
+    the block keys."""
 
     def __init__(self, name: str, block_tokens: int, **meta: object) -> None:
         self.head = _line({"meta": {"name": name, "block_tokens": block_tokens, **meta}})
@@ -189,17 +190,17 @@ class TraceLines:
     def record(
         self, time_s: float, keys: Sequence[Hashable], prompt_tokens: int, **fields: Any
     ) -> str:
-        """The line of one request by its block keys; ``fields`` are those of ``Request``."""
+        """The line of one request, given its block keys. ``fields`` are those of ``Request``."""
         return self.request(Request(time_s, prompt_tokens, self._numbers.runs(keys), **fields))
 
     @staticmethod
     def request(request: Request) -> str:
-        """The line of one request whose blocks have numbers already."""
+        """The line of one request whose blocks already have numbers."""
         return _line(request_row(request))
 
     @property
     def different_blocks(self) -> int:
-        """The number of blocks that have a number."""
+        """Count the blocks that have a number."""
         return len(self._numbers)
 
 
@@ -210,9 +211,9 @@ def _line(row: Mapping[str, Any]) -> str:
 class TraceWriter:
     """Writes this project's format, request by request; use it as a context manager.
 
-    ``record`` takes any hashable keys, for example a running server's chunk keys; only numbers that
-    stand for them reach the file. One process, one thread. An existing file is replaced; only its
-    owner can read the new one.
+    ``record`` accepts any hashable keys, for example a running server's chunk keys; the file
+    contains only numbers in their place. For one process and one thread. An existing file is
+    replaced; only its owner can read the new file.
     """
 
     def __init__(self, path: str | Path, name: str, block_tokens: int, **meta: object) -> None:
@@ -231,21 +232,21 @@ class TraceWriter:
     def record(
         self, time_s: float, keys: Sequence[Hashable], prompt_tokens: int, **fields: Any
     ) -> None:
-        """Append one request by its block keys; ``fields`` are those of ``Request``."""
+        """Append one request, given its block keys. ``fields`` are those of ``Request``."""
         self._file.write(self._lines.record(time_s, keys, prompt_tokens, **fields))
 
     def write(self, request: Request) -> None:
-        """Append one request whose blocks have numbers already."""
+        """Append one request whose blocks already have numbers."""
         self._file.write(self._lines.request(request))
 
     def flush(self) -> None:
-        """Flush, so that others can read what was written so far."""
+        """Flush, so that other processes can read everything written so far."""
         self._file.flush()
 
     def close(self) -> None:
         """Finish the file."""
         self._file.close()
-        self._raw.close()  # which a compressed one leaves open
+        self._raw.close()  # a compressed file does not close it
 
     def __enter__(self) -> TraceWriter:
         return self

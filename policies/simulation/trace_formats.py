@@ -4,10 +4,10 @@
 * ``bailian``: ``{"chat_id", "parent_chat_id", "timestamp": s, "input_length", "output_length",
   "turn", "hash_ids": [...]}``, one id per 16 tokens (Qwen Bailian anonymous usage traces).
 * ``kv-events``: batches of vLLM's KV cache events, one JSON value per line, as ``{"ts", "events":
-  [...]}`` or the array ``[ts, [...], rank]``. Every ``BlockStored`` event counts as a request for
-  the chain from the root to its last block, if it belongs to the GPU's cache and to the group seen
-  first (other events describe the same tokens). Hits that stored nothing cause no events, so hit
-  ratios of such a trace are lower bounds.
+  [...]}`` or the array ``[ts, [...], rank]``. A ``BlockStored`` event counts as a request for the
+  chain from the root to its last block, if it is of the GPU's cache and of the first group in the
+  trace (other events describe the same tokens). A request that hits completely causes no event, so
+  hit ratios of such a trace are lower bounds.
 * ``kvtiers``: this project's format (``policies.simulation.trace``).
 """
 
@@ -31,7 +31,8 @@ FORMATS = ("kvtiers", "mooncake", "bailian", "kv-events")
 
 
 def read_trace(path: str | Path, format: str = "auto", block_tokens: int | None = None) -> Trace:
-    """Read a trace; ``auto`` looks at the first line. Raises ``TraceError`` or ``OSError``."""
+    """Read a trace; ``auto`` detects the format from the first line. Raises ``TraceError`` or
+    ``OSError``."""
     where = Path(path)
     if format == "auto":
         format = _detect(where)
@@ -87,7 +88,7 @@ def _sorted(name: str, block_tokens: int, found: list[Request], meta: Mapping[st
 
 
 def _hashed(path: Path, block_tokens: int, per_second: float, chats: bool) -> Trace:
-    """Mooncake's and Bailian's form: a list of prefix hashes per request."""
+    """Reads the format of Mooncake and Bailian: a list of prefix hashes per request."""
     numbers = BlockNumbers()
     sessions: dict[Any, int] = {}
 
@@ -146,7 +147,7 @@ def _kv_events(path: Path, block_tokens: int | None) -> Trace:
 def _chain(
     parents: dict[Hashable, Hashable | None], parent: Hashable | None, stored: list[Hashable]
 ) -> list[Hashable]:
-    """The whole chain down to the last stored block, as far as its ancestors were seen."""
+    """The chain down to the last stored block, starting at its oldest known ancestor."""
     above: list[Hashable] = []
     while parent is not None and parent in parents:
         above.append(parent)

@@ -4,12 +4,14 @@ Modes (which chunks are written to the lower tier, and when):
 
 * ``write-through``: every chunk stored in the upper tier is also written to the lower one at once;
   the tiers evict independently.
-* ``inclusive``: the same, but a chunk that leaves the lower tier leaves the upper one too.
-* ``exclusive``: chunks that leave the upper tier are written to the lower one, promoted chunks
-  leave the lower tier, and chunks that do not fit into the upper tier go directly to the lower one.
+* ``inclusive``: the same, but a chunk that is evicted from the lower tier is also removed from the
+  upper one.
+* ``exclusive``: chunks evicted from the upper tier are written to the lower one, promoted chunks
+  are removed from the lower tier, and chunks that do not fit into the upper tier go directly to the
+  lower one.
 * ``selective``: write-through of the chunks that an admission policy admits.
 
-A request touches its blocks in both tiers, whichever served them.
+A request touches its blocks in both tiers, no matter which tier served them.
 """
 
 from __future__ import annotations
@@ -24,7 +26,7 @@ MODES = ("write-through", "inclusive", "exclusive", "selective")
 
 
 class TwoTiers:
-    """Upper and lower tier and the rule between them."""
+    """The upper and the lower tier, and the mode."""
 
     def __init__(
         self, upper: SimTier, lower: SimTier, mode: str, admission: AdmissionPolicy | None
@@ -40,8 +42,8 @@ class TwoTiers:
         self._depth: dict[Key, int] = {}
 
     def hits(self, blocks: Sequence[int]) -> tuple[int, int]:
-        """The number of leading blocks that either tier holds, and how many of them only the lower
-        tier holds."""
+        """The number of leading blocks that are in either tier, and how many of them are only in
+        the lower tier."""
         above, below = self.upper.resident, self.lower.resident
         promoted = 0
         for count, block in enumerate(blocks):
@@ -106,8 +108,8 @@ def simulate_two(
     model: FlopModel | None = None,
     progress: Callable[[int], None] | None = None,
 ) -> Result:
-    """Run two policies at two capacities (blocks). ``extra`` of the result has the share of prompt
-    tokens served by each tier, and the blocks written below."""
+    """Run two policies at two capacities (in blocks). The result's ``extra`` has the share of
+    prompt tokens served by each tier, and the number of blocks written to the lower tier."""
     model = model or FlopModel()
     title = name or f"{type(upper).__name__}/{type(lower).__name__}"
     result = Result(trace.name, title, sum(capacities), trace.block_tokens)

@@ -1,4 +1,5 @@
-"""The conformance kit: it shows that an eviction policy fulfils the interface. Use it for your own.
+"""The conformance kit: tests that an eviction policy fulfils the interface. Use it for your own
+policies.
 
     from policies.testing import PolicyContract
 
@@ -8,7 +9,7 @@
 
 Needs pytest and hypothesis. The kit checks membership against a naive model under random
 operations, adversarial patterns, bounded memory, repeatability, closed prefixes if the policy
-promises them, and that the cost of an operation hardly grows with the number of keys.
+promises them, and an almost constant cost per operation as the number of keys grows.
 
 Owns the conformance kit for eviction policies.
 
@@ -42,8 +43,8 @@ BIG = bool(os.environ.get("KVTIERS_BIG_TESTS"))
 
 
 def find_hole(keys: Sequence[Key], present: Callable[[Key], bool]) -> tuple[int, int] | None:
-    """The positions in a prefix of the first absent key and of the first present key after it;
-    ``None`` if there is no such hole."""
+    """The first hole in a prefix: the position of the first absent key, and that of the first
+    present key after it. ``None`` if there is no hole."""
     absent = -1
     for position, key in enumerate(keys):
         if present(key):
@@ -82,7 +83,7 @@ def synthetic_trace(
 
 
 def play(policy: EvictionPolicy, script: str) -> str:
-    """Run a script whose keys are words, for golden sequences.
+    """Run a script, for tests of expected sequences. Its keys are words.
 
     ``"+a +b a,b !1"`` inserts a, then b (each followed by its request's touch), touches both in one
     request, then evicts one. ``"-a"`` drops a key. Returns the evicted keys, in order.
@@ -108,15 +109,15 @@ def play(policy: EvictionPolicy, script: str) -> str:
 class PolicyContract:
     """Inherit from it, define ``make_policy``, and let pytest collect the class.
 
-    The model test makes ``examples`` random runs. With ``shrink`` it looks for the smallest run
-    that fails.
+    The model test makes ``examples`` random runs. With ``shrink``, it searches for the smallest
+    failing run.
     """
 
     examples = 40
     shrink = True
 
     def make_policy(self) -> EvictionPolicy:
-        """Make a policy with the options to be tested."""
+        """Create the policy to test."""
         raise NotImplementedError
 
     def test_membership_follows_a_naive_model(self) -> None:
@@ -133,8 +134,8 @@ class PolicyContract:
         )
 
     def test_few_keys_are_named_exactly(self) -> None:
-        """Two requests store three keys, and two others touch them in every order, also
-        repeatedly."""
+        """Two requests store three keys, and two others touch them in every order, including
+        repeated keys."""
         touches = product(range(3), repeat=4)
         for touch, pinned, count in product(touches, (None, 0, 1, 2), (1, 2, 3)):
             policy = self.make_policy()
@@ -242,17 +243,18 @@ class PolicyContract:
                 assert hole is None, f"seed {seed}: hole {hole} in {chain}"
 
     def test_steps_hardly_grow(self) -> None:
-        """The lines of Python that operations run must not depend on the number of keys."""
+        """The number of Python lines that operations execute must not depend on the number of
+        keys."""
         few, many = (steps(self.make_policy(), keys) for keys in (1_000, 16_000))
         assert many <= 3 * few, f"{few} lines at 1,000 keys, {many} at 16,000"
 
     @pytest.mark.skipif(not BIG, reason="timed: set KVTIERS_BIG_TESTS=1 on a quiet machine")
     def test_speed_hardly_falls(self) -> None:
-        """From 10^4 to 10^6 keys, speed may fall because of cache misses and log n, but less than
-        30 times.
+        """From 10^4 to 10^6 keys, cache misses and log n may slow operations down, but by less than
+        a factor of 30.
 
-        Detects costs that the number of executed Python lines does not show, such as sorting or a
-        walk over holes in a dict.
+        Detects costs that do not show in the number of executed Python lines, such as sorting, or
+        walking over holes in a dict.
         """
         speeds = [operations_per_second(self.make_policy(), keys) for keys in (10_000, 1_000_000)]
         assert speeds[0] <= 30 * speeds[1], f"operations per second: {speeds}"
@@ -262,7 +264,7 @@ def steps(policy: EvictionPolicy, keys: int) -> int:
     """Count the lines of Python that a fixed set of operations executes with ``keys`` members."""
     _fill(policy, keys)
     for _ in _rounds(policy, keys, 40):
-        pass  # let the queues settle
+        pass  # lets the queues reach a steady state
     lines = 0
 
     def trace(frame: FrameType, event: str, argument: object) -> Callable[..., Any]:
@@ -281,7 +283,8 @@ def steps(policy: EvictionPolicy, keys: int) -> int:
 
 
 def operations_per_second(policy: EvictionPolicy, keys: int, rounds: int = 400) -> float:
-    """Keys stored, touched and evicted per second with ``keys`` members: the median of rounds."""
+    """Keys stored, touched and evicted per second with ``keys`` members: the median over several
+    rounds."""
     _fill(policy, keys)
     clock = time.perf_counter
     times = []
@@ -300,7 +303,8 @@ def _fill(policy: EvictionPolicy, keys: int) -> None:
 
 
 def _rounds(policy: EvictionPolicy, keys: int, rounds: int) -> Iterator[int]:
-    """Requests at constant membership: evict and insert 16, touch them and 32 older ones."""
+    """Requests with a constant number of members: evict and insert 16 keys, touch them and 32 older
+    ones."""
     rng = random.Random(rounds)
     for first in range(keys, keys + 16 * rounds, 16):
         for victim in policy.victims(16, _anything):
@@ -314,7 +318,7 @@ def _rounds(policy: EvictionPolicy, keys: int, rounds: int) -> Iterator[int]:
 
 
 def _adversary(pattern: str) -> Iterator[Sequence[int]]:
-    """Request sequences each of which is bad for some policy."""
+    """Request sequences, each of which is adversarial for some policy."""
     for turn in range(300):
         if pattern == "scan":
             yield range(turn * 20, turn * 20 + 20)

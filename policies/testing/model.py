@@ -1,4 +1,4 @@
-"""A naive model of a policy's members: the kit runs random operations against it.
+"""A naive model of a policy's members. The kit compares policies with it under random operations.
 
 Part of ``policies.testing``. Needs hypothesis.
 """
@@ -28,7 +28,8 @@ class PolicyMachine(RuleBasedStateMachine):
 
     @rule(count=st.integers(1, 6), depth=st.integers(0, 50), again=st.booleans())
     def insert(self, count: int, depth: int, again: bool) -> None:
-        """A request's new keys, tail first, some of which were here before; then its touch."""
+        """Insert a request's new keys, tail first, some of which were members before. Then touch
+        them."""
         keys: list[Key] = sorted(self.gone, key=repr)[:count] if again else []
         keys += [self.next_key + i for i in range(count - len(keys))]
         self.next_key += count
@@ -47,13 +48,13 @@ class PolicyMachine(RuleBasedStateMachine):
 
     @rule(data=st.data())
     def pin(self, data: st.DataObject) -> None:
-        """Choose other members, which must stay."""
+        """Pin a different set of members, which must stay."""
         known = sorted(self.members, key=repr)
         self.pinned = set(data.draw(st.lists(st.sampled_from(known)))) if known else set()
 
     @rule(count=st.integers(0, 9), evict=st.booleans())
     def victims(self, count: int, evict: bool) -> None:
-        """Request victims; they leave, or nothing happens to them."""
+        """Request victims. They are removed, or nothing happens to them."""
         named = self.policy.victims(count, lambda key: key not in self.pinned)
         free = self.members - self.pinned
         assert set(named) <= free, f"named {set(named) - free}, which must not be evicted"
@@ -67,7 +68,7 @@ class PolicyMachine(RuleBasedStateMachine):
 
     @rule(data=st.data(), cause=st.sampled_from(RemoveCause))
     def remove(self, data: st.DataObject, cause: RemoveCause) -> None:
-        """Remove any member at any time, or an unknown key, to no effect."""
+        """Remove any member at any time, or an unknown key, which has no effect."""
         key = data.draw(st.sampled_from([*sorted(self.members, key=repr), "stranger"]))
         self.policy.remove(key, cause)
         self.members.discard(key)
@@ -81,7 +82,7 @@ class PolicyMachine(RuleBasedStateMachine):
 
     @rule(found=st.sampled_from([None, list, dict.fromkeys]))
     def clear(self, found: Callable[[list[Key]], Collection[Key]] | None) -> None:
-        """Remove all members at once; an empty policy may get members back, all at once."""
+        """Remove all members at once. An empty policy may also get members back at once."""
         keys = sorted(self.members, key=repr)
         self.policy.clear()
         self.gone.clear()
@@ -93,9 +94,9 @@ class PolicyMachine(RuleBasedStateMachine):
 
     @rule()
     def everything(self) -> None:
-        """Check that all members may be evicted. This is a rule, because an assertion in
-        ``teardown`` would hide behind Hypothesis's "inconsistent data generation": teardown also
-        runs after a run that Hypothesis cut short.
+        """Check that all members can be evicted. This is a rule, because Hypothesis would report a
+        failure in ``teardown`` as "inconsistent data generation": teardown also runs after runs
+        that Hypothesis cut short.
         """
         named = self.policy.victims(len(self.members) + 1, lambda key: True)
         assert len(named) == len(self.members)

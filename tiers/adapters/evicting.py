@@ -169,7 +169,8 @@ class EvictingTier(TierWrapper):
 
     async def touch(self, keys: Sequence[Key]) -> None:
         self._policy.touch(keys)
-        # The tier lists its oldest key first; the head of a request is its youngest key.
+        # reversed: the tier lists its oldest key first, and the head of a request must be its
+        # youngest key
         await self.inner.touch(list(reversed(keys)))
 
     async def delete(self, keys: Sequence[Key]) -> None:

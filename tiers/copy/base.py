@@ -73,7 +73,7 @@ class CopyBatch:
 
 
 class TransferError(Exception):
-    """A copy failed; the bytes at its target must not be used."""
+    """Raised if a copy failed. The bytes at its target must not be used."""
 
 
 class Ticket(ABC):

@@ -191,7 +191,7 @@ class CudaCopyEngine(CopyEngine):
         unpinned = []
         for path, copies in built:
             # Each copy is within one slot and each slot within one registration, so a copy's memory
-            # is either pinned or not.
+            # is never partly pinned.
             pinned = copies.slots < pinned_end
             if pinned.all():
                 self._launch(path, copies, to_slab, stream, kept)

@@ -1,4 +1,4 @@
-"""The open folder of a file tier that uses it alone. Every function here blocks.
+"""The open folder of an exclusive file tier. Every function here blocks.
 
     <folder>/owner.lock
     <folder>/medium                      32 hex digits, drawn when the folder was made

@@ -82,8 +82,8 @@ def engine_files(folder: Path) -> list[Path]:
 
 
 def seen_alive(file: Path) -> LiveEngine | None:
-    """Return the engine of a file if it lives, without writing anything. Engines on other machines
-    are judged by this machine's clock, so they count as alive for longer."""
+    """Return the engine of a file if it is alive, without writing anything. Engines on other
+    machines are judged by this machine's clock, so they count as alive for longer."""
     match = _NAME.fullmatch(file.name)
     if match is None:
         return None

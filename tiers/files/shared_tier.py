@@ -89,8 +89,8 @@ class SharedFileTier(RecordFileTier[SharedFolder], SharedTier):
             yield batch
 
     async def present(self, keys: Sequence[Key]) -> list[bool]:
-        """Return which keys can be read now. The caller limits how long and how many at a time:
-        calls on a mount that hangs return when the mount is back."""
+        """Return which keys can be read now. The caller must limit the waiting time and the number
+        of concurrent calls, because calls on a hanging mount return only when the mount is back."""
         with self._working() as folder:
             if self._resets.is_open:
                 return [False] * len(keys)

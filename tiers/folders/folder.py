@@ -39,13 +39,13 @@ NETWORK_FILE_SYSTEMS = frozenset(
 
 
 class FolderError(TierIoError):
-    """The folder cannot be used as it is; the message says why and what to do."""
+    """Raised if the folder cannot be used as it is. The message says why and what to do."""
 
 
 class FolderUnusableError(Exception):
-    """The files in a tier's folder cannot be used; the message says why. A tier that opens the
-    folder moves them aside or refuses to start; a command that only inspects it reports the
-    message."""
+    """Raised if the files in a tier's folder cannot be used. The message says why. A tier that
+    opens the folder moves them aside or refuses to start; a command that only inspects it reports
+    the message."""
 
 
 def prepare(folder: Path, *, allow_network: bool = False) -> None:

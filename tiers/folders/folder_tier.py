@@ -40,7 +40,7 @@ T = TypeVar("T")
 
 
 class FolderTier(Tier, Generic[Open]):
-    """A tier over one folder; see the module."""
+    """A tier over one folder. See the module's docstring."""
 
     def __init__(self, folder: Path, close_timeout_s: float | None = None) -> None:
         """``close_timeout_s`` limits how long closing waits for calls, and then again for threads
@@ -74,8 +74,8 @@ class FolderTier(Tier, Generic[Open]):
     # -- opening ---------------------------------------------------------------------------
 
     async def _open_in_thread(self, make: Callable[..., Open], *arguments: object) -> Open:
-        """Open the files in a thread and begin to work on them. Raises ``TierIoError`` and leaves
-        nothing open then."""
+        """Open the files in a thread and begin to work on them. On failure, raises ``TierIoError``
+        and leaves nothing open."""
         if self._files is not None:
             raise TierIoError(f"the tier in {self._folder} is open already")
         with self._naming_errors("opened"):
@@ -101,7 +101,8 @@ class FolderTier(Tier, Generic[Open]):
 
     @contextmanager
     def _naming_errors(self, what: str) -> Iterator[None]:
-        """Turn the ``RuntimeError`` of a failed thread start into a ``TierIoError``."""
+        """Turn the ``RuntimeError`` of a thread that could not be started into a
+        ``TierIoError``."""
         try:
             yield
         except RuntimeError as error:
@@ -174,7 +175,7 @@ class FolderTier(Tier, Generic[Open]):
             await self._end_work()
             with self._naming_errors("closed"):
                 closing = in_thread(_close_files, files, *self._threads_in_use())
-        except BaseException:  # including when the loop ends
+        except BaseException:  # also when the loop ends
             self._closing = None  # still open; it can be closed later
             raise
         try:

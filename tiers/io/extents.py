@@ -16,7 +16,7 @@ from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 PROBES = 32
-"""Free extents tried from the cursor on before the whole map is searched."""
+"""Number of free extents from the cursor on that are tried before the whole map is searched."""
 EXTENTS_PER_RECORD_MAX = 64
 
 
@@ -104,7 +104,7 @@ class ExtentMap:
         return None
 
     def _gather(self, pages: int) -> Extents | None:
-        """Combine the longest free extents; ``None`` if even they do not suffice."""
+        """Combine the longest free extents. Returns ``None`` if they do not suffice."""
         longest = heapq.nlargest(EXTENTS_PER_RECORD_MAX, self._starts, key=self._length.__getitem__)
         if sum(self._length[start] for start in longest) < pages:
             return None

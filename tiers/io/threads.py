@@ -37,8 +37,8 @@ def in_thread(function: Callable[..., T], *arguments: object) -> asyncio.Future[
 
 
 def start_all(threads: list[threading.Thread], stop: Callable[[], None]) -> None:
-    """Start the threads. If the process cannot start more threads, call ``stop`` with only the
-    started ones left in ``threads``, and raise ``RuntimeError``."""
+    """Start the threads. If the process cannot start all of them, remove the others from
+    ``threads``, call ``stop``, and raise ``RuntimeError``."""
     try:
         for thread in threads:
             thread.start()
@@ -92,7 +92,7 @@ class DaemonExecutor(DaemonThreads, Executor):
         return done
 
     def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
-        """End after the queued calls. Blocks, with ``wait``, for as long as one hangs."""
+        """End after the queued calls. With ``wait``, blocks until they have ended."""
         if wait:
             self.stop()
         else:
@@ -163,7 +163,7 @@ def from_threads(function: Callable[[T], object]) -> Callable[[T], None]:
         try:
             loop.call_soon_threadsafe(function, value)
         except RuntimeError:
-            # The loop was closed while a tier was open: nothing waits for this.
+            # The loop was closed while a tier was open, so nothing waits for this call.
             return
 
     return post

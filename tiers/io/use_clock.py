@@ -1,4 +1,4 @@
-"""Times of last use: nanoseconds since 1970 that only grow, so they both order and date records.
+"""Times of last use: strictly increasing nanoseconds since 1970, which both order and date records.
 
 If the system clock is set back, each time is the previous one plus one, so the order is kept. Early
 versions stored small counters instead, which give an order but no age.

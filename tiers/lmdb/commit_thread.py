@@ -2,14 +2,14 @@
 index.
 
 Changes queue up while a commit runs, and the next commit takes all of them, so the number of
-flushes adapts to the speed of the disk. While more writes are on their way to the disk, the thread
-waits for them (``GATHER_S``): a flush in between would slow these writes down, and no call would
-return earlier. Deletions and recency updates wait until there is a write to join (at most
-``LAZY_S``) unless ``hurry`` is called: every flush saved is milliseconds of disk time.
+flushes adapts to the speed of the disk. While more writes are in progress, the thread waits for
+them (``GATHER_S``): a flush in between would slow these writes down, and no call would return
+earlier. Deletions and recency updates wait until there is a write to join (at most ``LAZY_S``)
+unless ``hurry`` is called: every flush saved is milliseconds of disk time.
 
 Ownership: the event loop (removals, refreshes, clears) and the I/O threads (puts) call ``submit``.
 A change belongs to this thread until it is passed to ``post``, which must be callable from any
-thread. ``failure`` is written here and read anywhere; once set, it stays.
+thread. ``failure`` is written here, read by any thread, and never cleared.
 """
 
 from __future__ import annotations
@@ -174,8 +174,8 @@ class CommitThread:
         return True
 
     def _apply(self, batch: list[Change]) -> None:
-        """Commit the batch in one transaction, or in one for each half if the map cannot hold
-        copies of all pages that a large one touches."""
+        """Commit the batch in one transaction. If the map has no space for copies of all pages that
+        it changes, commit each half separately."""
         changes, named = _merge(batch, self._index.epoch)
         try:
             if changes.edits or changes.clear_to_epoch is not None:

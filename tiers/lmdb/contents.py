@@ -138,7 +138,7 @@ class LmdbContents:
     # -- recency ---------------------------------------------------------------------------
 
     def touch(self, keys: Sequence[Key]) -> None:
-        """Note a use of those of these keys that are present."""
+        """Note a use of the keys that are present."""
         for key, use in zip(keys, self.uses.take(len(keys)), strict=True):
             if self.records.touch(key, use):
                 self._touched.add(key)

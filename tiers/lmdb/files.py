@@ -93,7 +93,7 @@ class LmdbFiles(LmdbFolder):
         is_strict = options.recovery is Recovery.STRICT
         try:
             self.was_set_aside = open_or_set_aside(folder, self._open_files, strict=is_strict)
-        except BaseException as error:  # whatever failed, the folder is unlocked
+        except BaseException as error:  # unlock the folder after any failure
             self._lock.release()
             if isinstance(error, OSError | lmdb.Error):
                 raise TierIoError(f"cannot open the tier in {folder}: {error}") from error

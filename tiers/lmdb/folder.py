@@ -52,7 +52,7 @@ _NO_ID = "0" * (2 * _ID_BYTES)
 def open_or_set_aside(folder: Path, open_files: Callable[[], None], *, strict: bool) -> bool:
     """Call ``open_files``. If it raises ``IndexUnusableError``, move the index aside, and the
     payload file too unless kvtiers wrote it, and call it again to begin empty. A payload file of
-    ours keeps its blocks, so nothing can be read through the index that was moved aside. Returns
+    ours stays and its blocks are reused, so the index that was moved aside is worthless. Returns
     True if files were moved aside.
 
     With ``strict``, nothing is changed, and the error becomes a ``TierIoError``.
@@ -97,7 +97,7 @@ def open_index(folder: Path, index_bytes: int, identity: Identity, io: DiskIo) -
     index = LmdbIndex(folder, index_bytes, Manifest(identity, file_id))
     try:
         check_partner(folder, index.manifest)
-    except BaseException:  # whatever failed, LMDB is closed
+    except BaseException:  # close LMDB after any failure
         index.close()
         raise
     return index

@@ -224,7 +224,7 @@ async def test_a_process_with_the_same_pid_in_another_container(tmp_path: Path) 
     try:
         assert twin.stdout is not None
         assert await twin.stdout.readline() == b"locked\n"
-        with pytest.raises(TierIoError, match=rf"pid {os.getpid()}\).*share one pid namespace"):
+        with pytest.raises(TierIoError, match=rf"\({os.getpid()}\).*share one pid namespace"):
             await opened(tmp_path, DiskIo())
     finally:
         await twin.communicate(b"")
