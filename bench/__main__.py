@@ -16,7 +16,7 @@ def build() -> typer.Typer:
 
     @app.callback()
     def _root() -> None:
-        """Without this callback, typer would drop the name of a single command."""
+        """Without a callback, typer would turn a single command into the whole program."""
 
     for name in QUESTIONS:
         if importlib.util.find_spec(f"bench.{name}") is not None:

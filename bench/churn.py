@@ -1,9 +1,9 @@
-"""Measures whether disk tiers stay fast when they are full and all blocks are replaced again and
-again.
+"""Measures whether disk tiers stay fast when they are full and their blocks are constantly
+replaced.
 
 Ten times as many blocks as fit are written in order; before each batch, the oldest blocks are
 deleted. The systems take turns, a tenth of the work at a time, so that noise on the machine affects
-all of them. The limit is raw ``O_DIRECT`` writes that go round a file of the same size.
+all of them. The limit is raw ``O_DIRECT`` writes to a file of the same size, used as a ring.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ BATCH = 50
 
 @dataclass(frozen=True, slots=True)
 class Config:
-    """``cap`` blocks fit; ``TENTHS * cap`` blocks are written."""
+    """``cap`` is the number of blocks that fit; ``TENTHS * cap`` blocks are written."""
 
     block_bytes: int = 256 << 10
     cap: int = 1000
@@ -96,7 +96,7 @@ class _Churned:
         return median(self.parts)
 
     def run(self, numbers: Sequence[int], cap: int) -> None:
-        """Delete as many old blocks as will be written, then write these blocks."""
+        """Delete as many old blocks as will be written, then write the new blocks."""
         began = time.perf_counter()
         for start in range(0, len(numbers), BATCH):
             batch = numbers[start : start + BATCH]

@@ -1,7 +1,7 @@
-"""Measures how fast KV blocks move between the model's caches and the slab, as a share of one large
-copy.
+"""Measures how fast KV blocks are copied between the model's caches and the slab, as a share of the
+rate of one large copy.
 
-Every way of copying runs in every round, with new random blocks and slots in each job. The limit is
+Every round runs every way of copying, with new random blocks and slots in each job. The limit is
 one contiguous copy of 256 MiB in the same round (pinned, on a GPU).
 """
 
@@ -59,7 +59,8 @@ def run(config: Config, progress: Progress) -> Report:
             "share: of the rate of one contiguous copy of 256 MiB in the same round; 'both': of "
             "the combined rate of one in each direction, one after the other.",
             "GB/s: medians over rounds, from submission until the ticket has completed.",
-            "CPU: CPU time of all threads of the process. alone us: time of a job of one chunk.",
+            "CPU: CPU time of all threads of the process. alone us: time of a job with a single "
+            "chunk.",
             "products: rate of 4096 x 4096 bfloat16 matrix products during the copies, as a "
             "share of their rate alone (GPU only).",
         ],
@@ -83,7 +84,7 @@ def run(config: Config, progress: Progress) -> Report:
 async def _measure(
     config: Config, bed: Bed, one: Layout, text: str, step: Callable[[], None]
 ) -> list[Row]:
-    """All directions and engines for one layout, interleaved."""
+    """Measure all directions and engines for one layout, interleaved."""
     load = Load(one, bed, config.job_bytes, seed=1)
     slab = bed.slab(one.chunk_bytes)
     regions = one.regions(bed.cache_address(), load.num_blocks)
@@ -98,7 +99,7 @@ async def _measure(
             for direction, name in order.sample(cases, len(cases)):
                 limit = limits[direction]["GB/s"]
                 found[direction, name] = await _once(engines[name], load, direction, limit)
-            if turn >= 0:  # the first round only warms up
+            if turn >= 0:  # the first round is a warm-up
                 step()
                 for case, values in found.items():
                     for column, value in values.items():
@@ -113,7 +114,7 @@ async def _measure(
 
 
 def _limits(bed: Bed) -> dict[str, dict[str, float]]:
-    """Large copies; "both" is the rate of two copies one after the other."""
+    """The rates of large copies. "both" is the rate of two copies, one after the other."""
     found = {}
     gigabytes = LARGE_COPY_BYTES / 1e9
     for direction in ("store", "load"):
@@ -130,7 +131,7 @@ def _limits(bed: Bed) -> dict[str, dict[str, float]]:
 
 
 async def _once(engine: CopyEngine, load: Load, direction: str, limit: float) -> dict[str, float]:
-    """One job (two at once for "both"), and one job of a single chunk."""
+    """Measure one job (two concurrent ones for "both"), and one job with a single chunk."""
     out_job, in_job = load.pair()
     jobs = 2 if direction == "both" else 1
     cpu, began = time.process_time(), time.perf_counter()
@@ -155,7 +156,7 @@ async def _once(engine: CopyEngine, load: Load, direction: str, limit: float) ->
 
 
 async def _alone(engine: CopyEngine, load: Load, direction: str) -> float:
-    """Seconds for a job of one chunk."""
+    """Time in seconds of a job with a single chunk."""
     job = [
         dataclasses.replace(batch, blocks=batch.blocks[:1], slots=batch.slots[:1])
         for batch in load.pair()[0]
@@ -167,8 +168,8 @@ async def _alone(engine: CopyEngine, load: Load, direction: str) -> float:
 
 
 async def _beside(engine: CopyEngine, load: Load, bed: Bed, seconds: float) -> float:
-    """Matrix products per second while both lanes copy without a pause, as a share of their rate
-    alone; nan without a GPU."""
+    """Rate of matrix products while both lanes copy continuously, as a share of their rate alone.
+    NaN without a GPU."""
     alone = bed.products_per_s(seconds)
     if alone != alone:
         return alone
@@ -235,7 +236,7 @@ def register(app: typer.Typer) -> None:
 
 
 if __name__ == "__main__":
-    # imported alone if the packages of the other benchmarks are not installed
+    # this module can be imported without the packages that other benchmarks need
     alone = typer.Typer()
     register(alone)
     alone()

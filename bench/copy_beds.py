@@ -1,4 +1,4 @@
-"""KV caches, a slab and engines to measure copies with: on the CPU or on a CUDA device.
+"""KV caches, a slab and engines for measuring copies, on the CPU or on a CUDA device.
 
 torch is imported only for a GPU.
 """
@@ -25,14 +25,15 @@ from tiers.slab.slab import HostSlab
 LAYERS = 32
 MLA_LAYERS = 61
 MLA_PAGE_BYTES = 16 * 576 * 2
-"""DeepSeek-V3: 16 tokens of a 576-wide latent in bfloat16, per layer."""
+"""The page of DeepSeek-V3: 16 tokens of a 576-wide latent in bfloat16, per layer."""
 
 LARGE_COPY_BYTES = 256 << 20
 
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """Pages of one block, and whether the layers of a block are adjacent in memory."""
+    """The pages of one block. ``contiguous`` is True if the layers of a block are adjacent in
+    memory."""
 
     name: str
     page_bytes: int
@@ -55,8 +56,8 @@ class Layout:
 
 
 def layout(name: str, chunk_bytes: int) -> Layout | None:
-    """The layout ``name`` with chunks of about ``chunk_bytes``; ``None`` if it has no such
-    chunks."""
+    """The layout ``name`` with chunks of about ``chunk_bytes``, or ``None`` if it has no chunks of
+    this size."""
     if name == "mla":
         blocks = chunk_bytes // (MLA_LAYERS * MLA_PAGE_BYTES)
         return Layout(name, MLA_PAGE_BYTES, MLA_LAYERS, blocks, False) if blocks else None
@@ -86,7 +87,7 @@ class Bed(ABC):
     def engines(
         self, regions: GroupRegions, slab: HostSlab, num_blocks: int
     ) -> Mapping[str, CopyEngine]:
-        """Engines to compare, by name."""
+        """The engines to compare, by name."""
 
     @abstractmethod
     def large_copy_s(self, to_slab: bool) -> float:
@@ -94,10 +95,11 @@ class Bed(ABC):
 
     @abstractmethod
     def gpu_name(self) -> str:
-        """Text for the report."""
+        """The description of the device in the report."""
 
     def products_per_s(self, seconds: float) -> float:
-        """Matrix products per second on the device during about ``seconds``; nan on a CPU."""
+        """Matrix products per second on the device, measured for about ``seconds``. NaN on a
+        CPU."""
         return float("nan")
 
     @abstractmethod
@@ -225,7 +227,7 @@ class CudaBed(Bed):
 
 
 class Load:
-    """Jobs over one layout: random chunks and slots, drawn again for every job."""
+    """Makes jobs over one layout, each with new random chunks and slots."""
 
     def __init__(self, layout: Layout, bed: Bed, jobs_bytes: int, seed: int) -> None:
         self.layout = layout
@@ -236,7 +238,7 @@ class Load:
         self._rng = default_rng(seed)
 
     def pair(self) -> tuple[list[CopyBatch], list[CopyBatch]]:
-        """Two jobs without a common block or slot."""
+        """Make two jobs without a common block or slot."""
         blocks = self._rng.permutation(self.num_blocks)[
             : 2 * self.chunks * self.layout.chunk_blocks
         ].reshape(2, self.chunks, -1)

@@ -13,13 +13,14 @@ from pathlib import Path
 from typing import Any
 
 TARGETS = {"contiguous": (1, 0.95), "separate": (2, 0.90)}
-"""By layout, the smallest chunks in MiB that have a target, and their minimum share of one large
-copy in each direction. 2 MiB of the separate layout are 32 pages of 64 KiB. At 32 KiB, submitting a
-descriptor takes about as long as copying its bytes, so there is no target."""
+"""By layout, the size in MiB of the smallest chunks with a target, and their minimum share of the
+rate of one large copy in each direction. A chunk of 2 MiB in the separate layout has 32 pages of 64
+KiB. For pages of 32 KiB there is no target, because submitting a descriptor takes about as long as
+copying its bytes."""
 
 
 def shares(report: Mapping[str, Any]) -> Iterator[tuple[str, str, float, float]]:
-    """Case, series, GB/s and share of each row that measures kvtiers."""
+    """The case, series, GB/s and share of each row about kvtiers."""
     for row in report["rows"]:
         values = row["values"]
         if row["series"].startswith("kvtiers") and values.get("share") is not None:
@@ -27,7 +28,7 @@ def shares(report: Mapping[str, Any]) -> Iterator[tuple[str, str, float, float]]
 
 
 def target_of(case: str) -> float:
-    """The minimum share of a case; 0 if it has none."""
+    """The minimum share of a case, or 0 if it has no target."""
     layout, size, direction = case.split(", ")
     number, unit = size.split(" ")
     smallest, target = TARGETS.get(layout, (0, 0.0))
@@ -36,7 +37,7 @@ def target_of(case: str) -> float:
 
 
 def missed(report: Mapping[str, Any]) -> list[str]:
-    """The cases that missed their target, in words."""
+    """Messages about the cases that missed their target."""
     short = []
     for case, _, _, share in shares(report):
         target = target_of(case)
@@ -46,7 +47,7 @@ def missed(report: Mapping[str, Any]) -> list[str]:
 
 
 def untried(report: Mapping[str, Any]) -> list[str]:
-    """The targets for which the report has no measurement, in words."""
+    """Messages about targets for which the report has no measurement."""
     cases = [case.split(", ") for case, *_ in shares(report) if target_of(case)]
     tried = {(layout, way) for layout, _, way in cases}
     wanted = [(layout, way) for layout in TARGETS for way in ("store", "load")]
@@ -56,7 +57,8 @@ def untried(report: Mapping[str, Any]) -> list[str]:
 
 
 def main(path: str) -> int:
-    """Print the result and return the exit status. A target that was not measured is not met."""
+    """Print the result and return the exit status. A target without a measurement counts as
+    missed."""
     report = json.loads(Path(path).read_text())
     found = list(shares(report))
     for case, series, rate, share in found:

@@ -1,4 +1,4 @@
-"""Describes the machine and the versions with which a result was measured."""
+"""Describes the machine and the software versions of a measurement."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ PACKAGES = (
 
 
 def describe(folder: Path | None = None) -> dict[str, str]:
-    """Facts as plain text; ``folder`` is where the data is during the run, if there is any."""
+    """Facts as plain text. ``folder`` contains the data of the run, if there is any."""
     facts = {
         "date": datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d %H:%M UTC"),
         "cpu": _cpu(),

@@ -1,8 +1,8 @@
-"""Checks that the default policy hits at least as much as LRU, and measures how much of LRU's gap
-it closes.
+"""Checks that the default policy hits at least as much as LRU, and measures how much of the gap
+between LRU and the optimum it closes.
 
-Replays whole traces and parts of them at several capacities, without hints and, if the trace has
-them, with the ends of sessions; compares the result with LRU and Belady's optimum.
+Replays whole traces and parts of them at several capacities, without hints and with the ends of
+sessions, if the trace has them. Compares the results with LRU and Belady's optimum.
 """
 
 from __future__ import annotations
@@ -25,10 +25,9 @@ from policies.simulation.jobs import OPTIMUM, SimulationJob, TraceSource, load, 
 from policies.simulation.simulator import Result
 
 ALLOWANCE = 0.005
-"""The default policy's token hit ratio may be lower than that of LRU by this much."""
+"""The default policy's token hit ratio may be this much lower than that of LRU."""
 FLOORS = {("mooncake_conversation", 0.01): 0.068, ("cc_agentic", 0.01): 0.642}
-"""Minimum token hit ratio of the default policy on whole traces, by the beginning of the file
-name."""
+"""Minimum token hit ratio of the default policy on whole traces, by prefix of the file name."""
 END = " + ends"
 
 
@@ -44,7 +43,7 @@ class Config:
 
 
 def run(config: Config, progress: Progress) -> Report:
-    """Replay everything; the notes state which gates are met."""
+    """Run all simulations. The notes state which gates are met."""
     report = Report(
         "gates",
         f"How much does the default policy ({DEFAULT_CPU_POLICY}) gain over LRU?",

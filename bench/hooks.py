@@ -1,8 +1,8 @@
 """Measures the time of the connector's hooks on vLLM's threads, and the index's memory per key.
 
-One long request at a time goes through the real scheduler side (with vLLM's own ``Request`` and
+One long request at a time passes through the real scheduler side (with vLLM's own ``Request`` and
 ``SchedulerOutput``), over an index with up to ten million chunks in a lower tier. No engine runs.
-Times are CPU time of the calling thread, so that other work on the machine hardly matters.
+Times are CPU times of the calling thread, which other work on the machine hardly affects.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ BLOCK = 16
 GOAL_CHUNKS = 8192
 POLICY = "adaptive"
 CHECKED_MAX = 1_100_000
-"""Up to this number of keys, the planner's invariants are checked after each request; with ten
-million keys a check takes seconds."""
+"""Up to this number of keys, the planner's invariants are checked after each request. With ten
+million keys a check would take seconds."""
 SCHEDULER_GOAL_US = 2000.0
 RUNNER_GOAL_US = 100.0
 GOAL_BYTES_PER_KEY = 200.0
@@ -54,8 +54,8 @@ class Config:
 
 
 class Clock:
-    """Microseconds of this thread's CPU time: the maximum of each hook over the steps of a request,
-    and of all hooks of a step together (``HOOKS``)."""
+    """CPU time of this thread in microseconds: for each hook, and for all hooks of a step together
+    (``HOOKS``), the maximum over the steps of a request."""
 
     def __init__(self) -> None:
         self.found: dict[str, list[float]] = defaultdict(list)
@@ -90,7 +90,7 @@ class Clock:
 
 class Bed:
     """A scheduler side over an index of ``keys`` chunks in a lower tier, and a worker's executor.
-    ``bytes_per_key`` is the memory that they use per key."""
+    ``bytes_per_key`` is the memory that the index takes per key."""
 
     def __init__(self, keys: int, chunks_max: int, policy: str) -> None:
         from offload.connector.guard import Faults
@@ -125,7 +125,7 @@ class Bed:
         self._names = 0
 
     def request(self, hashes: Sequence[bytes], prompt: list[int]) -> Any:
-        """A request whose blocks have these hashes."""
+        """Make a request whose blocks have these hashes."""
         from vllm import SamplingParams
         from vllm.v1.request import Request
 
@@ -178,7 +178,7 @@ class Bed:
         clock.end(case)
 
     def store(self, clock: Clock, case: str, keys: Sequence[bytes], prompt: list[int]) -> None:
-        """Run one request that computes all of its chunks in one step, and further tokens in later
+        """Run one request that computes all of its chunks in one step and further tokens in later
         steps."""
         request = self.request(keys, prompt)
         tables = (list(range(1, 2 + len(keys))),)
@@ -292,7 +292,7 @@ def _measure(bed: Bed, chunks: int, repeats: int) -> dict[str, float]:
 
 
 def run(config: Config, progress: Progress) -> Report:
-    """Measure everything; the notes state which goals are met."""
+    """Run all measurements. The notes state which goals are met."""
     report = Report(
         "hooks",
         "How long do the connector's hooks occupy vLLM's threads?",

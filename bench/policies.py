@@ -1,7 +1,7 @@
-"""Measures the cost of eviction policies per operation, as a ratio to our LRU, and their hits.
+"""Measures the hits of eviction policies, and their cost per operation relative to our LRU.
 
-Every policy replays the same requests several times, in turn with the others. The time of each
-request is its minimum over all rounds, because a busy machine only ever adds to it.
+The policies take turns replaying the same requests several times. The time of a request is its
+minimum over all rounds, because noise on the machine can only increase it.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ LIBCACHESIM = ("LRU", "FIFO", "ARC")
 
 @dataclass(frozen=True, slots=True)
 class Config:
-    """``traces`` are files (none: a synthetic one); ``shares`` of the unique blocks are capacities;
-    only the first ``part`` of the requests of each trace is replayed."""
+    """``traces`` are files (none: a synthetic trace). ``shares`` are capacities, as shares of the
+    unique blocks. ``part`` is the share of each trace that is replayed, from its start."""
 
     traces: tuple[str, ...] = ()
     policies: tuple[str, ...] = ()
@@ -91,7 +91,7 @@ def _measure(
 
 
 def _makers(config: Config, capacity: int) -> dict[str, Callable[[], EvictionPolicy]]:
-    """LRU first, because the others are compared with it."""
+    """LRU comes first, because the others are compared with it."""
     names = dict.fromkeys(("lru", *(config.policies or policy_names())))
     makers: dict[str, Callable[[], EvictionPolicy]] = {
         name: lambda name=name: make_policy(name)  # type: ignore[misc]  # a default binds the name

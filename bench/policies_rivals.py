@@ -14,10 +14,10 @@ from policies.simulation.trace import Trace
 class VllmPolicy(EvictionPolicy):
     """One of vLLM's CPU offloading policies ("lru", "arc") behind our interface.
 
-    vLLM's policies evict, where ours only name victims; a key that they have evicted counts as a
-    member until it is removed, so they must choose every victim. Requests are reported as by vLLM's
-    manager: once, at their end, with inserted and reused keys distinguished. Raises ``ImportError``
-    without vLLM.
+    vLLM's policies evict, but ours only name victims: a key that vLLM's policy has evicted counts
+    as a member until it is removed, so every victim must be evicted. Requests are reported as by
+    vLLM's manager: once, at their end, with inserted and reused keys distinguished. Raises
+    ``ImportError`` without vLLM.
     """
 
     def __init__(self, name: str, capacity: int) -> None:
@@ -90,9 +90,10 @@ class _Refused:
 
 
 def libcachesim_run(trace: Trace, name: str, capacity: int) -> tuple[float, float]:
-    """Token hit ratio and time in ns per access of one of libcachesim's caches on the same blocks.
+    """Return the token hit ratio and the time per access, in ns, of one of libcachesim's caches for
+    the same blocks.
 
-    Before each request its leading resident blocks are counted; then every block is accessed once,
+    For each request, this counts the leading resident blocks, and then accesses every block once,
     tail first. Raises ``ImportError`` without libcachesim.
     """
     library = importlib.import_module("libcachesim")

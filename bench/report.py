@@ -85,8 +85,8 @@ def _md_row(cells: Sequence[str]) -> str:
 
 
 SERIES_MAX = 6
-"""Number of bars in a group that a reader can distinguish. If there are more series, series and
-cases are swapped."""
+"""Maximum number of bars in a group, so that a reader can distinguish them. If there are more
+series, series and cases are swapped."""
 BARS_MAX = 102
 LABEL_CHARACTERS = 28
 """If a label is longer than this, the legend has two columns instead of three."""
@@ -123,7 +123,7 @@ OTHERS = ("#1f5fa8", "#e07b39", "#2a9d8f", "#8e5ea2", "#c94f4f", "#b8a038")
 
 
 def colour_of(series: str, number: int) -> str:
-    """The colour of a system, or else that of the ``number``-th series."""
+    """The colour of a system, or that of the ``number``-th series for other series."""
     named = [name for name in COLOURS if re.match(rf"{re.escape(name)}\b(?!_)", series)]
     known = max(named, key=len, default=None)
     return COLOURS[known] if known else OTHERS[number % len(OTHERS)]
@@ -131,9 +131,9 @@ def colour_of(series: str, number: int) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Chart:
-    """The picture of a report: which ``column`` the bars show, in which ``unit`` (default: the
-    column's name), and which rows are ``wanted``. Each column of ``more`` gets a picture too.
-    ``cost`` overrides the guess from the column's name whether lower values are better."""
+    """The picture of a report: the ``column`` that the bars show, its ``unit`` (default: the
+    column's name), and which rows are ``wanted``. Each column of ``more`` gets a picture, too.
+    ``cost`` says whether lower values are better; by default, the column's name decides."""
 
     column: str
     unit: str = ""
@@ -143,7 +143,7 @@ class Chart:
 
     @property
     def axis(self) -> str:
-        """The text of the axis, which says which direction is better."""
+        """The label of the axis, which says which direction is better."""
         is_cost = self.cost
         if is_cost is None:
             is_cost = self.column in LOWER_IS_BETTER or self.column.startswith("TTFT")
@@ -152,7 +152,7 @@ class Chart:
 
 @dataclass(slots=True)
 class Bars:
-    """The content of a plot: groups of bars, one bar per series, and intervals if they are
+    """The content of a plot: groups of bars with one bar per series, and intervals if they are
     known."""
 
     groups: list[str]
@@ -182,7 +182,7 @@ def bars_of(report: Report, chart: Chart) -> Bars:
 
 
 def plot(report: Report, path: Path, chart: Chart) -> tuple[float, float]:
-    """Draw grouped bars; return the size in inches. Needs matplotlib."""
+    """Draw grouped bars and return the size in inches. Needs matplotlib."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -220,9 +220,8 @@ def plot(report: Report, path: Path, chart: Chart) -> tuple[float, float]:
 def save(
     report: Report, command: str, chart: Chart, folder: Path = RESULTS, *, name: str = ""
 ) -> Path:
-    """Write ``<name>.{md,json,png}``; return the path of the Markdown file. ``name`` states the
-    question. A later run for the same question replaces the earlier one, which stays in the
-    repository's history."""
+    """Write ``<name>.{md,json,png}`` and return the path of the Markdown file. ``name`` states the
+    question. A later run for the same question overwrites the files."""
     folder.mkdir(parents=True, exist_ok=True)
     stem = folder / (name or report.question)
     stem.with_name(f"{stem.name}.json").write_text(to_json(report))
@@ -239,7 +238,7 @@ def save(
 def deliver(
     report: Report, chart: Chart, *, command: str, as_json: bool, keep: bool, name: str = ""
 ) -> None:
-    """End a command: print JSON or a table, and keep files if requested."""
+    """Finish a command: print JSON or a table, and write files if requested."""
     if as_json:
         print(to_json(report))
     else:

@@ -1,13 +1,13 @@
-"""Measures how long it takes after a restart until a disk tier's index is back in memory.
+"""Measures how long a disk tier takes after a restart to read its index back into memory.
 
-Creates an index of many records (whose payloads are a hole in a sparse file, because they are never
-read) and opens it repeatedly, each time in a new process as after a real restart, alternately after
-a clean close and after a process that ended without one. Wall time depends on the machine's load;
-CPU time is the cost of a step.
+Creates an index of many records (with a sparse payload file, because payloads are never read) and
+opens it repeatedly, each time in a new process as after a real restart, alternately after a clean
+close and after a process that ended without closing. Wall time depends on the machine's load; CPU
+time is the cost of a step.
 
 Steps: the tier's ``open`` (walk over the index file, checks, a table of keys), ``keys``, the
 message from a worker to the scheduler (packed and unpacked), and the scheduler's index with its
-LRU. Bytes per record is the growth of the process until the tier is open.
+LRU. Bytes per record: how much the process grows until the tier is open.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ WRITE_EVERY_NS = 10 * 10**9
 
 @dataclass(frozen=True, slots=True)
 class Config:
-    """``records`` in the index; ``rounds`` for each way of ending."""
+    """``records`` are in the index; there are ``rounds`` rounds for each way of ending."""
 
     records: int = 1_000_000
     rounds: int = 5
@@ -98,7 +98,8 @@ def run(config: Config, progress: Progress) -> Report:
 
 
 def _options() -> tuple[int, LmdbOptions]:
-    """Bytes of capacity per record, and options that give each record space in the index."""
+    """The capacity per record in bytes, and options under which the index has space for all
+    records."""
     return 2 * ALIGNMENT, LmdbOptions(record_bytes=ALIGNMENT, reserve_bytes=0)
 
 
@@ -118,20 +119,20 @@ def _make(folder: Path, records: int) -> None:
 
 
 def _use_of(number: int) -> int:
-    """Realistic times: those of one batch are a nanosecond apart, batches are not."""
+    """Realistic times of use: a nanosecond apart within a batch, seconds apart between batches."""
     batch, within = divmod(number, RECORDS_PER_WRITE)
     return DATED_FROM_NS + batch * WRITE_EVERY_NS + within
 
 
 def _in_child(folder: Path, records: int, end: str) -> dict[str, dict[str, float]]:
-    """One restart in a new process; ``end`` selects how the process ends."""
+    """Run one restart in a new process. ``end`` selects how the process ends."""
     code = f"from bench.restart import child; child({str(folder)!r}, {records}, {end!r})"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     return dict(json.loads(done.stdout.splitlines()[-1]))
 
 
 def child(folder: str, records: int, end: str) -> None:
-    """Open the tier, print the time of each step, and end."""
+    """Open the tier, print the time of each step, and end the process."""
     asyncio.run(_restart(folder, records, end))
 
 
@@ -147,7 +148,7 @@ async def _restart(folder: str, records: int, end: str) -> None:
     batches = tier.keys()
     columns = joined([batch.column async for batch in batches])
     laps.end("keys")
-    # safe to unpickle: the benchmark pickled these bytes itself
+    # safe to unpickle, because the benchmark has just pickled these bytes
     columns = pickle.loads(pickle.dumps(columns, pickle.HIGHEST_PROTOCOL))
     laps.end("message")
     index = TierIndex("disk", ByteCapacity(info.capacity_bytes), make_policy("lru"))

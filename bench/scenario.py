@@ -1,6 +1,6 @@
 """The parts of a benchmark: a frozen configuration, rows of numbers, and a progress bar.
 
-A question lives in one module ``bench/<name>.py`` with
+Each question has one module ``bench/<name>.py`` with
 
     @dataclass(frozen=True, slots=True)
     class Config: ...                                # everything that changes the numbers
@@ -24,8 +24,8 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One measured thing: ``case`` says what was done, ``series`` who did it. ``intervals`` has the
-    lowest and highest plausible value of some columns; plots draw them."""
+    """One measurement: ``case`` is what was done, ``series`` is the system that did it.
+    ``intervals`` has the lowest and highest plausible values of some columns, for plots."""
 
     case: str
     series: str
@@ -51,8 +51,8 @@ class Report:
 
 
 def progress_bar() -> AbstractContextManager[Progress]:
-    """A bar with what is running now, how much is done, and the time left. On standard error:
-    standard output is for the report, which may be JSON."""
+    """A progress bar with the current task, the share done, and the time left. It goes to standard
+    error, because standard output is for the report, which may be JSON."""
     return Progress(
         TextColumn("{task.description}"),
         BarColumn(),
@@ -63,7 +63,7 @@ def progress_bar() -> AbstractContextManager[Progress]:
 
 
 def median(values: Sequence[float]) -> float:
-    """The median; not a number if there is none."""
+    """The median, or NaN without values."""
     return statistics.median(values) if values else float("nan")
 
 
@@ -73,7 +73,7 @@ def spread(values: Sequence[float]) -> tuple[float, float]:
 
 
 def percentile(values: Sequence[float], share: float) -> float:
-    """The value below which this share of all values lies (nearest rank)."""
+    """The value below which this share of all values lies (nearest-rank percentile)."""
     if not values:
         return float("nan")
     ranked = sorted(values)

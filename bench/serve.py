@@ -5,8 +5,8 @@ engine. All engines stay alive and take turns, batch by batch in random order, s
 machine affects all of them; ratios are taken per batch. Before each batch vLLM's own prefix cache
 is emptied, so that hits come from the tiers.
 
-In each round, some batches of new prompts come first: nothing hits, everything is stored. Then
-follow batches whose prompts begin like those of an earlier batch.
+Each round begins with batches of new prompts: nothing hits, everything is stored. Then come batches
+whose prompts share a prefix with those of an earlier batch.
 """
 
 from __future__ import annotations
@@ -49,8 +49,9 @@ Prompts = list[list[int]]
 
 @dataclass(frozen=True, slots=True)
 class Config:
-    """``sizes`` of prompts in tokens; ``hits``: shares of a prompt that were stored before;
-    ``misses``: batches of new prompts per round; ``threads`` compute in each engine."""
+    """``sizes``: lengths of prompts in tokens. ``hits``: shares of a prompt that were stored
+    before. ``misses``: batches of new prompts per round. ``threads``: computing threads of each
+    engine."""
 
     sizes: tuple[int, ...] = (512,)
     hits: tuple[float, ...] = (0.25, 0.5, 0.75, 1.0)
@@ -66,7 +67,7 @@ class Config:
 
 
 def run(config: Config, progress: Progress) -> Report:
-    """Run the benchmark. The folder is emptied afterwards."""
+    """Run the benchmark and empty the folder afterwards."""
     root = Path(tempfile.mkdtemp(prefix="bench-serve-", dir=config.folder or None))
     report = Report(
         "serve",
@@ -92,7 +93,8 @@ def run(config: Config, progress: Progress) -> Report:
 def _engines(
     config: Config, root: Path, report: Report, progress: Progress
 ) -> Iterator[dict[str, Engine]]:
-    """Yields the engines that start, by row name; the report gets the reasons of the others."""
+    """Yields the engines that have started, by row name. The report gets the reasons why others
+    have not."""
     model = make_llama(root / "model", shape=MODELS[config.model])
     with contextlib.ExitStack() as stack:
         begun = {}
@@ -144,8 +146,8 @@ def _arguments(config: Config, model: Path) -> dict[str, Any]:
 def _room(config: Config, folder: Path) -> Room:
     """The size of a tier in bytes.
 
-    A host tier can hold a whole round. One above a disk holds two batches, so that all but the last
-    come back from the disk.
+    A CPU tier alone can hold a whole round. Above a disk tier it holds two batches, so that all but
+    the latest ones are loaded from the disk.
     """
     longest = max(config.sizes) + config.output_tokens
     batch = config.requests * longest * kv_bytes_per_token(MODELS[config.model])
@@ -159,8 +161,8 @@ def _room(config: Config, folder: Path) -> Room:
 def _measure(
     config: Config, engines: dict[str, Engine], report: Report, progress: Progress
 ) -> Samples:
-    """Run all rounds. A short round, which is not counted, warms up; a system that restores nothing
-    in it although there was something to restore does not take part in the others."""
+    """Run all rounds, after a short warm-up round that is not counted. A system that restores
+    nothing in the warm-up, although something was stored, is excluded from the other rounds."""
     samples, warm = Samples(), Samples()
     short = dataclasses.replace(config, misses=1, hits=config.hits[-1:])
     batches = config.rounds * (config.misses + len(config.hits)) + 1 + len(short.hits)
@@ -180,7 +182,7 @@ def _measure(
         if turn < 0:
             for name in warm.restored_nothing():
                 why = engines.pop(name).complaint()
-                _refused(report, name, f"it starts and restores nothing; its log: {why}")
+                _refused(report, name, f"it starts, but restores nothing; its log: {why}")
     return samples
 
 
@@ -229,7 +231,7 @@ def _notes(config: Config) -> list[str]:
 
 
 def _observed(config: Config, samples: Samples) -> list[str]:
-    """Describes how fast KV cache was produced, and how quiet the machine was."""
+    """Describe how fast KV cache was produced, and how busy the machine was."""
     kv = kv_bytes_per_token(MODELS[config.model])
     plain = [
         batch
@@ -306,7 +308,7 @@ def register(app: typer.Typer) -> None:
         )
         signal.signal(
             signal.SIGTERM, lambda *_: sys.exit(1)
-        )  # so that the engines end when this command ends
+        )  # ends the engines when this command ends
         with progress_bar() as progress:
             report = run(config, progress)
         command = "python -m bench " + " ".join(sys.argv[1:])

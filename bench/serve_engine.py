@@ -1,9 +1,9 @@
 """A real vLLM engine in a separate process, for ``bench serve``.
 
-vLLM runs in that one process (``VLLM_ENABLE_V1_MULTIPROCESSING=0``), which also steps it. By
-default vLLM's CPU platform runs the worker in another process that polls for its next step, and
+All of vLLM runs in that process (``VLLM_ENABLE_V1_MULTIPROCESSING=0``), which also calls its steps.
+By default vLLM's CPU platform runs the worker in another process that polls for its next step, and
 gives servers with a connector a different number of cores: the benchmark would measure these two
-effects instead.
+effects instead of offloading.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ ROOT = Path(__file__).resolve().parents[1]
 START_DEADLINE_S = 300.0
 CALL_DEADLINE_S = 300.0
 PUBLISHED_S = 1.1
-"""Times of hooks are published about once a second."""
+"""The times of hooks are published about once a second."""
 SETTLE_S = 20.0
 PR_SET_PDEATHSIG = 1  # linux/prctl.h
 BASE_ENV = {
@@ -43,26 +43,27 @@ BASE_ENV = {
     "VLLM_NO_USAGE_STATS": "1",
     "LMCACHE_TRACK_USAGE": "false",
     "HF_HUB_OFFLINE": "1",
-    "TORCHDYNAMO_DISABLE": "1",  # otherwise the sampler would be compiled at the first request
+    "TORCHDYNAMO_DISABLE": "1",  # otherwise the first request would compile the sampler
     "PYTHONPATH": str(ROOT),
 }
 COUNTED = ("vllm:prompt_tokens_by_source", "vllm:kvtiers_")
-"""Counters whose growth a batch reports."""
+"""Counters whose increase a batch reports."""
 VLLM_LABELS = ("engine", "model_name")
 
 Prompts = Sequence[Sequence[int]]
 
 
 class EngineError(Exception):
-    """The engine did not start or did not answer; the text is the first line of the reason."""
+    """Raised if the engine did not start or did not answer. The message is the first line of the
+    reason."""
 
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """Some requests, in flight together. ``seconds`` end with the last token; the CPU time of the
-    engine and all its processes also covers the work after that. ``foreign_cpu_s`` is the CPU time
-    of other processes meanwhile, with the other engines in ``waiting_cpu_s``; ``thread_cpu_s`` is
-    that of this project's threads."""
+    """The measurements of a batch of requests. ``seconds`` is the time until the last token. The
+    CPU time of the engine and all its processes also covers the work after that. ``foreign_cpu_s``
+    is the CPU time of other processes meanwhile, of which the other engines used ``waiting_cpu_s``.
+    ``thread_cpu_s`` is the CPU time of this project's threads."""
 
     seconds: float
     ttft_s: tuple[float, ...]
@@ -76,16 +77,16 @@ class Batch:
 
     @property
     def restored(self) -> float:
-        """Prompt tokens that were loaded from outside, by vLLM's own count."""
+        """The number of prompt tokens loaded from outside, by vLLM's own count."""
         return self._source("external_kv_transfer")
 
     @property
     def gpu_hits(self) -> float:
-        """Prompt tokens that came from vLLM's own prefix cache."""
+        """The number of prompt tokens from vLLM's own prefix cache."""
         return self._source("local_cache_hit")
 
     def loaded_from(self, tier: str) -> float:
-        """Prompt tokens that came from kvtiers' tiers."""
+        """The number of prompt tokens from kvtiers' tiers."""
         return self.counters.get(f'vllm:kvtiers_loaded_tokens{{tier="{tier}"}}', 0.0)
 
     @property
@@ -99,8 +100,8 @@ class Batch:
 
 
 class Engine:
-    """The parent's side. Starting is split, so that several engines start concurrently: construct
-    all, then ``wait`` for each. Every other method raises ``EngineError``."""
+    """The parent's side. To start several engines concurrently, construct all of them, then
+    ``wait`` for each. All methods may raise ``EngineError``."""
 
     def __init__(self, arguments: dict[str, Any], env: dict[str, str], log: Path) -> None:
         self.log = log
@@ -128,8 +129,8 @@ class Engine:
         self._ask("reset")
 
     def run(self, prompts: Prompts, output_tokens: int, in_flight: int) -> Batch:
-        """Let the engine answer these prompts, ``in_flight`` at a time, and wait for the transfers
-        that they started."""
+        """Let the engine answer these prompts, ``in_flight`` at a time, and wait for the resulting
+        transfers."""
         before = self.cpu_s(), busy_s()
         batch: Batch = self._ask("run", prompts, output_tokens, in_flight)
         own = self.cpu_s() - before[0]
@@ -181,22 +182,22 @@ class Engine:
         return value
 
     def _end(self) -> str:
-        """Describes the end of an engine that ended without a message."""
+        """Describe how an engine ended that sent no message."""
         code = self._process.wait()
         lines = self.log.read_text(errors="replace").strip().splitlines()
         return f"the process ended with {code}: {lines[-1] if lines else 'no output'}"
 
 
 def busy_s() -> float:
-    """Seconds for which all cores together have been busy since the machine started, including work
-    for its host."""
+    """Total busy time of all cores since the machine started, in seconds, including time stolen by
+    its host."""
     with open("/proc/stat", encoding="ascii") as file:  # proc(5): user nice system idle iowait ...
         ticks = [int(field) for field in file.readline().split()[1:9]]
     return (sum(ticks) - ticks[3] - ticks[4]) / os.sysconf("SC_CLK_TCK")
 
 
 def own_threads() -> dict[int, float]:
-    """CPU seconds so far of each of this project's threads in this process."""
+    """The CPU time so far, in seconds, of each of this project's threads in this process."""
     found = {}
     for thread in threading.enumerate():
         if thread.name.startswith(("kvtiers-", "tier-")) and thread.ident is not None:
@@ -212,7 +213,7 @@ class _Host:
     def __init__(self, arguments: dict[str, Any]) -> None:
         add_missing_version()
         # Without this, LMCache's import of numba would prevent vLLM's CPU worker from starting; see
-        # tiers/copy/host_loop.py. All systems get the same treatment.
+        # tiers/copy/host_loop.py. This is done for all systems.
         copy_loop()
         from vllm import LLM
 
@@ -262,18 +263,19 @@ class _Host:
         )
 
     def _settle(self) -> None:
-        """Step until transfers have ended, as an idle server would, and until all of it is
-        counted."""
+        """Step until transfers have ended, as an idle server would, and until the metrics include
+        them."""
         scheduler = self._engine.engine_core.engine_core.scheduler
         end = time.monotonic() + SETTLE_S
         while scheduler.has_requests() and time.monotonic() < end:
             self._engine.step()
         time.sleep(PUBLISHED_S)
-        for _ in range(2):  # workers report to the scheduler side, which publishes in the next step
+        # workers report to the scheduler side, which publishes the metrics in the next step
+        for _ in range(2):
             self._engine.step()
 
     def _counters(self) -> dict[str, float]:
-        """Values by name and labels, from the registry, because vLLM's own reader cuts off
+        """Values by name and labels. Reads the registry, because vLLM's own reader truncates
         fractions."""
         found = {}
         for metric in REGISTRY.collect():
@@ -292,10 +294,11 @@ class _Host:
 
 
 def serve(connection: Connection, arguments: dict[str, Any]) -> None:
-    """Build the engine and answer requests until asked to close, or until the parent has ended."""
+    """Build the engine and answer requests until the parent requests the end or has ended
+    itself."""
     try:
         host = _Host(arguments)
-    except Exception as error:  # whatever the error, the parent shows it in its table
+    except Exception as error:  # the parent shows any error in its table
         traceback.print_exc()
         connection.send((first_line(error), None))
         return
@@ -308,7 +311,7 @@ def serve(connection: Connection, arguments: dict[str, Any]) -> None:
             return
         try:
             connection.send(("", getattr(host, method)(*rest)))
-        except Exception as error:  # the parent decides
+        except Exception as error:  # the parent decides when to end
             traceback.print_exc()
             connection.send((first_line(error), None))
 
@@ -319,6 +322,6 @@ def first_line(error: BaseException) -> str:
 
 
 def child() -> None:
-    """Run the engine's process, which ends with its parent."""
+    """The main function of the engine's process, which ends with its parent."""
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     serve(Connection(int(sys.argv[1])), json.loads(sys.argv[2]))

@@ -12,14 +12,14 @@ from bench.serve_engine import Batch
 from bench.serve_systems import BASELINE, BLOCK_TOKENS, OURS, SYSTEMS
 
 GOAL = 0.98
-"""Throughput without hits, as a share of the throughput without offloading."""
+"""Goal for the throughput without hits, as a share of the throughput without offloading."""
 RESTORED_ENOUGH = 0.9
 CONFIDENCE = 0.95
 
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """Prompts of ``size`` tokens, of which the first part (the share ``hit``) was stored before."""
+    """Prompts of ``size`` tokens. A prefix of them, with the share ``hit``, was stored before."""
 
     size: int
     hit: float
@@ -48,7 +48,7 @@ class Samples:
         self.batches[case][system].append(batch)
 
     def restored_nothing(self) -> list[str]:
-        """Systems that restored nothing of what was stored before."""
+        """Systems that restored none of the stored tokens."""
         restored: dict[str, float] = {}
         for case, systems in self.batches.items():
             for system, found in systems.items():
@@ -101,7 +101,7 @@ def _values(found: Sequence[Batch], plain: Sequence[Batch]) -> dict[str, float]:
 
 
 def _own_shares(found: Sequence[Batch]) -> dict[str, float]:
-    """The time of kvtiers' hooks and threads as shares of the batches' time; empty for other
+    """The time of kvtiers' hooks and threads, as shares of the batches' time. Empty for other
     systems."""
     seconds = sum(batch.seconds for batch in found)
     shares = {
@@ -120,10 +120,9 @@ def ratios_of(
 
 
 def interval(values: Sequence[float]) -> tuple[float, float]:
-    """The interval that contains the median of the sampled distribution with probability
-    ``CONFIDENCE``, whatever the distribution: between two order statistics whose ranks follow from
-    the binomial distribution. With fewer than six values not even the extremes reach that
-    probability; they are returned all the same."""
+    """A distribution-free confidence interval of the median, with probability ``CONFIDENCE``: two
+    order statistics whose ranks follow from the binomial distribution. With fewer than six values
+    even the extremes do not reach that probability; they are returned anyway."""
     ranked = sorted(values)
     count = len(ranked)
     if not count:
@@ -139,7 +138,7 @@ def interval(values: Sequence[float]) -> tuple[float, float]:
 
 
 def verdicts(samples: Samples) -> list[str]:
-    """Compare the run with the goal, and name rows without the hits that their case needs."""
+    """Compare the run with the goal, and report rows without the hits that their case requires."""
     ours = {SYSTEMS[name].name for name in OURS}
     notes = []
     for case, systems in samples.batches.items():
@@ -165,7 +164,7 @@ def _cost(case: Case, system: str, ratios: list[float], own: Mapping[str, float]
 
 
 def _untrue(case: Case, system: str, found: Sequence[Batch]) -> list[str]:
-    """Batches whose hits differ from those of their case."""
+    """Messages about batches whose hits differ from those of their case."""
     notes = []
     wanted = 0.0 if system == BASELINE else case.restorable
     short = [b for b in found if b.restored < RESTORED_ENOUGH * wanted * b.prompt_tokens]

@@ -1,7 +1,7 @@
 """The systems that ``bench serve`` compares, and the model that all of them serve.
 
-A system consists of a ``--kv-transfer-config`` and the other settings of its engine. Starting it
-shows whether it runs on this machine.
+A system consists of a ``--kv-transfer-config`` and the other settings of its engine. If it cannot
+run on this machine, its start fails.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ MODELS = {
 the width) at an eighth of the width and half the layers. float32, because processors without
 AVX-512 multiply bfloat16 eight times slower."""
 REAL = ("Llama 3.1 8B", 2 * 8.03e9 / (2 * 32 * 8 * 128 * 2))
-"""A model in use and its arithmetic operations per byte of KV cache (two per weight and token; 32
-layers, 8 KV heads of 128 numbers in bfloat16, from its ``config.json``)."""
+"""For comparison: a real model, and its arithmetic operations per byte of KV cache (two per weight
+and token; 32 layers, 8 KV heads of 128 numbers in bfloat16, from its ``config.json``)."""
 
 
 def kv_bytes_per_token(shape: LlamaShape) -> int:
@@ -46,7 +46,8 @@ def kv_bytes_per_token(shape: LlamaShape) -> int:
 
 
 def flops_per_token(shape: LlamaShape) -> float:
-    """Two per weight, without those of attention itself, which grow with the prompt."""
+    """Operations per token: two per weight. Those of attention, which grow with the prompt, are
+    left out."""
     attention = shape.hidden * shape.head_dim * 2 * (shape.heads + shape.kv_heads)
     layer = attention + 3 * shape.hidden * shape.intermediate
     return 2.0 * (shape.layers * layer + shape.hidden * VOCAB_SIZE)
@@ -54,8 +55,8 @@ def flops_per_token(shape: LlamaShape) -> float:
 
 @dataclass(frozen=True, slots=True)
 class Room:
-    """Sizes of the tiers in bytes. A host tier alone is ``host`` large. Above a disk it is
-    ``small``, so that hits must come from the disk; ``folder`` is on that disk."""
+    """Sizes of the tiers in bytes. A CPU tier alone has the size ``host``. Above a disk tier it has
+    the size ``small``, so that hits must come from the disk. ``folder`` is on that disk."""
 
     host: int
     small: int
@@ -131,7 +132,7 @@ def _lmcache_server(room: Room) -> Start:
     server = (
         f"--l1-size-gb {size_gb:.3f} --eviction-policy LRU --supported-transfer-mode auto "
         f"--http-port {free_port()} "
-        "--disable-observability"  # it needs a package that LMCache does not require
+        "--disable-observability"  # needs a package that LMCache does not require
     )
     extra = {
         "lmcache.mp.port": free_port(),
@@ -149,7 +150,7 @@ def _lmcache_server(room: Room) -> Start:
 
 @dataclass(frozen=True, slots=True)
 class System:
-    """One contestant: the name of its rows, how to start it, and the package that it needs."""
+    """One system: the name of its rows, how to start it, and the package that it needs."""
 
     name: str
     start: Callable[[Room], Start]
@@ -157,7 +158,7 @@ class System:
 
     @property
     def missing(self) -> str:
-        """The reason why it cannot even be tried, or ``None``."""
+        """The reason why it cannot be started, or ``None``."""
         if self.package and importlib.util.find_spec(self.package) is None:
             return f"{self.package} is not installed"
         return ""

@@ -1,8 +1,9 @@
-"""Measures how fast the shared tiers are, as a share of the components on which they are built.
+"""Measures how fast the shared tiers are, as a share of the speed of the components on which they
+are built.
 
-The Mooncake tier over TCP on this machine against the same calls of Mooncake's own client on the
-same memory; the shared LMDB tier against the exclusive one. All run in turn, round by round, over
-the same blocks; figures are medians over rounds. A lookup is one query for many keys.
+Compares the Mooncake tier, over TCP on this machine, with the same calls of Mooncake's own client
+on the same memory, and the shared LMDB tier with the exclusive one. They take turns, round by
+round, over the same blocks; results are medians over rounds. A lookup is one query for many keys.
 """
 
 from __future__ import annotations
@@ -31,10 +32,10 @@ from bench.tiers_systems import Arena
 from demo.mooncake import why_not
 
 ASKED = 512
-"""Keys of one query: a prompt of 8,192 tokens in chunks of 16."""
+"""Number of keys in one query: a prompt of 8,192 tokens in chunks of 16."""
 QUESTIONS = 40
 NEVER = 1 << 40
-"""A number that no block has."""
+"""A block number that is never used."""
 Samples = dict[tuple[str, str], dict[str, list[float]]]
 
 
@@ -95,7 +96,7 @@ def _measure(
         for turn in range(-1, config.rounds):
             for contestant in order.sample(found, len(found)):
                 _round(contestant, arena, turn, samples if turn >= 0 else None)
-            if turn >= 0:  # the first round only warms up
+            if turn >= 0:  # the first round is a warm-up
                 step()
     finally:
         for contestant in found:
@@ -104,7 +105,8 @@ def _measure(
 
 
 def _round(contestant: Contestant, arena: Arena, turn: int, samples: Samples | None) -> None:
-    """Write, read cold, read again, look up, forget; records no result without ``samples``."""
+    """Write, read cold, read again, look up, and forget the blocks. Without ``samples``, records no
+    result."""
     system = contestant.system
     numbers = range((turn + 1) * arena.count, (turn + 2) * arena.count)
     gigabytes = arena.count * arena.block_bytes / 1e9

@@ -1,8 +1,8 @@
 """The systems that ``bench shared`` compares: shared tiers and the limit of each.
 
-The memory of the Mooncake store belongs to a separate process, so that every byte goes through
-TCP; the same Mooncake without our tier is the limit. For the shared LMDB tier it is the exclusive
-one.
+The memory of the Mooncake store belongs to a separate process, so that every byte goes through TCP.
+The limit for the Mooncake tier is Mooncake's client without our tier; for the shared LMDB tier, it
+is the exclusive LMDB tier.
 """
 
 from __future__ import annotations
@@ -75,8 +75,8 @@ class Store:
 
 @dataclass(frozen=True, slots=True)
 class Contestant:
-    """A system, the name of its limit ("" if it has none), and a function that returns which of
-    some blocks it has (``None``: impossible)."""
+    """A system, the name of its limit ("" if it has none), and a function that returns which of the
+    given blocks it has (``None`` if it cannot tell)."""
 
     system: System
     limit: str
@@ -84,7 +84,7 @@ class Contestant:
 
 
 class Mooncake(TierSystem):
-    """The Mooncake tier, with its memory registered as the slab's is."""
+    """The Mooncake tier, with its memory registered like the slab's."""
 
     name = "Mooncake tier"
 
@@ -99,8 +99,8 @@ class Mooncake(TierSystem):
 
 
 class MooncakeClient(ThreadedSystem):
-    """The limit: calls of Mooncake's own client for records in one piece, without checksums, with
-    the same batch size and number of threads as the tier."""
+    """The limit: calls of Mooncake's own client for contiguous records without checksums, with the
+    same batch size and number of threads as the tier."""
 
     name = "Mooncake's client"
 
@@ -157,7 +157,7 @@ class SharedLmdb(TierSystem):
         total = 2 * self.arena.count * self.arena.block_bytes
         return SharedLmdbTier(
             self.folder / "tier",
-            2 * total + FIXED_BYTES,  # it begins to evict before it is full
+            2 * total + FIXED_BYTES,  # the tier begins to evict before it is full
             reserve_bytes=0,
             io_threads=self.depth,
             queue_records=1 << 20,
@@ -165,7 +165,7 @@ class SharedLmdb(TierSystem):
 
 
 def contestants(folder: Path, arena: Arena, depth: int, store: Store | None) -> list[Contestant]:
-    """All systems that can run here, each limit before the systems that it limits."""
+    """All systems that can run here. Each limit comes before the systems that it limits."""
     exclusive = Lmdb(folder / "lmdb", arena, depth)
     shared = SharedLmdb(folder / "shared", arena, depth)
     found = [Contestant(exclusive, "", None), Contestant(shared, exclusive.name, _asked(shared))]

@@ -1,8 +1,9 @@
 """Measures how fast the disk tiers are, as a share of the disk's speed.
 
-All systems run in turn, round by round, over the same blocks, so that noise on the machine affects
-all of them; figures are medians over rounds. In every round each system forgets the blocks of the
-previous round (not timed), then writes, reads cold, reads again, and does both at once.
+The systems take turns, round by round, over the same blocks, so that noise on the machine affects
+all of them; results are medians over rounds. In every round each system forgets the blocks of the
+previous round (not timed), then writes, reads cold, reads again, and reads and writes at the same
+time.
 """
 
 from __future__ import annotations
@@ -105,7 +106,7 @@ def _point(
         for turn in range(-1, config.rounds):
             for system in order.sample(systems, len(systems)):
                 found = _round(system, turn + 1)
-                if turn >= 0:  # the first round only warms up
+                if turn >= 0:  # the first round is a warm-up
                     step(system.name)
                     for phase, values in found.items():
                         for column, value in values.items():
@@ -121,7 +122,7 @@ def _no_samples() -> Samples:
 
 
 def _round(system: System, turn: int) -> dict[str, Samples]:
-    """Run all phases once. Blocks of a turn are numbered from ``2 * turn * count``."""
+    """Run all phases once. The blocks of a turn are numbered from ``2 * turn * count`` on."""
     count = system.arena.count
     first = 2 * turn * count
     mine = range(first, first + count)
@@ -190,7 +191,8 @@ def plotted(points: Sequence[tuple[int, int]]) -> Callable[[Row], bool]:
 
 
 def default_points(sizes: list[int], depths: list[int]) -> tuple[tuple[int, int], ...]:
-    """Every size at the first depth, and every depth at 2 MiB (or at the only size)."""
+    """The points to measure: every size at the first depth, and every depth at 2 MiB (or at the
+    only size)."""
     pivot = 2 << 20 if 2 << 20 in sizes else sizes[0]
     points = [(size, depths[0]) for size in sizes] + [(pivot, depth) for depth in depths[1:]]
     return tuple(points)

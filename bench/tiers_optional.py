@@ -1,8 +1,8 @@
-"""Contestants of ``bench tiers`` whose packages are not dependencies of this project.
+"""Systems of ``bench tiers`` whose packages are not dependencies of this project.
 
 ``lmcache``: the disk backend of LMCache (``pip install --no-deps lmcache aiofile caio``), with its
-own functions for files, O_DIRECT on, and as many threads as the depth. It neither
-flushes nor verifies, which favours it.
+own file functions, O_DIRECT on, and as many threads as the depth. It neither flushes nor verifies,
+which is an advantage for it.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class LmcacheDisk(ThreadedSystem):
             max_local_disk_size=1024,
             extra_config={"use_odirect": True, "disk_io_threads": depth},
         )
-        # The CPU backend only provides buffers; here they are in the arena.
+        # LMCache's CPU backend only provides buffers. Here, the arena provides them.
         self._backend = backend.LocalDiskBackend(config, self._loop, None, dst_device="cpu")
         self._view = memoryview(arena.data)  # type: ignore[arg-type]  # arrays are buffers
 
@@ -67,11 +67,11 @@ class LmcacheDisk(ThreadedSystem):
 OPTIONAL: dict[str, tuple[str, type[System]]] = {
     "lmcache": ("lmcache", LmcacheDisk),
 }
-"""By name: the required package, and the system."""
+"""By name of a system: the package that it requires, and the system."""
 
 
 def available() -> dict[str, type[System]]:
-    """The optional contestants whose packages are installed."""
+    """The optional systems whose packages are installed."""
     return {
         name: system
         for name, (package, system) in OPTIONAL.items()

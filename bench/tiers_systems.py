@@ -1,8 +1,8 @@
 """The systems that ``bench tiers`` compares: our tiers, raw disk, memory, vLLM's fs tier.
 
-Every system moves the same numbered blocks of one arena. ``write`` ends when the system keeps its
-own promise: the LMDB tier, the file tier and the raw file have flushed; vLLM's fs tier never
-flushes, which favours it. All of them avoid the page cache where they can, as they do in
+Every system moves the same numbered blocks of one arena. ``write`` returns when the system's own
+guarantee holds: the LMDB tier, the file tier and the raw file have flushed; vLLM's fs tier never
+flushes, which is an advantage for it. All of them bypass the page cache where they can, as in
 production.
 """
 
@@ -35,8 +35,8 @@ HUGE_BYTES = 2 << 20
 
 
 def _memory(size_bytes: int) -> Buffer:
-    """Aligned to huge pages, and made of huge pages if there are any, like the slab. Pinning pages
-    for O_DIRECT takes most of its CPU time, for all systems alike."""
+    """The alignment of the arena, which uses huge pages where available, like the slab. Pinning
+    pages takes most of the CPU time of O_DIRECT in all systems."""
     flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
     memory = mmap.mmap(-1, size_bytes + HUGE_BYTES, flags=flags)
     with contextlib.suppress(OSError):  # a kernel without huge pages
@@ -47,7 +47,7 @@ def _memory(size_bytes: int) -> Buffer:
 
 
 class Arena:
-    """Pre-faulted memory for ``count`` blocks. Block ``n`` goes to place ``n % count``."""
+    """Pre-faulted memory for ``count`` blocks. Block ``n`` is at position ``n % count``."""
 
     def __init__(self, count: int, block_bytes: int) -> None:
         self.count, self.block_bytes = count, block_bytes
@@ -63,7 +63,7 @@ class Arena:
 
 
 class System(ABC):
-    """One contestant over one folder. Its calls block."""
+    """One system over one folder. Its calls block."""
 
     name = ""
 
@@ -116,7 +116,7 @@ class Threads:
         while (job := self._jobs.get()) is not None:
             try:
                 job()
-            except BaseException as error:  # run() reports it
+            except BaseException as error:  # run() raises the error
                 self._ended.put(error)
             else:
                 self._ended.put(None)
@@ -136,7 +136,7 @@ class Threads:
 
 
 class ThreadedSystem(System):
-    """A system whose calls block and handle single blocks."""
+    """A system with blocking calls for single blocks."""
 
     def __init__(self, folder: Path, arena: Arena, depth: int) -> None:
         super().__init__(folder, arena, depth)
@@ -149,7 +149,7 @@ class ThreadedSystem(System):
     def read_one(self, number: int) -> None: ...
 
     def flush(self) -> None:
-        """Make the written data durable, if the system does that."""
+        """Make the written data durable, if the system supports that."""
 
     def mixed(self, write: Numbers, read: Numbers) -> None:
         jobs: list[Callable[[], None]] = []
@@ -181,8 +181,7 @@ class ThreadedSystem(System):
 
 
 class RawDisk(ThreadedSystem):
-    """The limit: one preallocated file with ``O_DIRECT``, whose blocks are written one after the
-    other in a ring."""
+    """The limit: one preallocated file with ``O_DIRECT``, written block by block as a ring."""
 
     name = "raw O_DIRECT"
 
@@ -234,7 +233,8 @@ class Memory(ThreadedSystem):
 
 
 class VllmFs(ThreadedSystem):
-    """vLLM's fs tier: its functions and its thread counts (16 + 16), a job per block."""
+    """vLLM's fs tier: its functions and its numbers of threads (16 + 16), with one job per
+    block."""
 
     name = "vLLM fs"
 

@@ -1,14 +1,14 @@
 """``./run demo``: a conversation with a real vLLM server whose KV cache has a CPU and a disk tier.
 
-1. Plain vLLM answers the conversation: the reference for the tokens, and for the time that
-   computing every prompt in full takes.
+1. Plain vLLM answers the conversation. This is the reference for the tokens, and for the time to
+   compute every prompt in full.
 2. vLLM with this project's connector answers the same conversation. Before every request, vLLM's
    own prefix cache is emptied, so that the prompts are restored from the CPU tier.
 3. The server is stopped and started again: the prompts are restored from the disk.
 
 The greedy tokens after a restored prompt are compared with those of plain vLLM whose own prefix
-cache held the same tokens, and every restored block is compared with what was computed. Exit code 0
-means: all were equal, and tokens came from both the CPU tier and the disk.
+cache held the same tokens, and every restored block is compared with the computed one. Exit code 0
+means that all were equal, and that tokens were restored from both the CPU tier and the disk.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ def connector_config(folder: Path) -> dict[str, Any]:
         "kv_connector_extra_config": {
             "cpu": {"capacity": "512MiB", "policy": "lru"},
             "tiers": [{"type": "lmdb", "path": str(folder), "capacity": "1GiB", "policy": "lru"}],
-            "verify": "device",  # compares every loaded block with what was computed
+            "verify": "device",  # compares every loaded block with the computed one
             "verify_path": str(folder.with_name("digests")),
         }
         | PATIENT,
@@ -64,8 +64,8 @@ def connector_config(folder: Path) -> dict[str, Any]:
 
 
 def run_offloaded(model: Path, reference: Reference) -> tuple[list[Row], Compared]:
-    """Run the conversation with offloading, before and after a restart; return the rows and what
-    was compared."""
+    """Run the conversation with offloading, before and after a restart. Returns the rows and the
+    result of the comparison."""
     connector = connector_config(FOLDER / "kv")
     server_log = FOLDER / "offload.log"
     with VllmServer(model, log=server_log, flags=FLAGS, connector=connector) as server:
@@ -84,7 +84,7 @@ def run_offloaded(model: Path, reference: Reference) -> tuple[list[Row], Compare
 
 
 def verdict(rows: list[Row], compared: Compared) -> list[str]:
-    """The problems found; empty if there are none."""
+    """The problems that were found."""
     problems = problems_of(rows, compared)
     if not sum(row.sources.cpu for row in rows):
         problems.append("nothing was restored from the CPU tier")
@@ -94,7 +94,7 @@ def verdict(rows: list[Row], compared: Compared) -> list[str]:
 
 
 def conclusion(rows: list[Row], compared: Compared) -> str:
-    """One sentence about what was shown."""
+    """One sentence about the result."""
     cpu = sum(row.sources.cpu for row in rows)
     disk = sum(row.sources.disk for row in rows if row.phase == "restarted")
     return (
@@ -113,9 +113,7 @@ def main() -> int:
     if arguments.shared and (missing := why_not()):
         log.print(missing, markup=False, highlight=False)
         return 1
-    signal.signal(
-        signal.SIGTERM, lambda *_: sys.exit(1)
-    )  # so that servers are stopped when the demo ends
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # stops the servers when the demo ends
     shutil.rmtree(FOLDER, ignore_errors=True)
     FOLDER.mkdir()
     model = make_llama(FOLDER / "model")

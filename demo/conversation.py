@@ -1,6 +1,6 @@
 """The scripted conversation of the demo.
 
-The tiny model answers with random letters; what matters is that every turn repeats all earlier
+The tiny model answers with random letters. All that matters is that every turn repeats all earlier
 turns, as in a chat.
 """
 

@@ -1,4 +1,4 @@
-"""A real Mooncake master, started and killed as a separate process; used by the demo and by the
+"""Runs a real Mooncake master as a separate process that can be killed. Used by the demo and the
 tests."""
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ NEEDS = (
 
 
 class MasterError(Exception):
-    """The master did not start; the message ends with the end of its log."""
+    """Raised if the master did not start. The message ends with the last lines of its log."""
 
 
 def why_not() -> str:
-    """The reason why Mooncake cannot be used here, with the remedy; "" if it can."""
+    """The reason why Mooncake cannot be used here, and the remedy. "" if it can."""
     try:
         importlib.import_module("mooncake.store")
     except ImportError as error:
@@ -39,7 +39,7 @@ class Master:
     """A running ``mooncake_master`` with its metadata server, on free ports that stay the same
     after a restart.
 
-    ``flags`` are added to its command line.
+    ``flags`` are appended to its command line.
     """
 
     def __init__(self, log: Path, *flags: str) -> None:
@@ -81,7 +81,7 @@ class Master:
         }
 
     def start(self) -> None:
-        """Start it, empty, and wait until it responds. Raises ``MasterError``."""
+        """Start an empty master and wait until it responds. Raises ``MasterError``."""
         command = [
             sys.executable,
             "-m",
@@ -104,7 +104,7 @@ class Master:
             time.sleep(0.05)
 
     def kill(self) -> None:
-        """Kill it with SIGKILL."""
+        """Kill the master with SIGKILL."""
         if self._process is not None:
             self._process.kill()
             self._process.wait()

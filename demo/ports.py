@@ -19,10 +19,9 @@ _held: list[int] = []
 def free_port() -> int:
     """Return a port on which no process listens. It belongs to this process until it ends.
 
-    The kernel assigns ports of the ephemeral range to outgoing connections, also between the end of
-    a server and its next start; the returned port is below that range. A lock on a file keeps other
-    processes that call this function from choosing the same port. Raises ``OSError`` if there is
-    none.
+    The returned port is below the ephemeral range, because the kernel assigns ports of that range
+    to outgoing connections, even while a server restarts. A file lock keeps other processes that
+    call this function from choosing the same port. Raises ``OSError`` if no port is free.
     """
     folder = Path(tempfile.gettempdir()) / f"kvtiers-ports-{os.getuid()}"
     folder.mkdir(mode=0o700, exist_ok=True)
@@ -41,7 +40,7 @@ def _range() -> range:
         end = int(EPHEMERAL.read_text(encoding="ascii").split()[0])
     except (OSError, ValueError):
         end = EPHEMERAL_FIRST
-    if end < LOWEST + ENOUGH:  # nearly all ports are ephemeral on this machine
+    if end < LOWEST + ENOUGH:  # almost all ports of this machine are ephemeral
         end = EPHEMERAL_FIRST
     return range(LOWEST, end)
 

@@ -1,5 +1,5 @@
-"""``./run serve MODEL [flags]``: runs ``kvtiers serve`` from a checkout, unless the model is too
-large for this machine's GPUs."""
+"""``./run serve MODEL [flags]``: runs ``kvtiers serve`` from a checkout, after checking that the
+model can fit into this machine's GPUs."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ MIB = 2**20
 
 
 def too_large(model: Path, flags: list[str], gpus: list[int]) -> str:
-    """Explain why a local model does not fit these GPUs; return an empty text if it may fit or if
-    its size is unknown."""
+    """Explain why a local model does not fit into these GPUs. Returns an empty text if it may fit
+    or its size is unknown."""
     weights = sum(path.stat().st_size for path in model.glob("*.safetensors"))
     if not gpus or not weights or _offloads_weights(flags):
         return ""
@@ -32,7 +32,7 @@ def too_large(model: Path, flags: list[str], gpus: list[int]) -> str:
 
 
 def gpu_bytes() -> list[int]:
-    """The memory of each GPU; empty if there is none."""
+    """The memory of each GPU in bytes."""
     command = ["nvidia-smi", "--query-gpu=memory.total", "--format=csv,noheader,nounits"]
     try:
         done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=60)
@@ -42,7 +42,7 @@ def gpu_bytes() -> list[int]:
 
 
 def _number(flags: list[str], *names: str) -> int:
-    """The value of a numeric flag; 1 if it is missing."""
+    """The value of a numeric flag, or 1 if the flag is missing."""
     for at, flag in enumerate(flags):
         name, _, value = flag.partition("=")
         if name in names:

@@ -20,16 +20,16 @@ from demo.ports import free_port
 
 ROOT = Path(__file__).resolve().parents[1]
 DEADLINE_S = 600.0
-"""Deadline for a start, a request and a stop: far longer than any of them takes on the slowest
+"""Deadline for a start, a request or a stop: far longer than any of them takes, even on a slow
 machine."""
 LOG_CHARS = 20_000
 
 BASE_ENV = {
-    "VLLM_SERVER_DEV_MODE": "1",  # gives /reset_prefix_cache and /collective_rpc
+    "VLLM_SERVER_DEV_MODE": "1",  # provides /reset_prefix_cache and /collective_rpc
     "VLLM_NO_USAGE_STATS": "1",
     "HF_HUB_OFFLINE": "1",
-    "TORCHDYNAMO_DISABLE": "1",  # no compiling of the sampler, which takes 3 s
-    # For exact repeatability. With several threads, vLLM's CPU attention produces other last bits
+    "TORCHDYNAMO_DISABLE": "1",  # avoids compiling the sampler, which takes 3 s
+    # For exact repeatability. With several threads, the lowest bits of vLLM's CPU attention change
     # as soon as any connector is configured (seen with vLLM's own ExampleConnector, on AVX-512).
     "OMP_NUM_THREADS": "1",
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
@@ -39,14 +39,14 @@ Metrics = dict[str, float]
 
 
 class ServerError(Exception):
-    """The server did not start, respond or stop in time; the message ends with the end of its
-    log."""
+    """Raised if the server did not start, respond or stop in time. The message ends with the last
+    lines of its log."""
 
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """The result of one streamed chat completion. ``ttft_s`` is from sending to the first generated
-    token; ``cached_tokens`` needs ``--enable-prompt-tokens-details``."""
+    """The result of one streamed chat completion. ``ttft_s`` is the time from sending to the first
+    generated token. ``cached_tokens`` needs ``--enable-prompt-tokens-details``."""
 
     prompt_tokens: int
     cached_tokens: int
@@ -56,7 +56,7 @@ class Answer:
 
 
 class VllmServer:
-    """One ``vllm serve`` with all processes that it starts. Raises ``ServerError``.
+    """One ``vllm serve`` with all processes that it starts. Its methods raise ``ServerError``.
 
     ``program`` is the command before the model; ``connector`` is the value of
     ``--kv-transfer-config``; ``flags`` are other flags. A start, a request and a stop may each
@@ -94,7 +94,7 @@ class VllmServer:
             )
         try:
             self._wait_until_healthy()
-        except BaseException:  # on Ctrl-C as well: no process may be left behind
+        except BaseException:  # even on Ctrl-C, no process may be left behind
             self.kill()
             raise
 
@@ -113,7 +113,7 @@ class VllmServer:
             self.kill()
 
     def chat(self, messages: list[dict[str, str]], max_tokens: int) -> Answer:
-        """Greedy answer to a conversation, streamed."""
+        """Stream the greedy answer to a conversation."""
         body = {
             "model": "tiny",
             "messages": messages,
@@ -142,7 +142,7 @@ class VllmServer:
         return Answer(usage["prompt_tokens"], cached, tuple(tokens), "".join(text), first - start)
 
     def complete(self, prompt: Sequence[int], max_tokens: int, **parameters: Any) -> dict[str, Any]:
-        """``/v1/completions`` for token ids: returns the choice of the response, with
+        """Call ``/v1/completions`` with token ids. Returns the choice of the response, with
         ``token_ids``."""
         choice: dict[str, Any] = self.completion(prompt, max_tokens, **parameters)["choices"][0]
         return choice
@@ -150,7 +150,7 @@ class VllmServer:
     def completion(
         self, prompt: Sequence[int], max_tokens: int, **parameters: Any
     ) -> dict[str, Any]:
-        """The whole response of ``complete``."""
+        """Like ``complete``, but returns the whole response."""
         body = {
             "model": "tiny",
             "prompt": list(prompt),
@@ -163,8 +163,8 @@ class VllmServer:
         return answer
 
     def reset_prefix_cache(self, external: bool = False) -> None:
-        """Empty vLLM's own prefix cache (with ``external`` the tiers too); retried while blocks
-        are still held by transfers in flight."""
+        """Empty vLLM's own prefix cache, and with ``external`` also the tiers. Retries while
+        transfers in flight still hold blocks."""
         path = f"/reset_prefix_cache?reset_external={'true' if external else 'false'}"
         end = time.monotonic() + self._deadline_s
         while not json.loads(self._request("POST", path))["success"]:
@@ -173,16 +173,17 @@ class VllmServer:
             self.nudge()
 
     def metrics(self) -> Metrics:
-        """``/metrics`` as ``name{label="value"}``, without the labels engine and model_name."""
+        """Return ``/metrics`` with keys such as ``name{label="value"}``, without the labels engine
+        and model_name."""
         return dict(_parse_metrics(self.metrics_page()))
 
     def metrics_page(self) -> str:
-        """``/metrics`` as text."""
+        """Return ``/metrics`` as text."""
         return self._request("GET", "/metrics").decode()
 
     def nudge(self) -> None:
-        """Send a request of one token, so that the engine makes a step and reports what happened
-        meanwhile."""
+        """Send a request of one token, so that the engine runs a step and publishes pending
+        metrics."""
         self.complete([0], max_tokens=1)
 
     def call_workers(self, method: str, *arguments: str) -> None:
@@ -209,7 +210,7 @@ class VllmServer:
         self._process.wait(self._deadline_s)
 
     def _kill_group(self) -> None:
-        with contextlib.suppress(ProcessLookupError):  # no process is left
+        with contextlib.suppress(ProcessLookupError):  # the processes have already ended
             os.killpg(self._process.pid, signal.SIGKILL)
 
     def _wait_until_healthy(self) -> None:

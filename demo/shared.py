@@ -1,13 +1,13 @@
 """``./run demo --shared``: two real vLLM servers that share a Mooncake store.
 
-1. Plain vLLM answers a conversation: the reference for the tokens and the times.
+1. Plain vLLM answers a conversation. This is the reference for the tokens and the times.
 2. The first server with this project's connector computes and stores the conversation.
 3. The second server, which has never seen it, restores it from the store.
-4. The store's master is killed: both servers still answer. It is started again, empty, and is used
-   again.
+4. The store's master is killed: both servers still answer. It is started again, empty, and the
+   servers use it again.
 
-Exit code 0 means: all tokens and restored blocks were equal, and the second server restored what
-the first had computed.
+Exit code 0 means that all tokens and restored blocks were equal, and that the second server
+restored blocks that the first had computed.
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ from demo.talk import (
 )
 
 HASH = "--prefix-caching-hash-algo=sha256_cbor"
-"""The hash algorithm is equal in every process; vLLM's default may hash equal content differently,
-which costs hits."""
+"""This hash algorithm gives the same hashes in every process. vLLM's default may not, which would
+cost hits."""
 
 
 def connector_config(master: Master, folder: Path) -> dict[str, Any]:
     """The ``--kv-transfer-config`` of both servers: a CPU tier above the store. Through ``folder``,
-    each server finds the digests of the chunks that the other has computed."""
+    each server finds the digests of the chunks that the other one has computed, for ``verify``."""
     return {
         "kv_connector": "KvTiersConnector",
         "kv_connector_module_path": "offload.connector",
@@ -45,7 +45,7 @@ def connector_config(master: Master, folder: Path) -> dict[str, Any]:
         "kv_connector_extra_config": {
             "cpu": {"capacity": "64MiB", "policy": "lru"},
             "tiers": [master.tier()],
-            "verify": "device",  # compares every loaded block with what was computed
+            "verify": "device",  # compares every loaded block with the computed one
             "verify_path": str(folder / "digests"),
         }
         | PATIENT,
@@ -53,8 +53,8 @@ def connector_config(master: Master, folder: Path) -> dict[str, Any]:
 
 
 def run_shared(model: Path, folder: Path, reference: Reference) -> tuple[list[Row], list[str], str]:
-    """Run the conversation on two servers; return the rows, the problems, and one sentence about
-    what was shown."""
+    """Run the conversation on two servers. Returns the rows, the problems, and one sentence about
+    the result."""
     rows: list[Row] = []
     with Master(folder / "master.log") as master:
         connector = connector_config(master, folder)
@@ -78,7 +78,7 @@ def run_shared(model: Path, folder: Path, reference: Reference) -> tuple[list[Ro
 
 
 def conclusion(rows: list[Row], compared: Compared) -> str:
-    """One sentence about what was shown."""
+    """One sentence about the result."""
     found = sum(row.sources.disk for row in rows if row.phase == "second server")
     return (
         f"Shown: a second server restored {found:,} prompt tokens that only the first had "
@@ -88,7 +88,8 @@ def conclusion(rows: list[Row], compared: Compared) -> str:
 
 
 def _is_used_again(server: VllmServer) -> bool:
-    """Send new prompts until the tier's breakers have closed and it is written again."""
+    """Send new prompts until the tier's circuit breakers have closed and chunks are written to it
+    again."""
     end = time.monotonic() + DEADLINE_S
     before = _stored(server)
     number = 0
@@ -105,7 +106,7 @@ def _stored(server: VllmServer) -> float:
 
 
 def verdict(rows: list[Row], compared: Compared) -> list[str]:
-    """The problems found; empty if there are none."""
+    """The problems that were found."""
     problems = problems_of(rows, compared)
     if not sum(row.sources.disk for row in rows if row.phase == "second server"):
         problems.append("the second server restored nothing that the first had computed")

@@ -25,10 +25,10 @@ class Sources:
 def read_sources(
     server: VllmServer, before: Metrics, prompt_tokens: int, lower: str = "lmdb"
 ) -> Sources:
-    """The difference in the metrics that one request of ``prompt_tokens`` made.
+    """The increase of the metrics by one request with ``prompt_tokens`` tokens.
 
-    Metrics are published a moment after the answer, so this waits until every token of the prompt
-    is accounted for. Raises ``ServerError`` if that never happens.
+    Metrics are published shortly after the answer, so this waits until every token of the prompt is
+    accounted for. Raises ``ServerError`` if that does not happen.
     """
     end = time.monotonic() + DEADLINE_S
     nudges = 0
@@ -43,7 +43,7 @@ def read_sources(
         gpu = grown(BY_SOURCE, 'source="local_cache_hit"')
         external = grown(BY_SOURCE, 'source="external_kv_transfer"')
         cpu, disk = grown(LOADED, 'tier="cpu"'), grown(LOADED, f'tier="{lower}"')
-        # subtracts the nudges, which have one token each
+        # minus the nudges, which have one token each
         own = computed + gpu + external - prompt_tokens
         if 0 <= own <= nudges and cpu + disk >= external:
             return Sources(computed - own, gpu, cpu, disk)
@@ -57,14 +57,14 @@ def read_sources(
 
 
 def load_failures(metrics: Metrics) -> float:
-    """The number of loads that have failed, whose prompts were recomputed."""
+    """The number of failed loads, after which the prompts were recomputed."""
     return metrics.get("vllm:kvtiers_load_failures_total", 0.0)
 
 
 @dataclass(frozen=True, slots=True)
 class Compared:
-    """Restored chunks, here of one block each, by what ``verify`` found: equal to what was
-    computed, different, or not comparable."""
+    """The numbers of restored chunks (one block each here) by the result of ``verify``: equal to
+    the computed chunk, different, or not comparable."""
 
     equal: int
     different: int
@@ -87,7 +87,7 @@ def read_compared(server: VllmServer) -> Compared:
 
 
 def wait_until_on_disk(server: VllmServer, lower: str = "lmdb") -> None:
-    """Wait until every chunk that reached the CPU tier has reached the disk tier too."""
+    """Wait until every chunk in the CPU tier has reached the disk tier, too."""
     end = time.monotonic() + DEADLINE_S
     while True:
         now = server.metrics()

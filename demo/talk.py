@@ -1,4 +1,4 @@
-"""Sends the demo's conversation to plain vLLM for the reference, and to servers with offloading."""
+"""Sends the demo's conversation to plain vLLM, as the reference, and to servers with offloading."""
 
 from __future__ import annotations
 
@@ -29,15 +29,15 @@ PATIENT = {
     "lookup_timeout_s": 10,
     "break_even": False,
 }
-"""These settings ensure that on a busy machine nothing is given up because it is late, and that no
-load is skipped because this small model computes faster than anything loads."""
+"""With these settings, no load or store is abandoned because a busy machine is late, and no load is
+skipped because this small model computes faster than any tier loads."""
 Messages = list[dict[str, str]]
 
 
 @dataclass(frozen=True, slots=True)
 class Row:
     """The result of one request with offloading. ``ttft_computed_s`` is the time of plain vLLM with
-    nothing cached. ``tokens_equal`` is None if the answers cannot be compared; see `compare`."""
+    an empty cache. ``tokens_equal`` is None if the answers cannot be compared; see `compare`."""
 
     phase: str
     turn: int
@@ -50,8 +50,8 @@ class Row:
 
 @dataclass(frozen=True, slots=True)
 class Reference:
-    """The answers of plain vLLM to each turn: during the conversation, with its prefix cache warm,
-    and with its prefix cache empty."""
+    """The answers of plain vLLM to each turn: during the conversation, with a warm prefix cache,
+    and with an empty prefix cache."""
 
     requests: list[Messages]
     talk: list[Answer]
@@ -60,7 +60,7 @@ class Reference:
 
 
 def run_reference(model: Path, log: Path) -> Reference:
-    """Answer the conversation with plain vLLM, which also fixes the text of all requests."""
+    """Answer the conversation with plain vLLM. Its answers become part of all later requests."""
     requests: list[Messages] = []
     messages: Messages = [{"role": "system", "content": SYSTEM}]
     talk: list[Answer] = []
@@ -80,10 +80,11 @@ def run_reference(model: Path, log: Path) -> Reference:
 
 
 def compare(answer: Answer, wanted: Answer, has_failed: bool) -> bool | None:
-    """True if the tokens are those of plain vLLM, False if not.
+    """Return True if the tokens are those of plain vLLM, False if not.
 
     Returns None if the numbers of cached prompt tokens differ between the answers, or if a load
-    failed: the rest was then computed in other pieces, by kernels whose last bits may differ.
+    failed: the rest of the prompt was then computed in pieces of other sizes, for which the kernels
+    may produce different lowest bits.
     """
     if has_failed or answer.cached_tokens != wanted.cached_tokens:
         return None
@@ -98,14 +99,14 @@ CAPTION = (
     "computed; a model this small computes almost for nothing."
 )
 TOKENS_EQUAL = {True: "yes", False: "[red]NO[/red]", None: "other hit"}
-"""Text for ``Row.tokens_equal``."""
+"""The text for ``Row.tokens_equal`` in the table."""
 
 
 def warm_up(server: VllmServer, requests: list[Messages]) -> None:
-    """Send every text reversed, first computed and then cached, before anything is measured.
+    """Warm up: send every text reversed, first computed and then cached.
 
-    The first requests of a fresh engine are slow, because it prepares kernels when it meets an
-    input size for the first time. Reversed texts have the same sizes and share no block.
+    The first requests of a fresh engine are slow, because it prepares kernels for each new input
+    size. Reversed texts have the same sizes and share no block.
     """
     for request in requests:
         mirrored = [{**message, "content": message["content"][::-1]} for message in request]
@@ -123,8 +124,8 @@ def ask_all(
     reset: bool,
     lower: str = "lmdb",
 ) -> list[Row]:
-    """Send every request of the reference, each after calling ``reset`` to empty vLLM's own cache;
-    ``lower`` is the tier below the CPU."""
+    """Send every request of the reference, each after calling ``reset`` to empty vLLM's own cache.
+    ``lower`` is the tier below the CPU tier."""
     rows = []
     for turn, request in enumerate(reference.requests):
         if reset:
@@ -142,7 +143,7 @@ def ask_all(
 
 
 def problems_of(rows: list[Row], compared: Compared) -> list[str]:
-    """The problems of these answers and restored blocks; empty if there are none."""
+    """The problems with these answers and restored blocks."""
     problems = [
         f"{row.phase}, turn {row.turn}: other tokens than plain vLLM"
         for row in rows
@@ -163,7 +164,7 @@ def problems_of(rows: list[Row], compared: Compared) -> list[str]:
 
 
 def answers_shown(rows: list[Row]) -> str:
-    """The part of the final sentence about the tokens of these answers."""
+    """The part of the final sentence that is about the tokens of these answers."""
     equal = sum(row.tokens_equal is True for row in rows)
     if equal == len(rows):
         return "every answer has the tokens of vLLM without offloading"
@@ -174,7 +175,7 @@ def answers_shown(rows: list[Row]) -> str:
 
 
 def make_table(rows: list[Row], restored_phases: Container[str], lower: str = "disk tier") -> Table:
-    """One row for each request; times in milliseconds."""
+    """Print one row per request, with times in milliseconds."""
     restored = [row for row in rows if row.phase in restored_phases]
     restored_ms, computed_ms = (
         1000 * median(times)

@@ -1,11 +1,12 @@
 """A tiny Llama with random weights and a byte-level tokenizer, written in Hugging Face format.
 
-It is real enough for vLLM (config, safetensors, tokenizer, chat template), has a few MiB, takes
-about a second to make without a download, and has the same bytes for the same seed.
+It has everything that vLLM needs (config, safetensors, tokenizer, chat template) and a few MiB.
+Making it takes about a second and no download, and the same seed gives the same bytes.
 
-The weights have unit gain (standard deviation fan_in^-0.5), query and key projections twice that,
-embeddings 0.5. With plain random weights the output hardly depends on the prefix; with these,
-attention is peaked, and a wrong cached block changes the log-probabilities and often the tokens.
+The weights have unit gain (standard deviation fan_in^-0.5), the query and key projections twice
+that, the embeddings 0.5. With ordinary random weights the output hardly depends on the prefix. With
+these, attention is peaked, so a wrong cached block changes the log-probabilities and often the
+tokens.
 """
 
 from __future__ import annotations
@@ -49,9 +50,9 @@ class LlamaShape:
 
 
 def make_llama(folder: Path, seed: int = 0, shape: LlamaShape | None = None) -> Path:
-    """Write the model into ``folder`` unless it is there already, and return ``folder``.
+    """Write the model into ``folder`` unless it already exists, and return ``folder``.
 
-    The config is written last, so a folder with a config is complete.
+    The config is written last, so that a folder with a config is complete.
     """
     shape = shape or LlamaShape()
     config = folder / "config.json"
@@ -67,9 +68,9 @@ def make_llama(folder: Path, seed: int = 0, shape: LlamaShape | None = None) -> 
 def save_bfloat16(weights: Weights, path: Path) -> None:
     """Write a safetensors file of bfloat16 matrices, rounded to nearest even.
 
-    Layout (huggingface/safetensors, "Format"): u64 little-endian header length, JSON header
-    with dtype, shape and ``[begin, end)`` of each matrix, then the bytes. Written here because
-    numpy has no bfloat16, which the library's numpy functions would need.
+    Layout (huggingface/safetensors, "Format"): u64 little-endian header length, JSON header with
+    dtype, shape and ``[begin, end)`` of each matrix, then the bytes. Implemented here because the
+    library's numpy functions would need bfloat16, which numpy does not have.
     """
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     parts: list[bytes] = []
@@ -87,7 +88,7 @@ def save_bfloat16(weights: Weights, path: Path) -> None:
 
 
 def byte_ids(text: str) -> list[int]:
-    """The token ids of ``text``: one per UTF-8 byte (no chat template, no special tokens)."""
+    """The token ids of ``text``: one per UTF-8 byte, without chat template and special tokens."""
     order = {char: index for index, char in enumerate(sorted(_byte_alphabet().values()))}
     alphabet = _byte_alphabet()
     return [order[alphabet[byte]] for byte in text.encode()]
@@ -117,8 +118,8 @@ def write_tokenizer(folder: Path, max_positions: int) -> None:
 
 
 def mute_unprintable(head: npt.NDArray[np.float32]) -> None:
-    """Zero the rows of an output matrix ``[vocab, hidden]`` that do not stand for printable
-    characters, so that greedy text can be read and no end token stops it. Modifies ``head``."""
+    """Zero the rows of an output matrix ``[vocab, hidden]`` that are not for printable characters,
+    so that greedy text is readable and no end token stops it. Modifies ``head``."""
     printable = byte_ids("".join(chr(code) for code in range(32, 127)))
     mask = np.ones(head.shape[0], dtype=bool)
     mask[printable] = False
@@ -126,7 +127,7 @@ def mute_unprintable(head: npt.NDArray[np.float32]) -> None:
 
 
 def _byte_alphabet() -> dict[int, str]:
-    """The printable character for each byte that byte-level BPE uses (the table of GPT-2)."""
+    """The printable character that byte-level BPE uses for each byte (GPT-2's table)."""
     kept = [*range(33, 127), *range(161, 173), *range(174, 256)]
     table = {byte: chr(byte) for byte in kept}
     moved = (byte for byte in range(256) if byte not in table)

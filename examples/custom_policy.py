@@ -1,8 +1,8 @@
-"""A custom eviction policy, first judged in the simulator and then used in a real vLLM server.
+"""A custom eviction policy, first evaluated in the simulator and then used in a real vLLM server.
 
 Run from a checkout with vLLM: ``python examples/custom_policy.py``. It simulates the policy, starts
 a server with a tiny model whose CPU and LMDB tiers both use it, holds several conversations, and
-shows what came back from which tier. This takes about a minute on a CPU.
+shows how many tokens were restored from which tier. This takes about a minute on a CPU.
 """
 
 from __future__ import annotations
@@ -32,12 +32,13 @@ logger = logging.getLogger("offload.example")
 class EndedFirstPolicy(EvictionPolicy):
     """LRU that evicts conversations first once their clients say that they are over.
 
-    What other conversations share stays: a chunk that was followed by two different chunks is a
-    fork, and only what lies behind the last fork belongs to one conversation alone.
+    Shared chunks are kept: a chunk that was followed by two different chunks is a fork, and only
+    chunks after the last fork belong to a single conversation.
     """
 
     def __init__(self) -> None:
-        self._over: OrderedDict[Key, None] = OrderedDict()  # oldest use first, as in the next one
+        # oldest use first, as in the next attribute
+        self._over: OrderedDict[Key, None] = OrderedDict()
         self._live: OrderedDict[Key, None] = OrderedDict()
         self._next: dict[Key, Key] = {}
         self._forks: set[Key] = set()
@@ -86,8 +87,8 @@ class EndedFirstPolicy(EvictionPolicy):
 
 
 def in_the_simulator() -> None:
-    """Compare it with LRU, with the default and with Belady's optimum: a trace of conversations,
-    a twentieth of which fits, and clients that say when they are done."""
+    """Compare the policy with LRU, the default policy and Belady's optimum, on a trace of
+    conversations whose clients announce their end. A twentieth of the trace fits."""
     trace = synthetic_trace(1, requests=1000)
     capacity = trace.unique_blocks() // 20
     for result in (
@@ -101,7 +102,8 @@ def in_the_simulator() -> None:
 
 @contextmanager
 def serving(folder: Path, *flags: str) -> Iterator[VllmServer]:
-    """A server whose CPU tier and LMDB tier both use the policy; its log is ``server.log``."""
+    """Create a server whose CPU tier and LMDB tier both use the policy. Its log is
+    ``server.log``."""
     policy = "examples.custom_policy:EndedFirstPolicy"
     connector = {
         "kv_connector": "KvTiersConnector",
@@ -117,9 +119,9 @@ def serving(folder: Path, *flags: str) -> Iterator[VllmServer]:
                     "policy": policy,
                 }
             ],
-            "verify": "device",  # compares every loaded block with what was computed
+            "verify": "device",  # compares every loaded block with the computed one
         }
-        | PATIENT,  # no block is lost on a busy machine
+        | PATIENT,  # no store is skipped on a busy machine
     }
     flags = (
         "--enforce-eager",
@@ -136,7 +138,8 @@ def serving(folder: Path, *flags: str) -> Iterator[VllmServer]:
 
 
 def converse(server: VllmServer, turn: int) -> Counter[str]:
-    """Let four users ask, each with vLLM's own cache empty; return the restored tokens by tier."""
+    """Let four users ask questions, each time with vLLM's own cache emptied. Returns the restored
+    tokens by tier."""
     restored: Counter[str] = Counter()
     for user in range(4):
         question = f"User {user} asks for the same long story again. " * 40
@@ -151,8 +154,8 @@ def converse(server: VllmServer, turn: int) -> Counter[str]:
 
 
 def in_a_server(server: VllmServer) -> bool:
-    """Serve with the policy; return True if it chose victims and prompts were restored from the
-    disk with the bytes that were computed."""
+    """Serve with the policy. Returns True if it chose victims, and prompts were restored from the
+    disk with the computed bytes."""
     restored = converse(server, 0) + converse(server, 1)
     compared = read_compared(server)
     log = server.log_path.read_text(errors="replace")

@@ -1,11 +1,12 @@
 """A custom tier: keeps records in a SQLite file, below the CPU tier.
 
 Run: ``python examples/custom_tier.py``. It offloads ten blocks to a CPU tier that holds six, with
-this tier below it, forgets the blocks, restores all ten, and finds them again after a restart.
+this tier below it. Then it forgets the blocks and restores all ten, and restores them again after a
+restart.
 
 It fulfils the contract of ``tiers/testing/__init__.py`` in a hundred lines, with one thread and one
-transaction per call. It is an example and not a fast tier: SQLite copies every payload twice and
-syncs every write.
+transaction per call. It is an example, not a fast tier: SQLite copies every payload twice and syncs
+every write.
 """
 
 from __future__ import annotations
@@ -58,8 +59,8 @@ INSERT INTO epoch SELECT 0 WHERE NOT EXISTS (SELECT * FROM epoch);
 class SqliteTier(Tier):
     """Records in ``folder/records.db``, least recently used first by their row number.
 
-    The file belongs to one thread, so that calls follow each other. A caller that is cancelled
-    waits for its call (``settled``), because the thread may still use its buffers.
+    The file belongs to one thread, which serializes the calls. A caller that is cancelled waits
+    until its call has ended (``settled``), because the thread may still use the caller's buffers.
     """
 
     def __init__(self, folder: Path, capacity_bytes: int, identity: Identity | None = None) -> None:
@@ -117,7 +118,7 @@ class SqliteTier(Tier):
         if len(payload) != into.nbytes:
             return ReadOutcome.CORRUPT
         np.copyto(into, np.frombuffer(payload, np.uint8))
-        # Verified in the buffer where it will be used, after the last copy.
+        # Verify the bytes in the buffer where they will be used, after the last copy.
         good = verify(header, self._identity, key, self._epoch, into)
         return ReadOutcome.OK if good else ReadOutcome.CORRUPT
 
@@ -197,7 +198,7 @@ BLOCKS, PAGE_BYTES = 32, 8192
 
 
 async def main(folder: Path) -> bool:
-    """Offload, forget and restore, twice; return whether every byte was restored."""
+    """Offload, forget and restore, twice. Returns True if every byte was restored."""
     caches = {"layers.0": torch.empty((BLOCKS, PAGE_BYTES), dtype=torch.uint8)}
     layout = SimpleConfig(BLOCKS, (SimpleGroup(("layers.0",), SimpleSpec(16, PAGE_BYTES)),))
     config = {"cpu": {"capacity": 8 * PAGE_BYTES, "policy": "lru"}, "staging": 2 * PAGE_BYTES}

@@ -1,7 +1,7 @@
 """Offloads and restores KV blocks in one process, without vLLM.
 
-Run: ``python examples/inprocess.py``. It makes a small KV cache, offloads ten blocks to a CPU tier
-that holds six, with an LMDB tier below it, forgets the blocks, and restores all ten.
+Run: ``python examples/inprocess.py``. It makes a small KV cache and offloads ten blocks to a CPU
+tier that holds six, with an LMDB tier below it. Then it forgets the blocks and restores all ten.
 """
 
 from __future__ import annotations

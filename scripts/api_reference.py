@@ -1,9 +1,9 @@
-"""Write ``docs/reference/api.md`` from the docstrings of the public names.
+"""Writes ``docs/reference/api.md`` from the docstrings of the public names.
 
     python scripts/api_reference.py
 
-It reads the source and imports none of it. A public package or module lists its names in
-``__all__``; a module without ``__all__`` is described by its docstring alone.
+It reads the source without importing it. A public package or module lists its names in ``__all__``;
+for a module without ``__all__``, only the docstring is shown.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ MODULES = (
     "tiers.authoring",
     "tiers.testing",
 )
-"""The public modules in the order of the page."""
+"""The public modules, in the order of the page."""
 CONTRACTS = {"policies.testing": ("PolicyContract", "synthetic_trace"), "policies.hints": ()}
 """The public names of modules that have no ``__all__``."""
 
@@ -62,7 +62,7 @@ Function = ast.FunctionDef | ast.AsyncFunctionDef
 
 
 class Entry(NamedTuple):
-    """One public name: its node, and the string that documents a constant."""
+    """One public name: its node, and for a constant the string that documents it."""
 
     module: str
     name: str
@@ -71,7 +71,7 @@ class Entry(NamedTuple):
 
     @property
     def key(self) -> tuple[str, str]:
-        """A key that is equal for two names of one object."""
+        """A key that is equal for two names of the same object."""
         return self.module, self.name
 
 
@@ -95,7 +95,7 @@ def public_names(module: str) -> list[str]:
 
 
 def find(module: str, name: str) -> Entry:
-    """The place where a name is defined, followed through imports. Raises ``LookupError``."""
+    """Follow imports to the definition of a name. Raises ``LookupError``."""
     tree = tree_of(module)
     for node, after in with_next(tree.body):
         if isinstance(node, ast.ClassDef | Function) and node.name == name:
@@ -110,7 +110,7 @@ def find(module: str, name: str) -> Entry:
 
 
 def with_next(body: list[ast.stmt]) -> Iterator[tuple[ast.stmt, ast.stmt | None]]:
-    """Each statement with the statement that follows it."""
+    """Pairs of each statement with the one that follows it."""
     yield from zip(body, [*body[1:], None], strict=True)
 
 
@@ -122,7 +122,7 @@ def assigned(node: ast.stmt) -> list[str]:
 
 
 def string_of(node: ast.stmt | None) -> str:
-    """The text of a statement that is only a string; empty for any other statement."""
+    """The text of a statement that is only a string, or an empty text."""
     value = node.value if isinstance(node, ast.Expr) else None
     if isinstance(value, ast.Constant) and isinstance(value.value, str):
         return inspect.cleandoc(value.value)
@@ -135,7 +135,7 @@ def markdown(doc: str) -> str:
 
 
 def parameters(node: Function) -> list[str]:
-    """The parameters of a function, as the source writes them."""
+    """The parameters of a function, as in the source."""
     found = node.args
     plain = [*found.posonlyargs, *found.args]
     shown = [parameter(arg) for arg in plain]
@@ -170,7 +170,7 @@ def signature(node: Function, *, is_method: bool) -> str:
 
 
 def members(node: ast.ClassDef) -> Iterator[tuple[str, str]]:
-    """The public members of a class: how each is written, and its docstring."""
+    """The public members of a class, each with its signature and docstring."""
     for item, after in with_next(node.body):
         if isinstance(item, Function):
             doc, shown = ast.get_docstring(item) or "", signature(item, is_method=True)
@@ -185,7 +185,7 @@ def members(node: ast.ClassDef) -> Iterator[tuple[str, str]]:
 
 
 def inherited(entry: Entry) -> set[str]:
-    """The names of all members that the base classes of a class document."""
+    """The names of all members that are documented in base classes."""
     found: set[str] = set()
     for base in entry.node.bases if isinstance(entry.node, ast.ClassDef) else ():
         try:
@@ -200,7 +200,7 @@ def inherited(entry: Entry) -> set[str]:
 
 
 def shown_members(entry: Entry) -> Iterator[tuple[str, str]]:
-    """The members of a class, without overrides that the base class documents."""
+    """The members of a class, without overrides that are documented in a base class."""
     assert isinstance(entry.node, ast.ClassDef)
     overrides = inherited(entry)
     for shown, doc in members(entry.node):
@@ -210,7 +210,8 @@ def shown_members(entry: Entry) -> Iterator[tuple[str, str]]:
 
 
 def undocumented(entry: Entry) -> list[str]:
-    """List what lacks a docstring in a public name. A class documents its plain fields itself."""
+    """List the missing docstrings of a public name. The docstring of a class documents its plain
+    fields."""
     missing = [] if entry.doc else [f"{entry.module}.{entry.name}"]
     if isinstance(entry.node, ast.ClassDef):
         missing += [
@@ -222,7 +223,7 @@ def undocumented(entry: Entry) -> list[str]:
 
 
 def described(entry: Entry) -> str:
-    """The section of one public name."""
+    """Make the section of one public name."""
     node = entry.node
     lines = [f"### `{entry.name}`", ""]
     if isinstance(node, ast.ClassDef):
@@ -242,7 +243,7 @@ def described(entry: Entry) -> str:
 
 
 def page() -> str:
-    """The whole page."""
+    """Make the whole page."""
     parts = [HEAD]
     described_already = set[tuple[str, str]]()
     for module in MODULES:

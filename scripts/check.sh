@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# All static checks, each run even when an earlier one failed. Run by ./run check and ./run test.
-# mypy takes as long as the others together, so it runs beside them and reports at the end.
+# Runs all static checks, even after one has failed. Called by ./run check and ./run test.
+# mypy takes as long as all others together, so it runs in parallel and reports at the end.
 set -uo pipefail
 status=0
 step() {

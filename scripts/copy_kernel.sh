@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
 # Makes tiers/copy/copy_list.ptx from copy_list.cu. Needs nvcc (CUDA 12 or 13).
 #   scripts/copy_kernel.sh [file]
-# The PTX is for compute capability 8.0, and so for everything after it. It uses nothing newer than
-# PTX 7.0, and says so: a newer number would shut out older drivers.
+# The PTX is for compute capability 8.0 and later. It uses no feature newer than PTX 7.0, and declares
+# this version: older drivers would reject a newer one.
 set -euo pipefail
 cd "$(dirname "$0")/../tiers/copy"
 to=${1:-copy_list.ptx}

@@ -1,4 +1,4 @@
-"""Draws ``docs/architecture.svg`` from ``docs/architecture.toml``. Plain SVG, no library.
+"""Draws ``docs/architecture.svg`` from ``docs/architecture.toml``, without a drawing library.
 
 python scripts/draw_architecture.py
 """
@@ -17,9 +17,9 @@ PICTURE = DOCS / "architecture.svg"
 
 WIDTH, MARGIN, GAP = 1180, 20, 14
 COLUMN_GAP = 110
-"""Gap between the two processes, through which plans and reports pass."""
+"""The gap between the two processes, which is crossed by plans and reports."""
 FRAME_HEAD, BOX_HEAD, LINE, ROW_GAP = 34, 21, 14, 22
-CHARACTER = 6.1  # width of a character of the small type
+CHARACTER = 6.1  # width of a character in the small font
 COLOURS = {"offload": "#e8f0fb", "tiers": "#e9f6ec", "policies": "#fdf3e1", "bench": "#f1f1f1"}
 
 
@@ -65,7 +65,7 @@ def draw_box(box: Box) -> list[str]:
 def draw_frame(
     frame: dict[str, Any], left: float, top: float, width: float
 ) -> tuple[list[str], list[Box]]:
-    """The drawing of a frame and its boxes; the last box ends where the frame does."""
+    """Draw a frame and its boxes. The last box ends at the frame's end."""
     boxes = list[Box]()
     y = top + FRAME_HEAD
     for row in frame["rows"]:
@@ -83,8 +83,9 @@ def draw_frame(
 
 
 def draw_arrow(start: Box, end: Box, label: str, shift: float, at: float | None) -> list[str]:
-    """An arrow straight down between rows, or across between the processes with its label above.
-    ``at`` is the share of the upper box's width where an arrow begins that must not cross a box."""
+    """Draw an arrow straight down between rows, or across between the processes with its label
+    above. ``at`` is where the arrow begins, as a share of the upper box's width, so that it crosses
+    no other box."""
     if abs(start.top - end.top) < 1:
         right = start.left < end.left
         x1 = start.left + start.width if right else start.left

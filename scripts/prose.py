@@ -1,4 +1,4 @@
-"""Checks the prose (Markdown, docstrings, comments and messages) against the list in
+"""Checks the prose (Markdown, docstrings, comments and messages) against the rules in
 ``prose.toml``.
 
 python scripts/prose.py            # every finding; fails if there is one
@@ -119,7 +119,7 @@ def tracked(suffixes: tuple[str, ...]) -> list[str]:
     listed = subprocess.run(
         ["git", "ls-files", "-co", "--exclude-standard"], cwd=ROOT, capture_output=True, text=True
     )
-    if listed.returncode:  # not a git checkout: an unpacked archive
+    if listed.returncode:  # not a git checkout, but an unpacked archive
         files = [p for f in (*PYTHON, "docs") for p in (ROOT / f).rglob("*")] + [*ROOT.iterdir()]
         names = [p.relative_to(ROOT).as_posix() for p in files]
     else:

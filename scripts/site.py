@@ -2,9 +2,9 @@
 
     python scripts/site.py [--out FOLDER]     (default: .cache/site/html)
 
-Copies the pages and what they link to into one folder, writes mkdocs's configuration beside it, and
-runs ``mkdocs build --strict``: a link or an anchor that leads nowhere fails. mkdocs is installed
-into a separate environment the first time.
+Copies the pages and the files to which they link into one folder, writes mkdocs's configuration
+beside it, and runs ``mkdocs build --strict``, which fails for dead links and anchors. The first run
+installs mkdocs into a separate environment.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ FOLDER_LINK = re.compile(r"\]\(((?:\.\./)*(?:docs/)?decisions)/?\)")
 
 
 def stage(pages: Path) -> list[Path]:
-    """Copy everything into an empty folder, in the same layout; returns the paths, relative."""
+    """Copy everything into an empty folder, with the same layout. Returns the relative paths."""
     copied = sorted({path for pattern in COPIED for path in ROOT.glob(pattern) if path.is_file()})
     for path in copied:
         target = pages / path.relative_to(ROOT)
@@ -76,7 +76,7 @@ def menu(pages: Path) -> Iterator[dict[str, Any]]:
 
 
 def configuration(pages: Path, out: Path) -> dict[str, Any]:
-    """mkdocs's configuration. JSON is YAML, so it is written as that."""
+    """mkdocs's configuration, which is written as JSON, a subset of YAML."""
     found = dict.fromkeys(("not_found", "absolute_links", "unrecognized_links", "anchors"), "warn")
     return {
         "site_name": "kvtiers",
@@ -91,7 +91,7 @@ def configuration(pages: Path, out: Path) -> dict[str, Any]:
 
 
 def mkdocs() -> list[str]:
-    """The command, installed if necessary."""
+    """The command of mkdocs, which is installed if necessary."""
     if importlib.util.find_spec("mkdocs"):
         return [sys.executable, "-m", "mkdocs"]
     python = WORK / "venv" / "bin" / "python"
@@ -103,7 +103,7 @@ def mkdocs() -> list[str]:
 
 
 def main() -> int:
-    """Build the site; returns mkdocs's exit code."""
+    """Build the site. Returns mkdocs's exit code."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--out", type=Path, default=WORK / "html")
     out = parser.parse_args().out.resolve()
@@ -113,7 +113,7 @@ def main() -> int:
     config = WORK / "mkdocs.yml"
     config.write_text(json.dumps(configuration(pages, out), indent=2), encoding="utf-8")
     command = [*mkdocs(), "build", "--strict", "--clean", "--config-file", str(config)]
-    # Not --quiet: mkdocs then ignores warnings in spite of --strict.
+    # Not --quiet, with which mkdocs ignores warnings in spite of --strict.
     done = subprocess.run(command, stderr=subprocess.PIPE, text=True)
     if done.returncode:
         print(done.stderr, file=sys.stderr)

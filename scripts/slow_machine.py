@@ -2,10 +2,10 @@
 
     python scripts/slow_machine.py [--busy 2] [--nice 10] [--stops] -- ./run test
 
-``--busy`` loops compete for the processors, the command runs under ``nice``, and with ``--stops``
-everything that it has started is stopped now and then for up to two seconds (SIGSTOP), as on a
-virtual machine whose host is overloaded. A test that fails only here has a deadline for something
-that must succeed, or sleeps where it should wait. The exit code is the command's.
+``--busy`` is the number of loops that compete for the processors. The command runs under ``nice``.
+With ``--stops``, all of its processes are stopped now and then for up to two seconds (SIGSTOP), as
+on a virtual machine with an overloaded host. A test that fails only here has too short a deadline
+for something that must succeed, or sleeps where it should wait. The exit code is the command's.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from pathlib import Path
 
 
 def main() -> int:
-    """Run the command; return its exit code."""
+    """Run the command and return its exit code."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--busy", type=int, default=2, help="number of loops that only compute")
+    parser.add_argument("--busy", type=int, default=2, help="number of busy loops")
     parser.add_argument("--nice", type=int, default=10, help="niceness of the command")
     parser.add_argument("--stops", action="store_true", help="stop the command now and then")
     parser.add_argument("--seed", type=int, default=random.randrange(10**6))

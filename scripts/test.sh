@@ -1,21 +1,21 @@
 #!/usr/bin/env bash
-# ./run test: the checks, then the tests; both run, one exit code.
+# ./run test: the checks, then the tests, even if the checks fail; one exit code for both.
 #
-#   test.sh                      what guards correctness: all but the tests marked `thorough`
+#   test.sh                      all tests except those marked `thorough`
 #   test.sh --all                everything
-#   test.sh PYTEST ARGUMENTS     the tests that they select, in one process, without the checks
+#   test.sh PYTEST ARGUMENTS     the selected tests, in one process, without the checks
 #
-# With KVTIERS_TEST_VLLM or KVTIERS_TEST_RUNNER=v2 the first two run what depends on vLLM
-# (tests/combinations.py). ./run sets both, for --vllm and --runner. --all adds vLLM's own tests
-# (tests/upstream) and the combinations of KVTIERS_TEST_COMBINATIONS as further stages.
+# With KVTIERS_TEST_VLLM or KVTIERS_TEST_RUNNER=v2 the first two run only tests that depend on vLLM
+# (tests/combinations.py). ./run sets these variables for --vllm and --runner. --all adds vLLM's own
+# tests (tests/upstream) and the combinations in KVTIERS_TEST_COMBINATIONS as further stages.
 #
-# Tests run in as many processes as there are processors, fewer if memory is short
-# (KVTIERS_TEST_WORKERS sets the number). Each file stays in one process, and the longest come first
-# (tests/order.py). tests/test_tidy.py is one of the checks.
+# Tests run in as many processes as there are processors, or fewer if memory is short
+# (KVTIERS_TEST_WORKERS sets the number). The tests of a file run in one process, and the longest
+# files come first (tests/order.py). tests/test_tidy.py is one of the checks.
 #
-# A whole run ends with a table of versions, runners and what ran with them, and with a line for each
-# thing that this machine lacks and that tests need, such as a C compiler (tests/results.py);
-# KVTIERS_TEST_RESULTS is the folder of the files that it is made of, for who wants to keep them.
+# A whole run ends with a table of the tests that ran, by vLLM version and runner, and with a line for
+# each requirement of tests that this machine lacks, such as a C compiler (tests/results.py). To keep
+# the files behind this table, set KVTIERS_TEST_RESULTS to a folder.
 set -uo pipefail
 
 everything=
@@ -62,8 +62,8 @@ stage() {
     result[$name]+=" in $((SECONDS - began)) s"
 }
 
-# Without a network neither another version nor vLLM's own tests can be fetched. That is no failure;
-# the summary names it.
+# Without a network, neither another version nor vLLM's own tests can be downloaded. That is not a
+# failure; the summary shows it.
 not_run() {
     names+=("$1")
     result[$1]="NOT RUN: no package index answered"

@@ -1,13 +1,13 @@
-"""Packs everything that a machine with only torch needs to serve with vLLM, in portions of limited
-size.
+"""Packs everything that a machine with only torch needs to serve with vLLM, into archives of
+limited size ("carries").
 
     python scripts/gpu_box/pack.py [--out .gpu_box] [--wheel vllm-0.32.0-....whl] [--limit-mib 56]
 
-Needs pip and a registry (or ``--wheel`` and ``--wheels`` with files that are here). Takes from
-vLLM's wheel its Python files and the compiled extensions that run with the machine's torch (they
-use torch's stable ABI, or nothing of torch), and every package that vLLM needs and ``present.txt``
-does not list. Writes ``carry-N.zip``, which the probe ``vllm-import`` unpacks. Carries are deflated
-like wheels: LZMA would save a sixth, but take minutes here and seconds on the machine.
+Needs pip and a registry (or ``--wheel`` and ``--wheels`` with local files). Packs the Python files
+of vLLM's wheel, the compiled extensions that run with the machine's torch (because they use torch's
+stable ABI, or no torch), and every package that vLLM needs and ``present.txt`` does not list.
+Writes ``carry-N.zip``, which the probe ``vllm-import`` unpacks. Carries are deflated like wheels:
+LZMA would save a sixth of the size, but take minutes here and seconds on the machine.
 """
 
 from __future__ import annotations
@@ -32,16 +32,17 @@ EXTENSIONS = (
     "vllm/vllm_flash_attn/_vllm_fa3_C.abi3.so",
     "vllm/fs_io_C.abi3.so",
 )
-"""The kernels without those of mixtures of experts; FlashAttention 3, without which vLLM cannot
-even be imported on CUDA; the I/O of vLLM's file tier."""
+"""The compiled files to pack: kernels, except those for mixtures of experts; FlashAttention 3,
+without which vLLM cannot be imported on CUDA; the I/O of vLLM's file tier."""
 LEFT_OUT = ("vllm/vllm-rs", "pycountry/locales/")
-"""vLLM's front end in Rust, an executable of 50 MiB, and translated names of countries."""
+"""Files to leave out: vLLM's front end in Rust, an executable of 50 MiB, and translated names of
+countries."""
 OURS = ("lmdb", "msgspec", "xxhash", "aiofiles", "typer", "rich")
 MIB = 2**20
 
 
 def requirements(wheel: Path, extras: Iterable[str], python: str) -> list[Requirement]:
-    """The packages that a wheel with these extras needs on the target."""
+    """The packages that a wheel, with these extras, needs on the target."""
     with zipfile.ZipFile(wheel) as archive:
         [name] = [n for n in archive.namelist() if n.endswith(".dist-info/METADATA")]
         metadata = HeaderParser().parsestr(archive.read(name).decode())
@@ -62,7 +63,7 @@ def requirements(wheel: Path, extras: Iterable[str], python: str) -> list[Requir
 
 
 def download(requirement: Requirement, folder: Path, python: str) -> Path:
-    """Fetch the wheel of one package for the target's Python."""
+    """Download the wheel of one package for the target's Python."""
     requirement.extras, requirement.marker = set(), None
     before = set(folder.glob("*.whl"))
     platforms = [f"manylinux_2_{minor}_x86_64" for minor in range(39, 4, -1)]
@@ -84,7 +85,7 @@ def download(requirement: Requirement, folder: Path, python: str) -> Path:
     if subprocess.run([*command, str(requirement)]).returncode:
         sys.exit(f"pip could not download {requirement} for Python {python}")
     new = set(folder.glob("*.whl")) - before
-    if not new:  # it has already been downloaded
+    if not new:  # the wheel has already been downloaded
         name = normal(requirement.name)
         new = {path for path in before if normal(path.name.split("-")[0]) == name}
     return new.pop()
@@ -93,8 +94,8 @@ def download(requirement: Requirement, folder: Path, python: str) -> Path:
 def closure(
     vllm: Path, folder: Path, have: set[str], without: set[str], python: str
 ) -> tuple[list[Path], list[str]]:
-    """The wheels of everything that vLLM and kvtiers need and the machine lacks, and the names of
-    what they need and the machine has."""
+    """Two results: the wheels of all packages that vLLM and kvtiers need and the machine lacks, and
+    the names of the needed packages that the machine has."""
     wheels: dict[str, Path] = {"vllm": vllm}
     found: set[str] = set()
     todo = [*requirements(vllm, (), python), *map(Requirement, OURS)]
@@ -117,19 +118,19 @@ def closure(
 
 @dataclass(frozen=True)
 class Entry:
-    """One file of a wheel."""
+    """One file of a wheel, to be packed."""
 
     wheel: Path
     name: str
     place: str
-    """Where it is installed, from the folder of packages."""
+    """The path at which it is installed, relative to the folder of packages."""
     bytes: int
-    """Compressed, with the file's headers."""
+    """The compressed size, with the file's headers."""
 
 
 def place(name: str) -> str:
-    """Where a file of a wheel is installed; empty for what is left out: also scripts, manuals and
-    headers."""
+    """The path at which a file of a wheel is installed. Empty for files that are left out, such as
+    scripts, manuals and headers."""
     if name.startswith(LEFT_OUT):
         return ""
     top, _, rest = name.partition("/")
@@ -140,7 +141,7 @@ def place(name: str) -> str:
 
 
 def entries(wheel: Path, *, extensions: tuple[str, ...] | None = None) -> list[Entry]:
-    """The files of a wheel; of its compiled files only ``extensions``, if they are given."""
+    """The files of a wheel. With ``extensions``, only these of its compiled files."""
     found = []
     with zipfile.ZipFile(wheel) as archive:
         for info in archive.infolist():
@@ -169,7 +170,7 @@ def portions(files: list[Entry], limit: int) -> list[list[Entry]]:
 
 
 def write(carry: Path, files: list[Entry], facts: str, limit: int) -> None:
-    """Write one carry; ends the program if it became too large."""
+    """Write one carry. Exits if it is too large."""
     with zipfile.ZipFile(carry, "w", zipfile.ZIP_DEFLATED) as archive:
         archive.writestr(FACTS, facts)
         for wheel in dict.fromkeys(one.wheel for one in files):
@@ -189,7 +190,7 @@ def main() -> None:
     parser.add_argument("--wheel", type=Path, help="vLLM's wheel for CUDA, if it is already here")
     parser.add_argument("--wheels", type=Path, help="folder for downloads")
     parser.add_argument("--present", type=Path, default=HERE / "present.txt")
-    parser.add_argument("--python", default="3.12", help="of the target")
+    parser.add_argument("--python", default="3.12", help="Python version of the target")
     parser.add_argument("--limit-mib", type=float, default=56.0)
     options = parser.parse_args()
     options.out.mkdir(parents=True, exist_ok=True)

@@ -1,8 +1,8 @@
-"""Configures engines and builds the models of the box as if there were an H200, without weights.
+"""Configures engines and builds the box's models without weights, as if there were an H200.
 
-``rehearse.py`` runs it after the carries were unpacked. On the CUDA platform vLLM imports more than
-without a GPU, the kernels of FlashAttention for one, so importing the runner alone proves too
-little.
+``rehearse.py`` runs this after unpacking the carries. On the CUDA platform vLLM imports more
+modules than without a GPU (for example the kernels of FlashAttention), so importing the runner
+alone is not a sufficient test.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from vllm.platforms.interface import DeviceCapability  # noqa: E402  # after the
 
 
 class Pretended(NonNvmlCudaPlatform):  # type: ignore[misc]  # vLLM is untyped
-    """An H200 that is not there."""
+    """Pretends to be an H200."""
 
     @classmethod
     def get_device_capability(cls, device_id: int = 0) -> DeviceCapability:
@@ -46,7 +46,7 @@ class Pretended(NonNvmlCudaPlatform):  # type: ignore[misc]  # vLLM is untyped
 
 
 def configure(model: Path, eager: bool) -> Any:
-    """The configuration that the serving probe asks for."""
+    """The configuration that the serving probe uses."""
     from vllm.engine.arg_utils import EngineArgs
 
     extra = {"cpu": {"capacity": "16GiB"}, "tiers": [], "verify": "device"}

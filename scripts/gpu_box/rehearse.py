@@ -1,12 +1,12 @@
-"""Unpacks the carries in a scratch environment, imports vLLM's GPU runner there, and configures
-engines as if there were a GPU, without a network and without a GPU.
+"""Rehearses on a machine without a network or a GPU: unpacks the carries in a scratch environment,
+imports vLLM's GPU runner there, and configures engines as if there were a GPU.
 
     python scripts/gpu_box/rehearse.py [--wheels FOLDER] [--keep FOLDER]
 
-Run it with the target's version of Python. First it installs what the target has of the packages
-that vLLM needs: those of ``present.txt`` in the versions named there (from a registry, or from
-``--wheels`` alone); what comes along with them is removed again. The other steps run in a network
-namespace without interfaces, if the kernel allows it. Prints how long each part took.
+Run it with the target's version of Python. It first installs those packages needed by vLLM that the
+target has: the packages of ``present.txt``, in the versions given there (from a registry, or only
+from ``--wheels``). Their other dependencies are removed again. The other steps run in a network
+namespace without interfaces, if the kernel allows it. Prints how long each step took.
 """
 
 from __future__ import annotations
@@ -30,17 +30,18 @@ from contents import FACTS, HERE, check_python, listed, normal
 ROOT = HERE.parents[1]
 PRESENT = HERE / "present.txt"
 OURS = ("torch", "triton", "numpy", "pytest", "psutil", "llvmlite", "matplotlib")
-"""The packages of that list that kvtiers and its tests import."""
+"""The packages of ``present.txt`` that kvtiers and its tests import."""
 NO_DRIVER = """
 int cuGetProcAddress_v2(void) { return 100; }
 int cuPointerGetAttribute(void) { return 100; }
 int cuTensorMapEncodeTiled(void) { return 100; }
 """
-"""The functions of the driver to which vLLM's extension is linked; 100: there is no device."""
+"""A stand-in for the driver with the functions to which vLLM's extension is linked. 100 means that
+there is no device."""
 
 
 def step(name: str, command: Sequence[str | Path], **options: Any) -> None:
-    """Run a command and print how long it took; ends the program if it fails."""
+    """Run a command and print how long it took. Exits if it fails."""
     began = time.monotonic()
     code = subprocess.run([str(word) for word in command], **options).returncode
     ended = "done" if code == 0 else "failed"
@@ -50,16 +51,16 @@ def step(name: str, command: Sequence[str | Path], **options: Any) -> None:
 
 
 def offline() -> list[str]:
-    """The prefix that cuts a command off from the network; empty if that is not allowed."""
+    """The prefix that runs a command without a network. Empty if that is not allowed."""
     command = ["unshare", "--net", "--map-root-user"]
     works = shutil.which("unshare") and subprocess.run([*command, "true"]).returncode == 0
     if not works:
-        print("no network namespace can be made here: the import is not cut off")
+        print("no network namespace can be created here: the import can use the network")
     return command if works else []
 
 
 def packed() -> dict[str, Any]:
-    """The facts that ``pack.py`` left about the carries. Ends the program if they do not fit this
+    """Read the description of the carries that ``pack.py`` wrote. Exits if they are for another
     Python."""
     carry = ROOT / ".gpu_box/carry-1.zip"
     if not carry.exists():
@@ -88,14 +89,14 @@ def environment(python: Path, needed: Sequence[str], wheels: Path | None) -> Non
 
 
 def stand_in(folder: Path) -> str:
-    """Without a driver: a library in its name that refuses every call, so that vLLM's extension can
-    be loaded. Returns the search path for libraries."""
+    """On a machine without a driver, build a stand-in library whose calls all fail, so that vLLM's
+    extension can be loaded. Returns the search path for libraries."""
     path = os.environ.get("LD_LIBRARY_PATH", "")
     try:
         ctypes.CDLL("libcuda.so.1")
         return path
     except OSError:
-        print("there is no driver here: a stand-in for libcuda.so.1 refuses every call")
+        print("there is no driver here: a stand-in for libcuda.so.1 fails every call")
     folder.mkdir(exist_ok=True)
     source = folder / "no_driver.c"
     source.write_text(NO_DRIVER)
@@ -106,8 +107,8 @@ def stand_in(folder: Path) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--wheels", type=Path, help="take packages from here alone")
-    parser.add_argument("--keep", type=Path, help="make the environment here and keep it")
+    parser.add_argument("--wheels", type=Path, help="take packages only from here")
+    parser.add_argument("--keep", type=Path, help="create the environment here and keep it")
     options = parser.parse_args()
     facts = packed()
     folder = options.keep or Path(tempfile.mkdtemp(prefix="gpu-box-"))

@@ -18,7 +18,7 @@ def table(numbers: Any, indent: str = "") -> list[str]:
     """Numbers as a nested list."""
     lines = []
     for name, value in numbers.items():
-        if name == "report":  # for bench copy: as a table
+        if name == "report":  # bench copy's rows become a table
             lines += copy_table(value)
         elif isinstance(value, Mapping):
             lines += [f"{indent}* {name}", *table(value, indent + "  ")]
@@ -41,7 +41,7 @@ def copy_table(report: Mapping[str, Any]) -> list[str]:
 
 
 def page(results: list[dict[str, Any]]) -> str:
-    """The page: how every probe ended, and its numbers."""
+    """Make the page: how every probe ended, and its numbers."""
     lines = ["# On a GPU", "", "Made by `python scripts/gpu_box/report.py`.", ""]
     lines += ["| probe | | ended | s |", "| --- | --- | --- | --- |"]
     for one in results:

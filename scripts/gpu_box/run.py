@@ -3,12 +3,11 @@
     python scripts/gpu_box/run.py OUT [--budget SECONDS] [--again] [NAMES ...]
 
 Each probe is a process with its own time limit, in a separate session: a probe that hangs is killed
-with everything it started, and a probe that crashes costs only itself. After each probe,
-``OUT/NAME.json`` contains how it ended and ``OUT/NAME.txt`` what it printed. A probe that has a
-result is not run again (``--again``: unless it succeeded). Ends with 0 if every probe has
-succeeded.
+with all processes that it started, and a probe that crashes does not affect the others. After each
+probe, ``OUT/NAME.json`` contains its result and ``OUT/NAME.txt`` its output. A probe with a result
+is not run again; ``--again`` repeats failed probes. Exits with 0 if every probe has succeeded.
 
-A probe writes its numbers to the file that $PROBE_RESULT names.
+A probe writes its numbers to the file $PROBE_RESULT.
 """
 
 from __future__ import annotations
@@ -29,12 +28,12 @@ HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
 TAIL_BYTES = 4000
 GRACE_S = 5.0
-"""A probe that is stopped gets this much time to end by itself."""
+"""A probe that is stopped has this much time to end by itself."""
 
 
 @dataclass(frozen=True)
 class Probe:
-    """One entry of the schedule. The probe is skipped unless the probes in ``needs`` have
+    """One entry of the schedule. The probe is skipped unless all probes in ``needs`` have
     succeeded."""
 
     name: str
@@ -50,7 +49,7 @@ def schedule(path: Path) -> list[Probe]:
     seen: set[str] = set()
     for probe in probes:
         if probe.name in seen or not set(probe.needs) <= seen:
-            raise ValueError(f"{path}: {probe.name} is there twice, or needs what comes later")
+            raise ValueError(f"{path}: {probe.name} occurs twice, or needs a later probe")
         seen.add(probe.name)
     return probes
 
@@ -92,8 +91,8 @@ def _python_path() -> str:
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
-    """No process of a probe may be left, because the GPU memory that it holds would be missing for
-    the next one."""
+    """No process of a probe may be left, because it would hold GPU memory that the next probe
+    needs."""
     for number, patience_s in ((signal.SIGTERM, GRACE_S), (signal.SIGKILL, None)):
         try:
             os.killpg(process.pid, number)
@@ -121,7 +120,7 @@ def write(path: Path, result: dict[str, Any]) -> None:
 
 
 def why_not(probe: Probe, out: Path) -> str:
-    """The reason why a probe is skipped; empty if it is to run."""
+    """The reason why a probe is skipped, or an empty text."""
     for name in probe.needs:
         needed = _read(out / f"{name}.json")
         if needed is None or needed["status"] != "ok":

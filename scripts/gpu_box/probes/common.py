@@ -1,4 +1,4 @@
-"""Shared parts of all probes: the results file, and a driver with its context current."""
+"""Shared by all probes: the results file, and a driver with a current context."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def result(numbers: Mapping[str, Any]) -> None:
 
 @contextlib.contextmanager
 def device() -> Iterator[Driver]:
-    """The driver, with device 0's context current."""
+    """Load the driver, and make device 0's context current."""
     driver = load_driver()
     handle = driver.device(0)
     context = driver.retain_context(handle)

@@ -1,4 +1,4 @@
-"""Collects facts about the machine that matter for copies."""
+"""Collects facts about the machine that affect copies."""
 
 from __future__ import annotations
 

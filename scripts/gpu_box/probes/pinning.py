@@ -1,5 +1,5 @@
-"""Registers host memory in pieces of several sizes while small copies run, to measure how long a
-call of the model's thread has to wait meanwhile."""
+"""Registers host memory in pieces of several sizes while another thread submits small copies, to
+measure how long registration delays the calls of the model's thread."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def beats(stop: threading.Event, waits: list[float]) -> None:
 
 
 def milliseconds(waits: list[float], number: int) -> float | None:
-    """The wait of this number; None if no copy ended in that time."""
+    """The wait with this rank; ``None`` if no copy ended in that time."""
     return round(1e3 * waits[number], 3) if waits else None
 
 

@@ -1,11 +1,11 @@
-"""Serves a model with random weights: first with vLLM's own prefix cache, then with the connector
-and a cache that holds a part of the prompts.
+"""Serves a model with random weights: first with only vLLM's own prefix cache, then with the
+connector and a GPU cache that holds a part of the prompts.
 
 Before the prompts are sent to the connector's engine again, vLLM's own cache is emptied, so that
-they come from the CPU tier. ``"verify": "device"`` compares every loaded chunk with what was
-computed, on the device. Then a bit of each load is flipped on its way, which the comparison must
+they come from the CPU tier. ``"verify": "device"`` compares every loaded chunk with the computed
+one, on the device. In a second run the probe flips a bit in each load, which the comparison must
 detect. Tokens are compared too, but differences are only counted: with random weights the two
-highest logits are close together, and another batch may swap them.
+highest logits are close together, and a different batch may swap them.
 """
 
 from __future__ import annotations
@@ -34,11 +34,11 @@ CONNECTOR = {
 }
 OUTPUT_TOKENS = 16
 LOADED_ENOUGH = 0.5
-"""Share of the prompts' distinct tokens that must be loaded. A prompt that shares its beginning
-with another one in flight finds it in vLLM's own cache."""
+"""Minimum share of the prompts' distinct tokens that must be loaded. Not all are, because a prompt
+that shares a prefix with another one in flight finds it in vLLM's own cache."""
 SETTLE_S = 60.0
 SETTLED = ("stored_chunks", "store_bytes", "loads", "load_failures", "verified_chunks")
-"""Counters that stand still once all transfers have ended."""
+"""Counters that stop changing when all transfers have ended."""
 
 
 Prompts = list[dict[str, list[int]]]
@@ -46,7 +46,7 @@ Answers = list[list[int]]
 
 
 def prompts(count: int, length: int, vocabulary: int) -> Prompts:
-    """Prompts in families of four that share three quarters of their tokens."""
+    """Make prompts in groups of four that share three quarters of their tokens."""
     found = []
     for number in range(count):
         family = number // 4
@@ -67,7 +67,7 @@ def engine(options: argparse.Namespace, **others: Any) -> Any:
 
     if options.cpu:
         device: dict[str, Any] = {"kv_cache_memory_bytes": 64 << 20}
-    else:  # FlashAttention 3 is carried, but was not tried with another torch
+    else:  # FlashAttention 3 is packed, but was not tested with another torch
         device = {"gpu_memory_utilization": 0.6, "attention_backend": "TRITON_ATTN"}
     return LLM(
         model=str(model_folder(options)),
@@ -107,7 +107,7 @@ def counters(llm: Any) -> dict[str, float]:
 
 
 def empty_cache(llm: Any) -> None:
-    """Wait for all stores, and empty vLLM's own prefix cache. A tiny prompt lets the engine take
+    """Wait for all stores, and empty vLLM's own prefix cache. A tiny prompt makes the engine run
     steps, in which it also publishes its counters."""
     end = time.monotonic() + SETTLE_S
     before: list[float | None] = []
@@ -136,7 +136,7 @@ def reference(options: argparse.Namespace, asked: Prompts, found: dict[str, Any]
 def connected(
     options: argparse.Namespace, asked: Prompts, right: Answers, found: dict[str, Any]
 ) -> list[str]:
-    """The same with the connector; returns what was wrong."""
+    """The answers with the connector. Returns the problems."""
     extra = {"cpu": {"capacity": options.capacity}, "tiers": [], "verify": "device"}
     blocks = options.cache_tokens // options.block_size
     transfer = CONNECTOR | {"kv_connector_extra_config": extra}
@@ -159,7 +159,7 @@ def connected(
 
 
 def wrong(found: dict[str, Any]) -> list[str]:
-    """The complaints about counters that are not as they should be."""
+    """Messages about counters with unexpected values."""
     warm, planted = found["counters, warm"], found["counters, wrong bits"]
     loaded = warm.get("loaded_tokens", 0) - found["counters, cold"].get("loaded_tokens", 0)
     enough = LOADED_ENOUGH * found["distinct tokens"]

@@ -1,5 +1,5 @@
-"""The folder with the carried packages. Imports nothing, so that it can come before everything
-else."""
+"""The folder with the carried packages. Imports only the standard library, so that other modules
+can import it first."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ SITE = Path(os.environ.get("GPU_BOX_SITE") or Path(__file__).resolve().parents[3
 
 
 def use_site() -> None:
-    """Prefer the carried packages, here and in processes that are started from here."""
+    """Prefer the carried packages, in this process and in the processes that it starts."""
     if SITE.is_dir() and str(SITE) not in sys.path:
         sys.path.insert(0, str(SITE))
         os.environ["PYTHONPATH"] = os.pathsep.join(

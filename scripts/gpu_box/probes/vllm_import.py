@@ -1,9 +1,9 @@
 """Unpacks the carried vLLM and imports everything that serving needs, in a separate probe so that
 the serving probes do not have to.
 
-``pack.py`` leaves ``carry-N.zip`` files; they may arrive one after the other. Everything is
-unpacked into the folder that $GPU_BOX_SITE names (default: ``.gpu_box/site``), which the serving
-probes put on their path. If vLLM is installed, there is nothing to unpack.
+``pack.py`` writes ``carry-N.zip`` files, which may arrive one after the other. They are unpacked
+into the folder $GPU_BOX_SITE (default: ``.gpu_box/site``), which the serving probes put on their
+path. If vLLM is installed, nothing is unpacked.
 """
 
 from __future__ import annotations
@@ -44,8 +44,8 @@ MODULES = (
 
 
 def unpack() -> dict[str, float]:
-    """Unpack the carries that have arrived since the last time, and return the seconds of each.
-    Ends the program if some are still missing, or are for another Python."""
+    """Unpack the carries that have arrived since the last call, and return the time of each in
+    seconds. Exits if some are still missing, or are for another Python."""
     SITE.mkdir(parents=True, exist_ok=True)
     times = {}
     for carry in sorted(CARRIES.glob("carry-*.zip")):
@@ -78,7 +78,7 @@ def main() -> None:
         try:
             importlib.import_module(name)
             times[f"import {name}"] = round(time.monotonic() - began, 1)
-        except Exception as error:  # the probe reports whatever an import raises
+        except Exception as error:  # the probe reports any exception of an import
             times[f"import {name}"] = f"{type(error).__name__}: {error}"
         result(times)
     failed = [name for name, value in times.items() if isinstance(value, str)]

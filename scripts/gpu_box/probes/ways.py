@@ -1,4 +1,4 @@
-"""Runs the engine's own measurement at start for pages of several sizes, and reports its
+"""Runs the measurement of the engine's start for pages of several sizes, and reports its
 choices."""
 
 from __future__ import annotations
