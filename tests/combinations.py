@@ -4,9 +4,9 @@
     python -m tests.combinations --table FOLDER   # what ran, and what could not run here, from the
                                                   # files of tests.results
 
-The quick tests are those that import vLLM. Under V2, only those count in which a model runner takes
-part. Each combination runs a few of the tests on real engines. Together, these cover each kind of
-KV cache, drafts, preemption, a kill and two ranks.
+The quick tests are those that import vLLM. Under V2, only tests that involve a model runner are
+included. Each combination runs a few of the tests on real engines. Together, these cover each kind
+of KV cache, drafts, preemption, a kill and two ranks.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ ENGINES: dict[tuple[str, str], dict[str, str]] = {
 BASE = "0.32.0-v1.json"
 """The results of ``./run test`` itself."""
 KEPT = ROOT / "tests/data/combinations"
-"""The last results of the combinations that somebody kept; docs/testing.md shows them."""
+"""The latest kept results of the combinations; docs/testing.md shows them."""
 
 
 def quick_files(runner: str) -> list[str]:

@@ -32,7 +32,7 @@ class Results:
         self._needs: dict[str, set[str]] = {}
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
-        """A test has failed if its set-up, its call or its end has."""
+        """A test has failed if its set-up, its call or its tear-down has failed."""
         if report.when == "call" or not report.passed:  # a set-up alone is no test
             self._outcomes[report.nodeid] = report.outcome
         self._note_need(report)
@@ -77,7 +77,7 @@ class Results:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Collect results if somebody wants them."""
+    """Collect results if ``KVTIERS_TEST_RESULTS`` is set."""
     folder = os.environ.get("KVTIERS_TEST_RESULTS")
     if folder and not hasattr(config, "workerinput"):
         config.pluginmanager.register(Results(Path(folder)))

@@ -1,4 +1,4 @@
-"""The scripts of ``scripts/`` as modules, for tests of what is in them."""
+"""Imports the scripts of ``scripts/`` as modules, so that tests can use their functions."""
 
 from __future__ import annotations
 

@@ -33,7 +33,7 @@ def test_the_docs_show_what_ran() -> None:
 def test_a_run_writes_down_what_it_tested(
     pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Also that of a test that fails only when it is torn down."""
+    """This includes the outcome of a test that fails only in its tear-down."""
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
     monkeypatch.setenv("KVTIERS_TEST_RESULTS", str(pytester.path / "results"))
     pytester.path.joinpath("tests/vllm").mkdir(parents=True)
@@ -98,8 +98,8 @@ def test_what_a_machine_lacks_is_named_at_the_end(
 @pytest.mark.thorough
 def test_quick_tests_that_import_vllm_are_found_however_far_away() -> None:
     found = combinations.quick_files("v1")
-    assert "tests/oracle/test_late_loads.py" in found, "by the world that it plays in"
-    assert "tests/offload/connector/test_cache_policy.py" in found, "by itself"
+    assert "tests/oracle/test_late_loads.py" in found, "through the simulated world that it uses"
+    assert "tests/offload/connector/test_cache_policy.py" in found, "directly"
     assert not [name for name in found if name.startswith(("tests/tiers/", "tests/policies/"))]
     assert set(combinations.quick_files("v2")) < set(found)
 

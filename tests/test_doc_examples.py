@@ -47,7 +47,7 @@ def spans_of(page: Path) -> Iterator[tuple[str, Any]]:
 
 
 def problems_of(value: dict[str, Any]) -> list[str]:
-    """Why no part of a configuration accepts this."""
+    """The reason why no part of a configuration accepts this."""
     if value.get("kv_connector") == "OffloadingConnector" or "cpu_bytes_to_use" in value:
         return []  # vLLM's; tests/offload/connector/test_secondary_tier.py
     if "kv_connector" in value:

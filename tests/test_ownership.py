@@ -124,7 +124,8 @@ class Content:
     methods: set[str] = field(default_factory=set)
 
     def is_written_by(self, how: str) -> bool:
-        """True if this method (or ``ITEM``) changes a container and is not a method of ours."""
+        """True if this method (or ``ITEM``) changes a container and is not a method of our
+        classes."""
         if how in self.methods or (how == ITEM and "__setitem__" in self.methods):
             return False
         return any(how == ITEM or how in WRITERS[kind].split() for kind in self.kinds)

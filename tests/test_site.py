@@ -1,4 +1,5 @@
-"""The documentation as a web site: what is copied, and that mkdocs finds every link and anchor."""
+"""The documentation as a web site: the right files are copied, and mkdocs finds every link and
+anchor."""
 
 from __future__ import annotations
 

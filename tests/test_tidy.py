@@ -60,7 +60,7 @@ ORDER = (
     "offload.worker",
     "offload.manager",
     "offload.admin",
-    # offload.connector: everything that knows vLLM
+    # offload.connector: all code that depends on vLLM
     "offload.connector.compat offload.connector.contract",
     "offload.connector.log offload.connector.guard offload.connector.vllm_cli",
     "offload.connector.model",
@@ -81,7 +81,7 @@ ORDER = (
 lines before it. A module belongs to the longest name in this list with which its name begins."""
 
 NEVER = (
-    ("policies", "tiers"),  # the two know nothing of each other
+    ("policies", "tiers"),  # the two must not depend on each other
     ("tiers", "policies"),
     ("demo", "tiers"),
     ("demo", "policies"),
@@ -145,7 +145,7 @@ def test_every_module_has_its_place_in_the_order() -> None:
 
 
 def missing_in(docstring: str) -> list[str]:
-    """Find which of the two sentences a docstring lacks. Each has a line to itself."""
+    """Find which of the two sentences a docstring lacks. Each sentence begins a new line."""
     lines = docstring.splitlines()
     return [
         start

@@ -57,7 +57,7 @@ def test_python_of_one_version_over_the_kernels_of_another(
 ) -> None:
     made = wheel(tmp_path, "vllm", "9.9.0", "numpy>=1", "torch==99", "cachetools>=900", "nvtx==1")
     missing = layer.make(made, venv)
-    assert missing == ["cachetools>=900"], "torch is the kernels', nvtx is for CUDA alone"
+    assert missing == ["cachetools>=900"], "torch is that of the kernels, and nvtx is only for CUDA"
     version, vllm, torch = seen_by(venv, "vllm")
     assert version == "9.9.0+cpu"
     assert vllm.is_relative_to(venv)
@@ -84,7 +84,7 @@ def test_a_cpu_wheel_for_another_torch_is_refused(layer: Any, venv: Path, tmp_pa
 
 
 def test_why_there_is_no_wheel(layer: Any, tmp_path: Path) -> None:
-    """Only a missing network lets ``./run test --all`` go on without the version."""
+    """``./run test --all`` continues without the version only if there is no network."""
     listed = "ERROR: no match (from versions: 0.9.0, 0.31.0, 0.32.0)\n(from versions: 0.33.0)"
     assert layer.why("0.99", listed) == (
         "there is no vLLM 0.99 on the package index; the newest are 0.33.0, 0.32.0, 0.31.0, 0.9.0"

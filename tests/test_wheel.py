@@ -1,4 +1,4 @@
-"""Wheel and source distribution: what is in them, and the wheel in use outside the checkout."""
+"""Wheel and source distribution: their contents, and the wheel in use outside the checkout."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The measurement of hooks runs, measures every hook, and can miss a goal."""
+"""The benchmark of hooks runs, measures every hook, and reports a missed goal."""
 
 from __future__ import annotations
 

@@ -127,7 +127,7 @@ def test_the_schedule_is_valid_and_its_scripts_exist() -> None:
         for word in probe["command"]:
             assert not word.startswith("scripts/") or (ROOT / word).exists()
     limits = sum(probe["limit_s"] for probe in probes)
-    assert limits < 60 * 60, "all limits together, should every probe reach its own"
+    assert limits < 60 * 60, "the sum of all limits, in case every probe reaches its limit"
 
 
 METADATA = """Name: vllm
@@ -156,7 +156,7 @@ def wheel(folder: Path, name: str, metadata: str, files: dict[str, bytes | str])
 
 @pytest.fixture
 def wheels(tmp_path: Path) -> Path:
-    """A miniature of vLLM's wheel, and a few that it needs."""
+    """A miniature of vLLM's wheel, and a few packages that it needs."""
     folder = tmp_path / "wheels"
     folder.mkdir()
     noise = random.Random(1)
@@ -189,15 +189,16 @@ def pack(tmp_path: Path, wheels: Path) -> tuple[list[Path], subprocess.Completed
     done = box("pack", *options, PIP_NO_INDEX="1", PIP_FIND_LINKS=str(wheels))
     carries = sorted(out.glob("carry-*.zip"))
     assert [path for path in carries if path.stat().st_size > limit_mib * 2**20] == []
-    assert sorted(out.iterdir()) == carries, "something else is left"
+    assert sorted(out.iterdir()) == carries, "a probe's process is still running"
     return carries, done
 
 
 def test_portions_contain_what_the_machine_lacks_within_the_limit(
     tmp_path: Path, wheels: Path
 ) -> None:
-    """Of vLLM's compiled files those that run with any torch, not the others of similar names; of
-    its needs those that are neither there nor needless, also those behind an extra or a marker."""
+    """The portions contain those of vLLM's compiled files that run with any torch, but not others
+    with similar names; and those of its requirements that are neither installed nor needless,
+    including requirements of an extra or with a marker."""
     carries, done = pack(tmp_path, wheels)
     assert done.returncode == 0, done.stderr
     assert len(carries) > 1

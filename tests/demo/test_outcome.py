@@ -1,4 +1,5 @@
-"""The demos' conclusions from their answers and metrics, tested with invented ones."""
+"""The conclusions that the demos draw from answers and metrics, tested with invented answers and
+metrics."""
 
 from __future__ import annotations
 

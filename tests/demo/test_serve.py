@@ -76,7 +76,7 @@ def test_the_constraints_are_complete() -> None:
     names = [line.split("==")[0].lower() for line in pinned]
     assert len(names) == len(set(names)) > 100
     assert {"vllm", "torch", "triton", "transformers", "numpy", "lmdb", "llvmlite"} <= set(names)
-    assert [line for line in pinned if "+" in line] == [], "builds that only one index has"
+    assert [line for line in pinned if "+" in line] == [], "builds that exist only on one index"
 
 
 @pytest.mark.parametrize("file", ["requirements/cuda.txt", "pyproject.toml", "scripts/setup.sh"])
@@ -118,7 +118,8 @@ def test_a_relative_path_is_relative_to_the_caller(checkout: Path, tmp_path: Pat
 
 
 def test_modules_in_the_callers_folder_are_not_imported(checkout: Path, tmp_path: Path) -> None:
-    """It may contain anything: a file of the user's named like a module that vLLM imports."""
+    """The folder may contain anything, for example a user's file named like a module that vLLM
+    imports."""
     stamp_of(checkout)
     script(checkout / ".venv-cuda/bin/python", f'exec {sys.executable} "$@"')
     for package in ("demo", "offload", "policies", "tiers"):

@@ -1,4 +1,5 @@
-"""A libcuda in host memory, and CUDA's headers and tools with which the tests compare.
+"""A simulated libcuda in host memory, and CUDA's headers and tools, with which the tests compare
+it.
 
 ``libcuda.c`` is compiled once per process, against the real ``cuda.h``, and called through the
 product's own ctypes calls. If a tool is missing, its tests are skipped with the reason; with CI
@@ -158,8 +159,8 @@ class Cuda:
         assert self.library.kvt_await_idle(ctypes.c_double(PATIENCE_S))
 
     def await_stuck(self) -> None:
-        """Block until every stream has run all that it can: the rest is held, or waits for what is
-        held."""
+        """Block until every stream has run all the work that it can: the remaining work is held, or
+        waits for held work."""
         assert self.library.kvt_await_stuck(ctypes.c_double(PATIENCE_S))
 
     def count(self, what: str) -> int:
@@ -201,7 +202,8 @@ class Cuda:
 
 @contextmanager
 def strict_cuda(seed: int = 0, **options: int) -> Iterator[Cuda]:
-    """A library that must have no complaints when the test ends, and nothing left over."""
+    """A library that must report no misuse when the test ends, and must have nothing left
+    allocated."""
     cuda = Cuda(seed, **options)
     try:
         yield cuda

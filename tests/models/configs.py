@@ -91,8 +91,8 @@ QWEN3_NEXT = _config(
 )
 
 QWEN3_NEXT_SMALL = QWEN3_NEXT | {"linear_num_key_heads": 1, "linear_num_value_heads": 1}
-"""With half of the state, because with drafts vLLM's CPU code is slow, and blocks become
-shorter."""
+"""Uses half of the state, because vLLM's CPU code is slow with drafts; blocks become shorter,
+too."""
 
 FALCON_H1 = _config(
     "FalconH1ForCausalLM",

@@ -88,8 +88,8 @@ RANDOM = {"load_format": LOAD_FORMAT}
 # bfloat16; blocks are twice as long then.
 GDN = RANDOM | {"mamba_ssm_cache_dtype": "float32"}
 MAMBA2 = RANDOM | {"block_size": 128, "max_num_batched_tokens": 128}
-# vLLM turns chunked prefill off for MLA on CPU, so a prompt must fit into one step.
-# Where there is AMX it would take other kernels, with blocks of any size and with prefix caching.
+# vLLM turns chunked prefill off for MLA on CPU, so a prompt must fit into one step. On CPUs with
+# AMX vLLM would use other kernels, with blocks of any size and with prefix caching.
 ONE_MLA = {"attention_backend": "CPU_MLA"}
 MLA = (
     RANDOM

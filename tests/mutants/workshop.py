@@ -100,7 +100,8 @@ class Workshop:
             server.communicate()
 
     def _server(self, tests: Sequence[str]) -> subprocess.Popen[str]:
-        """A process that has imported what these tests need and what is slow to import."""
+        """A process that has imported the modules that these tests need and that are slow to
+        import."""
         needed = "vllm" if any(test.startswith(NEED_VLLM) for test in tests) else "torch"
         if needed not in self._servers:
             with (self._folder / "server").open("ab") as log:
@@ -186,7 +187,7 @@ class Workshop:
             self._plants += 1
             os.utime(path, (stamp, stamp + self._plants))
             run = self.run(mutant.tests, limit_s, stop_at_first=True)
-            if judge(run)[0] is Verdict.HUNG:  # or the machine stood still: a fault hangs twice
+            if judge(run)[0] is Verdict.HUNG:  # perhaps suspended; a fault hangs twice
                 run = self.run(mutant.tests, limit_s, stop_at_first=True)
         finally:
             path.write_bytes(sound)

@@ -37,7 +37,7 @@ CHOSEN: dict[str, Any] = tomllib.loads(
 )
 FOLDERS = ("tests/v1/core/", "tests/v1/kv_connector/", "tests/v1/kv_offload/")
 NOT_FOUND = "Invalid repository ID or local directory"
-"""The words with which vLLM refuses a model that is not in the hub's cache."""
+"""The message with which vLLM refuses a model that is not in the hub's cache."""
 NOT_FETCHED = 3
 
 OPT = {
@@ -52,14 +52,14 @@ OPT = {
     "word_embed_proj_dim": 768,
     "eos_token_id": 2,
 }
-"""The configuration of the model that vLLM's helpers name; nothing is downloaded."""
+"""The configuration of the model whose name vLLM's helpers use; nothing is downloaded."""
 MODEL = "facebook/opt-125m"
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """The result of one test: ``passed``, ``skipped``, ``failed`` or ``no model``; ``attached``
-    tells whether one of our parts took part."""
+    """The result of one test: ``passed``, ``skipped``, ``failed`` or ``no model``; ``attached`` is
+    true if the test used one of our parts."""
 
     result: str
     attached: bool
@@ -131,7 +131,7 @@ def outcome(case: ElementTree.Element) -> tuple[str, Outcome]:
 
 
 def excuse(test: str) -> str | None:
-    """Why a test cannot pass with ours; ``None`` if it should."""
+    """The reason why a test cannot pass with our parts; ``None`` if it should pass."""
     for each in CHOSEN["cannot_pass"]:
         if re.search(each["tests"], test):
             return str(each["reason"])

@@ -2,11 +2,11 @@
 
 It is copied beside them, because their package is called ``tests``, too.
 
-* Every scheduler that they make without a connector gets ours, with a planner. Every
-  store fails, so it never answers a hit, and whatever the scheduler does must be as without it.
+* Every scheduler that they make without a connector gets ours, with a planner. Every store fails,
+  so it never returns a hit, and the scheduler must behave as without it.
 * The CPU tier of vLLM's offloading takes our LRU for its own.
 
-With ``KVTIERS_UPSTREAM=plain`` nothing is replaced: what fails then fails for other reasons.
+With ``KVTIERS_UPSTREAM=plain`` nothing is replaced: tests that fail then fail for other reasons.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ def _replace_connectors() -> None:
 
 
 def _let_plan(scheduler: Any) -> None:
-    """Hand over what workers do at the start, and answer each store as they do."""
+    """Pass the data that workers send at start-up, and report each store as they do."""
     from offload.connector.connector import OffloadConnector
     from offload.connector.handshake import OffloadHandshake
     from offload.messages.report import RankState
@@ -78,7 +78,7 @@ def _let_plan(scheduler: Any) -> None:
     take_output = scheduler.update_from_output
 
     def update_from_output(scheduled: Any, output: Any) -> Any:
-        if scheduled.kv_connector_metadata is not None:  # the test has made the step by hand
+        if scheduled.kv_connector_metadata is not None:  # the test has created the step itself
             connector.update_connector_output(_answers(scheduled.kv_connector_metadata))
         return take_output(scheduled, output)
 
@@ -119,7 +119,7 @@ def caplog_vllm(caplog: pytest.LogCaptureFixture) -> pytest.LogCaptureFixture:
 
 @pytest.fixture(autouse=True)
 def _no_hook_fails(record_property: Callable[[str, object], None]) -> Iterator[None]:
-    """Our hooks catch what they raise; here that would hide a break of the contract."""
+    """Our hooks catch all exceptions; here that would hide a break of the contract."""
     attached.clear()
     yield
     if attached:
