@@ -255,9 +255,9 @@ def _observed(config: Config, samples: Samples) -> list[str]:
     foreign = [(batch.foreign_cpu_s - batch.waiting_cpu_s) / batch.seconds for batch in everything]
     waiting = [batch.waiting_cpu_s / batch.seconds for batch in everything]
     notes.append(
-        f"During a batch other processes took {median(foreign):.1%} of a core (median; most "
-        f"{max(foreign):.1%}), and the engines that waited {median(waiting):.1%}, all together "
-        "(vLLM's polling threads)."
+        f"During a batch, other processes used {median(foreign):.1%} of a core (median; maximum "
+        f"{max(foreign):.1%}), and the waiting engines together {median(waiting):.1%} (vLLM's "
+        f"polling threads)."
     )
     return notes
 

@@ -155,10 +155,10 @@ def _cost(case: Case, system: str, ratios: list[float], own: Mapping[str, float]
     middle, (low, high) = median(ratios), interval(ratios)
     verdict = "met" if middle >= GOAL else "MISSED"
     if low < GOAL <= high:
-        verdict += ", but the other verdict is within the interval"
+        verdict += ", but the interval includes both verdicts"
     return (
-        f"{case}, {system}: throughput {middle:.3f} of no offloading ({CONFIDENCE:.0%} interval "
-        f"{low:.3f} to {high:.3f}, {len(ratios)} pairs); goal {GOAL}: {verdict}"
+        f"{case}, {system}: throughput {middle:.3f} of that without offloading ({CONFIDENCE:.0%} "
+        f"interval {low:.3f} to {high:.3f}, {len(ratios)} pairs); goal {GOAL}: {verdict}"
         + "".join(f"; {name} {share:.2%} of the time" for name, share in own.items())
     )
 
