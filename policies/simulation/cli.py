@@ -43,7 +43,7 @@ def simulate(
     traces: Annotated[list[Path], typer.Argument(help="Trace files (.jsonl or .jsonl.gz).")],
     policy: Annotated[
         list[str] | None,
-        typer.Option(help="name, module:Class, or with ,option=value. Repeatable."),
+        typer.Option(help="Name or module:Class, optionally with ,option=value. Repeatable."),
     ] = None,
     capacity: Annotated[
         list[str] | None,

@@ -89,7 +89,7 @@ class RemoteReadOnlyTier(SharedReadOnlyTier):
             await asyncio.sleep(LOOK_S)
             try:
                 await self._lookers.run(self._source.look)
-            except Exception as error:  # the tier's calls report the error as well
+            except Exception as error:  # the tier's own calls report the error, too
                 logger.debug("kvtiers: cannot look for other engines: %r", error)
 
 

@@ -196,9 +196,9 @@ class CopyEngine(ABC):
         synchronous."""
 
     def hold_compute(self, event: object) -> None:
-        """Make everything that is launched on the compute stream from now on wait for the end of a
-        copy, given by the event of ``Ticket.submitted``. From the model-runner thread; does not
-        block."""
+        """Make all work that is launched on the compute stream from now on wait for the end of a
+        copy. ``event`` comes from ``Ticket.submitted``. Called from the model-runner thread; does
+        not block."""
         raise TypeError(f"compute does not wait for events with this engine: {event!r}")
 
     @abstractmethod

@@ -7,7 +7,7 @@
 The index names the payload file by its id, so that the two are only used together. A capacity
 covers both files. Every function here blocks, and they run in one thread at a time.
 
-``is_new``, ``check_partner`` and ``lmdb.index.check_file`` judge the files. A tier that opens the
+``is_new``, ``check_partner`` and ``lmdb.index.check_file`` check the files. A tier that opens the
 folder and a command that only inspects it (``offline.lmdb_reader``) call the same three functions,
 so that an inspection predicts the result of an open.
 """

@@ -281,9 +281,9 @@ class HostSlab:
             self._condition.notify_all()
 
     def _prepare_piece(self, first: int, end: int) -> float:
-        """Prepare slots ``[first, end)``. A piece consists of whole slots, so that no copy of a
-        slot ever crosses two registrations, and of whole pages. Returns how many seconds the driver
-        was busy."""
+        """Prepare slots ``[first, end)``. A piece consists of whole pages and whole slots, so that
+        no copy of a slot crosses two registrations. Returns how many seconds the driver was
+        busy."""
         address = self.slot_address(first)
         nbytes = _rounded_up((end - first) * self.slot_stride, self._page_bytes)
         _populate(address, nbytes)

@@ -3,7 +3,7 @@
 The index contains everything that an exclusive tier keeps in memory (its records, their extents,
 free space, the order of use), and every change is a transaction that all processes see:
 
-    write   reserve extents -> I/O threads write -> flush, publish -> present for everybody
+    write   reserve extents -> I/O threads write -> flush, publish -> present for all processes
     read    I/O threads look the keys up, read, verify, and look again if that fails
 
 A shared tier evicts by itself, because no planner knows which records the other engines use. A
