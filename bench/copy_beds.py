@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-from numpy.random import default_rng  # imported late, it can lose a Ctrl-C
+from numpy.random import default_rng  # a later import can swallow a Ctrl-C
 
 from tiers.copy.base import CopyBatch, CopyEngine, GroupRegions, PageRegion
 from tiers.copy.cuda_engine import CudaCopyEngine, gpu_node

@@ -178,12 +178,12 @@ def _rows(name: str, samples: dict[str, dict[str, Samples]], systems: list[str])
 
 
 PLOTTED = (256 << 10, 2 << 20)
-"""The block sizes in the plot, if there are others as well; the table has them all."""
+"""The block sizes to plot, if they were measured. The table has all sizes."""
 
 
 def plotted(points: Sequence[tuple[int, int]]) -> Callable[[Row], bool]:
-    """Return whether a row has a bar: two sizes, each at the first depth, so that the plot can be
-    read. Memory has none, because it would stretch the axis."""
+    """Return a function that selects the rows to plot: two sizes, each at its first depth, which
+    keeps the plot readable. Memory is left out, because it would stretch the axis."""
     depths = dict(reversed(points))
     sizes = [size for size in PLOTTED if size in depths] or list(depths)[-2:]
     cases = {f"{size_text(size)}, depth {depths[size]}" for size in sizes}

@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from numpy.random import default_rng  # imported late, it can lose a Ctrl-C
+from numpy.random import default_rng  # a later import can swallow a Ctrl-C
 
 from tiers.base import Buffer, ReadOutcome, Tier, WriteOutcome
 from tiers.files.tier import FileTier
