@@ -23,6 +23,7 @@ OF_RUNNERS = ("tests/oracle/", "tests/offload/connector/")
 KIND = "tests/vllm/test_kinds.py::test_one_of_each"
 SERVE = "tests/vllm/test_serve.py::test"
 VERIFY = "tests/vllm/test_verify.py::test"
+SERVER = "tests/vllm/test_server.py::test"
 
 ENGINES: dict[tuple[str, str], dict[str, str]] = {
     ("0.32", "v2"): {
@@ -33,6 +34,7 @@ ENGINES: dict[tuple[str, str], dict[str, str]] = {
         f"{KIND}[gemma3_chunks]": "sliding windows",
         f"{KIND}[granite_hybrid]": "Mamba-2 states",
         f"{SERVE}_two_ranks": "two ranks",
+        f"{SERVER}_one_prompt_is_restored_under_v2": "`vllm serve`",
     },
     ("0.33", "v1"): {
         f"{KIND}[llama_draft]": "a draft model whose pages have another size",

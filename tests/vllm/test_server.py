@@ -22,6 +22,7 @@ from offload.cli import app
 from offload.config.kv_transfer_config import ALIASES, NAME
 from offload.telemetry.metrics import METRICS
 from tests.dashboards import queries
+from tests.model_runner import IS_V2
 from tests.patience import PATIENCE_S
 from tests.promql import problems
 from tests.vllm.engine import transfer_config
@@ -39,9 +40,19 @@ FLAGS = (
 ASKED = prompts(3)
 
 
+SERVE = "tests.vllm.serve_cli" if IS_V2 else "offload.connector.vllm_cli"
+"""The module that runs ``vllm serve``."""
+
+
 def start(model: Path, tmp_path: Path, name: str, connector: dict[str, Any] | None) -> VllmServer:
-    log = tmp_path / f"{name}.log"
-    return VllmServer(model, log=log, connector=connector, flags=FLAGS, deadline_s=PATIENCE_S)
+    return VllmServer(
+        model,
+        log=tmp_path / f"{name}.log",
+        program=(sys.executable, "-m", SERVE, "serve"),
+        connector=connector,
+        flags=FLAGS,
+        deadline_s=PATIENCE_S,
+    )
 
 
 Answers = dict[tuple[int, int], tuple[Any, Any]]
@@ -172,6 +183,21 @@ def test_http_restart_and_kill_9(llama: Path, tmp_path: Path) -> None:
         server.stop()
     assert not list((tmp_path / "kv").rglob("quarantine*"))
     operate_at_rest(tmp_path / "kv", tmp_path / "kv.export", tmp_path / "copy")
+
+
+@pytest.mark.skipif(not IS_V2, reason="under V1, the test of a restart shows this and more")
+def test_one_prompt_is_restored_under_v2(llama: Path, tmp_path: Path) -> None:
+    """Under Model Runner V2, in the process that a real server starts for its engine."""
+    with start(llama, tmp_path, "v2", config(tmp_path / "kv", verify="device")) as server:
+        cold = server.completion(ASKED[0], 4, logprobs=5)["choices"][0]
+        assert loaded(server, "cpu") == 0
+        server.reset_prefix_cache()
+        answer = server.completion(ASKED[0], 4, logprobs=5)
+        assert answer["usage"]["prompt_tokens_details"]["cached_tokens"] == 576
+        assert answer["choices"][0]["token_ids"] == cold["token_ids"]
+        assert loaded(server, "cpu") == 576
+        assert all_loads_were_right(server)
+    assert "Using V2 Model Runner" in (tmp_path / "v2.log").read_text()
 
 
 @pytest.mark.thorough
