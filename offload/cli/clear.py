@@ -69,9 +69,9 @@ def clear(
 ) -> None:
     """Remove namespaces by name, model or age; what a running server uses stays.
 
-    Data must match all kinds of options that are given. Works while servers run on other namespaces
-    of the same path. What an earlier run could not delete is tried again. Exits with 1 if something
-    remains because it is in use or could not be deleted.
+    If several kinds of options are given, data must match each kind. Works while servers run on
+    other namespaces of the same path. Deletions that failed in an earlier run are tried again. Exits
+    with 1 if something remains because it is in use or could not be deleted.
     """
     from offload.admin.clear import RemovalFilter, find_removals, remove
 

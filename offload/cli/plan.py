@@ -33,13 +33,13 @@ Prefill = Annotated[
     float, typer.Option(min=0, help="Prompt tokens that the server computes per second.")
 ]
 Tflops = Annotated[
-    float, typer.Option(min=0, help="Peak of all GPUs, to estimate the speed instead.")
+    float, typer.Option(min=0, help="Peak TFLOPS of all GPUs, to estimate the prefill speed instead.")
 ]
 Parameters = Annotated[
     float, typer.Option(min=0, help="Active parameters, e.g. 8e9. (default: the model's)")
 ]
 Endurance = Annotated[
-    str, typer.Option(help="Bytes that may be written to the disk in its life, e.g. 1200TB.")
+    str, typer.Option(help="Bytes that may be written to the disk in its lifetime, e.g. 1200TB.")
 ]
 TokenBytes = Annotated[
     str, typer.Option(help="Bytes of one token's KV on all ranks, instead of a model.")
@@ -49,7 +49,7 @@ TokenBytes = Annotated[
 @app.command(context_settings=PASS_FLAGS_ON)
 def plan(
     context: typer.Context,
-    model: Annotated[str, typer.Argument(help="Model, as for vllm serve; or --token-bytes.")] = "",
+    model: Annotated[str, typer.Argument(help="Model, as for vllm serve; or give --token-bytes.")] = "",
     cpu: Annotated[str, typer.Option(help="CPU tier, as 64GiB.")] = "",
     disk: Annotated[str, typer.Option(help="Disk tier, as 2TiB.")] = "",
     trace: Annotated[Path | None, typer.Option(help="Requests (see kvtiers simulate).")] = None,

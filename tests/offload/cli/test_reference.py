@@ -18,19 +18,19 @@ from tests.offload.cli.stores import ROOT
 PAGE = ROOT / "docs" / "reference" / "command-line.md"
 HEAD = """# The command line
 
-`kvtiers COMMAND --help` says the same. `kvtiers --install-completion` sets up completion for
-your shell. The guide is [Operating](../guides/operate.md).
+`kvtiers COMMAND --help` prints the same information. `kvtiers --install-completion` sets up
+completion for your shell. The guide is [Operating](../guides/operate.md).
 
 * **Exit codes**: 0 on success, 1 if the command found faults or could not finish, 2 for a wrong
-  command line, 130 after Ctrl-C. Errors go to stderr, all of them at once, each with the value and
-  what to do.
+  command line, 130 after Ctrl-C. All errors are printed at once on stderr, each with the wrong
+  value and what to do.
 * **`--json`** prints one object on stdout and nothing else. Progress bars go to stderr, and only on
   a terminal.
 * **Sizes** are bytes or text as in the configuration: `8GiB`, `500MB`. **Times**: `30s`, `15m`,
   `12h`, `7d`, `2w`. Printed sizes have three significant digits; `--json` has all of them.
 * `kvtiers --version` prints the versions of kvtiers, of the installed vLLM and of Python.
 
-Generated: `KVTIERS_REWRITE=1 python -m pytest tests/offload/cli/test_reference.py`.
+This page is generated: `KVTIERS_REWRITE=1 python -m pytest tests/offload/cli/test_reference.py`.
 """
 
 
