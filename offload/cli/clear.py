@@ -70,8 +70,8 @@ def clear(
     """Remove namespaces by name, model or age; what a running server uses stays.
 
     If several kinds of options are given, data must match each kind. Works while servers run on
-    other namespaces of the same path. Deletions that failed in an earlier run are tried again. Exits
-    with 1 if something remains because it is in use or could not be deleted.
+    other namespaces of the same path. Deletions that failed in an earlier run are tried again.
+    Exits with 1 if something remains because it is in use or could not be deleted.
     """
     from offload.admin.clear import RemovalFilter, find_removals, remove
 

@@ -33,7 +33,7 @@ Prefill = Annotated[
     float, typer.Option(min=0, help="Prompt tokens that the server computes per second.")
 ]
 Tflops = Annotated[
-    float, typer.Option(min=0, help="Peak TFLOPS of all GPUs, to estimate the prefill speed instead.")
+    float, typer.Option(min=0, help="Peak of all GPUs, to estimate the prefill speed instead.")
 ]
 Parameters = Annotated[
     float, typer.Option(min=0, help="Active parameters, e.g. 8e9. (default: the model's)")
@@ -49,7 +49,7 @@ TokenBytes = Annotated[
 @app.command(context_settings=PASS_FLAGS_ON)
 def plan(
     context: typer.Context,
-    model: Annotated[str, typer.Argument(help="Model, as for vllm serve; or give --token-bytes.")] = "",
+    model: Annotated[str, typer.Argument(help="Model as for vllm serve, or --token-bytes.")] = "",
     cpu: Annotated[str, typer.Option(help="CPU tier, as 64GiB.")] = "",
     disk: Annotated[str, typer.Option(help="Disk tier, as 2TiB.")] = "",
     trace: Annotated[Path | None, typer.Option(help="Requests (see kvtiers simulate).")] = None,
