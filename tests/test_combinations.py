@@ -104,7 +104,7 @@ def test_quick_tests_that_import_vllm_are_found_however_far_away() -> None:
     assert set(combinations.quick_files("v2")) < set(found)
 
 
-def test_every_engine_test_of_a_combination_is_there() -> None:
+def test_every_engine_test_of_a_combination_exists() -> None:
     functions = {
         f"{path.relative_to(ROOT).as_posix()}::{line.partition('(')[0].removeprefix('def ')}"
         for path in python_files("tests/vllm")

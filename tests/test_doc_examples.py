@@ -112,7 +112,7 @@ def test_the_examples_are_found() -> None:
     assert len(found) > 30
 
 
-def test_pip_is_not_asked_for_a_package_of_this_name() -> None:
+def test_no_page_tells_pip_to_install_a_package_of_this_name() -> None:
     """It is on no index, and a stranger could take the name there."""
     sources = [*PAGES, ROOT / "CONTRIBUTING.md", ROOT / "SECURITY.md", ROOT / "Dockerfile"]
     for folder in ("offload", "tiers", "policies", "demo", "bench", "scripts"):

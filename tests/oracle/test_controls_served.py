@@ -18,7 +18,7 @@ from tests.oracle.models import MODELS, OracleModel
 from tests.oracle.serving import Conditions, OracleEngine
 from tests.oracle.test_late_loads import still
 from tests.oracle.test_miss_reasons import stored
-from tests.oracle.test_requests_told import _request
+from tests.oracle.test_requests_reported import _request
 from tiers.base import ReadOutcome
 
 PROMPT = list(range(64))

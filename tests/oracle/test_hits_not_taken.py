@@ -14,7 +14,7 @@ from offload.requests.miss_reasons import Reason
 from tests.oracle.models import MODELS
 from tests.oracle.serving import Conditions, OracleEngine
 from tests.oracle.test_miss_reasons import PROMPT, serve, stored
-from tests.oracle.test_requests_told import _request
+from tests.oracle.test_requests_reported import _request
 
 
 @pytest.fixture

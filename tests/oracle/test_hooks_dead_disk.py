@@ -35,7 +35,7 @@ from tests.oracle import serving as oracle_world
 from tests.oracle.models import MODELS
 from tests.oracle.serving import Conditions, OracleEngine
 from tests.oracle.test_miss_reasons import PROMPT
-from tests.oracle.test_requests_told import _request
+from tests.oracle.test_requests_reported import _request
 from tests.patience import PATIENCE_S
 from tiers.testing.simulated_copy import SimulatedCopyEngine
 

@@ -20,7 +20,7 @@ from offload.connector.scheduler.open_loads import WAIT_S, UnfinishedLoads
 from tests.oracle.models import MODELS
 from tests.oracle.serving import Conditions, OracleEngine
 from tests.oracle.test_miss_reasons import PROMPT, stored
-from tests.oracle.test_requests_told import _request
+from tests.oracle.test_requests_reported import _request
 from tiers.base import ReadOutcome
 
 OTHERS = [[90 + n, *range(n, n + 100)] for n in range(4)]
@@ -130,7 +130,7 @@ def blocks_of(world: OracleEngine, name: str) -> set[int]:
     return set(world.scheduler.kv_cache_manager.get_block_ids(name)[0])
 
 
-def test_blocks_are_not_given_away_while_a_load_copies_into_them(
+def test_blocks_are_not_reused_while_a_load_copies_into_them(
     world: OracleEngine, clock: Clock, failed: list[str]
 ) -> None:
     """The process is stopped for longer than a load may take, with copies submitted."""

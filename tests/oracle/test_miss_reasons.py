@@ -25,7 +25,7 @@ from policies.base import AdmissionPolicy, EntryInfo
 from tests.oracle import serving as oracle_world
 from tests.oracle.models import MODELS
 from tests.oracle.serving import Conditions, OracleEngine
-from tests.oracle.test_requests_told import _request
+from tests.oracle.test_requests_reported import _request
 from tiers.base import ReadOutcome
 
 PROMPT = list(range(64))

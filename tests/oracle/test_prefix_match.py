@@ -224,7 +224,7 @@ def test_longest_hit_and_its_blocks_equal_vllm(seed):
 
 
 @pytest.mark.parametrize("seed", range(100))
-def test_lookups_that_go_on_from_the_gpus_own_cache_and_in_chunks(seed):
+def test_lookups_that_continue_after_the_gpus_own_cache_and_in_chunks(seed):
     rng = random.Random(f"started {seed}")
     for number in range(CASES_PER_SEED):
         case = random_case(rng, chunk_blocks=rng.choice([1, 1, 2, 3, 4]), started=True)

@@ -17,7 +17,7 @@ from tests.oracle import serving as oracle_world
 from tests.oracle.models import MODELS
 from tests.oracle.serving import Conditions, OracleEngine
 from tests.oracle.test_miss_reasons import PROMPT, serve
-from tests.oracle.test_requests_told import _request
+from tests.oracle.test_requests_reported import _request
 
 if not is_tracing_available():
     pytest.skip(

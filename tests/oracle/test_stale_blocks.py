@@ -13,7 +13,7 @@ from offload.planner.jobs import JobKind
 from tests.oracle.models import MODELS
 from tests.oracle.serving import Conditions, OracleEngine
 from tests.oracle.test_miss_reasons import PROMPT, stored
-from tests.oracle.test_requests_told import _request
+from tests.oracle.test_requests_reported import _request
 
 OTHER = list(range(30, 94))
 

@@ -202,7 +202,7 @@ def blocks_of_requests(llm: Any) -> dict[str, set[int]]:
 
 
 @pytest.mark.thorough
-def test_a_stopped_process_gives_no_block_away_during_a_copy(
+def test_a_stopped_process_frees_no_block_during_a_copy(
     engine: Engine, reference: Reference
 ) -> None:
     """SIGSTOP for longer than a load may take, with a copy under way: the request is not reported

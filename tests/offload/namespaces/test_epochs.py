@@ -63,7 +63,7 @@ def taken(owed: PendingEpochs) -> dict[int, int]:
 
 
 @pytest.mark.parametrize("comes_back", ["as it was", "empty"])
-def test_a_disk_that_is_away_gets_the_epoch_when_it_is_back(
+def test_an_unavailable_disk_gets_the_epoch_when_it_is_back(
     paths: list[str], owed: PendingEpochs, comes_back: str
 ) -> None:
     far, elsewhere = Path(paths[1]), Path(paths[1] + "-elsewhere")

@@ -100,7 +100,7 @@ def test_patience_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
             places(tmp_path).specs()
 
 
-def test_nobody_waits_where_something_else_is_wrong(tmp_path: Path) -> None:
+def test_a_server_with_another_problem_does_not_wait(tmp_path: Path) -> None:
     lines: list[str] = []
     wrong = config(tmp_path, policy="lur")
     with old_server(tmp_path), pytest.raises(ConfigError, match="2 problems"):
@@ -108,7 +108,7 @@ def test_nobody_waits_where_something_else_is_wrong(tmp_path: Path) -> None:
     assert lines == []
 
 
-def test_a_rank_takes_no_server_of_another_container_for_its_own(tmp_path: Path) -> None:
+def test_a_server_of_another_container_is_no_relative(tmp_path: Path) -> None:
     """Each container numbers its processes separately."""
     with old_server(tmp_path) as old:
         assert load_config(config(tmp_path), same_server).warnings == (), "a child is a relative"

@@ -86,7 +86,7 @@ def test_a_step_reports_one_part_and_hints_come_last() -> None:
 
 
 @pytest.mark.parametrize("make", [WholeRequests])
-def test_a_policy_that_examines_requests_gets_them_whole(make: Callable[[], LruPolicy]) -> None:
+def test_a_policy_that_examines_requests_gets_complete_ones(make: Callable[[], LruPolicy]) -> None:
     at_once, index = index_of(LruPolicy()), index_of(make())
     noted = RequestUses(index, (), into(index))
     noted.ended(KEYS[:20], {})

@@ -149,7 +149,7 @@ def test_nothing_queues_up_behind_a_write_that_hangs() -> None:
     assert set(plan.deletes[0]) == {key_of(1)}
 
 
-def test_a_change_of_weights_while_a_disk_is_away() -> None:
+def test_a_change_of_weights_while_a_disk_is_unavailable() -> None:
     """The other tier continues; the unavailable one is neither read nor written before it has
     received the change."""
     planner = make(tiers=2)

@@ -169,7 +169,7 @@ def full_of_its_own(rate: float) -> tuple[Line, list[bytes]]:
     return line, keys
 
 
-def test_a_request_that_is_full_of_its_own_chunks_does_not_stop_others() -> None:
+def test_a_request_that_fills_the_tier_does_not_stop_others() -> None:
     line, keys = full_of_its_own(0.0)
     assert line._store(keys, SLOTS, SLOTS + 8) == 0, "it would evict its own head"
     assert line.planner.totals()["evicted_chunks:cpu"] == 0
@@ -198,7 +198,7 @@ def test_two_requests_without_a_victim_stop_the_search_of_the_step(
     assert len(searches) == 2
 
 
-def test_a_request_that_is_full_of_its_own_chunks_stores_on_when_a_disk_holds_them() -> None:
+def test_a_request_may_evict_its_own_chunks_that_are_on_disk() -> None:
     line, keys = full_of_its_own(0.01)
     for _ in range(3):
         assert line._store(keys, SLOTS, SLOTS + 8) == 0

@@ -304,7 +304,7 @@ async def test_stores_continue_when_the_loop_does(clock: Clock) -> None:
         assert not (await rank.turn()).report.results[3].failed
 
 
-async def test_the_drivers_own_answers_are_no_sign_of_life(clock: Clock) -> None:
+async def test_answers_of_the_driver_itself_do_not_show_that_the_loop_runs(clock: Clock) -> None:
     """While the loop is blocked, the driver itself refuses loads, and continues to do so."""
     async with rank_with() as rank:
         rank.executor.post(StepPlan(loads=(LoadJob(1, "r1", (NOBODY,)),)))

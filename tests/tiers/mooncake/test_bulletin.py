@@ -73,7 +73,7 @@ def test_a_document_not_checked_for_a_day_is_not_alive(
     assert alive() == [False, True]
 
 
-def test_a_full_board_accepts_no_more(client: MooncakeClient) -> None:
+def test_a_full_board_accepts_no_further_document(client: MooncakeClient) -> None:
     contents = [b"%d" % number for number in range(SLOTS_PER_BOARD)]
     for content in contents:
         assert post(client, "full", content)
