@@ -62,6 +62,7 @@ def engine(llama: Path, reference: Reference, root: Path) -> Iterator[Engine]:
         found.call(sick_disk.retry_soon)
         found.call(sick_disk.compute_at, *SLOWLY)
         fill(found, reference)
+        store_again(found, reference)
         yield found
 
 
@@ -73,6 +74,16 @@ def gate_state(llm: Any) -> tuple[bool, bool, float]:
 
 def on_disk(engine: Engine, function: Any, *args: Any) -> Any:
     return engine.call(faults.on_workers, function, *args)
+
+
+def store_again(engine: Engine, reference: Reference) -> None:
+    """Send every prompt and wait until it is on the disk. The CPU tier holds one prompt, so the
+    writes of several in a row are given up if the disk does not keep up beside other work; hits
+    then have other lengths than the reference."""
+    engine.reset_prefix_cache()
+    for prompt in reference.prompts:
+        engine.generate_one(prompt)
+        settle(engine)
 
 
 def ask_all(engine: Engine, reference: Reference, seed: int) -> int:
@@ -134,6 +145,7 @@ def test_a_sick_disk_is_left_out_and_used_again_when_it_works(
     engine.call(sick_disk.compute_at, *SLOWLY)
     ask_until(engine, reference, (True, True))
     settle(engine)
+    store_again(engine, reference)
     ask_and_compare(engine, reference, "lmdb")
     assert ask_all(engine, reference, 600) == len(reference.prompts)
 
@@ -161,6 +173,7 @@ def test_an_unplugged_disk_is_used_again_when_it_is_back(
     ask_until(engine, reference, (True, True))
     ask_all(engine, reference, 500)  # lost chunks are stored once more
     settle(engine)
+    store_again(engine, reference)
     ask_and_compare(engine, reference, "lmdb")
     assert ask_all(engine, reference, 600) == len(reference.prompts)
     has_lost = engine.call(totals)["dropped_chunks:lmdb"] > dropped
@@ -239,6 +252,7 @@ def test_a_stopped_process_frees_no_block_during_a_copy(
     on_disk(engine, set_stall, executor.STALL_S)
     ask_until(engine, reference, (True, True))
     settle(engine)
+    store_again(engine, reference)
     ask_and_compare(engine, reference, "lmdb")
 
 
