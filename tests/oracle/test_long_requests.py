@@ -81,8 +81,8 @@ def _little_room(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("_little_room")
 def test_a_lookup_continues_in_steps_in_which_vllm_does_not_repeat_it() -> None:
-    """Other requests fill the steps, otherwise a waiting request would need as many steps that are
-    not full."""
+    """Other requests fill the steps. Without the continuation, a waiting request would need many
+    steps that are not full."""
     server = Server(CHUNKS)
     request = server.came(server.keys)
     assert server.side.lookup(request, 0) is None

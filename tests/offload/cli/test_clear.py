@@ -238,7 +238,7 @@ def as_nobody(root: Path) -> Iterator[None]:
 
 
 def test_data_that_cannot_be_deleted_is_reported_and_tried_again(place: Path) -> None:
-    """A folder refuses deletion, as on a read-only or failing part of the disk."""
+    """A folder whose files cannot be deleted, as on a read-only or failing part of the disk."""
     root = place / "kv"
     folder = make_store(root, range(4))
     make_store(root, range(4), fields=OTHER)

@@ -1,4 +1,4 @@
-"""Restarts that overlap: a server waits for the one before it, which is a real process here."""
+"""Restarts that overlap: a server waits for the previous one, which is a real process here."""
 
 from __future__ import annotations
 

@@ -227,7 +227,7 @@ class PlannerWithRanks:
             self._do(rank, job)
 
     def _reset(self, rank: Rank) -> None:
-        """Writes before a reset belong to the old epoch; loads under way are failed."""
+        """Writes before a reset belong to the old epoch; loads in progress fail."""
         for job in list(rank.todo):
             if isinstance(job, WriteThroughJob | tuple):
                 rank.todo.remove(job)

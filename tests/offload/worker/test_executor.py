@@ -369,7 +369,8 @@ async def test_a_tier_that_hangs_keeps_its_own_staging_window(slots: int) -> Non
 
 
 def test_reads_that_never_return_do_not_block_the_probe() -> None:
-    """Lost reads hold all semaphores and staging slots of loads, and the disk works again."""
+    """The disk works again, but reads that it has lost still hold all semaphores and staging slots
+    of loads."""
     run_virtually(lose_reads_and_probe())
 
 

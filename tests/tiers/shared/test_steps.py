@@ -220,7 +220,7 @@ def put_of(changes: WriteTransaction, files: SharedLmdbFiles, own_epoch: int | N
 
 
 async def test_an_extent_reused_by_another_process_is_not_published(tier: SharedLmdbTier) -> None:
-    """Other processes considered this one dead and reused its extents."""
+    """Other processes have taken this process for dead and reused its extents."""
     files = store_of(tier)
     number = files.member.number
     with changing(files.index, number) as changes:
