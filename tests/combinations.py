@@ -23,6 +23,7 @@ OF_RUNNERS = ("tests/oracle/", "tests/offload/connector/")
 KIND = "tests/vllm/test_kinds.py::test_one_of_each"
 SERVE = "tests/vllm/test_serve.py::test"
 VERIFY = "tests/vllm/test_verify.py::test"
+LATE = "tests/vllm/test_late_work.py::test_blocks_that_v2"
 SERVER = "tests/vllm/test_server.py::test"
 
 ENGINES: dict[tuple[str, str], dict[str, str]] = {
@@ -34,6 +35,8 @@ ENGINES: dict[tuple[str, str], dict[str, str]] = {
         f"{KIND}[gemma3_chunks]": "sliding windows",
         f"{KIND}[granite_hybrid]": "Mamba-2 states",
         f"{SERVE}_two_ranks": "two ranks",
+        f"{LATE}_zeroes_after_their_load_are_seen": "blocks that V2 zeroes late",
+        f"{LATE}_writes_after_their_store_are_seen": "blocks that V2 writes late",
         f"{SERVER}_one_prompt_is_restored_under_v2": "`vllm serve`",
     },
     ("0.33", "v1"): {

@@ -1,0 +1,87 @@
+"""Plants work that Model Runner V2 does too late: after the connector's hooks of a step.
+
+On a GPU, V2 zeroes fresh blocks and writes KV on its own stream, and copies of this project run
+beside it. What holds them apart are events, which a CPU does not need. These faults produce the
+order that a missing event would. Each function runs in a worker (``Engine.call(on_workers, ...)``).
+"""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+from vllm.v1.kv_cache_interface import AttentionSpec
+
+from tests.patience import PATIENCE_S
+from tests.vllm.copy_faults import Undone
+from tests.vllm.faults import executor
+
+
+def zero_late(worker: Any) -> None:
+    """From now on, blocks that V2 has zeroed in the step that begins their load are zeroed again
+    when they have been loaded."""
+    runner, engine = worker.model_runner, executor(worker)._engine
+    zeroer, submit = runner.kv_block_zeroer, type(engine).submit_load
+    groups = runner.kv_cache_config.kv_cache_groups
+    attention = [isinstance(group.kv_cache_spec, AttentionSpec) for group in groups]
+    held: set[int] = set()
+    engine.kvtest_zeroed = 0
+
+    def zero_block_ids(ids: list[int]) -> None:
+        held.clear()
+        held.update(ids)
+        type(zeroer).zero_block_ids(zeroer, ids)
+
+    def submit_load(batches: Any, after: Any = None) -> Any:
+        loaded = {b.group: {int(n) for n in b.blocks.ravel()} for b in batches}
+        late = {g: sorted(ids & held) for g, ids in loaded.items() if attention[g]}
+        engine.kvtest_zeroed += sum(map(len, late.values()))
+        return Undone(submit(engine, batches, after), lambda: worker.kvtest_fill(late, 0))
+
+    zeroer.zero_block_ids, engine.submit_load = zero_block_ids, submit_load
+
+
+def zeroed(worker: Any) -> int:
+    """The number of blocks that were zeroed again."""
+    return int(executor(worker)._engine.kvtest_zeroed)
+
+
+def zero_in_time(worker: Any) -> None:
+    """Remove the fault of ``zero_late``."""
+    del worker.model_runner.kv_block_zeroer.zero_block_ids
+    del executor(worker)._engine.submit_load
+
+
+def write_late(worker: Any) -> None:
+    """From now on, what a forward pass writes into the KV cache appears there only when the stores
+    of its step have read their blocks. Nothing may be loaded meanwhile."""
+    connector, engine = worker.model_runner.kv_connector, executor(worker)._engine
+    real, submit, memory = type(connector), type(engine).submit_store, worker._memory()
+    copied = threading.Semaphore(0)
+    step: dict[str, Any] = {}
+
+    def submit_store(batches: Any, after: Any = None) -> Any:
+        return Undone(submit(engine, batches, after), copied.release)
+
+    def pre_forward(scheduled: Any, *args: Any, **options: Any) -> None:
+        real.pre_forward(connector, scheduled, *args, **options)
+        step["before"] = memory.clone()
+        step["stores"] = len(scheduled.kv_connector_metadata.plan.stores)
+
+    def post_forward(finished: Any) -> Any:
+        written = memory.clone()
+        memory.copy_(step["before"])
+        output = real.post_forward(connector, finished)
+        for _ in range(step["stores"]):
+            assert copied.acquire(timeout=PATIENCE_S), "a store was not copied"
+        memory.copy_(written)
+        return output
+
+    engine.submit_store = submit_store
+    connector.pre_forward, connector.post_forward = pre_forward, post_forward
+
+
+def write_in_time(worker: Any) -> None:
+    """Remove the fault of ``write_late``."""
+    connector = worker.model_runner.kv_connector
+    del connector.pre_forward, connector.post_forward, executor(worker)._engine.submit_store
