@@ -2,6 +2,7 @@
 # Runs all static checks, even after one has failed. Called by ./run check and ./run test.
 # mypy takes as long as all others together, so it runs in parallel and reports at the end.
 set -uo pipefail
+trap 'exit 130' INT
 status=0
 step() {
     echo "--- $*"

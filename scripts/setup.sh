@@ -4,6 +4,8 @@
 # variant), so that a second run takes no time. It is written last: an interrupted set-up starts again.
 
 CUDA_DRIVER=580  # the first for CUDA 13
+NO_NETWORK="NewConnectionError|Name(Resolution)?Error|name resolution|ConnectTimeout|dns error"
+NO_NETWORK+="|error sending request|Network is unreachable"
 say() { echo "run: $*" >&2; }
 fail() { say "$*"; exit 1; }
 
@@ -33,6 +35,7 @@ use_own_caches() {
     fi
     export XDG_CACHE_HOME=$PWD/.cache XDG_CONFIG_HOME=$PWD/.cache/config
     export PIP_CACHE_DIR=$PWD/.cache/pip UV_CACHE_DIR=$PWD/.cache/uv MPLCONFIGDIR=$PWD/.cache/mpl
+    export TRITON_HOME=$PWD/.cache/triton FLASHINFER_WORKSPACE_BASE=$PWD/.cache/flashinfer
     mkdir -p "$XDG_CONFIG_HOME" "$MPLCONFIGDIR"
 }
 
@@ -158,6 +161,15 @@ repair_transformers() {
     "$VENV/bin/python" -c "from transformers import LlamaConfig"
 }
 
+# vLLM's CPU kernels need libnuma, which a bare machine may lack.
+check_numa() {
+    local load="import ctypes; ctypes.CDLL('libnuma.so.1')"
+    "$VENV/bin/python" -c "$load" 2>/dev/null && return
+    echo "--- libnuma.so.1 is missing; unpacking it into the environment"
+    unpack_debian libnuma1
+    (use_extras; "$VENV/bin/python" -c "$load")
+}
+
 # Puts the programs and libraries in $VENV/extras on the search paths.
 use_extras() {
     export PATH="$VENV/extras/usr/bin:$PATH"
@@ -223,7 +235,7 @@ unpack_debian() {
 }
 
 setup() {
-    local variant=$1 log
+    local variant=$1
     case "$variant" in
         cpu) VENV=$PWD/.venv ;;
         cuda) VENV=$PWD/.venv-cuda ;;
@@ -232,21 +244,54 @@ setup() {
     use_own_caches
     [ "$variant" = cpu ] || check_cuda
     STAMP=$(cat pyproject.toml "requirements/$variant.txt" scripts/setup.sh | cksum)
-    [ "$(cat "$VENV/kvtiers.stamp" 2>/dev/null)" = "$STAMP" ] && return
-    log=$VENV/install.log
-    if [ ! -x "$VENV/bin/python" ]; then
+    STAMP+=" $PWD"  # programs in VENV contain its path
+    is_set_up && return
+    local lock=
+    if command -v flock >/dev/null; then  # two commands at once in a new checkout
+        exec {lock}>"$VENV.lock"
+        if ! flock -n "$lock"; then
+            say "another ./run sets up $VENV; waiting for it"
+            flock "$lock"
+        fi
+    fi
+    if ! is_set_up; then install_all "$variant"; fi
+    [ -z "$lock" ] || exec {lock}>&-
+}
+
+is_set_up() {
+    [ -x "$VENV/bin/python" ] && [ "$(cat "$VENV/kvtiers.stamp" 2>/dev/null)" = "$STAMP" ]
+}
+
+# True if the environment was made at another path.
+has_moved() {
+    local place
+    place=$(cut -d " " -f 3- "$VENV/kvtiers.stamp" 2>/dev/null)
+    [ -n "$place" ] && [ "$place" != "$PWD" ]
+}
+
+install_all() {
+    local variant=$1 log=$VENV/install.log
+    if [ ! -x "$VENV/bin/python" ] || has_moved; then
         local python
         python=$(find_python)
+        rm -rf "$VENV"
         say "setting up in $VENV with $("$python" --version); about 4 GiB, once"
         step "making the virtual environment" make_venv "$python" || exit 1
     fi
     : >"$log"
     if ! step "installing vLLM for $variant and the tools" logged "$log" "install_vllm_$variant"; then
         tail -n 30 "$log" >&2
+        if grep -qE "$NO_NETWORK" "$log"; then
+            fail "no package index answered: is there a network, or a mirror in pip's settings?" \
+                "The whole log is in $log"
+        fi
         fail "installing vLLM failed; the whole log is in $log"
     fi
     if [ "$variant" = cpu ] && ! step "checking the installation" logged "$log" repair_transformers; then
         fail "transformers cannot be imported in $VENV; the log is $log"
+    fi
+    if [ "$variant" = cpu ] && ! logged "$log" check_numa; then
+        fail "vLLM's CPU kernels need libnuma.so.1 (for example: apt-get install libnuma1)"
     fi
     echo "$STAMP" >"$VENV/kvtiers.stamp"
     say "set-up done"

@@ -17,6 +17,7 @@
 # each requirement of tests that this machine lacks, such as a C compiler (tests/results.py). To keep
 # the files behind this table, set KVTIERS_TEST_RESULTS to a folder.
 set -uo pipefail
+trap 'exit 130' INT  # pytest handles Ctrl-C itself, and the next stage would begin
 
 everything=
 if [ "${1:-}" = --all ]; then everything=1; shift; fi

