@@ -39,6 +39,8 @@ FOLDERS = ("tests/v1/core/", "tests/v1/kv_connector/", "tests/v1/kv_offload/")
 NOT_FOUND = "Invalid repository ID or local directory"
 """The message with which vLLM refuses a model that is not in the hub's cache."""
 NOT_FETCHED = 3
+TIMEOUT_S = 900
+"""Deadline for a single test; each takes less than a second on an idle machine."""
 
 OPT = {
     "architectures": ["OPTForCausalLM"],
@@ -103,7 +105,8 @@ def run(folder: Path, files: list[str], *, plain: bool) -> dict[str, Outcome]:
         "VLLM_NO_USAGE_STATS": "1",
     }
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--tb=short"]
-    command += ["-o", "asyncio_mode=auto", "-n", os.environ.get("KVTIERS_TEST_WORKERS", "2")]
+    command += [f"--timeout={TIMEOUT_S}", "-o", "asyncio_mode=auto"]
+    command += ["-n", os.environ.get("KVTIERS_TEST_WORKERS", "2")]
     command += [f"--junit-xml={report}", *(f"tests/v1/{name}" for name in files)]
     with log.open("w", encoding="utf-8") as output:
         subprocess.run(
