@@ -33,6 +33,7 @@ from offload.connector.worker import worker_side
 from offload.worker import runtime
 from tests.oracle import serving as oracle_world
 from tests.oracle.models import MODELS
+from tests.oracle.reports import failed_loads
 from tests.oracle.serving import Conditions, OracleEngine
 from tests.oracle.test_miss_reasons import PROMPT
 from tests.oracle.test_requests_reported import _request
@@ -181,16 +182,7 @@ def world(tmp_path: Path) -> Iterator[Served]:
 
 @pytest.fixture
 def failed(world: Served, monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Requests whose loads have failed, as reported to vLLM."""
-    names: list[str] = []
-    update = world.connector._scheduler.update
-
-    def noted(report: Any, finished: Any, failures: Any) -> None:
-        names.extend(failures)
-        update(report, finished, failures)
-
-    monkeypatch.setattr(world.connector._scheduler, "update", noted)
-    return names
+    return failed_loads(world.connector, monkeypatch)
 
 
 def live(world: Served, failed: list[str]) -> None:

@@ -6,7 +6,6 @@ from __future__ import annotations
 import dataclasses
 import os
 import re
-import time
 from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
@@ -17,7 +16,9 @@ import pytest
 
 import offload.worker.executor
 from offload.connector.scheduler.open_loads import WAIT_S, UnfinishedLoads
+from tests.clock import Clock
 from tests.oracle.models import MODELS
+from tests.oracle.reports import failed_loads
 from tests.oracle.serving import Conditions, OracleEngine
 from tests.oracle.test_miss_reasons import PROMPT, stored
 from tests.oracle.test_requests_reported import _request
@@ -30,23 +31,9 @@ OTHERS = [[90 + n, *range(n, n + 100)] for n in range(4)]
 A_STORE_READS_ON = re.compile(r"store job \d+ and load job \d+ share blocks")
 
 
-class Clock:
-    """Replaces the module ``time`` where the executor measures how late it is."""
-
-    ahead_s = 0.0
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(time, name)
-
-    def monotonic(self) -> float:
-        return time.monotonic() + self.ahead_s
-
-
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
-    made = Clock()
-    monkeypatch.setattr(offload.worker.executor, "time", made)
-    return made
+    return Clock.replace(offload.worker.executor, monkeypatch)
 
 
 @pytest.fixture
@@ -58,16 +45,7 @@ def world(tmp_path: Path) -> Iterator[OracleEngine]:
 
 @pytest.fixture
 def failed(world: OracleEngine, monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Requests whose loads have failed, as reported to vLLM."""
-    names: list[str] = []
-    update = world.connector._scheduler.update
-
-    def noted(report: Any, finished: Any, failures: Any) -> None:
-        names.extend(failures)
-        update(report, finished, failures)
-
-    monkeypatch.setattr(world.connector._scheduler, "update", noted)
-    return names
+    return failed_loads(world.connector, monkeypatch)
 
 
 def ask(world: OracleEngine, name: str, prompt: list[int], tokens: int = 4) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import os
 import shutil
-import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -212,14 +211,6 @@ def test_engines_that_share_get_no_advice_to_reset(tmp_path: Path) -> None:
     assert f"shared by pid {os.getpid()}: not removed" in result.err
     assert "POST" not in result.err
     assert kvtiers("clear", tmp_path, "--all", "--yes").code == 0
-
-
-@pytest.fixture
-def place() -> Iterator[Path]:
-    """A folder that every user may enter; pytest's own folders are open only to root."""
-    with tempfile.TemporaryDirectory() as name:
-        Path(name).chmod(0o755)
-        yield Path(name)
 
 
 @contextlib.contextmanager

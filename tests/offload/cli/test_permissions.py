@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -14,14 +13,6 @@ import pytest
 from tests.offload.cli.stores import kvtiers, make_store
 
 NOBODY = 65_534
-
-
-@pytest.fixture
-def place() -> Iterator[Path]:
-    """A folder that every user may enter; pytest's own folders are open only to root."""
-    with tempfile.TemporaryDirectory() as name:
-        Path(name).chmod(0o755)
-        yield Path(name)
 
 
 @contextlib.contextmanager

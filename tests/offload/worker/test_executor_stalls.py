@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import asyncio
 import threading
-import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -20,6 +19,7 @@ from offload.planner.loads import NOBODY
 from offload.worker.executor import Executor
 from offload.worker.rank_health import PAUSE_S
 from offload.worker.unanswered_jobs import Drained, OpenLoads
+from tests.clock import Clock
 from tests.offload.small_model import BLOCKS, compute, keys, wrong_blocks
 from tests.offload.worker.test_executor import KEYS, Rank, fill, load, rank_with, store
 from tests.patience import PATIENCE_S
@@ -28,24 +28,9 @@ from tiers.testing.faults import HoldingTier, nth
 from tiers.testing.memory_tier import MemoryTier
 
 
-class Clock:
-    """Replaces the module ``time`` where the executor measures how late it is."""
-
-    def __init__(self) -> None:
-        self.ahead_s = 0.0
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(time, name)
-
-    def monotonic(self) -> float:
-        return time.monotonic() + self.ahead_s
-
-
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
-    made = Clock()
-    monkeypatch.setattr(offload.worker.executor, "time", made)
-    return made
+    return Clock.replace(offload.worker.executor, monkeypatch)
 
 
 def pass_deadlines(clock: Clock, rank: Rank) -> None:
