@@ -7,10 +7,12 @@ import logging
 import sys
 import threading
 from collections.abc import Iterator
+from typing import Any
 
 import numpy as np
 import pytest
 
+from tests.patience import PATIENCE_S
 from tests.tiers.copy.known_caches import (
     Cache,
     batch,
@@ -213,15 +215,28 @@ async def test_an_unexpected_error_fails_only_one_ticket(
 
 
 async def test_closing_finishes_what_was_submitted_and_refuses_more(
-    cache: Cache, slab: HostSlab
+    cache: Cache, slab: HostSlab, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """The copies begin when ``close`` waits for them, however fast the lanes are."""
+    waits, join = threading.Event(), threading.Thread.join
+
+    def joined(thread: threading.Thread, timeout: float | None = None) -> None:
+        waits.set()
+        join(thread, timeout)
+
+    def late(*copies: Any) -> None:
+        assert waits.wait(PATIENCE_S)
+        copy_loop()(*copies)
+
+    monkeypatch.setattr(threading.Thread, "join", joined)
     before = set(threading.enumerate())
-    engine = HostCopyEngine([cache.regions], slab, num_blocks=8)
+    engine = HostCopyEngine([cache.regions], slab, num_blocks=8, loop=late)
     tickets = [engine.submit_store([batch([i % 4], [[0, 1]])]) for i in range(50)]
     engine.close()
     engine.close()
-    assert all(ticket.done() for ticket in tickets)
-    assert set(threading.enumerate()) <= before
+    ended = all(ticket.done() for ticket in tickets), set(threading.enumerate()) <= before
+    waits.set()
+    assert ended == (True, True)
     for late in (engine.submit_store([]), engine.submit_load([])):
         with pytest.raises(TransferError, match="closed"):
             await late.completed()
