@@ -4,6 +4,8 @@ detect them."""
 from __future__ import annotations
 
 import ast
+from collections.abc import Sequence
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 
@@ -42,7 +44,21 @@ def test_the_set_of_faults_does_not_shrink() -> None:
     assert len(MUTANTS) >= LEAST
 
 
-LEAST = 340
+LEAST = 440
+
+
+def alike(mutants: Sequence[Mutant]) -> list[str]:
+    """The ids of faults that are the same change of the same place as another one."""
+    ids: dict[tuple[str, ...], list[str]] = {}
+    for one in mutants:
+        ids.setdefault((one.file, one.after, one.old, one.new), []).append(one.id)
+    return [name for names in ids.values() if len(names) > 1 for name in names]
+
+
+def test_no_fault_is_kept_twice() -> None:
+    assert alike(MUTANTS) == []
+    again = replace(MUTANTS[0], id="other.name", breaks="Something else.", tests=())
+    assert alike([*MUTANTS, again]) == [MUTANTS[0].id, "other.name"]
 
 
 def fault(**changes: str) -> Mutant:

@@ -22,6 +22,7 @@ from tests.offload.small_model import (
     open_manager,
     simulated_engines,
 )
+from tests.patience import turns
 from tests.sim.real_disk import OnThreads
 from tests.sim.virtual_time import run_virtually
 from tests.threads import no_thread_is_left
@@ -51,11 +52,6 @@ def engine(monkeypatch: pytest.MonkeyPatch) -> Callable[[], SimulatedCopyEngine]
     """The copy engine of the manager that was opened last; it copies on command."""
     made = simulated_engines(monkeypatch, automatic=False)
     return lambda: made[-1]
-
-
-async def turns(count: int = 10) -> None:
-    for _ in range(count):
-        await asyncio.sleep(0)
 
 
 async def copies(engine: SimulatedCopyEngine) -> None:

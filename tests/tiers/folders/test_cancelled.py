@@ -1,5 +1,5 @@
 """Opening and closing a tier, cancelled at every moment, several times, and by a loop that ends:
-nothing is left open, and a cancelled close can be repeated."""
+nothing is left open, and a cancelled close can be repeated. Closing waits for active operations."""
 
 from __future__ import annotations
 
@@ -11,12 +11,13 @@ from typing import Any
 
 import pytest
 
-from tests.patience import PATIENCE_S
+from tests.patience import PATIENCE_S, turns
 from tests.tiers.folders.test_open_failures import MAKERS, Source, held
 from tiers.adapters.read_only import ReadOnlyTier, SharedReadOnlyTier
 from tiers.adapters.remote_read_only import RemoteReadOnlyTier
 from tiers.adapters.reopening import ReopeningTier
 from tiers.base import Tier
+from tiers.folders.folder_tier import FolderTier
 from tiers.mooncake import tier as mooncake_tier
 from tiers.mooncake.client import MooncakeSettings
 from tiers.mooncake.tier import MooncakeTier
@@ -58,11 +59,6 @@ MOMENTS = [0, 1, 2, 3, 5, 8]
 @pytest.fixture(autouse=True)
 def _without_a_master(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(mooncake_tier, "MooncakeClient", Source)
-
-
-async def turns(count: int) -> None:
-    for _ in range(count):
-        await asyncio.sleep(0)
 
 
 async def rest(before: object) -> None:
@@ -129,3 +125,34 @@ async def test_a_cancelled_close_raises_and_can_be_repeated(
         await tier.aclose()
         await rest(before)
     await free(kind, tmp_path)
+
+
+@pytest.mark.parametrize("kind", MAKERS)
+async def test_closing_waits_for_an_operation_that_uses_no_thread(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
+    """An operation between two of its jobs: waiting for the threads alone would not be enough."""
+    tier = MAKERS[kind](tmp_path)
+    assert isinstance(tier, FolderTier)
+    await tier.open()
+    go_on, steps = asyncio.Event(), list[str]()
+    end_work = tier._end_work
+
+    async def operate() -> None:
+        with tier._working():
+            await go_on.wait()
+            steps.append("operation")
+
+    async def noted() -> None:
+        steps.append("end of work")
+        await end_work()
+
+    monkeypatch.setattr(tier, "_end_work", noted)
+    running = asyncio.ensure_future(operate())
+    await turns()
+    closing = asyncio.ensure_future(tier.aclose())
+    await turns()
+    assert steps == []
+    go_on.set()
+    await asyncio.gather(running, closing)
+    assert steps == ["operation", "end of work"]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import fcntl
+import os
 import signal
 import subprocess
 import sys
@@ -277,13 +278,25 @@ async def test_a_damaged_record_is_forgotten_for_all(tmp_path: Path) -> None:
     await tier.aclose()
 
 
-async def test_processes_take_turns_before_they_take_lmdbs_lock(tmp_path: Path) -> None:
-    tier = SharedLmdbTier(tmp_path / "tier", 8 << 20, reserve_bytes=0)
-    await tier.open()
+async def test_processes_take_turns_before_they_take_lmdbs_lock(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tier = await opened(tmp_path / "tier")
+    flock, loop, asked = fcntl.flock, asyncio.get_running_loop(), asyncio.Event()
+
+    def noted(fd: int, flags: int) -> None:
+        if os.path.samestat(os.fstat(fd), turns) and flags == fcntl.LOCK_EX:
+            loop.call_soon_threadsafe(asked.set)
+        flock(fd, flags)
+
     with (tmp_path / "tier" / WRITING_NAME).open("rb") as other:
-        fcntl.flock(other, fcntl.LOCK_EX)
+        turns = os.fstat(other.fileno())
+        flock(other, fcntl.LOCK_EX)
+        monkeypatch.setattr(fcntl, "flock", noted)
         writing = asyncio.ensure_future(put(tier, [key_of(1)], 4096))
-        await asyncio.wait([writing], timeout=0.3)
+        waiting = asyncio.ensure_future(asked.wait())
+        await asyncio.wait([writing, waiting], return_when=asyncio.FIRST_COMPLETED)
+        assert waiting.done(), "it wrote without waiting for its turn"
         assert not writing.done(), "it wrote out of turn"
     assert await writing == [WriteOutcome.OK]
     await tier.aclose()
