@@ -303,6 +303,7 @@ def nursery(control: socket.socket) -> None:
     model_runner.pretend()
     for module in ("vllm", *PRELOADED):
         importlib.import_module(module)
+    processor.pretend_in_layers()
     # vLLM collects garbage six times while an engine starts and ends. Each collection would walk
     # everything that was imported here and copy the pages.
     gc.collect()

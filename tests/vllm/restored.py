@@ -37,9 +37,11 @@ class Reference:
     """vLLM's answers without offloading, by prompt number and by the number of prompt tokens that
     came from vLLM's own cache.
 
-    The kernels that compute the rest of a prompt depend on its length, so an answer is compared
-    only with one whose hit had the same length. Then both are equal to the last bit on every
-    processor: the same tokens are computed in the same pieces, one request at a time.
+    The kernels that compute a token depend on how many tokens are computed with it. So ``ask`` may
+    be used only while every cached block, like the reference's, was computed one request at a
+    time, and it compares only answers whose hits had the same length. Then the whole prompt was
+    computed in the same pieces, and both are equal to the last bit on every processor. Where blocks
+    were computed in a batch, or again after a failed load, use ``ask_twice``.
     """
 
     prompts: list[Prompt]
@@ -91,19 +93,56 @@ def settle(engine: Engine) -> None:
 def ask(engine: Engine, reference: Reference) -> int:
     """Send everything, one prompt after the other. Raises ``AssertionError`` unless every answer
     equals the reference's answer with a hit of the same length. Returns how many answers were
-    compared. Answers with a hit length that the reference never had, or whose load failed, are not
-    compared, because they were computed in other pieces."""
+    compared. After a hit length that the reference never had, or a failed load, nothing more is
+    compared, because that prompt was computed in other pieces and may share blocks with others."""
     compared = 0
     for number, prompt in enumerate(reference.prompts):
-        failures = engine.call(totals)["load_failures"]
-        answer = engine.generate_one(prompt)
+        answer, has_failed = generate_and_see_failures(engine, prompt)
         expected = reference.answers.get((number, answer.cached_tokens))
-        if expected is not None and engine.call(totals)["load_failures"] == failures:
-            where = f"prompt {number}, {answer.cached_tokens} tokens cached"
-            assert answer.tokens == expected.tokens, f"{where}: other tokens"
-            assert answer.logprobs == expected.logprobs, f"{where}: other log-probabilities"
+        if expected is None or has_failed:
+            for other in reference.prompts[number + 1 :]:
+                engine.generate_one(other)
+            break
+        compare(answer, expected, number)
+        compared += 1
+    return compared
+
+
+def ask_twice(engine: Engine, reference: Reference) -> int:
+    """Send everything, one prompt after the other and each twice. This is exact however the cached
+    blocks were computed: the second answer comes from the same blocks, now in vLLM's own cache, so
+    both must be equal if their hits had the same length; and an answer without any hit must equal
+    the reference's. That the blocks are those which were computed is for ``verify`` to show.
+    Returns how many prompts were compared; those with other hits, or whose load failed, are
+    not."""
+    compared = 0
+    for number, prompt in enumerate(reference.prompts):
+        first, has_failed = generate_and_see_failures(engine, prompt)
+        second = engine.generate_one(prompt)
+        if has_failed:
+            continue
+        cold = reference.answers.get((number, 0))
+        if first.cached_tokens == second.cached_tokens:
+            compare(first, second, number)
+            compared += 1
+        elif first.cached_tokens == 0 and cold is not None:
+            compare(first, cold, number)
             compared += 1
     return compared
+
+
+def generate_and_see_failures(engine: Engine, prompt: Prompt) -> tuple[Generation, bool]:
+    """The answer to one prompt, and whether a load failed meanwhile."""
+    failures = engine.call(totals)["load_failures"]
+    answer = engine.generate_one(prompt)
+    return answer, engine.call(totals)["load_failures"] != failures
+
+
+def compare(answer: Generation, expected: Generation, number: int) -> None:
+    """Raises ``AssertionError`` unless tokens and log-probabilities are equal."""
+    where = f"prompt {number}, {answer.cached_tokens} tokens cached"
+    assert answer.tokens == expected.tokens, f"{where}: other tokens"
+    assert answer.logprobs == expected.logprobs, f"{where}: other log-probabilities"
 
 
 def fill(engine: Engine, reference: Reference) -> None:
@@ -114,15 +153,28 @@ def fill(engine: Engine, reference: Reference) -> None:
 
 def ask_and_compare(engine: Engine, reference: Reference, tier: str) -> None:
     """Empty vLLM's own cache, send everything again, and require that ``tier`` provided blocks,
-    that these were what was computed, and that no answer differs."""
+    that these were what was computed, and that no answer differs from the reference's."""
+    assert restore(engine, tier, lambda: ask(engine, reference)) > 0
+
+
+def restore_and_verify(engine: Engine, reference: Reference, tier: str) -> int:
+    """The same where blocks were computed in batches or again: see ``ask_twice``. Returns how many
+    prompts were compared."""
+    return restore(engine, tier, lambda: ask_twice(engine, reference))
+
+
+def restore(engine: Engine, tier: str, ask_again: Callable[[], int]) -> int:
+    """Empty vLLM's own cache and send prompts again; ``tier`` must provide blocks, and these must
+    be what was computed."""
     engine.reset_prefix_cache()
     before, checked = loaded_tokens(engine, tier), engine.verified()
-    assert ask(engine, reference) > 0
+    compared = ask_again()
     assert loaded_tokens(engine, tier) > before, f"nothing was loaded from {tier}"
     found = engine.verified()
     assert found.equal > checked.equal
     assert found.different == checked.different
     settle(engine)
+    return compared
 
 
 def all_were_compared(engine: Engine) -> bool:
@@ -133,9 +185,11 @@ def all_were_compared(engine: Engine) -> bool:
 
 
 def planted_faults_are_seen(engine: Engine, reference: Reference, tier: str = "cpu") -> None:
-    """One wrong bit and one swapped pair of chunks must be found, and must not be stored."""
+    """One wrong bit and one swapped pair of chunks must be found, and must not be stored. After
+    this, chunks have been computed again in other pieces than the reference's."""
     see_planted_faults(engine, lambda: engine.generate_one(reference.prompts[0]))
-    ask_and_compare(engine, reference, tier)  # the fault is removed: no stored chunk was damaged
+    # the fault is removed: no stored chunk was damaged
+    assert restore_and_verify(engine, reference, tier) > 0
 
 
 def see_planted_faults(engine: Engine, ask_again: Callable[[], object]) -> None:

@@ -28,6 +28,7 @@ from tests.vllm.protocol import Prompt
 from tests.vllm.restored import (
     HASH,
     Reference,
+    ask_twice,
     config,
     loaded_tokens,
     planted_faults_are_seen,
@@ -72,7 +73,7 @@ def under_load(engine: Engine, reference: Reference, round_: int) -> int:
     were compared."""
     engine.generate([*reference.prompts, *prompts(3, seed=1000 + round_)], max_tokens=2)
     engine.reset_prefix_cache()
-    return in_turn(engine, reference)
+    return ask_twice(engine, reference)
 
 
 def until_restored(engine: Engine, reference: Reference) -> None:
@@ -82,7 +83,8 @@ def until_restored(engine: Engine, reference: Reference) -> None:
     for round_ in itertools.count(100):
         under_load(engine, reference, round_)
         if loaded_tokens(engine, "mooncake") > before:
-            ask(engine, reference)
+            engine.reset_prefix_cache()
+            assert ask_twice(engine, reference) > 0, "no answer was compared"
             return
         assert time.monotonic() < deadline, engine.call(totals)
         settle(engine)

@@ -24,6 +24,7 @@ from offload.telemetry.metrics import METRICS
 from tests.dashboards import queries
 from tests.model_runner import IS_V2
 from tests.patience import PATIENCE_S
+from tests.processor import ISA, ODD
 from tests.promql import problems
 from tests.vllm.engine import transfer_config
 from tests.vllm.operated import operate, operate_at_rest
@@ -40,7 +41,7 @@ FLAGS = (
 ASKED = prompts(3)
 
 
-SERVE = "tests.vllm.serve_cli" if IS_V2 else "offload.connector.vllm_cli"
+SERVE = "tests.vllm.serve_cli" if IS_V2 or ISA == ODD else "offload.connector.vllm_cli"
 """The module that runs ``vllm serve``."""
 
 
@@ -235,11 +236,13 @@ def test_every_problem_of_a_configuration_is_reported_at_once(llama: Path, tmp_p
 def test_kvtiers_serve_restores_blocks_from_both_tiers(llama: Path, tmp_path: Path) -> None:
     """Two flags and no JSON: the second server finds what the first has left on the disk."""
     flags = (*FLAGS, "--kv-cpu", "64MiB", "--kv-disk", f"{tmp_path / 'kv'}:256MiB")
-    program = (sys.executable, "-m", "offload.cli", "serve")
+    program = (sys.executable, "-m", "tests.vllm.patient_cli", "serve")
     reference: Answers = {}
     for name, tier in (("first", "cpu"), ("second", "lmdb")):
         log = tmp_path / f"{name}.log"
-        with VllmServer(llama, log=log, program=program, flags=flags) as server:
+        with VllmServer(
+            llama, log=log, program=program, flags=flags, deadline_s=PATIENCE_S
+        ) as server:
             reference = reference or answers(server) | answers(server)
             assert same(answers(server), reference)
             server.reset_prefix_cache()

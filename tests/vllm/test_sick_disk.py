@@ -24,12 +24,12 @@ from tests.vllm.restored import (
     HASH,
     Reference,
     all_were_compared,
-    ask,
-    ask_and_compare,
+    ask_twice,
     config,
     fill,
     planted_faults_are_seen,
     prompts,
+    restore_and_verify,
     settle,
 )
 
@@ -90,7 +90,7 @@ def ask_all(engine: Engine, reference: Reference, seed: int) -> int:
     """Send everything again, and something new to store; the answers must be right. Returns how
     many answers were compared."""
     engine.reset_prefix_cache()
-    compared = ask(engine, reference)
+    compared = ask_twice(engine, reference)
     for prompt in prompts(2, seed=1000 + seed):
         engine.generate_one(prompt)
     engine.call(check)
@@ -146,7 +146,7 @@ def test_a_sick_disk_is_left_out_and_used_again_when_it_works(
     ask_until(engine, reference, (True, True))
     settle(engine)
     store_again(engine, reference)
-    ask_and_compare(engine, reference, "lmdb")
+    assert restore_and_verify(engine, reference, "lmdb") > 0
     assert ask_all(engine, reference, 600) == len(reference.prompts)
 
 
@@ -174,7 +174,7 @@ def test_an_unplugged_disk_is_used_again_when_it_is_back(
     ask_all(engine, reference, 500)  # lost chunks are stored once more
     settle(engine)
     store_again(engine, reference)
-    ask_and_compare(engine, reference, "lmdb")
+    assert restore_and_verify(engine, reference, "lmdb") > 0
     assert ask_all(engine, reference, 600) == len(reference.prompts)
     has_lost = engine.call(totals)["dropped_chunks:lmdb"] > dropped
     assert has_lost == (comes_back == "empty"), "the records of the returned disk are there"
@@ -246,14 +246,14 @@ def test_a_stopped_process_frees_no_block_during_a_copy(
     on_disk(engine, copy_faults.release_loads)
     answers = engine.run_until_finished()
     assert engine.call(totals)["load_failures"] > failures
-    # which one: see ``ask``, other requests were computed beside it
+    # which one depends on the requests computed beside it
     assert len(answers[late].tokens) == 8
     on_disk(engine, sick_disk.set_limits, *LONG)
     on_disk(engine, set_stall, executor.STALL_S)
     ask_until(engine, reference, (True, True))
     settle(engine)
     store_again(engine, reference)
-    ask_and_compare(engine, reference, "lmdb")
+    assert restore_and_verify(engine, reference, "lmdb") > 0
 
 
 def test_planted_faults_are_detected_after_all_that(engine: Engine, reference: Reference) -> None:
