@@ -3,7 +3,7 @@ only as many as the step needs."""
 
 from __future__ import annotations
 
-import os
+import random
 from typing import Any
 
 import pytest
@@ -56,8 +56,17 @@ class Counted(Server):
             self.step()
 
 
-def new_keys() -> list[bytes]:
-    return [os.urandom(36) for _ in range(CHUNKS)]
+SOURCE = random.Random(0)
+"""Of hashes; a fixture starts it again for each test."""
+
+
+@pytest.fixture(autouse=True)
+def _the_same_hashes_in_each_run() -> None:
+    SOURCE.seed(0)
+
+
+def new_keys(chunks: int = CHUNKS) -> list[bytes]:
+    return [SOURCE.randbytes(36) for _ in range(chunks)]
 
 
 def test_arrival_makes_no_key(made: list[int]) -> None:
@@ -126,7 +135,7 @@ class Heard:
 
 def ended(server: Counted, name: str, chunks: int = CHUNKS) -> list[bytes]:
     """Simulate a request that stores and finds nothing, up to its end; return its keys."""
-    hashes = [os.urandom(36) for _ in range(chunks)]
+    hashes = new_keys(chunks)
     request = server.request(hashes, list(range(chunks * BLOCK + 1)))
     request.kv_transfer_params = {"kvtiers": {"no_store": True}}
     assert server.side.lookup(request, 0) == 0, name

@@ -4,7 +4,7 @@ and nothing is lost on the way."""
 from __future__ import annotations
 
 import itertools
-import os
+import random
 from typing import Any
 
 import pytest
@@ -24,6 +24,12 @@ from offload.requests.lookup import Lookups
 
 ROOM = 64
 CHUNKS = 8 * ROOM
+
+
+def random_hashes(count: int) -> list[bytes]:
+    """The same ones in each run."""
+    source = random.Random(count)
+    return [source.randbytes(32) for _ in range(count)]
 
 
 class Server(Bed):
@@ -224,7 +230,7 @@ def test_a_store_checks_each_chunk_about_once(full: bool, monkeypatch: pytest.Mo
         return plan_store(run, *args, **told)
 
     monkeypatch.setattr(server.planner.stores, "plan", counted)
-    request = server.came([os.urandom(32) for _ in range(chunks)])
+    request = server.came(random_hashes(chunks))
     server.side.lookup(request, 0)
     plan = server.step(request, chunks * BLOCK)
     request.num_computed_tokens = chunks * BLOCK
@@ -239,7 +245,7 @@ def test_a_store_checks_each_chunk_about_once(full: bool, monkeypatch: pytest.Mo
 def test_an_ended_request_stores_no_more_than_a_step_allows() -> None:
     chunks = 8 * STEP_CHUNKS
     server = Server(chunks)
-    request = server.came([os.urandom(32) for _ in range(chunks)])
+    request = server.came(random_hashes(chunks))
     server.side.lookup(request, 0)
     request.num_computed_tokens = chunks * BLOCK
     server.side.finished(request, tables_of(request))

@@ -53,9 +53,9 @@ def test_no_load_ever_restores_other_content(
         live(world)
         world.drain()
         world.planner.check()
-        assert world.mismatches == []
-        assert world.planner.cpu.filling_count == 0
-        assert all(not tier.filling_count for tier in world.planner.lower)
+        assert world.mismatches == [], f"seed {seed}"
+        assert world.planner.cpu.filling_count == 0, f"seed {seed}"
+        assert all(not tier.filling_count for tier in world.planner.lower), f"seed {seed}"
         for number in range(60):
             key = key_of(number)
             for tier in (world.planner.cpu, *world.planner.lower):

@@ -129,6 +129,7 @@ async def test_a_reset_by_one_process_forgets_for_all_and_separates_them(tmp_pat
     assert await tier.present([*old, key_of(9)]) == [False] * 3
     await assert_misses(tier, [*old, key_of(9)], SIZE)
     assert await put(tier, new, SIZE) == [OK]
+    assert [stored.key for stored in await all_keys(tier)] == new
     found = elsewhere(folder, "print(await tier.present([key_of(n) for n in (1, 3, 9)]))")
     assert found.strip() == "[False, True, False]"
     await tier.reset(3)
