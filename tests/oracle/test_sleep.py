@@ -7,10 +7,14 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from tests.oracle.models import MODELS
+from tests.oracle.serving import Conditions, OracleEngine
 from tests.oracle.sleeping import CYCLES
+from tests.oracle.test_miss_reasons import PROMPT, _request
 
 SEEDS = (0, 1)
 
@@ -43,3 +47,24 @@ def test_what_the_tiers_hold_stays_unless_the_weights_change(
         assert each["lost"] == CYCLES // 4
         assert each["kept"] > CYCLES // 2
         assert each["cpu"] + each["file"] > 0, "nothing was loaded"
+
+
+def test_stores_that_were_not_sent_are_cancelled_when_the_server_falls_asleep(
+    tmp_path: Path,
+) -> None:
+    planned, sent = [], []
+    with OracleEngine(MODELS["full"], Conditions(slots=100), tmp_path, 0) as world:
+        planner, step = world.planner, world.planner.step
+
+        def asleep(**options: Any) -> Any:
+            planned.extend(planner.stores._planned)
+            world.connector._scheduler.hold()
+            plan = step(**options)
+            sent.extend(plan.stores)
+            return plan
+
+        planner.step = asleep
+        world.scheduler.add_request(_request(world, "a", PROMPT, None))
+        world.drain()
+    assert planned
+    assert sent == []
