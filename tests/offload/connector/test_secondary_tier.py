@@ -4,7 +4,7 @@ bytes."""
 from __future__ import annotations
 
 import asyncio
-import os
+import random
 import threading
 import time
 from collections.abc import Iterator
@@ -320,7 +320,8 @@ def test_a_tier_that_cannot_be_reset_at_its_start_is_closed(
 
 
 def test_the_cap_is_kept_and_used_chunks_stay(tmp_path: Path) -> None:
-    keys = [make_offload_key(os.urandom(32), 0) for _ in range(800)]
+    source = random.Random(0)
+    keys = [make_offload_key(source.randbytes(32), 0) for _ in range(800)]
     with world_at(tmp_path / "kv", capacity="4MiB") as world:  # which has space for 240
         for start in range(0, len(keys), CHUNKS):
             context = world.request()

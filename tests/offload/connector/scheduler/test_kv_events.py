@@ -260,9 +260,15 @@ def _promotions_lost(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(PlannerStats, "promoted", lambda self, keys: None)
 
 
-@pytest.mark.parametrize("fault", [_removals_lost, _promotions_lost])
+@pytest.mark.parametrize(
+    ("fault", "seen_as"),
+    [
+        (_removals_lost, "nothing was ever evicted"),
+        (_promotions_lost, "something was removed that was never stored"),
+    ],
+)
 def test_planted_faults_are_detected(
-    fault: Callable[[pytest.MonkeyPatch], None], tmp_path: Path, publishing: None
+    fault: Callable[[pytest.MonkeyPatch], None], seen_as: str, tmp_path: Path, publishing: None
 ) -> None:
     for seed in range(3):
         with pytest.MonkeyPatch.context() as patch:
@@ -272,5 +278,6 @@ def test_planted_faults_are_detected(
             except AssertionError as error:
                 seen = [str(error)]
         if seen:
+            assert seen_as in seen[0], f"seed {seed}: {seen[0]}"
             return
     raise AssertionError("was not detected")
