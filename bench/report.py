@@ -67,17 +67,22 @@ def to_json(report: Report) -> str:
 
 def to_markdown(report: Report, command: str) -> str:
     """Table, notes, machine, and the command that made it."""
-    columns = report.columns()
     today = f"{datetime.date.today():%Y-%m-%d}"
     lines = [f"# {report.title}", "", f"Made by `{command}` on {today}.", ""]
     lines += [f"* {note}" for note in report.notes]
-    lines += ["", _md_row(["case", "series", *columns]), _md_row(["---"] * (2 + len(columns)))]
+    lines += ["", *markdown_table(report), "", "## Machine", ""]
+    lines += [f"* {name}: {value}" for name, value in report.environment.items()]
+    return "\n".join(lines) + "\n"
+
+
+def markdown_table(report: Report) -> list[str]:
+    """The lines of a Markdown table with all rows."""
+    columns = report.columns()
+    lines = [_md_row(["case", "series", *columns]), _md_row(["---"] * (2 + len(columns)))]
     for row in report.rows:
         cells = [number(row.values.get(name)) for name in columns]
         lines.append(_md_row([row.case, row.series, *cells]))
-    lines += ["", "## Machine", ""]
-    lines += [f"* {name}: {value}" for name, value in report.environment.items()]
-    return "\n".join(lines) + "\n"
+    return lines
 
 
 def _md_row(cells: Sequence[str]) -> str:

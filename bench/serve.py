@@ -13,14 +13,16 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import json
 import os
 import random
+import shlex
 import shutil
 import signal
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -38,9 +40,9 @@ from bench.serve_systems import (
     MODELS,
     REAL,
     SYSTEMS,
+    Model,
     Room,
-    flops_per_token,
-    kv_bytes_per_token,
+    find_model,
 )
 from demo.tiny_model import BYTE_TOKENS, make_llama
 
@@ -50,8 +52,9 @@ Prompts = list[list[int]]
 @dataclass(frozen=True, slots=True)
 class Config:
     """``sizes``: lengths of prompts in tokens. ``hits``: shares of a prompt that were stored
-    before. ``misses``: batches of new prompts per round. ``threads``: computing threads of each
-    engine."""
+    before. ``misses``: batches of new prompts per round. ``model``: a name or folder for
+    ``find_model``. ``threads``: computing threads of each engine. ``engine``: settings of vLLM's
+    ``LLM`` for all engines, which replace this benchmark's."""
 
     sizes: tuple[int, ...] = (512,)
     hits: tuple[float, ...] = (0.25, 0.5, 0.75, 1.0)
@@ -64,25 +67,28 @@ class Config:
     model: str = "small"
     threads: int = os.cpu_count() or 1
     folder: str = ""
+    engine: dict[str, Any] = field(default_factory=dict)
 
 
 def run(config: Config, progress: Progress) -> Report:
-    """Run the benchmark and empty the folder afterwards."""
+    """Run the benchmark and empty the folder afterwards. Raises ``ValueError`` for a model that
+    cannot be measured."""
+    model = find_model(config.model)
     root = Path(tempfile.mkdtemp(prefix="bench-serve-", dir=config.folder or None))
     report = Report(
         "serve",
         "What does offloading change for a real vLLM engine?",
         dataclasses.asdict(config),
         describe(root),
-        notes=_notes(config),
+        notes=_notes(config, model),
     )
     try:
-        with _engines(config, root, report, progress) as engines:
+        with _engines(config, model, root, report, progress) as engines:
             samples = _measure(config, engines, report, progress)
     finally:
         shutil.rmtree(root, ignore_errors=True)
     report.rows[:0] = samples.rows()
-    report.notes += [*_observed(config, samples), *verdicts(samples)]
+    report.notes += [*_observed(model, samples), *verdicts(samples)]
     return report
 
 
@@ -91,11 +97,11 @@ def run(config: Config, progress: Progress) -> Report:
 
 @contextlib.contextmanager
 def _engines(
-    config: Config, root: Path, report: Report, progress: Progress
+    config: Config, model: Model, root: Path, report: Report, progress: Progress
 ) -> Iterator[dict[str, Engine]]:
     """Yields the engines that have started, by row name. The report gets the reasons why others
     have not."""
-    model = make_llama(root / "model", shape=MODELS[config.model])
+    weights = model.folder or make_llama(root / "model", shape=model.shape)
     with contextlib.ExitStack() as stack:
         begun = {}
         for key in config.systems:
@@ -105,8 +111,9 @@ def _engines(
                 continue
             folder = root / key
             folder.mkdir(mode=0o700)
-            start = system.start(_room(config, folder))
-            arguments = _arguments(config, model) | {"kv_transfer_config": start.connector}
+            start = system.start(_room(config, model, folder))
+            arguments = _arguments(config, model, weights) | config.engine
+            arguments["kv_transfer_config"] = start.connector
             threads = {"OMP_NUM_THREADS": str(config.threads)}
             begun[system.name] = Engine(arguments, threads | start.env, root / f"{key}.log")
             stack.callback(begun[system.name].close)
@@ -126,16 +133,16 @@ def _refused(report: Report, name: str, why: str) -> None:
     report.rows.append(Row("does not run here", f"{name}: {why}", {}))
 
 
-def _arguments(config: Config, model: Path) -> dict[str, Any]:
+def _arguments(config: Config, model: Model, weights: Path) -> dict[str, Any]:
     longest = max(config.sizes) + config.output_tokens
     blocks = -(-longest // BLOCK_TOKENS) + 1
     in_flight = config.in_flight * blocks * BLOCK_TOKENS
     return {
-        "model": str(model),
-        "dtype": MODELS[config.model].dtype,
+        "model": str(weights),
+        **model.settings,
         "enforce_eager": True,
         "block_size": BLOCK_TOKENS,
-        "kv_cache_memory_bytes": 2 * in_flight * kv_bytes_per_token(MODELS[config.model]),
+        "kv_cache_memory_bytes": 2 * in_flight * model.kv_bytes_per_token,
         "max_model_len": blocks * BLOCK_TOKENS,
         "max_num_batched_tokens": 2048,
         "disable_log_stats": False,
@@ -143,14 +150,14 @@ def _arguments(config: Config, model: Path) -> dict[str, Any]:
     }
 
 
-def _room(config: Config, folder: Path) -> Room:
+def _room(config: Config, model: Model, folder: Path) -> Room:
     """The size of a tier in bytes.
 
     A CPU tier alone can hold a whole round. Above a disk tier it holds two batches, so that all but
     the latest ones are loaded from the disk.
     """
     longest = max(config.sizes) + config.output_tokens
-    batch = config.requests * longest * kv_bytes_per_token(MODELS[config.model])
+    batch = config.requests * longest * model.kv_bytes_per_token
     everything = (config.misses + len(config.hits) + 1) * len(config.sizes) * batch
     return Room(everything, 2 * batch, everything + (256 << 20), folder)
 
@@ -208,9 +215,9 @@ def _tokens(rng: random.Random, count: int) -> list[int]:
 # -- notes ---------------------------------------------------------------------------------------
 
 
-def _notes(config: Config) -> list[str]:
-    shape = MODELS[config.model]
-    size, intensity = kv_bytes_per_token(shape), flops_per_token(shape) / kv_bytes_per_token(shape)
+def _notes(config: Config, model: Model) -> list[str]:
+    shape, size = model.shape, model.kv_bytes_per_token
+    intensity = model.flops_per_token / size
     name, real = REAL
     return [
         "ratio: tokens/s of a batch to those of the same batch without offloading, median, with "
@@ -223,16 +230,22 @@ def _notes(config: Config) -> list[str]:
         "hooks: share of the time that vLLM's threads spent in kvtiers' hooks; threads: CPU time "
         "of kvtiers' threads, as a share of the same time. Together they are about the most that "
         "offloading can cost, and they hardly vary with noise.",
-        f"Model: {shape.layers} layers of {shape.hidden}, random weights, {size // 1024} KiB of KV "
+        f"Model: {shape.layers} layers of {shape.hidden}, {_weights(model)} weights, "
+        f"{size // 1024} KiB of KV "
         f"cache per token, {intensity:,.0f} operations per byte of it ({name}: {real:,.0f}).",
         f"Each engine computes with {config.threads} threads, on {os.cpu_count()} cores: copies, "
         "disk I/O and vLLM's scheduler compete with the model for them.",
     ]
 
 
-def _observed(config: Config, samples: Samples) -> list[str]:
+def _weights(model: Model) -> str:
+    is_random = model.folder is None or "load_format" in model.settings
+    return "random" if is_random else "real"
+
+
+def _observed(model: Model, samples: Samples) -> list[str]:
     """Describe how fast KV cache was produced, and how busy the machine was."""
-    kv = kv_bytes_per_token(MODELS[config.model])
+    kv = model.kv_bytes_per_token
     plain = [
         batch
         for case, systems in samples.batches.items()
@@ -269,6 +282,32 @@ def _list_of(kind: Callable[[str], Any]) -> Callable[[str], tuple[Any, ...]]:
     return lambda text: tuple(kind(part) for part in text.split(",") if part)
 
 
+def _known_systems(text: str) -> tuple[str, ...]:
+    names = tuple(name for name in text.split(",") if name)
+    if unknown := sorted(set(names) - set(SYSTEMS)):
+        problem = f"unknown: {', '.join(unknown)}; known: {', '.join(SYSTEMS)}"
+        raise typer.BadParameter(problem, param_hint="--systems")
+    return names
+
+
+def _known_model(name: str) -> str:
+    try:
+        find_model(name)
+    except ValueError as error:
+        raise typer.BadParameter(str(error), param_hint="--model") from None
+    return name
+
+
+def _settings(text: str) -> dict[str, Any]:
+    try:
+        found = json.loads(text)
+    except ValueError as error:
+        raise typer.BadParameter(f"no JSON: {error}", param_hint="--engine") from None
+    if not isinstance(found, dict):
+        raise typer.BadParameter("a JSON object is expected", param_hint="--engine")
+    return found
+
+
 def register(app: typer.Typer) -> None:
     """Add ``python -m bench serve``."""
     plain = Config()
@@ -287,9 +326,14 @@ def register(app: typer.Typer) -> None:
         in_flight: Annotated[int, typer.Option(min=1)] = plain.in_flight,
         output_tokens: Annotated[int, typer.Option(min=1)] = plain.output_tokens,
         systems: str = ",".join(SYSTEMS),
-        model: Annotated[str, typer.Option(help=", ".join(MODELS))] = plain.model,
+        model: Annotated[
+            str, typer.Option(help=f"{', '.join(MODELS)}, or a folder with a config.json.")
+        ] = plain.model,
         threads: Annotated[int, typer.Option(min=1, help="That compute.")] = plain.threads,
         folder: Annotated[str, typer.Option(help="Folder on the disk to use.")] = "",
+        engine: Annotated[
+            str, typer.Option(help="Settings of vLLM's LLM for all engines, as JSON.")
+        ] = "{}",
         as_json: Annotated[bool, typer.Option("--json", help="Print JSON only.")] = False,
         keep: Annotated[bool, typer.Option(help="Write to bench/results.")] = False,
     ) -> None:
@@ -301,17 +345,18 @@ def register(app: typer.Typer) -> None:
             requests,
             in_flight,
             output_tokens,
-            _list_of(str)(systems),
-            model,
+            _known_systems(systems),
+            _known_model(model),
             threads,
             folder,
+            _settings(engine),
         )
         signal.signal(
             signal.SIGTERM, lambda *_: sys.exit(1)
         )  # ends the engines when this command ends
         with progress_bar() as progress:
             report = run(config, progress)
-        command = "python -m bench " + " ".join(sys.argv[1:])
+        command = "python -m bench " + shlex.join(sys.argv[1:])
         is_compared = not set(config.systems) <= {"none", "cpu", "disk"}
         deliver(
             report,

@@ -44,7 +44,7 @@ BASE_ENV = {
     "LMCACHE_TRACK_USAGE": "false",
     "HF_HUB_OFFLINE": "1",
     "TORCHDYNAMO_DISABLE": "1",  # otherwise the first request would compile the sampler
-    "PYTHONPATH": str(ROOT),
+    "PYTHONPATH": os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")])),
 }
 COUNTED = ("vllm:prompt_tokens_by_source", "vllm:kvtiers_")
 """Counters whose increase a batch reports."""
@@ -231,7 +231,9 @@ class _Host:
     def run(self, prompts: Prompts, output_tokens: int, in_flight: int) -> Batch:
         from vllm import SamplingParams
 
-        sampling = SamplingParams(temperature=0.0, max_tokens=output_tokens, ignore_eos=True)
+        sampling = SamplingParams(
+            temperature=0.0, max_tokens=output_tokens, ignore_eos=True, detokenize=False
+        )
         waiting = list(reversed(prompts))
         sent: dict[str, float] = {}
         first: dict[str, float] = {}

@@ -7,6 +7,7 @@ run on this machine, its start fails.
 from __future__ import annotations
 
 import importlib.util
+import json
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -16,21 +17,60 @@ from demo.ports import free_port
 from demo.tiny_model import VOCAB_SIZE, LlamaShape
 
 BLOCK_TOKENS = 32
-NUMBER_BYTES = {"float32": 4, "bfloat16": 2}
+NUMBER_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 BASELINE = "no offloading"
 
+
+@dataclass(frozen=True, slots=True)
+class Model:
+    """A model of equal attention layers. ``folder`` is ``None`` for models that the benchmark
+    makes."""
+
+    shape: LlamaShape
+    vocabulary: int = VOCAB_SIZE
+    folder: Path | None = None
+
+    @property
+    def kv_bytes_per_token(self) -> int:
+        """Bytes of KV cache per token."""
+        shape = self.shape
+        return 2 * shape.layers * shape.kv_heads * shape.head_dim * NUMBER_BYTES[shape.dtype]
+
+    @property
+    def flops_per_token(self) -> float:
+        """Operations per token: two per weight. Those of attention, which grow with the prompt,
+        are left out."""
+        shape = self.shape
+        attention = shape.hidden * shape.head_dim * 2 * (shape.heads + shape.kv_heads)
+        layer = attention + 3 * shape.hidden * shape.intermediate
+        return 2.0 * (shape.layers * layer + shape.hidden * self.vocabulary)
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """The settings of an engine with this model, except for its folder."""
+        found: dict[str, Any] = {"dtype": self.shape.dtype}
+        if self.folder is not None:
+            if not any(self.folder.glob("*.safetensors")):
+                found["load_format"] = "dummy"
+            if not (self.folder / "tokenizer.json").exists():
+                found["skip_tokenizer_init"] = True
+        return found
+
+
 MODELS = {
-    "small": LlamaShape(
-        layers=16,
-        hidden=512,
-        heads=8,
-        kv_heads=2,
-        head_dim=64,
-        intermediate=1792,
-        max_positions=16_384,
-        dtype="float32",
+    "small": Model(
+        LlamaShape(
+            layers=16,
+            hidden=512,
+            heads=8,
+            kv_heads=2,
+            head_dim=64,
+            intermediate=1792,
+            max_positions=16_384,
+            dtype="float32",
+        )
     ),
-    "tiny": LlamaShape(),
+    "tiny": Model(LlamaShape()),
 }
 """``small`` has the proportions of Llama 3.1 8B (four query heads per KV head, an MLP of 3.5 times
 the width) at an eighth of the width and half the layers. float32, because processors without
@@ -40,17 +80,45 @@ REAL = ("Llama 3.1 8B", 2 * 8.03e9 / (2 * 32 * 8 * 128 * 2))
 and token; 32 layers, 8 KV heads of 128 numbers in bfloat16, from its ``config.json``)."""
 
 
-def kv_bytes_per_token(shape: LlamaShape) -> int:
-    """Bytes of KV cache per token."""
-    return 2 * shape.layers * shape.kv_heads * shape.head_dim * NUMBER_BYTES[shape.dtype]
+def find_model(name: str) -> Model:
+    """One of ``MODELS``, or a folder with a ``config.json`` in Hugging Face format. Weights are
+    random if the folder has none.
 
-
-def flops_per_token(shape: LlamaShape) -> float:
-    """Operations per token: two per weight. Those of attention, which grow with the prompt, are
-    left out."""
-    attention = shape.hidden * shape.head_dim * 2 * (shape.heads + shape.kv_heads)
-    layer = attention + 3 * shape.hidden * shape.intermediate
-    return 2.0 * (shape.layers * layer + shape.hidden * VOCAB_SIZE)
+    Raises ``ValueError`` for any other name, and for models whose KV cache cannot be computed from
+    their config.
+    """
+    if name in MODELS:
+        return MODELS[name]
+    folder = Path(name).resolve()
+    try:
+        config = json.loads((folder / "config.json").read_text())
+        if kinds := set(config.get("layer_types", ())) - {"full_attention"}:
+            raise ValueError(f"layers of {', '.join(sorted(kinds))}")
+        heads = config["num_attention_heads"]
+        shape = LlamaShape(
+            layers=config["num_hidden_layers"],
+            hidden=config["hidden_size"],
+            heads=heads,
+            kv_heads=config.get("num_key_value_heads", heads),
+            head_dim=config.get("head_dim") or config["hidden_size"] // heads,
+            intermediate=config["intermediate_size"],
+            max_positions=config["max_position_embeddings"],
+            dtype=config.get("dtype") or config.get("torch_dtype", "bfloat16"),
+        )
+        NUMBER_BYTES[shape.dtype]
+        vocabulary = config["vocab_size"]
+    except OSError:
+        known = ", ".join(MODELS)
+        raise ValueError(
+            f"{name!r} is neither a model of this benchmark ({known}) nor a folder with a "
+            f"config.json"
+        ) from None
+    except (KeyError, TypeError, ValueError) as error:
+        raise ValueError(
+            f"{folder / 'config.json'}: bench serve needs a model of equal attention layers in "
+            f"{', '.join(NUMBER_BYTES)}; wrong or missing: {error}"
+        ) from None
+    return Model(shape, vocabulary, folder)
 
 
 @dataclass(frozen=True, slots=True)

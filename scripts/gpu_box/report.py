@@ -7,19 +7,25 @@ from __future__ import annotations
 
 import argparse
 import json
+import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from run import HERE, ROOT, schedule
 
+sys.path.insert(0, str(ROOT))
+
+from bench.report import markdown_table
+from bench.scenario import Report, Row
+
 
 def table(numbers: Any, indent: str = "") -> list[str]:
     """Numbers as a nested list."""
     lines = []
     for name, value in numbers.items():
-        if name == "report":  # bench copy's rows become a table
-            lines += copy_table(value)
+        if name == "report":  # of a benchmark
+            lines += benchmark(value)
         elif isinstance(value, Mapping):
             lines += [f"{indent}* {name}", *table(value, indent + "  ")]
         elif isinstance(value, list):
@@ -29,15 +35,11 @@ def table(numbers: Any, indent: str = "") -> list[str]:
     return lines
 
 
-def copy_table(report: Mapping[str, Any]) -> list[str]:
-    """The rows of a report of ``bench copy``."""
-    lines = ["", "| case | series | GB/s | share |", "| --- | --- | --- | --- |"]
-    for row in report["rows"]:
-        share = row["values"].get("share")
-        text = "-" if share is None else f"{share:.3f}"
-        rate = f"{row['values']['GB/s']:.2f}"
-        lines.append(f"| {row['case']} | {row['series']} | {rate} | {text} |")
-    return [*lines, ""]
+def benchmark(found: Mapping[str, Any]) -> list[str]:
+    """A benchmark's rows as a table, and its notes."""
+    rows = [Row(row["case"], row["series"], row["values"]) for row in found["rows"]]
+    report = Report(found["question"], found["title"], {}, {}, rows)
+    return ["", *markdown_table(report), "", *(f"* {note}" for note in found["notes"]), ""]
 
 
 def page(results: list[dict[str, Any]]) -> str:

@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 from rich.progress import Progress
+from typer.testing import CliRunner
 
 from bench import serve
+from bench.__main__ import build
 from bench.report import Chart, save
 from bench.serve_engine import Batch
 from bench.serve_numbers import Case, Samples, interval, verdicts
-from bench.serve_systems import BASELINE, SYSTEMS, Room, Start, System
+from bench.serve_systems import BASELINE, SYSTEMS, Room, Start, System, find_model
+from tests.bare_checkout import ROOT
 
 CPU, DISK = SYSTEMS["cpu"], SYSTEMS["disk"]
 SIZE = 96
@@ -134,3 +138,64 @@ def test_interval_of_the_median() -> None:
     assert interval([float(n) for n in range(1, 11)]) == (2.0, 9.0)
     assert interval([float(n) for n in range(1, 21)]) == (6.0, 15.0)
     assert interval([3.0, 1.0, 2.0]) == (1.0, 3.0)
+
+
+def test_a_folder_with_a_config_can_be_measured() -> None:
+    folder = ROOT / "scripts/gpu_box/models/llama-8b"
+    model = find_model(str(folder))
+    assert model.kv_bytes_per_token == 2 * 32 * 8 * 128 * 2
+    assert model.flops_per_token == pytest.approx(2 * (8.03e9 - 128_256 * 4096), rel=0.001)
+    assert model.settings == {
+        "dtype": "bfloat16",
+        "load_format": "dummy",
+        "skip_tokenizer_init": True,
+    }
+    assert find_model("tiny").settings == {"dtype": "bfloat16"}
+
+
+CONFIG = {
+    "num_hidden_layers": 2,
+    "hidden_size": 64,
+    "num_attention_heads": 4,
+    "intermediate_size": 128,
+    "max_position_embeddings": 512,
+    "vocab_size": 320,
+    "dtype": "bfloat16",
+}
+
+
+@pytest.mark.parametrize(
+    ("config", "expected"),
+    [
+        (None, "nor a folder with a config.json"),
+        ({**CONFIG, "dtype": "int3"}, "wrong or missing: 'int3'"),
+        ({**CONFIG, "layer_types": ["full_attention", "mamba"]}, "layers of mamba"),
+        ({"vocab_size": 320}, "wrong or missing: 'num_attention_heads'"),
+    ],
+)
+def test_a_model_that_cannot_be_measured_is_named(
+    tmp_path: Path, config: dict[str, Any] | None, expected: str
+) -> None:
+    if config is not None:
+        (tmp_path / "config.json").write_text(json.dumps(CONFIG))
+        assert find_model(str(tmp_path)).shape.layers == 2
+        (tmp_path / "config.json").write_text(json.dumps(config))
+    result = CliRunner().invoke(build(), ["serve", "--model", str(tmp_path)])
+    assert result.exit_code == 2
+    assert expected in " ".join(result.output.replace("│", " ").split())
+
+
+@pytest.mark.parametrize(
+    ("option", "value", "expected"),
+    [
+        ("--systems", "none,cpus", "unknown: cpus; known: none, cpu, disk"),
+        ("--engine", "{", "no JSON"),
+        ("--engine", "[1]", "a JSON object is expected"),
+    ],
+)
+def test_wrong_options_are_refused_before_anything_starts(
+    option: str, value: str, expected: str
+) -> None:
+    result = CliRunner().invoke(build(), ["serve", option, value])
+    assert result.exit_code == 2
+    assert expected in " ".join(result.output.replace("│", " ").split())
