@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import ast
-from collections.abc import Container, Iterator, Mapping
+import re
+from collections.abc import Container, Iterable, Iterator, Mapping
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
+_MODULE_IN_TEXT = re.compile(r"(\w+(?:\.\w+)+)(?::\w+)?")
 
 
 def python_files(*folders: str) -> list[Path]:
@@ -28,7 +30,7 @@ def without_type_checking(tree: ast.AST) -> Iterator[ast.AST]:
     stack = [tree]
     while stack:
         node = stack.pop()
-        if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.dump(node.test):
+        if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING":
             stack.extend(node.orelse)
             continue
         yield node
@@ -37,7 +39,20 @@ def without_type_checking(tree: ast.AST) -> Iterator[ast.AST]:
 
 def imports_of(path: Path) -> Iterator[str]:
     """Dotted names that the file imports when it runs, also inside functions."""
-    for node in without_type_checking(tree_of(path)):
+    yield from _imports_in(without_type_checking(tree_of(path)), path)
+
+
+def all_imports_of(path: Path) -> Iterator[str]:
+    """Dotted names that the file imports, also for type checking alone, and those that it contains
+    as text (``"package.module"`` or ``"package.module:Class"``), for ``importlib``."""
+    nodes = list(ast.walk(tree_of(path)))
+    yield from _imports_in(nodes, path)
+    texts = (n.value for n in nodes if isinstance(n, ast.Constant) and isinstance(n.value, str))
+    yield from (named[1] for text in texts if (named := _MODULE_IN_TEXT.fullmatch(text)))
+
+
+def _imports_in(nodes: Iterable[ast.AST], path: Path) -> Iterator[str]:
+    for node in nodes:
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
