@@ -96,7 +96,7 @@ def test_what_a_machine_lacks_is_named_at_the_end(
 
 
 @pytest.mark.thorough
-def test_quick_tests_that_import_vllm_are_found_however_far_away() -> None:
+def test_quick_tests_that_import_vllm_are_found_however_indirectly() -> None:
     found = combinations.quick_files("v1")
     assert "tests/oracle/test_late_loads.py" in found, "through the simulated world that it uses"
     assert "tests/offload/connector/test_cache_policy.py" in found, "directly"

@@ -98,7 +98,7 @@ def test_configurations_and_requests_are_accepted(page: Path) -> None:
                 make_policy(policy)
 
 
-def test_the_checks_see_what_is_wrong() -> None:
+def test_wrong_examples_are_detected() -> None:
     assert problems_of({"verify": "devcie"})
     assert problems_of({"sharde": True})
     assert problems_of({"kv_transfer_params": {"kvtiers": {"pin": 600}}})

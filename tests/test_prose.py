@@ -58,7 +58,7 @@ def ends(words: str) -> int:
     return int(words.endswith("."))
 
 
-def test_code_is_no_prose() -> None:
+def test_code_is_not_checked_as_prose() -> None:
     assert found_in_markdown("```\nwhoever\n```\nUse `told` and [it](whoever.md).\n") == []
     example = '"""A policy.\n\n    whoever = told\n"""\n'
     assert found_in_python(example + "whoever = told\n") == []

@@ -61,7 +61,7 @@ def package_index_answers(folder: Path) -> bool:
 
 
 @pytest.mark.thorough
-def test_mkdocs_builds_it_and_sees_a_link_and_an_anchor_that_lead_nowhere(
+def test_mkdocs_builds_the_site_and_reports_broken_links_and_anchors(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     site = load()

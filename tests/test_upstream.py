@@ -38,7 +38,7 @@ def test_a_failure_that_is_not_listed_fails() -> None:
     assert judge(FILE, good, plain=True) == [f"{listed} failed"]
 
 
-def test_a_file_in_which_our_parts_take_no_part_fails() -> None:
+def test_a_file_that_does_not_use_our_code_fails() -> None:
     outcomes = {f"{FILE}::test_a": Outcome("passed", attached=False)}
     assert judge(FILE, outcomes, plain=False) == [f"{FILE}: our parts took part in no test"]
 

@@ -83,7 +83,7 @@ def test_a_cpu_wheel_for_another_torch_is_refused(layer: Any, venv: Path, tmp_pa
         layer.make(made, venv)
 
 
-def test_why_there_is_no_wheel(layer: Any, tmp_path: Path) -> None:
+def test_the_reason_why_there_is_no_wheel_is_named(layer: Any, tmp_path: Path) -> None:
     """``./run test --all`` continues without the version only if there is no network."""
     listed = "ERROR: no match (from versions: 0.9.0, 0.31.0, 0.32.0)\n(from versions: 0.33.0)"
     assert layer.why("0.99", listed) == (

@@ -26,7 +26,7 @@ def test_it_measures_every_policy() -> None:
 
 
 @pytest.mark.parametrize("capacity", [120, 200])
-def test_our_lru_has_the_hits_of_vllms(capacity: int) -> None:
+def test_our_lru_hits_as_often_as_vllms_lru(capacity: int) -> None:
     """With space for every prompt: vLLM evicts everything that a request needs, or nothing."""
     trace = synthetic_trace(13, requests=300)
     logs: list[list[int]] = [[], []]

@@ -102,7 +102,7 @@ def _batch(seconds: float, restored: float = 0.0, gpu: float = 0.0) -> Batch:
     return Batch(seconds, (seconds,), 100, 0, counters, cpu_s=seconds)
 
 
-def test_a_goal_can_be_missed() -> None:
+def test_a_missed_goal_is_reported() -> None:
     samples = Samples()
     miss = Case(100, 0.0)
     for noise in (1.0, 1.1, 0.9, 1.2, 1.0, 1.1, 0.95, 1.05):
@@ -119,7 +119,7 @@ def test_a_goal_can_be_missed() -> None:
     assert rows[DISK.name]["low"] == pytest.approx(0.99)
 
 
-def test_a_row_without_its_hits_is_named() -> None:
+def test_a_case_with_unexpected_hits_is_reported() -> None:
     samples = Samples()
     samples.add(Case(100, 0.5), CPU.name, _batch(1.0, restored=32.0))
     assert verdicts(samples) == []

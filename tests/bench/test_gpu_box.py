@@ -61,7 +61,7 @@ def results(out: Path) -> dict[str, Any]:
     return {one["name"]: one for one in found if "name" in one}
 
 
-def test_a_probe_that_hangs_or_crashes_costs_only_itself(tmp_path: Path) -> None:
+def test_a_probe_that_hangs_or_crashes_does_not_stop_the_others(tmp_path: Path) -> None:
     plan = schedule(
         tmp_path / "plan.toml",
         ("hangs", HANGS, 0.5, []),
@@ -267,7 +267,7 @@ RIGHT = {"loaded_tokens": 900.0, "verified_chunks": 30.0, "vllm:num_preemptions"
         ({"vllm:num_preemptions": 0.0}, "no request was preempted"),
     ],
 )
-def test_the_serving_probe_fails_if_it_proves_nothing(
+def test_the_serving_probe_fails_if_nothing_was_restored_or_compared(
     counters: dict[str, float],
     complaint: str,
     monkeypatch: pytest.MonkeyPatch,

@@ -337,7 +337,7 @@ def test_a_policy_that_overrides_single_keys_gets_each_of_many(one: str) -> None
     assert told == []
 
 
-def test_parts_are_accepted_as_by_the_policy_in_charge() -> None:
+def test_parts_are_accepted_if_the_policy_in_use_accepts_them() -> None:
     whole = type("Whole", (LruPolicy,), {"takes_parts": False})()
     policy = GuardedPolicy(whole)
     assert not policy.takes_parts

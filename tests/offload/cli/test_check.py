@@ -20,7 +20,7 @@ def disk(tmp_path: Path, **more: object) -> dict:
     return GOOD | {"tiers": [tier | more]}
 
 
-def test_json_text_a_file_and_vllms_enclosing_object(tmp_path: Path) -> None:
+def test_text_or_file_with_or_without_vllms_enclosing_object(tmp_path: Path) -> None:
     config = disk(tmp_path)
     file = tmp_path / "config.json"
     for inside in (config, transfer_config(config), {"kv_transfer_config": transfer_config(config)},
@@ -37,7 +37,7 @@ def test_json_text_a_file_and_vllms_enclosing_object(tmp_path: Path) -> None:
     assert not (tmp_path / "kv").exists(), "a check must not create anything"
 
 
-def test_the_earlier_name_and_vllms_multi_connector(tmp_path: Path) -> None:
+def test_the_earlier_name_and_vllms_multi_connector_are_accepted(tmp_path: Path) -> None:
     one = transfer_config(disk(tmp_path, capacity="1KiB"))
     two = {"kv_connector": "MultiConnector", "kv_role": "kv_both",
            "kv_connector_extra_config": {"connectors": [one]}}  # fmt: skip

@@ -72,7 +72,7 @@ def test_clear_by_model(root: Path) -> None:
     assert left(root) == {"qwen"}
 
 
-def test_data_must_match_all_kinds_of_options(root: Path) -> None:
+def test_only_data_that_matches_every_option_is_removed(root: Path) -> None:
     age(root / NAMES["llama"])
     age(root / NAMES["qwen"])
     assert clear(root, "--model", "tiny/llama", "--unused-for", "30d").code == 0
@@ -84,7 +84,7 @@ def test_clear_everything(root: Path) -> None:
     assert left(root) == set()
 
 
-def test_a_dry_run_and_a_no_remove_nothing(root: Path) -> None:
+def test_a_dry_run_or_the_answer_no_removes_nothing(root: Path) -> None:
     listed = kvtiers("clear", root, "--all", "--dry-run", "--json")
     assert [one["removed"] for one in listed.json["namespaces"]] == [False] * 3
     assert kvtiers("clear", root, "--all").code == 2  # there is no terminal on which to answer yes
@@ -280,7 +280,7 @@ def test_data_that_cannot_be_deleted_counts_at_start(
         assert left(root) == set()
 
 
-def test_links_and_files_in_place_of_a_namespace(root: Path) -> None:
+def test_a_link_or_file_in_place_of_a_namespace_is_removed_itself(root: Path) -> None:
     """They are removed as links and files; the targets of links are not touched."""
     elsewhere = root.parent / "elsewhere"
     (root / NAMES["llama"]).rename(elsewhere)

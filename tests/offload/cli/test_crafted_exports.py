@@ -81,7 +81,7 @@ BODIES: dict[str, bytes] = {
 
 
 @pytest.mark.parametrize("name", BODIES)
-def test_an_invalid_record_costs_only_itself(tmp_path: Path, name: str) -> None:
+def test_only_the_invalid_record_is_lost(tmp_path: Path, name: str) -> None:
     code, said = imported(tmp_path, around(frame("R", BODIES[name])))
     assert code == 1
     assert "1 records" in said
@@ -91,9 +91,7 @@ def test_an_invalid_record_costs_only_itself(tmp_path: Path, name: str) -> None:
 
 @pytest.mark.parametrize("kind", ["M", "S", "E", "X"])
 @pytest.mark.parametrize("body", [DEEP, b"", b"[]", b"\xff", b"1" * 5000, b"nul"])
-def test_a_frame_without_a_json_object_costs_only_itself(
-    tmp_path: Path, kind: str, body: bytes
-) -> None:
+def test_only_a_frame_without_a_json_object_is_lost(tmp_path: Path, kind: str, body: bytes) -> None:
     code, said = imported(tmp_path, of(frame(kind, body), frame("M", MANIFEST), END))
     assert code == 1
     assert "so its namespace is unknown" in said
@@ -152,7 +150,7 @@ def test_an_unreadable_namespace_is_refused(tmp_path: Path, fields: Any, words: 
         {"kind": {}},
     ],
 )
-def test_an_impossible_store_is_skipped(tmp_path: Path, change: dict[str, Any]) -> None:
+def test_a_store_with_impossible_values_is_skipped(tmp_path: Path, change: dict[str, Any]) -> None:
     bad = frame("S", STORE | change)
     content = of(frame("M", MANIFEST), bad, record(7), frame("S", STORE), record(), END)
     code, said = imported(tmp_path, content)

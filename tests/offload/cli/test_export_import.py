@@ -228,7 +228,7 @@ def test_records_from_before_a_reset_are_refused(tmp_path: Path) -> None:
     assert len(contents(tmp_path / "b")) == 2
 
 
-def test_encrypted_stores(tmp_path: Path) -> None:
+def test_encrypted_stores_are_exported_and_imported(tmp_path: Path) -> None:
     key_file = tmp_path / "key"
     key_file.write_text("cd" * 32)
     key_file.chmod(0o600)

@@ -116,7 +116,7 @@ def test_every_folder_inside_a_path_works(tmp_path: Path) -> None:
     assert home["stores"][0]["records"] == 4
 
 
-def test_uses_in_early_stores_are_counters_and_not_times(tmp_path: Path) -> None:
+def test_small_numbers_of_early_stores_are_not_shown_as_ages(tmp_path: Path) -> None:
     folder = make_store(tmp_path, range(3))
     index = open_index(folder)
     values = {key: value for table in index.tables() for key, value in table.items()}

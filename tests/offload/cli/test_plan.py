@@ -50,7 +50,7 @@ def test_a_cpu_tier_that_does_not_pay_is_never_left_out() -> None:
     assert found["prefill_tokens_per_s"] is None
 
 
-def test_nothing_is_assumed_without_a_note() -> None:
+def test_every_assumption_has_a_note() -> None:
     found = plan("--token-bytes", "64KiB", "--cpu", "4GiB", "--disk", "64GiB")
     assert [tier["pays"] for tier in found["tiers"]] == [None, None]
     notes = "\n".join(found["notes"])

@@ -132,7 +132,7 @@ def test_a_file_record_with_a_damaged_header(tmp_path: Path) -> None:
     assert verify(tmp_path)["good"] == 1
 
 
-def test_without_its_check_verify_finds_nothing(
+def test_without_the_check_of_payloads_damage_is_not_found(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     damage(make_store(tmp_path, range(5)), 2)

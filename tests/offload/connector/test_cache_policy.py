@@ -69,7 +69,7 @@ def test_our_lru_evicts_the_same_chunks_as_vllms() -> None:
         assert set(gone[0] or ()) == set(gone[1] or ()), f"request {number}"
 
 
-def test_chunks_in_use_stay() -> None:
+def test_chunks_in_use_are_not_evicted() -> None:
     manager = manager_of("kvtiers_lru")
     first, second = prompts(3)[0][:1], [make_offload_key(bytes([n]) * 32, 0) for n in range(12)]
     request(manager, "a", first)

@@ -319,7 +319,7 @@ def test_a_tier_that_cannot_be_reset_at_its_start_is_closed(
         assert world.load(KEYS[0]) is None
 
 
-def test_the_cap_is_kept_and_used_chunks_stay(tmp_path: Path) -> None:
+def test_the_capacity_is_kept_and_recently_used_chunks_stay(tmp_path: Path) -> None:
     source = random.Random(0)
     keys = [make_offload_key(source.randbytes(32), 0) for _ in range(800)]
     with world_at(tmp_path / "kv", capacity="4MiB") as world:  # which has space for 240

@@ -72,7 +72,7 @@ def test_an_answer_to_an_older_question_is_ignored() -> None:
     assert hold.is_holding
 
 
-def test_ranks_agree_only_if_all_of_them_do() -> None:
+def test_the_weights_are_unchanged_only_if_every_rank_says_so() -> None:
     def meta(same: bool, sleeps: int = 1) -> OffloadWorkerMetadata:
         return OffloadWorkerMetadata(StepReport(), weights=WeightsAnswer(3, 1, sleeps, same))
 

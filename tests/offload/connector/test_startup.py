@@ -36,13 +36,13 @@ def test_another_order_of_bytes_in_a_page_is_another_identity(other: bytes) -> N
     assert form(BLOCKS, 4, 32, 64) != other
 
 
-def test_the_number_of_blocks_is_not_part_of_it() -> None:
+def test_the_number_of_blocks_is_not_part_of_the_identity() -> None:
     caches = {"layers.0": torch.empty((2 * BLOCKS, 4, 32, 64)).bfloat16()}
     more = _form_of(2 * BLOCKS, caches, {"layers.0": "CPU_ATTN"})
     assert form(BLOCKS, 4, 32, 64) == more
 
 
-def test_each_tensor_of_a_list_of_states_counts() -> None:
+def test_each_tensor_of_a_list_of_states_is_part_of_the_identity() -> None:
     states = [torch.empty((BLOCKS, 8)), torch.empty((BLOCKS, 3))]
     one, other = ({"mamba.0": tensors} for tensors in (states, states[::-1]))
     assert _form_of(BLOCKS, one, {"mamba.0": ""}) != _form_of(BLOCKS, other, {"mamba.0": ""})

@@ -163,7 +163,7 @@ def test_nothing_is_written_through_to_a_read_only_tier() -> None:
     assert queued == [1, 0]
 
 
-def test_names_of_tiers() -> None:
+def test_read_only_tiers_are_named_and_numbered_after_the_others() -> None:
     table = {"type": "lmdb", "capacity": "1GiB", "geometry": "translate"}
     tiers = [
         table | {"path": "/a"},

@@ -430,7 +430,7 @@ def test_unprovable_translations_are_refused(name: str) -> None:
     assert str(found[0]).startswith(text), str(found[0])
 
 
-def test_boards_do_not_depend_on_geometry() -> None:
+def test_the_name_of_a_board_does_not_depend_on_geometry() -> None:
     one = {"model": {"name": "m"}, "geometry": {"chunk_blocks": 1}, "parallel": {"tensor": 1}}
     two = one | {"geometry": {"chunk_blocks": 2}, "parallel": {"tensor": 2}}
     other = one | {"model": {"name": "n"}}

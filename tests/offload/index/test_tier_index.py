@@ -227,7 +227,7 @@ def test_an_event_that_is_not_in_the_table_is_refused(monkeypatch: pytest.Monkey
         (ChunkEvent.DROP, ChunkState.RESIDENT),
     ],
 )
-def test_an_index_runs_the_rows_that_the_table_had_when_it_was_made(
+def test_an_index_executes_the_transition_table(
     event: ChunkEvent, state: ChunkState, many: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(index_module, "BULK_KEYS_MIN", many)
@@ -300,7 +300,7 @@ def in_state(state: ChunkState) -> TierIndex:
 
 
 @pytest.mark.parametrize("state", ChunkState)
-def test_many_are_absent_only_if_each_is(state: ChunkState) -> None:
+def test_a_batch_is_absent_only_if_each_chunk_is(state: ChunkState) -> None:
     index = in_state(state)
     assert index.is_absent(KEYS[0]) == (state is ChunkState.ABSENT)
     assert index.are_absent([KEYS[1], KEYS[0]]) == (state is ChunkState.ABSENT)

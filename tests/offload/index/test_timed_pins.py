@@ -61,7 +61,7 @@ def test_kept_chunks_are_dropped_like_other_chunks() -> None:
     bed.cpu.check()
 
 
-def test_no_client_gets_more_than_its_share() -> None:
+def test_pinned_chunks_never_exceed_their_share_of_the_tier() -> None:
     bed = Bed(slots=8, disk=4, share=0.5)
     bed.put(bed.cpu, *range(8))
     assert bed.pins.keep([key(n) for n in range(3)], 60.0, now=0.0) == 3

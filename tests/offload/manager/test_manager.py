@@ -177,7 +177,7 @@ async def test_a_damaged_record_ends_the_prefix_and_is_forgotten(
         manager.planner.check()
 
 
-async def test_undetected_damage_would_make_these_tests_fail(engine: str) -> None:
+async def test_without_detection_of_damage_these_tests_would_fail(engine: str) -> None:
     caches = kv_caches()
     tier = DamagingTier(memory(), Damage.FLIP, detected=False)
     async with await open_manager(caches, [tier], slots=8) as manager:
@@ -246,7 +246,7 @@ async def test_after_a_reset_nothing_is_found(engine: str) -> None:
         await restored_right(manager, caches, 4, expected=4)
 
 
-async def test_a_full_cpu_tier_reports_how_far_it_came(engine: str) -> None:
+async def test_a_full_cpu_tier_returns_how_many_chunks_it_has_taken(engine: str) -> None:
     caches = kv_caches()
     tier = HoldingTier(memory(), methods={"write"})
     async with await open_manager(caches, [tier], slots=8) as manager:

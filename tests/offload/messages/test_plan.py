@@ -75,7 +75,7 @@ def test_a_store_is_unpacked_when_it_is_read() -> None:
 @pytest.mark.parametrize(
     "keys", [(), (b"",), (b"key",), (b"key", b"yek"), (b"key", b"", b"longer")]
 )
-def test_keys_travel_in_one_piece(keys: tuple[bytes, ...]) -> None:
+def test_keys_are_pickled_as_one_bytes_object(keys: tuple[bytes, ...]) -> None:
     found = pickle.loads(pickle.dumps(Keys(keys)))
     assert isinstance(found._keys, bytes)
     again = pickle.loads(pickle.dumps(found))

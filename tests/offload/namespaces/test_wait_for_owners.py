@@ -89,7 +89,7 @@ def test_a_worker_waits_for_the_claim_of_an_old_one(
     spec.renew.args[1].close()
 
 
-def test_patience_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_waiting_for_an_owner_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(wait_for_owners, "WAIT_S", 0.01)
     lines: list[str] = []
     with old_server(tmp_path) as old:
@@ -108,7 +108,7 @@ def test_a_server_with_another_problem_does_not_wait(tmp_path: Path) -> None:
     assert lines == []
 
 
-def test_a_server_of_another_container_is_no_relative(tmp_path: Path) -> None:
+def test_a_process_of_another_container_with_the_same_pid_is_not_a_relative(tmp_path: Path) -> None:
     """Each container numbers its processes separately."""
     with old_server(tmp_path) as old:
         assert load_config(config(tmp_path), same_server).warnings == (), "a child is a relative"

@@ -49,7 +49,7 @@ def test_one_failing_rank_is_not_outvoted_by_the_others() -> None:
     assert breaker.state is BreakerState.OPEN
 
 
-def test_it_is_tried_after_the_wait_and_not_before() -> None:
+def test_a_probe_is_due_after_the_wait_and_not_before() -> None:
     breaker = opened(CircuitBreaker(wait_s=5.0), now=100.0)
     breaker.tick(104.9)
     assert breaker.state is BreakerState.OPEN

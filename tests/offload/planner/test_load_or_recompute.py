@@ -51,7 +51,7 @@ def test_a_rate_is_the_median_of_the_last_samples() -> None:
     assert rate.value() == pytest.approx(5000.0)
 
 
-def test_short_work_and_no_time_do_not_count() -> None:
+def test_samples_of_too_little_work_or_no_time_are_ignored() -> None:
     rate = Rate()
     for _ in range(SAMPLES_MIN):
         rate.observe(TOKENS_MIN - 1, 1.0)
@@ -69,7 +69,7 @@ def test_loading_pays_until_measured_otherwise() -> None:
     assert pace.pays, "too few loads"
 
 
-def test_it_stops_below_and_stays_above_the_threshold() -> None:
+def test_loading_stops_below_the_threshold_only() -> None:
     pace = LoadOrRecompute(prefill_of(1000))
     load_at(pace, 1000 * STOP_BELOW * 1.01)
     assert pace.pays
@@ -78,7 +78,7 @@ def test_it_stops_below_and_stays_above_the_threshold() -> None:
     assert not pace.pays
 
 
-def test_switched_off_it_always_pays() -> None:
+def test_if_switched_off_loading_always_pays() -> None:
     pace = LoadOrRecompute(prefill_of(1000), enabled=False)
     load_at(pace, 1.0)
     assert pace.pays
@@ -154,7 +154,7 @@ def test_loads_that_pay_make_the_next_wait_short_again() -> None:
     assert pace.probe_due(200.0 + RETRY_S)
 
 
-def test_between_the_thresholds_the_state_stays() -> None:
+def test_between_the_thresholds_nothing_changes() -> None:
     """If loads and probes are exactly as fast as computing, neither state changes."""
     paying = LoadOrRecompute(prefill_of(1000))
     load_at(paying, 1000.0, times=50)
@@ -173,7 +173,7 @@ def short_loads(
         pace.observe_load(TOKENS_MIN - 1, seconds, now)
 
 
-def test_the_smallest_load_is_what_is_computed_during_a_short_one() -> None:
+def test_a_load_must_have_more_tokens_than_are_computed_during_a_short_load() -> None:
     pace = LoadOrRecompute(prefill_of(1000))
     short_loads(pace, 0.2, 0.0, SAMPLES_MIN - 1)
     assert pace.tokens_min == 0, "too few loads"
@@ -181,7 +181,7 @@ def test_the_smallest_load_is_what_is_computed_during_a_short_one() -> None:
     assert pace.tokens_min == pytest.approx(STOP_BELOW * 1000 * 0.2)
 
 
-def test_without_a_rate_of_computing_or_switched_off_every_load_pays() -> None:
+def test_every_load_pays_if_switched_off_or_the_computing_rate_is_unknown() -> None:
     for pace in (LoadOrRecompute(Rate()), LoadOrRecompute(prefill_of(1000), enabled=False)):
         short_loads(pace, 9.0, 0.0)
         assert pace.tokens_min == 0

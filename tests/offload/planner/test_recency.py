@@ -58,7 +58,7 @@ def short_parts(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("count", [0, 1, 2, 3, 4, 6, 7, 20])
-def test_reporting_in_parts_equals_one_use(count: int) -> None:
+def test_a_use_reported_in_parts_equals_one_reported_at_once(count: int) -> None:
     at_once, by_parts = index_of(LruPolicy()), index_of(LruPolicy())
     at_once.touch(KEYS[:count])
     noted = RequestUses(by_parts, (), into(by_parts))

@@ -215,11 +215,11 @@ def some_fail() -> None:
     bed.planner.check()
 
 
-def test_write_throughs_that_fail_among_others() -> None:
+def test_failed_write_throughs_do_not_affect_others_of_the_step() -> None:
     some_fail()
 
 
-def test_chunks_evicted_for_nothing_are_deleted_there_too() -> None:
+def test_chunks_evicted_for_one_that_still_does_not_fit_are_deleted() -> None:
     """Chunks are evicted for a large chunk, which finds too little space all the same."""
     cpu = TierIndex("cpu", SlotCapacity(100), LruPolicy())
     disk = TierIndex("disk", ByteCapacity(10 * SIZE), LruPolicy())

@@ -68,7 +68,7 @@ def test_a_chunk_of_an_unavailable_tier_is_stored_again() -> None:
     assert step(planner, 0.0).stores[0].slots == (0,)
 
 
-def test_a_probe_after_the_wait_and_one_at_a_time_closes_it_again() -> None:
+def test_one_probe_at_a_time_after_the_wait_closes_the_breaker() -> None:
     planner = make()
     holding(planner, *range(5))
     gate = break_reads(planner)
@@ -183,7 +183,7 @@ def test_chunks_under_a_probe_are_not_evicted() -> None:
     assert planner.stats.tier(0).evicted_chunks == 1, "and then they may be evicted again"
 
 
-def test_the_other_tier_continues() -> None:
+def test_a_failing_tier_does_not_stop_the_other() -> None:
     planner = make(tiers=2)
     holding(planner, 1, 2, tier=0)
     holding(planner, 2, 3, tier=1)
@@ -304,7 +304,7 @@ def test_in_a_hundred_minutes_of_a_slow_tier_only_a_few_requests_try_it() -> Non
 # -- the log -----------------------------------------------------------------------------------
 
 
-def test_every_change_is_one_line(caplog: pytest.LogCaptureFixture) -> None:
+def test_every_change_of_health_is_logged_in_one_line(caplog: pytest.LogCaptureFixture) -> None:
     planner = make()
     holding(planner, 1)
     with caplog.at_level(logging.WARNING, "offload.planner.tier_health"):
@@ -340,7 +340,7 @@ def test_a_rank_that_lost_its_records_empties_the_tier_on_all_ranks() -> None:
     planner.check()
 
 
-def test_one_late_load_is_enough() -> None:
+def test_one_late_load_ends_the_use_of_a_slow_tier() -> None:
     """Its request has waited for nothing; the next one must not."""
     planner = make()
     holding(planner, 1)

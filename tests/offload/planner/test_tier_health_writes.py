@@ -24,7 +24,7 @@ from tests.offload.planner.troubled_tiers import (
 )
 
 
-def test_while_open_nothing_is_written_and_nothing_is_pinned() -> None:
+def test_an_open_breaker_stops_writes_and_their_pins() -> None:
     planner = make(slots=4)
     gate = break_writes(planner)
     assert store(planner, 1, 2, 3, 4).write_throughs == ()
@@ -84,7 +84,7 @@ def test_the_first_write_is_one_job_also_with_two_groups() -> None:
     assert len(jobs) == 1
 
 
-def test_deletes_wait_while_open_and_are_delivered_later() -> None:
+def test_an_open_breaker_delays_deletes() -> None:
     planner = make()
     break_writes(planner)
     planner.deletes.add(0, [key_of(1), key_of(2)])

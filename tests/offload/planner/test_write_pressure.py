@@ -179,7 +179,7 @@ def test_a_request_that_fills_the_tier_does_not_stop_others() -> None:
     assert line._store(keys_of(1, 8), 0, 8) == 8, "in the same step, another request"
 
 
-def test_two_requests_without_a_victim_stop_the_search_of_the_step(
+def test_after_two_requests_without_a_victim_the_step_searches_no_more(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Every chunk must stay: not every running request looks at all of them in every step."""

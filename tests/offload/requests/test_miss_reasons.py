@@ -46,7 +46,7 @@ def test_memory_is_bounded_by_the_limits() -> None:
 
 
 @pytest.mark.parametrize("most", [24, 10_000])
-def test_the_latest_removal_counts(most: int) -> None:
+def test_the_cause_of_the_latest_removal_is_found(most: int) -> None:
     """With a shared part and without."""
     departures = RemovalCauses(most)
     for number, cause in enumerate((Cause.NO_SPACE, Cause.EVICTED, Cause.CORRUPT)):

@@ -94,7 +94,10 @@ MUTANTS: dict[str, tuple[Patch, Callable[[], None]]] = {
         instead(TimedPins, "tick", None),
         pins.test_kept_chunks_are_not_evicted_until_their_time_is_over,
     ),
-    "pins have no bound": (pins_without_bound, pins.test_no_client_gets_more_than_its_share),
+    "pins have no bound": (
+        pins_without_bound,
+        pins.test_pinned_chunks_never_exceed_their_share_of_the_tier,
+    ),
     "pins keep nothing": (
         instead(_Kept, "keep", 2),
         pins.test_kept_chunks_are_not_evicted_until_their_time_is_over,

@@ -226,7 +226,7 @@ def test_a_reopened_tier_keeps_its_capacity(tmp_path: Path) -> None:
     assert again.capacity_bytes == spec.capacity_bytes
 
 
-def test_only_the_previous_place_is_used_again(
+def test_a_tier_is_reopened_only_on_its_previous_mount(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = tmp_path / "mnt" / "kv"

@@ -62,7 +62,9 @@ async def fail(after_s: float = 0.0) -> None:
         ([BUSY, OK], Observed(reads_good=1)),
     ],
 )
-def test_reads(outcomes: list[ReadOutcome], expected: Observed) -> None:
+def test_the_outcomes_of_a_read_are_counted(
+    outcomes: list[ReadOutcome], expected: Observed
+) -> None:
     watched = Watched()
     assert run_virtually(watched.watch.read(answer(outcomes), len(outcomes))) == outcomes
     assert watched.total == expected
@@ -77,7 +79,9 @@ def test_reads(outcomes: list[ReadOutcome], expected: Observed) -> None:
         ([FAILED], Observed(writes_failed=1)),
     ],
 )
-def test_writes(outcomes: list[WriteOutcome], expected: Observed) -> None:
+def test_the_outcomes_of_a_write_are_counted(
+    outcomes: list[WriteOutcome], expected: Observed
+) -> None:
     watched = Watched()
     assert run_virtually(watched.watch.write(written(outcomes), len(outcomes))) == outcomes
     assert watched.total == expected

@@ -125,7 +125,7 @@ def test_past_observations_fade() -> None:
     assert table.worth(kind, 0) < before / 20
 
 
-def test_those_still_waiting_count_as_not_reused() -> None:
+def test_spans_that_wait_long_count_as_not_reused() -> None:
     tables = ReuseTable(), ReuseTable()
     for table in tables:
         for _ in range(100):

@@ -28,7 +28,7 @@ def evicting(inner: Tier, **options: Any) -> EvictingTier:
     return EvictingTier(inner, LruPolicy(), describe=describe, causes=CAUSES, **options)
 
 
-async def test_ten_thousand_chunks_through_a_cap_of_a_thousand(tmp_path: Path) -> None:
+async def test_ten_thousand_chunks_never_exceed_a_capacity_of_a_thousand(tmp_path: Path) -> None:
     """The folder stays within the cap."""
     size, cap = 32 << 10, 1000
     capacity_bytes = (cap * size) + (3 << 20)
@@ -45,7 +45,7 @@ async def test_ten_thousand_chunks_through_a_cap_of_a_thousand(tmp_path: Path) -
     await tier.aclose()
 
 
-async def test_recency_decides_and_survives_a_restart(tmp_path: Path) -> None:
+async def test_the_order_of_use_decides_evictions_and_survives_a_restart(tmp_path: Path) -> None:
     size = 1 << 20
     kept = [key_of(n) for n in range(4)]
     tier = evicting(LmdbTier(tmp_path / "tier", 24 << 20, reserve_bytes=0), high=0.9, low=0.8)
@@ -62,7 +62,7 @@ async def test_recency_decides_and_survives_a_restart(tmp_path: Path) -> None:
     await tier.aclose()
 
 
-async def test_evicting_ahead_leaves_room_for_the_next_write() -> None:
+async def test_evicting_ahead_leaves_space_for_the_next_write() -> None:
     inner = CountingTier(MemoryTier(100_000))
     tier = evicting(inner, high=0.8, low=0.5)
     await tier.open()

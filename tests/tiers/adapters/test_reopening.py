@@ -173,7 +173,9 @@ async def test_concurrent_operations_share_one_attempt(disk: Disk) -> None:
     assert disk.made == 1
 
 
-async def test_attempts_are_rare(disk: Disk, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_attempts_to_reopen_are_limited_by_time(
+    disk: Disk, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(reopening, "RETRY_S", 3600.0)
     disk.unplug()
     await disk.fails()

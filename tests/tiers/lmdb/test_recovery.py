@@ -158,7 +158,7 @@ async def test_a_payload_file_cut_off_while_open(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("length", [0, 1, 5000, 1 << 20])
-async def test_a_foreign_payload_file_is_moved_aside(tmp_path: Path, length: int) -> None:
+async def test_a_payload_file_of_random_bytes_is_moved_aside(tmp_path: Path, length: int) -> None:
     folder = await filled(tmp_path)
     raw = random.Random(SEED).randbytes(length)
     (folder / PAYLOAD_NAME).write_bytes(raw)
@@ -292,7 +292,7 @@ async def test_strict_refuses_lost_records(tmp_path: Path) -> None:
     await tier.aclose()
 
 
-async def test_off_starts_empty(tmp_path: Path) -> None:
+async def test_recovery_off_starts_empty(tmp_path: Path) -> None:
     await filled(tmp_path)
     tier = tier_at(tmp_path, recovery=Recovery.OFF)
     assert (await tier.open()).record_count == 0

@@ -77,7 +77,9 @@ async def test_a_smaller_capacity_of_an_index_that_is_full(
     await tier.aclose()
 
 
-async def test_an_index_too_large_for_the_capacity_is_set_aside(tmp_path: Path, kind: Kind) -> None:
+async def test_an_index_too_large_for_the_capacity_is_moved_aside(
+    tmp_path: Path, kind: Kind
+) -> None:
     options = LmdbOptions(reserve_bytes=0, record_bytes=4096)
     tier = kind(tmp_path / "tier", 64 << 20, options=options)
     await tier.open()

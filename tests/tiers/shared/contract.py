@@ -64,5 +64,5 @@ class SharedTierContract(TierContract):
             await assert_misses(tier, keys, self.payload_bytes)
             assert await all_keys(tier) == []
 
-    async def test_it_is_a_shared_tier(self, tmp_path: Path) -> None:
+    async def test_the_tier_implements_the_shared_interface(self, tmp_path: Path) -> None:
         assert isinstance(self.make_tier(tmp_path / "tier", self.capacity_bytes), SharedTier)

@@ -59,7 +59,7 @@ def test_this_machine_reports_its_memory() -> None:
 @pytest.mark.parametrize(
     ("text", "ids"), [("0\n", [0]), ("0-2,5\n", [0, 1, 2, 5]), ("", []), ("3,1", [3, 1])]
 )
-def test_id_lists(text: str, ids: list[int]) -> None:
+def test_lists_of_ids_are_parsed(text: str, ids: list[int]) -> None:
     assert parse_id_list(text) == ids
 
 

@@ -39,7 +39,7 @@ async def filled() -> MemoryTier:
     return tier
 
 
-async def test_counting() -> None:
+async def test_calls_are_counted() -> None:
     tier = CountingTier(await filled())
     await assert_holds(tier, KEYS, SIZE)
     await tier.delete(KEYS[:1])
@@ -49,7 +49,7 @@ async def test_counting() -> None:
     await tier.aclose()
 
 
-async def test_failing_the_nth_call() -> None:
+async def test_only_the_nth_call_fails() -> None:
     tier = FailingTier(await filled(), nth(3), methods={"read"})
     for call in range(1, 6):
         await tier.touch(KEYS)  # not counted
@@ -62,7 +62,7 @@ async def test_failing_the_nth_call() -> None:
     await tier.aclose()
 
 
-async def test_holding_until_released() -> None:
+async def test_calls_are_held_until_released() -> None:
     tier = HoldingTier(await filled(), methods={"read"})
     reading = asyncio.create_task(assert_holds(tier, KEYS, SIZE))
     await tier.waiting()

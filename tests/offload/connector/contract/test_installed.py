@@ -153,7 +153,7 @@ def test_a_start_detects_the_breaks_that_stop_the_whole_check() -> None:
         assert any(str(each).startswith(text) for each in found) is stops, text
 
 
-def test_orders_read_from_text_equal_those_of_the_parser() -> None:
+def test_call_orders_read_from_text_equal_those_of_the_parser() -> None:
     library = Library(installed())
     for order in declared().orders:
         node = calls.function_at(library, order.at)
@@ -166,7 +166,7 @@ def test_orders_read_from_text_equal_those_of_the_parser() -> None:
         assert steps or "sleep" in order.at or "wake" in order.at
 
 
-def test_modules_are_cut_like_by_the_parser() -> None:
+def test_modules_are_split_as_the_parser_splits_them() -> None:
     library = Library(installed())
     for name in {at.partition(":")[0] for at in now().classes.values()} | {*now().modules}:
         module = library.module(name)

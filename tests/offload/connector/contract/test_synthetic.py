@@ -249,7 +249,7 @@ def test_each_kind_of_break_is_named_with_its_place(kept: Contract, name: str) -
     assert has_gone or place in named[0].places
 
 
-def test_a_definition_that_moves_behind_its_name_is_no_break(kept: Contract) -> None:
+def test_a_definition_that_moves_is_no_break_if_its_name_is_still_imported(kept: Contract) -> None:
     moved = dict(VLLM)
     moved["vllm/config/deep.py"] = moved["vllm/config/whole.py"]
     moved["vllm/config/whole.py"] = "from vllm.config.deep import *\n"
@@ -278,7 +278,7 @@ def test_a_wheel_and_a_folder_contain_their_texts(kept: Contract, tmp_path: Path
         assert compared(kept, source) == []
 
 
-def test_an_invalid_wheel_gives_one_sentence(tmp_path: Path) -> None:
+def test_an_invalid_wheel_is_reported_in_one_sentence(tmp_path: Path) -> None:
     (tmp_path / "torn.whl").write_bytes(b"PK\x03\x04 torn")
     with pytest.raises(SourceError, match="not a wheel that can be read"):
         open_source(str(tmp_path / "torn.whl"))

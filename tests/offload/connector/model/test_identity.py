@@ -93,9 +93,9 @@ def test_a_flag_that_changes_blocks_changes_the_namespace(
     assert field in differing(one, two)
 
 
-def test_each_parallel_size_counts(model: Path) -> None:
+def test_each_parallel_size_is_part_of_the_namespace(model: Path) -> None:
     """All parallel sizes that the sweep over vLLM's settings lists are covered
-    (``test_every_field_is_decided``)."""
+    (``test_every_field_is_classified``)."""
     plain = namespace_of(config_of(model))
     names = FIELDS["ParallelConfig"][NAMED].split()
     assert len(names) >= 7
@@ -126,7 +126,7 @@ def test_each_parallel_size_counts(model: Path) -> None:
         ),
     ],
 )
-def test_geometry_counts(
+def test_geometry_is_part_of_the_namespace(
     field: str, changed: Callable[[KVCacheConfig], tuple[KVCacheConfig, int]], model: Path
 ) -> None:
     config = config_of(model)

@@ -64,7 +64,9 @@ def test_max_model_len_does_not_count_for_code_that_does_not_mention_it(model: P
     assert between(config_of(model), config_of(model, max_model_len=256)) == []
 
 
-def test_long_rope_counts_max_model_len(model: Path, tmp_path: Path) -> None:
+def test_the_namespace_of_a_long_rope_model_includes_max_model_len(
+    model: Path, tmp_path: Path
+) -> None:
     """This holds for every model, because a layer reads it."""
     make_model(model, note="longrope")
     assert between(config_of(model), config_of(model, max_model_len=256)) == ["model.max_model_len"]

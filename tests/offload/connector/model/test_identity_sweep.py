@@ -81,7 +81,7 @@ def words(table: Mapping[str, str]) -> list[str]:
 
 
 @pytest.mark.parametrize("name", sorted(set(classes()) - set(decided.WHOLE.split())))
-def test_every_field_is_decided(name: str) -> None:
+def test_every_field_is_classified(name: str) -> None:
     fields = [field.name for field in dataclasses.fields(classes()[name])]
     harmless = words(cannot_change_kv.FIELDS.get(name, {}))
     counts = decided.FIELDS.get(name, "").split()
@@ -95,21 +95,21 @@ def test_every_field_is_decided(name: str) -> None:
     assert max(known.values(), default=1) == 1, f"{name}: decided twice"
 
 
-def test_every_class_is_decided() -> None:
+def test_every_class_is_classified() -> None:
     """This includes classes whose fields are searched, and classes that are not part of a
     server."""
     known = {*cannot_change_kv.FIELDS, *decided.FIELDS, *decided.WHOLE.split()}
     assert known - decided.ABSENT == set(classes()), DECIDE
 
 
-def test_every_variable_is_decided() -> None:
+def test_every_variable_is_classified() -> None:
     harmless, counts = words(cannot_change_kv.VARIABLES), decided.VARIABLES.split()
     known = Counter([*harmless, *counts])
     assert set(known) - decided.ABSENT == set(envs.environment_variables), DECIDE
     assert max(known.values()) == 1
 
 
-def test_variables_that_vllm_reads_without_listing_them_are_decided() -> None:
+def test_variables_that_vllm_reads_without_listing_them_are_classified() -> None:
     pattern = re.compile(
         r"os\.(?:getenv|environ(?:\.get|\.pop|\.setdefault)?)\s*[(\[]\s*[\"'](\w+)"
     )

@@ -109,7 +109,9 @@ def attention(ranks: int, block: int):
 
 
 @pytest.mark.parametrize(("stored", "now"), PAIRS, ids=str)
-def test_every_layout_to_every_other_and_to_other_ranks(stored: Layout, now: Layout) -> None:
+def test_every_layout_is_read_with_every_other_and_by_other_ranks(
+    stored: Layout, now: Layout
+) -> None:
     logical = logical_cache(HEADS_ALL, 2 * HEAD_SIZE * 2)
     writers = [Worker(attention(2, 32), stored, ranks=2, rank=rank) for rank in range(2)]
     assert is_exact(writers, Worker(attention(1, 32), now), logical)
@@ -119,7 +121,7 @@ def test_every_layout_to_every_other_and_to_other_ranks(stored: Layout, now: Lay
 
 
 @pytest.mark.parametrize(("stored", "now"), [(16, 32), (64, 16), (16, 64)])
-def test_other_kernel_block_sizes(stored: int, now: int) -> None:
+def test_other_kernel_block_sizes_are_read(stored: int, now: int) -> None:
     logical = logical_cache(HEADS_ALL, 2 * HEAD_SIZE * 2)
     writer = Worker(attention(1, 64), Layout.LBNHC, kernel_tokens=stored)
     reader = Worker(attention(2, 64), Layout.LBHNC, kernel_tokens=now, ranks=2, rank=1)
@@ -150,7 +152,7 @@ def test_padding_is_not_part_of_a_page() -> None:
     assert is_exact([padded], writers[1], logical)
 
 
-def test_latents() -> None:
+def test_latents_are_read_by_any_rank_with_any_layout() -> None:
     logical = logical_cache(1, 24 * 2)
     for stored, now in itertools.product((Layout.LBHNC, Layout.BLHNC), repeat=2):
         writer = Worker(mla(32), stored, "CPU_MLA", kernel_tokens=None, ranks=2, rank=0)

@@ -87,11 +87,11 @@ def differences(folder: Path) -> dict[str, tuple[float, float]]:
         }
 
 
-def test_the_page_adds_up(tmp_path: Path) -> None:
+def test_counters_on_the_page_add_up(tmp_path: Path) -> None:
     assert differences(tmp_path) == {}
 
 
-def test_counters_are_on_the_page_before_they_count(tmp_path: Path) -> None:
+def test_counters_that_are_still_zero_are_on_the_page(tmp_path: Path) -> None:
     """``increase`` of a series that begins with 1 is 0, so an alert would miss the first fault, and
     so would a quotient of rates with a missing series."""
     with OracleEngine(MODELS["full"], Conditions(slots=20, fault_rate=0.1), tmp_path, 3) as world:

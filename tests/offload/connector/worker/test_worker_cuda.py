@@ -86,7 +86,7 @@ def test_a_worker_stores_loads_and_releases_everything(cuda: Cuda) -> None:
     one.shutdown()
 
 
-def test_the_ways_of_copying_become_gauges(cuda: Cuda) -> None:
+def test_the_chosen_copy_paths_are_published_as_gauges(cuda: Cuda) -> None:
     one = worker()
     one.register(registered(cuda, kv_caches()), [])
     state = one.state()

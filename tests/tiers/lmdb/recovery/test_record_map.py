@@ -48,7 +48,7 @@ def begun(rng: random.Random, count: int) -> tuple[Records, dict[bytes, bytes]]:
 
 @pytest.mark.parametrize("count", [0, 1, 7, 300])
 @pytest.mark.parametrize("seed", range(SEED, SEED + 5))
-def test_against_a_dict(count: int, seed: int) -> None:
+def test_the_record_map_agrees_with_a_dict(count: int, seed: int) -> None:
     rng = random.Random(f"{seed} {count}")
     records, model = begun(rng, count)
     use = 20 * count

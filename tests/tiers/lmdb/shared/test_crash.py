@@ -137,7 +137,7 @@ def test_nothing_is_lost_while_there_is_space(tmp_path: Path, seed: int) -> None
 
 
 @pytest.mark.parametrize("seed", SEEDS)
-def test_the_cap_is_kept_when_space_runs_out(tmp_path: Path, seed: int) -> None:
+def test_the_capacity_is_kept_when_space_runs_out(tmp_path: Path, seed: int) -> None:
     run_world(tmp_path / "tier", TIGHT, 240, 1000 + seed)
 
 
