@@ -368,3 +368,10 @@ def register(app: typer.Typer) -> None:
             keep=keep,
             name="serving-against-others" if is_compared else "serving-with-and-without",
         )
+
+
+if __name__ == "__main__":
+    # this module can be imported without the packages that other benchmarks need
+    alone = typer.Typer()
+    register(alone)
+    alone()

@@ -32,8 +32,10 @@ def main() -> int:
     options = parser.parse_args()
     folder = MODELS / options.model
     model = folder if (folder / "config.json").exists() else Path(options.model)
-    command = [sys.executable, "-m", "bench", "serve", "--json", "--model", str(model)]
+    command = [sys.executable, "-m", "bench.serve", "--json", "--model", str(model)]
     command += ["--engine", json.dumps({} if options.cpu else GPU), *options.arguments]
+    if "--help" in options.arguments:
+        return subprocess.run(command).returncode
     done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
     report = json.loads(done.stdout)
     result({"report": report})
