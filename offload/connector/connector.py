@@ -46,7 +46,7 @@ from offload.errors import OffloadError
 from offload.messages.plan import StepPlan
 from offload.messages.report import RankState
 from offload.planner.build import agreed_namespace, make_planner
-from offload.planner.context import WorkLimits
+from offload.planner.work_limits import WorkLimits
 
 if TYPE_CHECKING:
     import torch

@@ -29,9 +29,9 @@ from offload.messages.plan import StepPlan
 from offload.messages.report import JobResult
 from offload.namespaces.epochs import draw_epoch
 from offload.planner.build import make_planner
-from offload.planner.context import NO_LIMIT, WorkLimits
 from offload.planner.loads import NOBODY
 from offload.planner.planner import Planner
+from offload.planner.work_limits import NO_LIMIT, WorkLimits
 from offload.worker.executor import Executor
 from offload.worker.runtime import UnopenedTier, make_memory, open_rank
 from tiers.base import Tier

@@ -19,10 +19,10 @@ from offload.index.tier_index import TierIndex
 from offload.layout.groups import GroupLayout
 from offload.messages.report import RankState
 from offload.namespaces.manifest import Namespace, differing_fields
-from offload.planner.context import WorkLimits
 from offload.planner.planner import Planner
 from offload.planner.presence import KNOWN_MAX, SharedLimits
 from offload.planner.tier_health import HealthLimits, TierHealths
+from offload.planner.work_limits import WorkLimits
 from offload.planner.write_through import WriteThroughQueue
 from offload.sizes import DAY_S
 from policies.admission import WriteBudget

@@ -17,7 +17,7 @@ from offload.index.tier_index import TierIndex
 from offload.layout.keys import CPU
 from offload.messages.plan import StepPlan
 from offload.messages.report import StepReport
-from offload.planner.context import PlannerContext, WorkLimits
+from offload.planner.context import PlannerContext
 from offload.planner.jobs import Job, JobKind, JobTable
 from offload.planner.load_sources import LoadSources
 from offload.planner.loads import LoadPlanner
@@ -33,6 +33,7 @@ from offload.planner.step_budget import (
 )
 from offload.planner.stores import StorePlanner
 from offload.planner.tier_health import TierHealths
+from offload.planner.work_limits import WorkLimits
 from offload.planner.write_through import WriteThrough, WriteThroughQueue, queues_of
 from offload.telemetry.counters import PlannerStats
 from offload.telemetry.removed_chunks import RemovalCauses, RemovalLog

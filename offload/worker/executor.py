@@ -104,7 +104,7 @@ class Executor:
             IdleScrub(self._tiers[n], watches[n], bounds, partial(self._take_scrubbed, n))
             for n, bounds in (scrubs or {}).items()
         ]
-        self._asker = PresenceQueries(self._tiers, self._writers, self._see)
+        self._presence_queries = PresenceQueries(self._tiers, self._writers, self._see)
         self._answers: deque[tuple[int, PresenceReply]] = deque()
         self._results: deque[tuple[int, JobResult]] = deque()
         self._ended: deque[tuple[int, bool]] = deque()
@@ -355,7 +355,7 @@ class Executor:
         self._answer(job, JobResult(failed=error is not None))
 
     async def _ask(self, query: PresenceQuery) -> None:
-        self._answers.append((query.number, await self._asker.ask(query)))
+        self._answers.append((query.number, await self._presence_queries.ask(query)))
         self._on_result()
 
     def leave(self, request: str) -> None:

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 import offload.worker.executor
-from offload.connector.scheduler.open_loads import WAIT_S, UnfinishedLoads
+from offload.connector.scheduler.unfinished_loads import WAIT_S, UnfinishedLoads
 from tests.clock import Clock
 from tests.oracle.models import MODELS
 from tests.oracle.reports import failed_loads

@@ -12,9 +12,9 @@ from dataclasses import dataclass
 from offload.index.capacity import ByteCapacity, SlotCapacity
 from offload.index.tier_index import TierIndex
 from offload.layout.keys import group_of
-from offload.planner.context import WorkLimits
 from offload.planner.planner import Planner
 from offload.planner.tier_health import HealthLimits, TierHealths
+from offload.planner.work_limits import WorkLimits
 from offload.planner.write_through import WriteThroughQueue
 from policies.base import EntryInfo
 from policies.eviction.lru import LruPolicy

@@ -39,7 +39,7 @@ SHARED_NAME = "shared"
 class RecordFolder(RecordFiles):
     """See the module's docstring. ``medium`` changes when the records are lost. ``found_epoch`` is
     the epoch that was on disk, ``epoch`` the present one. ``dropped`` counts files that were not
-    complete records. ``was_set_aside`` is True if the folder began empty because the epoch of its
+    complete records. ``was_quarantined`` is True if the folder began empty because the epoch of its
     records is unknown."""
 
     def __init__(self, path: Path, identity: Identity, epoch: int, capacity_bytes: int) -> None:
@@ -59,7 +59,7 @@ class RecordFolder(RecordFiles):
                     f'"shared": true or another path; if no engine uses it, remove {SHARED_NAME}'
                 )
             self.found_epoch, trouble = self._judge_epoch()
-            self.epoch, self.was_set_aside = self.found_epoch, bool(trouble)
+            self.epoch, self.was_quarantined = self.found_epoch, bool(trouble)
             self.medium = self._stored_medium()
             if trouble:
                 logger.warning("kvtiers: the tier in %s begins empty: %s", path, trouble)

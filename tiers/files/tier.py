@@ -90,7 +90,7 @@ class FileTier(RecordFileTier[RecordFolder]):
         self._removing: dict[Key, asyncio.Future[None]] = {}
         self._reclaiming: asyncio.Future[None] | None = None
         self._counts["dropped_at_open"] = folder.dropped
-        self._counts["quarantined"] = int(folder.was_set_aside)
+        self._counts["quarantined"] = int(folder.was_quarantined)
         self._reclaim(folder, 0)
 
     # -- information about the tier -----------------------------------------------------------

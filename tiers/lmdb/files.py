@@ -23,7 +23,7 @@ from tiers.lmdb.folder import (
     free_bytes,
     keep_good,
     open_index,
-    open_or_set_aside,
+    open_or_quarantine,
 )
 from tiers.lmdb.index import RECORD_INDEX_BYTES, Changes, Limits
 from tiers.lmdb.options import LmdbOptions, Recovery
@@ -47,8 +47,8 @@ def payload_capacity_bytes(capacity_bytes: int, record_bytes: int = 64 << 10) ->
 class LmdbFolder:
     """The common part of the open files of an exclusive and of a shared tier.
 
-    ``pages_max`` and ``records_max`` limit all processes together. ``was_set_aside`` is True if the
-    index could not be used, so that the tier began empty.
+    ``pages_max`` and ``records_max`` limit all processes together. ``was_quarantined`` is True if
+    the index could not be used, so that the tier began empty.
     """
 
     record_index_bytes = RECORD_INDEX_BYTES
@@ -58,7 +58,7 @@ class LmdbFolder:
         """Check the options and prepare the folder. Raises ``TierIoError``, and ``ValueError`` if
         the capacity is too small."""
         self.folder = folder
-        self.was_set_aside = False
+        self.was_quarantined = False
         self._options = options
         self._io = io
         self._identity = Identity(options.namespace, options.rank)
@@ -75,7 +75,8 @@ class LmdbFolder:
         return division.index_bytes
 
     def _gain(self, file: PayloadFile, file_pages: int, pages: int, step_bytes: int) -> int:
-        """The pages, at least ``pages``, by which the file may grow; 0 if there is no space."""
+        """The number of pages by which the file may grow: at least ``pages``, or 0 if there is no
+        space."""
         free = free_bytes(file, self._options.reserve_bytes) // ALIGNMENT
         gain = min(max(pages, step_bytes // ALIGNMENT), self.pages_max - file_pages, free)
         return gain if gain >= pages else 0
@@ -92,7 +93,7 @@ class LmdbFiles(LmdbFolder):
         self._lock = OwnerLock(folder)
         is_strict = options.recovery is Recovery.STRICT
         try:
-            self.was_set_aside = open_or_set_aside(folder, self._open_files, strict=is_strict)
+            self.was_quarantined = open_or_quarantine(folder, self._open_files, strict=is_strict)
         except BaseException as error:  # unlock the folder after any failure
             self._lock.release()
             if isinstance(error, OSError | lmdb.Error):

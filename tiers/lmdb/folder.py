@@ -49,7 +49,7 @@ _NO_ID = "0" * (2 * _ID_BYTES)
 # -- opening -------------------------------------------------------------------------------
 
 
-def open_or_set_aside(folder: Path, open_files: Callable[[], None], *, strict: bool) -> bool:
+def open_or_quarantine(folder: Path, open_files: Callable[[], None], *, strict: bool) -> bool:
     """Call ``open_files``. If it raises ``IndexUnusableError``, move the index aside, and the
     payload file too unless kvtiers wrote it, and call it again to begin empty. A payload file of
     ours stays and its blocks are reused, so the index that was moved aside is worthless. Returns

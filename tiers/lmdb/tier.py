@@ -91,7 +91,7 @@ class LmdbTier(FolderTier[LmdbFiles]):
 
     def _begin(self, files: LmdbFiles, undo: ExitStack) -> None:
         self._counts["dropped_at_open"] = len(files.recovered.bad)
-        self._counts["quarantined"] = int(files.was_set_aside)
+        self._counts["quarantined"] = int(files.was_quarantined)
         threads = self._options.io_threads + SPARE_THREADS
         self._read_threads = IoThreads("tier-read", threads)
         undo.callback(self._read_threads.stop)

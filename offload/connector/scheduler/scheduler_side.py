@@ -18,9 +18,9 @@ from offload.connector.scheduler.block_tables import BlockTables, WantedChunks
 from offload.connector.scheduler.chunk_digests import ChunkDigests
 from offload.connector.scheduler.finished_requests import FinishedRequests
 from offload.connector.scheduler.new_requests import NewRequests
-from offload.connector.scheduler.open_loads import UnfinishedLoads
 from offload.connector.scheduler.prefill_rate import PrefillRate
 from offload.connector.scheduler.store_progress import StoreProgress
+from offload.connector.scheduler.unfinished_loads import UnfinishedLoads
 from offload.layout.groups import ModelLayout
 from offload.layout.keys import CPU
 from offload.layout.prefix_match import PrefixMatcher

@@ -10,9 +10,9 @@ from offload.index.chunk_batch import ChunkBatch, GroupInfo
 from offload.index.tier_index import TierIndex
 from offload.messages.plan import IN_SLAB, LoadJob, StepPlan
 from offload.messages.report import JobResult, Observed, StepReport
-from offload.planner.context import WorkLimits
 from offload.planner.loads import NOBODY, LoadHolds
 from offload.planner.planner import Planner
+from offload.planner.work_limits import WorkLimits
 from policies.eviction.lru import LruPolicy
 from tests.offload.planner.simulated_ranks import GROUP, key_of
 

@@ -11,10 +11,10 @@ from offload.index.tier_index import TierIndex
 from offload.layout.keys import CPU
 from offload.messages.plan import IN_SLAB, STAGED
 from offload.messages.report import JobResult, StepReport
-from offload.planner.context import WorkLimits
 from offload.planner.jobs import Job
 from offload.planner.planner import Planner
 from offload.planner.stores import StorePlanner
+from offload.planner.work_limits import WorkLimits
 from policies.eviction.lru import LruPolicy
 from tests.offload.planner.simulated_ranks import GROUP, PlannerWithRanks, key_of
 

@@ -15,12 +15,12 @@ from offload.messages.plan import StepPlan
 from offload.messages.report import JobResult, StepReport
 from offload.planner import step_budget
 from offload.planner import stores as store_planner
-from offload.planner.context import WorkLimits
 from offload.planner.jobs import Job
 from offload.planner.planner import Planner
 from offload.planner.step_budget import StepBudget
 from offload.planner.stores import StorePlanner
 from offload.planner.tier_health import TierHealths
+from offload.planner.work_limits import WorkLimits
 from offload.planner.write_through import WriteThroughQueue, queues_of
 from policies.base import EntryInfo
 from policies.eviction.lru import LruPolicy

@@ -11,8 +11,8 @@ from offload.index.capacity import ByteCapacity, SlotCapacity
 from offload.index.chunk_batch import ChunkBatch, GroupInfo
 from offload.index.tier_index import TierIndex
 from offload.messages.report import JobResult, StepReport
-from offload.planner.context import WorkLimits
 from offload.planner.planner import Planner
+from offload.planner.work_limits import WorkLimits
 from policies.eviction.lru import LruPolicy
 
 SLOTS = 100

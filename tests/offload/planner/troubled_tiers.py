@@ -10,9 +10,9 @@ from offload.index.tier_index import TierIndex
 from offload.messages.plan import LoadJob, StepPlan
 from offload.messages.report import JobResult, Observed, StepReport
 from offload.planner.circuit_breaker import BreakerState
-from offload.planner.context import WorkLimits
 from offload.planner.planner import Planner
 from offload.planner.tier_health import HealthLimits, TierHealth, TierHealths
+from offload.planner.work_limits import WorkLimits
 from policies.base import EntryInfo
 from policies.eviction.lru import LruPolicy
 from tests.offload.planner.simulated_ranks import GROUP, key_of

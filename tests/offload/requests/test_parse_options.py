@@ -15,8 +15,8 @@ from offload.index.tier_index import TierIndex
 from offload.layout.keys import CPU
 from offload.messages.plan import IN_SLAB, STAGED
 from offload.messages.report import JobResult, StepReport
-from offload.planner.context import WorkLimits
 from offload.planner.planner import Planner
+from offload.planner.work_limits import WorkLimits
 from offload.planner.write_through import WriteThroughQueue
 from offload.requests import parse_options
 from offload.requests.parse_options import (

@@ -23,7 +23,7 @@ import pytest
 
 from tests.patience import PATIENCE_S
 from tiers.base import ReadOutcome, WriteOutcome
-from tiers.lmdb.folder import PAYLOAD_NAME, open_or_set_aside
+from tiers.lmdb.folder import PAYLOAD_NAME, open_or_quarantine
 from tiers.lmdb.index import check_file
 from tiers.lmdb.options import Recovery
 from tiers.lmdb.tier import LmdbTier
@@ -250,7 +250,7 @@ async def test_a_start_killed_before_the_index_existed_is_not_damage(
 
     calls = iter([lambda: check_file(folder), killed])
     with pytest.raises(KeyboardInterrupt):
-        open_or_set_aside(folder, lambda: next(calls)(), strict=False)
+        open_or_quarantine(folder, lambda: next(calls)(), strict=False)
     assert "100 bytes" in caplog.text
     caplog.clear()
     tier = LmdbTier(folder, CAPACITY, **strict)

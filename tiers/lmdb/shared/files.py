@@ -27,7 +27,7 @@ from tiers.lmdb.folder import (
     PAYLOAD_NAME,
     keep_good,
     open_index,
-    open_or_set_aside,
+    open_or_quarantine,
     read_id,
 )
 from tiers.lmdb.index import Changes, IndexUnusableError, LmdbIndex, index_exists
@@ -98,7 +98,7 @@ class SharedLmdbFiles(LmdbFolder):
 
     def _open_alone(self, undo: contextlib.ExitStack) -> None:
         is_strict = self._options.recovery is Recovery.STRICT
-        self.was_set_aside = open_or_set_aside(self.folder, self._check, strict=is_strict)
+        self.was_quarantined = open_or_quarantine(self.folder, self._check, strict=is_strict)
         self._open_files(self._divide(), undo)
         if self.file.size_bytes > self.pages_max * ALIGNMENT:
             self.file.truncate(self.pages_max * ALIGNMENT)

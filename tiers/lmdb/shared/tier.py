@@ -111,7 +111,7 @@ class SharedLmdbTier(FolderTier[SharedLmdbFiles], SharedTier):
         self._reads_queued = 0
         self._counts = dict.fromkeys(_COUNTERS, 0)
         self._counts["dropped_at_open"] = files.dropped
-        self._counts["quarantined"] = int(files.was_set_aside)
+        self._counts["quarantined"] = int(files.was_quarantined)
         self._read_threads = IoThreads("tier-read", self._options.io_threads)
         undo.callback(self._read_threads.stop)
         self._lookups = DaemonThreads("tier-lookup", 2)
