@@ -92,8 +92,9 @@ TIER_FIELDS = (
     Field(
         "io_threads",
         count(1, 64),
-        4,
+        None,
         "Requests in flight, per rank. 8 are enough for one disk, 32 for an array of NVMe disks.",
+        "`8`; `4` for `mooncake`",
     ),
     Field(
         "high_watermark",
@@ -311,7 +312,7 @@ class TierType:
     ``fields`` are options of this type, in addition to ``TIER_FIELDS``. ``needs_local_disk``
     refuses network file systems. Other engines write to tiers that are ``shared``, and to those
     whose option ``shared`` is set. ``without`` names the ``TIER_FIELDS`` that do not apply.
-    ``summary`` is for the reference.
+    ``io_threads`` is the default of that option. ``summary`` is for the reference.
     """
 
     name: str
@@ -320,6 +321,7 @@ class TierType:
     needs_local_disk: bool = False
     shared: bool = False
     without: frozenset[str] = frozenset()
+    io_threads: int = 8
 
     @property
     def common(self) -> tuple[Field, ...]:
@@ -448,6 +450,7 @@ register_tier_type(
                 "compression",
             }
         ),
+        io_threads=4,
     )
 )
 

@@ -256,6 +256,8 @@ def _tier(raw: Any, where: str, problems: list[Problem]) -> TierConfig:
     options = {field.name: found.pop(field.name) for field in own}
     found["path"] = found.get("path") or ""
     found["capacity"] = found.get("capacity") or options.get("segment") or 0
+    if found["io_threads"] is None:
+        found["io_threads"] = tier_type.io_threads if tier_type else TierConfig.io_threads
     tier = TierConfig(type=tier_type.name if tier_type else "", **found, options=options)
     if tier.shared and isinstance(raw, Mapping):
         for name in sorted(_NOT_SHARED & set(raw) & {field.name for field in fields}):

@@ -13,11 +13,12 @@ import pickle
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from offload.config.fields import Field, PolicyConfig, choice
+from offload.config.fields import REQUIRED, Field, PolicyConfig, choice
 from offload.config.memory_limits import MemoryLimit
 from offload.config.options import (
     CPU_FIELDS,
@@ -31,7 +32,9 @@ from offload.config.reference import reference
 from offload.config.schema import (
     CPU_CAPACITY_MAX,
     CPU_CAPACITY_MIN,
+    CpuConfig,
     OffloadConfig,
+    TierConfig,
     default_config,
     default_cpu_capacity,
     parse_config,
@@ -40,6 +43,7 @@ from offload.config.schema import (
 from offload.config.tier_capacity import check_capacity
 from offload.errors import ConfigError
 from offload.sizes import GIB, MIB, TIB
+from tiers.lmdb.options import LmdbOptions
 
 MESSAGES = Path(__file__).parent.parent.parent / "data" / "messages"
 REFERENCE = Path(__file__).parent.parent.parent.parent / "docs" / "reference" / "configuration.md"
@@ -222,6 +226,30 @@ def test_every_option_is_accepted_with_its_default() -> None:
                 problems: list[Any] = []
                 assert field.kind.read(field.default, "$", problems) == field.default
                 assert problems == []
+
+
+def test_the_tables_and_the_parsed_configuration_have_the_same_defaults() -> None:
+    for struct, table in (
+        (CpuConfig, CPU_FIELDS),
+        (TierConfig, TIER_FIELDS),
+        (OffloadConfig, TOP_FIELDS),
+    ):
+        defaults = {field.name: field.default for field in msgspec.structs.fields(struct)}
+        for field in table:
+            if (
+                isinstance(field.default, bool | int | float | str)
+                and field.default is not REQUIRED
+            ):
+                assert defaults[field.name] == field.default, field.name
+
+
+def test_each_type_of_tier_has_its_own_number_of_io_threads() -> None:
+    mooncake = {"type": "mooncake", "master": "10.0.0.1:50051"}
+    config = parse_config({**cpu(), "tiers": [tier(), tier(path="/b", type="file"), mooncake]})
+    assert [each.io_threads for each in config.tiers] == [8, 8, 4]
+    assert LmdbOptions().io_threads == TierConfig("lmdb", "/kv", 0).io_threads == 8
+    config = parse_config({**cpu(), "tiers": [tier(io_threads=3), mooncake | {"io_threads": 5}]})
+    assert [each.io_threads for each in config.tiers] == [3, 5]
 
 
 def test_without_configuration_the_machine_decides_the_cpu_tier() -> None:
