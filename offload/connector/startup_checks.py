@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from offload.config.kv_transfer_config import role_problems
 from offload.config.schema import OffloadConfig
-from offload.connector.model.identity import place_of, seed_is_random, weights_of
+from offload.connector.model.identity import model_path_of, seed_is_random, weights_of
 from offload.connector.model.process_config import configs_of
 from offload.errors import Problem
 
@@ -81,7 +81,7 @@ def _hash_warnings(vllm_config: VllmConfig) -> list[str]:
 
 def _weight_warnings(vllm_config: VllmConfig) -> list[str]:
     model, load = vllm_config.model_config, vllm_config.load_config
-    kind = weights_of(vllm_config, model, load, place_of(vllm_config, model))["kind"]
+    kind = weights_of(vllm_config, model, load, model_path_of(vllm_config, model))["kind"]
     why = {
         "unknown": f"no weight files were found for {model.model}: kvtiers cannot distinguish "
         "them from other weights under the same name",

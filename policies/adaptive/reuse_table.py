@@ -154,9 +154,9 @@ def _steepest(hazards: Curve) -> list[list[float]]:
     spent = np.zeros_like(alive)
     np.cumsum((alive[1:] + alive[:-1]) / 2 * _WIDTHS[:, None], axis=0, out=spent[1:])
     best = np.zeros_like(hazards.T)
-    for place in range(_BINS):
-        gain = alive[place] - alive[place + 1 :]
-        time = spent[place + 1 :] - spent[place]
-        best[place] = (gain / np.maximum(time, 1e-12)).max(axis=0)
+    for at in range(_BINS):
+        gain = alive[at] - alive[at + 1 :]
+        time = spent[at + 1 :] - spent[at]
+        best[at] = (gain / np.maximum(time, 1e-12)).max(axis=0)
     found: list[list[float]] = best.T.tolist()
     return found

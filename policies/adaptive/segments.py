@@ -122,17 +122,17 @@ class Segments(Generic[SpanT]):
         keys without a span and repeated keys.
         """
         keys = keys if isinstance(keys, list) else list(keys)
-        place, of = 0, self.of
-        while place < len(keys):
-            segment = of.get(keys[place])
+        at, of = 0, self.of
+        while at < len(keys):
+            segment = of.get(keys[at])
             if segment is None or segment.span is None:
-                place += 1
+                at += 1
                 continue
             span = segment.span
-            part, named = self._part(segment, keys, place)
+            part, named = self._part(segment, keys, at)
             part.span = None
             yield span, part
-            place += named
+            at += named
 
     def joined(self, segments: Sequence[Segment[SpanT]]) -> list[Segment[SpanT]]:
         """Join small segments with their neighbours. ``segments`` are dense and consecutive in a
@@ -149,19 +149,19 @@ class Segments(Generic[SpanT]):
         return [group[0] if len(group) == 1 else self._join(group) for group in groups]
 
     def _part(
-        self, segment: Segment[SpanT], keys: list[Key], place: int
+        self, segment: Segment[SpanT], keys: list[Key], at: int
     ) -> tuple[Segment[SpanT], int]:
         """Split off the segment's keys that come next in a request. Returns the new segment and the
         number of the request's keys that it covers."""
         span = segment.span
         assert span is not None  # the caller has checked this
         forwards = False
-        size = self._agreeing(segment, keys, place)
+        size = self._agreeing(segment, keys, at)
         if not size and span.fresh:  # a segment of single keys, in the order of insertion
-            size = self._agreeing(segment, keys, place, forwards=True)
+            size = self._agreeing(segment, keys, at, forwards=True)
             forwards = True
         if not size:
-            return self._loose(segment, keys, place)
+            return self._loose(segment, keys, at)
         del segment.keys[: segment.start]
         segment.start = 0
         if size == segment.live:
@@ -172,17 +172,17 @@ class Segments(Generic[SpanT]):
         return self._head(segment, size, forwards), size
 
     def _agreeing(
-        self, segment: Segment[SpanT], keys: list[Key], place: int, *, forwards: bool = False
+        self, segment: Segment[SpanT], keys: list[Key], at: int, *, forwards: bool = False
     ) -> int:
-        """Count how many keys from ``place`` on match the segment's keys from its head on."""
+        """Count how many keys from ``at`` on match the segment's keys from its head on."""
         if not self.is_dense(segment):
             return 0
-        keys_max = min(segment.live, len(keys) - place)
+        keys_max = min(segment.live, len(keys) - at)
         if forwards:
             own = segment.keys[segment.start : segment.start + keys_max]
         else:
             own = segment.keys[: -keys_max - 1 : -1]
-        named = keys[place : place + keys_max]
+        named = keys[at : at + keys_max]
         if own[0] != named[0]:
             return 0
         return keys_max if own == named else next(compress(count(), map(ne, own, named)))
@@ -209,10 +209,10 @@ class Segments(Generic[SpanT]):
         return segment
 
     def _loose(
-        self, segment: Segment[SpanT], keys: list[Key], place: int
+        self, segment: Segment[SpanT], keys: list[Key], at: int
     ) -> tuple[Segment[SpanT], int]:
         """Take keys out of the middle of a segment, which then has holes."""
-        named = keys[place : place + _LOOSE_MAX]
+        named = keys[at : at + _LOOSE_MAX]
         owners = map(self.of.get, named)
         end = next(compress(count(), map(is_not, owners, repeat(segment))), len(named))
         found = list(dict.fromkeys(named[:end]))

@@ -27,7 +27,7 @@ PART_MIN = 32
 STALE_SHARE = 2
 STALE_MIN = 4096
 """Maximum number of stale entries: ``STALE_SHARE`` per member, plus ``STALE_MIN``."""
-PART_PLACES = 8
+PART_ENTRIES = 8
 """Memory of a part without its keys, as a number of entries."""
 PASSED_MAX = 1024
 """Maximum number of stale entries that may follow a pinned key at the old end. Without a limit,
@@ -56,7 +56,7 @@ class LruPolicy(EvictionPolicy):
         self._parts: deque[_Part] = deque()
         # all keys of the youngest part, if a few more may be added to it
         self._open: set[Key] = set()
-        self._places = 0  # number of entries in all parts
+        self._entries = 0  # number of entries in all parts
         self._swept = 0  # the next part to check for removed keys
         self._found_order: list[Key] = []
         self._gone = 0  # stale entries at the front of that list
@@ -113,7 +113,7 @@ class LruPolicy(EvictionPolicy):
         self._part_of = {}
         self._parts.clear()
         self._open.clear()
-        self._places = self._swept = 0
+        self._entries = self._swept = 0
         self._found_order, self._gone = [], 0
 
     def __len__(self) -> int:
@@ -140,9 +140,9 @@ class LruPolicy(EvictionPolicy):
 
     def _placed(self, count: int) -> None:
         """Count new entries. If too many are stale, remove some."""
-        self._places += count
-        places = self._places + PART_PLACES * len(self._parts)
-        if places > (1 + STALE_SHARE) * len(self._part_of) + STALE_MIN:
+        self._entries += count
+        entries = self._entries + PART_ENTRIES * len(self._parts)
+        if entries > (1 + STALE_SHARE) * len(self._part_of) + STALE_MIN:
             self._sweep(2 * count + PART_MIN)
 
     def _in_order(self) -> Iterator[Key]:
@@ -184,7 +184,7 @@ class LruPolicy(EvictionPolicy):
             part = self._parts[0]
             are_members = map(is_, map(self._part_of.get, part), repeat(part))
             first = next(compress(count(), are_members), len(part))
-            self._places -= first
+            self._entries -= first
             del part[:first]
             if part:
                 return
@@ -225,7 +225,7 @@ class LruPolicy(EvictionPolicy):
 
     def _keep_members(self, part: _Part) -> None:
         kept = list(self._members(part))
-        self._places -= len(part) - len(kept)
+        self._entries -= len(part) - len(kept)
         part[:] = kept
 
 

@@ -4,6 +4,7 @@ detect them."""
 from __future__ import annotations
 
 import ast
+import re
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import cache
@@ -95,6 +96,16 @@ def test_a_wrong_file_of_faults_is_described(tmp_path: Path) -> None:
     )
     with pytest.raises(CatalogueError, match="one: missing or unknown: breaks, why"):
         load(tmp_path)
+
+
+def test_the_faults_that_the_docs_name_exist() -> None:
+    texts = [path.read_text() for path in (ROOT / "docs").rglob("*.md")]
+    named = [
+        names for text in texts for names in re.findall(r"\./run mutants ([a-z][a-z. -]*)", text)
+    ]
+    assert len(named) > 1
+    for names in named:
+        choose(MUTANTS, names.split())
 
 
 def test_faults_are_chosen_by_id_group_or_area() -> None:

@@ -199,8 +199,8 @@ def _digest(request: LoRARequest, before: object) -> bytes:
     Empty if the files have changed since ``before``, or if their location is unknown. The Hub's
     cache names files by their content, so their names suffice there.
     """
-    place = find_model(os.path.expanduser(request.lora_path), None, None)
-    files = adapter_files(place) if place is not None else []
+    folder = find_model(os.path.expanduser(request.lora_path), None, None)
+    files = adapter_files(folder) if folder is not None else []
     if not files:
         return b""
     content = digest_of(files)
@@ -214,8 +214,8 @@ def _digest(request: LoRARequest, before: object) -> bytes:
 def _state_at(path: str) -> object:
     """A value that changes when these files change; ``None`` if there are no files at this path."""
     try:
-        place = Path(path).expanduser()
-        return _states(adapter_files(place)) if place.exists() else None
+        folder = Path(path).expanduser()
+        return _states(adapter_files(folder)) if folder.exists() else None
     except OSError:
         return None
 

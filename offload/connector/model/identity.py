@@ -101,7 +101,7 @@ def content_of(vllm_config: VllmConfig) -> dict[str, Any]:
 
 
 def weights_of(
-    vllm_config: VllmConfig, model: ModelConfig, load: LoadConfig, place: Path | None
+    vllm_config: VllmConfig, model: ModelConfig, load: LoadConfig, model_path: Path | None
 ) -> dict[str, Any]:
     """Identifies the weights.
 
@@ -111,7 +111,7 @@ def weights_of(
     kind = _not_from_files(vllm_config, load)
     subfolders = names_in(model).may_read("secondary_weights", "subfolder")
     found = {"kind": kind} if kind else loaded_weights(
-        str(load.load_format), load.model_loader_extra_config, place, subfolders=subfolders
+        str(load.load_format), load.model_loader_extra_config, model_path, subfolders=subfolders
     )  # fmt: skip
     if found["kind"] == "dummy":
         found["seed"] = model.seed
@@ -120,13 +120,13 @@ def weights_of(
     return found
 
 
-def place_of(vllm_config: VllmConfig, model: ModelConfig) -> Path | None:
+def model_path_of(vllm_config: VllmConfig, model: ModelConfig) -> Path | None:
     """The path of the model's files, as far as it can be found."""
     name = model.model_weights or model.model
     return find_model(name, model.revision, vllm_config.load_config.download_dir)
 
 
-def _config_place(vllm_config: VllmConfig, model: ModelConfig) -> Path | None:
+def _config_path_of(vllm_config: VllmConfig, model: ModelConfig) -> Path | None:
     """The path of the configuration, if it was given separately."""
     if not model.hf_config_path:
         return None
@@ -149,14 +149,14 @@ def _not_from_files(vllm_config: VllmConfig, load: LoadConfig) -> str:
 def _model(
     vllm_config: VllmConfig, model: ModelConfig, load: LoadConfig, code: CodeNames
 ) -> dict[str, Any]:
-    place = place_of(vllm_config, model)
+    model_path = model_path_of(vllm_config, model)
     overrides = plain_overrides(model)
     found = {
         "name": _model_name(model),
         "revision": model.revision,
         "code_revision": model.code_revision,
-        "weights": weights_of(vllm_config, model, load, place),
-        "files": model_files(place, code.may_read),
+        "weights": weights_of(vllm_config, model, load, model_path),
+        "files": model_files(model_path, code.may_read),
         "hf_overrides": overrides,
         "class_overrides": dict(model.model_class_overrides),
         "dtype": str(model.dtype),
@@ -169,15 +169,19 @@ def _model(
         "settings": dict(counting(model)),
     }
     if model.hf_config_path:
-        found["config_files"] = model_files(_config_place(vllm_config, model), code.may_read)
+        found["config_files"] = model_files(_config_path_of(vllm_config, model), code.may_read)
     if model.multimodal_config is not None:
         scales = file_digest(model.multimodal_config.mm_encoder_fp8_scale_path)
         found["media"] = dict(counting(model.multimodal_config)) | {"fp8_scales": scales}
-    return found | _if_read(vllm_config, model, code, place, overrides)
+    return found | _if_read(vllm_config, model, code, model_path, overrides)
 
 
 def _if_read(
-    vllm_config: VllmConfig, model: ModelConfig, code: CodeNames, place: Path | None, overrides: Any
+    vllm_config: VllmConfig,
+    model: ModelConfig,
+    code: CodeNames,
+    model_path: Path | None,
+    overrides: Any,
 ) -> dict[str, Any]:
     """Settings that affect the forward pass of only some models.
 
@@ -185,12 +189,12 @@ def _if_read(
     sets of frequencies by the configured length.
     """
     found: dict[str, Any] = {}
-    places = [_config_place(vllm_config, model) or place, place]
-    if code.may_read("max_model_len") or _may_have_long_rope(places, overrides):
+    paths = [_config_path_of(vllm_config, model) or model_path, model_path]
+    if code.may_read("max_model_len") or _may_have_long_rope(paths, overrides):
         found["max_model_len"] = model.max_model_len
     if code.may_read("generation_config"):
         given = model.generation_config
-        folder = place if given in ("auto", "vllm") else Path(given)
+        folder = model_path if given in ("auto", "vllm") else Path(given)
         file = str(folder / "generation_config.json") if folder is not None else None
         found["generation"] = {
             "from": given,
@@ -202,10 +206,10 @@ def _if_read(
             str(model.tokenizer), model.tokenizer_revision, vllm_config.load_config.download_dir
         )
         found["tokenizer"] = {
-            "name": None if where == place else str(model.tokenizer),
+            "name": None if where == model_path else str(model.tokenizer),
             "revision": model.tokenizer_revision,
             "mode": _text(model.tokenizer_mode),
-            "files": {} if where == place else model_files(where, code.may_read),
+            "files": {} if where == model_path else model_files(where, code.may_read),
         }
     return found
 
@@ -248,9 +252,9 @@ def plain_overrides(model: ModelConfig) -> Any:
     return json.loads(json.dumps(model.hf_overrides, sort_keys=True, default=str))
 
 
-def _may_have_long_rope(places: Iterable[Path | None], overrides: Any) -> bool:
+def _may_have_long_rope(paths: Iterable[Path | None], overrides: Any) -> bool:
     """True if the model has long RoPE, or if that cannot be determined."""
-    folders = [place if place.is_dir() else place.parent for place in places if place]
+    folders = [path if path.is_dir() else path.parent for path in paths if path]
     files = [
         file
         for folder in folders

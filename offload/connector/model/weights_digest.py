@@ -56,15 +56,15 @@ def find_model(model: str, revision: str | None, cache: str | None) -> Path | No
     return snapshot if snapshot.is_dir() else None
 
 
-def weights_identity(place: Path | None, *, subfolders: bool = False) -> dict[str, Any]:
+def weights_identity(model_path: Path | None, *, subfolders: bool = False) -> dict[str, Any]:
     """Identifies these weights; ``kind`` is ``unknown`` if they cannot be identified.
 
     ``subfolders``: folders from which the model's code may load as well.
     """
-    files = [] if place is None else _weight_files(place, subfolders=subfolders)
+    files = [] if model_path is None else _weight_files(model_path, subfolders=subfolders)
     if not files:
         return {"kind": "unknown"}
-    top = place if place is not None and place.is_dir() else files[0].parent
+    top = model_path if model_path is not None and model_path.is_dir() else files[0].parent
     return {
         "kind": "files",
         "files": len(files),
@@ -74,28 +74,28 @@ def weights_identity(place: Path | None, *, subfolders: bool = False) -> dict[st
 
 
 def loaded_weights(
-    load_format: str, extra: object, place: Path | None, *, subfolders: bool = False
+    load_format: str, extra: object, model_path: Path | None, *, subfolders: bool = False
 ) -> dict[str, Any]:
     """Identifies the weights that a load format reads, which are not always the model's files.
 
     ``extra`` is vLLM's ``model_loader_extra_config``.
     """
     if load_format in _FILE_FORMATS.split():
-        return weights_identity(place, subfolders=subfolders)
+        return weights_identity(model_path, subfolders=subfolders)
     if load_format == "tensorizer" and isinstance(extra, Mapping):
         return weights_identity(_tensorized(extra))
     return {"kind": "unknown"}
 
 
-def model_files(place: Path | None, may_read: Callable[..., bool]) -> dict[str, str]:
+def model_files(model_path: Path | None, may_read: Callable[..., bool]) -> dict[str, str]:
     """A digest by name for each file in the model's folder that is not weights and may change KV.
 
     ``may_read``: see `offload.connector.model.cannot_change_kv`. Many files are combined into one
     digest.
     """
-    if place is None:
+    if model_path is None:
         return {}
-    folder = place if place.is_dir() else place.parent
+    folder = model_path if model_path.is_dir() else model_path.parent
     names = sorted(
         entry.name
         for entry in folder.iterdir()
@@ -105,10 +105,10 @@ def model_files(place: Path | None, may_read: Callable[..., bool]) -> dict[str, 
     return found if len(found) <= FILES_SHOWN else {"all": _digest(found.items())[:32]}
 
 
-def adapter_files(place: Path) -> list[Path]:
+def adapter_files(folder: Path) -> list[Path]:
     """The files of a LoRA adapter that influence its computation."""
-    config = place / "adapter_config.json"
-    return [*_weight_files(place, subfolders=False), *([config] if config.is_file() else [])]
+    config = folder / "adapter_config.json"
+    return [*_weight_files(folder, subfolders=False), *([config] if config.is_file() else [])]
 
 
 def file_identity(file: Path) -> list[Any]:
@@ -127,12 +127,12 @@ def digest_of(files: Iterable[Path]) -> bytes:
     return bytes.fromhex(_digest(file_identity(file) for file in files))
 
 
-def _weight_files(place: Path, *, subfolders: bool) -> list[Path]:
+def _weight_files(model_path: Path, *, subfolders: bool) -> list[Path]:
     """The files of a folder whose names end like those of weights, by name. For the path of a file,
     this is that file."""
-    if place.is_file():
-        return [place]
-    entries = place.rglob("*") if subfolders else place.iterdir()
+    if model_path.is_file():
+        return [model_path]
+    entries = model_path.rglob("*") if subfolders else model_path.iterdir()
     return sorted(
         entry
         for entry in entries
@@ -146,10 +146,10 @@ def _tensorized(extra: Mapping[str, Any]) -> Path | None:
     """Tensorizer's file or, for sharded weights, its folder, if it is on this machine."""
     given = extra.get("tensorizer_config", extra)
     uri = str(given.get("tensorizer_uri") or given.get("tensorizer_dir") or "")
-    place = Path(uri.removeprefix("file://"))
-    if uri and "%" in place.name:
-        place = place.parent
-    return place if uri and place.exists() else None
+    path = Path(uri.removeprefix("file://"))
+    if uri and "%" in path.name:
+        path = path.parent
+    return path if uri and path.exists() else None
 
 
 def _content(file: Path) -> str:

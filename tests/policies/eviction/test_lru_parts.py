@@ -50,7 +50,7 @@ class _Pins:
 @pytest.fixture(autouse=True)
 def _small_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     small = {"PART_MAX": 5, "PART_MIN": 3, "STALE_SHARE": 1, "STALE_MIN": 4}
-    for name, value in {**small, "PART_PLACES": 1, "PASSED_MAX": 3}.items():
+    for name, value in {**small, "PART_ENTRIES": 1, "PASSED_MAX": 3}.items():
         monkeypatch.setattr(lru, name, value)
 
 
@@ -87,7 +87,7 @@ def _live(seed: int) -> None:
                 policy.remove(key, RemoveCause.EVICTED)
                 del naive.order[key]
         assert len(policy) == len(naive.order)
-        assert policy._places == sum(map(len, policy._parts))
+        assert policy._entries == sum(map(len, policy._parts))
     everything = policy.victims(99, lambda key: True)
     assert everything == list(naive.order), f"seed {seed}"
 
@@ -98,7 +98,7 @@ def _touched_often(seed: int) -> None:
     policy.insert_all(list(range(20)), [INFO] * 20)
     for _ in range(300):
         policy.touch(draw.sample(range(20), draw.choice((1, 4))))
-        assert policy._places <= 2 * 20 + 4 + 4, f"seed {seed}"
+        assert policy._entries <= 2 * 20 + 4 + 4, f"seed {seed}"
 
 
 @pytest.mark.parametrize("seed", range(3))
@@ -132,7 +132,7 @@ def test_victims_behind_a_pinned_key_are_not_skipped_forever(after_restart: bool
 def test_a_key_that_is_touched_repeatedly_makes_few_parts(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(lru, "PART_PLACES", 8)
+    monkeypatch.setattr(lru, "PART_ENTRIES", 8)
     policy = LruPolicy()
     policy.insert_all(list(range(4000)), [INFO] * 4000)
     for _ in range(6000):
