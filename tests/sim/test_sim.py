@@ -107,7 +107,9 @@ def test_the_worlds_cover_all_events(totals: Totals) -> None:
     assert not missing
     assert all(totals.hits[tier] > 1000 for tier in (-1, 0)), totals.hits
     assert totals.hits[1] > 100, "there are worlds with two lower tiers"
-    assert set(totals.met) == set(Sky) - {Sky.CALM}, "every kind of weather must affect some call"
+    assert set(totals.met) == set(Sky) - {Sky.CALM}, (
+        "each kind of simulated fault must affect some call"
+    )
     assert totals.checked > 100 * totals.worlds
 
 

@@ -1,8 +1,9 @@
 """Plants work that Model Runner V2 does too late: after the connector's hooks of a step.
 
 On a GPU, V2 zeroes fresh blocks and writes KV on its own stream, and copies of this project run
-beside it. What holds them apart are events, which a CPU does not need. These faults produce the
-order that a missing event would. Each function runs in a worker (``Engine.call(on_workers, ...)``).
+beside it. Events keep them in order; a CPU does not need these. The faults run the work in an order
+that would be possible if an event were missing. Each function runs in a worker
+(``Engine.call(on_workers, ...)``).
 """
 
 from __future__ import annotations

@@ -163,7 +163,7 @@ WAYS: dict[str, Callable[[list[Any]], Any]] = {
     "no answer": lambda _found: None,
     "answers of another kind": lambda found: ["ok"] * len(found),
     "a generator": lambda found: (one for one in found),
-    "an error of its own": functools.partial(_raises, KeyError),
+    "another error": functools.partial(_raises, KeyError),
     "a cancellation": functools.partial(_raises, asyncio.CancelledError),
 }
 
