@@ -1,5 +1,5 @@
-"""Checks the prose (Markdown, docstrings, comments and messages) against the rules in
-``prose.toml``.
+"""Checks the prose (Markdown, docstrings, comments and messages; whole lines of TOML, YAML and
+shell scripts) against the rules in ``prose.toml``.
 
 python scripts/prose.py            # every finding; fails if there is one
 python scripts/prose.py offload    # only in these files and folders
@@ -22,8 +22,9 @@ from typing import NamedTuple
 ROOT = Path(__file__).resolve().parents[1]
 RULES = ROOT / "scripts" / "prose.toml"
 PYTHON = ("offload", "tiers", "policies", "bench", "demo", "examples", "scripts", "tests")
-MESSAGES_IN = ("offload", "tiers", "policies", "bench", "demo")
-"""Folders whose string literals are prose too: errors, log lines, help."""
+LINES_IN = (".toml", ".yaml", ".sh")
+SAMPLES = ("scripts/prose.toml", "tests/test_prose.py")
+"""Files that contain words that nobody must use: their rules, and sentences for tests."""
 MESSAGE_WORDS_MIN = 3
 UNREAD = ("bench/results/", "docs/reference/api.md")
 """Generated Markdown: results, and docstrings that are checked in the source."""
@@ -31,7 +32,7 @@ UNREAD = ("bench/results/", "docs/reference/api.md")
 
 class Text(NamedTuple):
     line: int
-    kind: str  # "markdown", "docstring", "comment" or "message"
+    kind: str  # "markdown", "docstring", "comment", "message" or "line"
     text: str
 
 
@@ -71,7 +72,12 @@ def markdown_texts(source: str) -> Iterator[Text]:
             block.append(re.sub(r"^\s*(?:[*+-]|\d+\.|#+)\s+", "", line))
 
 
-def python_texts(source: str, *, messages: bool) -> Iterator[Text]:
+def lines_of(source: str) -> Iterator[Text]:
+    return (Text(number, "line", line) for number, line in enumerate(source.splitlines(), 1))
+
+
+def python_texts(source: str) -> Iterator[Text]:
+    """String literals of a few words are prose, too: errors, log lines, help, names of cases."""
     tree = ast.parse(source)
     docstrings = set[int]()
     for node in ast.walk(tree):
@@ -80,7 +86,7 @@ def python_texts(source: str, *, messages: bool) -> Iterator[Text]:
             docstrings.add(id(value))
             prose = docstring_prose(value.value, margin=value.col_offset)
             yield Text(value.lineno, "docstring", prose)
-    for node in ast.walk(tree) if messages else ():
+    for node in ast.walk(tree):
         if isinstance(node, ast.Constant) and id(node) not in docstrings:
             text = node.value
             if isinstance(text, str) and len(text.split()) >= MESSAGE_WORDS_MIN:
@@ -130,15 +136,16 @@ def tracked(suffixes: tuple[str, ...]) -> list[str]:
 def findings() -> list[Finding]:
     rules = tomllib.loads(RULES.read_text(encoding="utf-8"))
     found = list[Finding]()
-    for name in tracked((".md", ".py")):
-        source = (ROOT / name).read_text(encoding="utf-8")
-        top = name.partition("/")[0]
-        if name.endswith(".md"):
-            texts = markdown_texts(source) if not name.startswith(UNREAD) else iter(())
-        elif top in PYTHON:
-            texts = python_texts(source, messages=top in MESSAGES_IN)
-        else:
+    for name in tracked((".md", ".py", *LINES_IN)):
+        if name.startswith((*UNREAD, *SAMPLES)):
             continue
+        source = (ROOT / name).read_text(encoding="utf-8")
+        if name.endswith(".md"):
+            texts = markdown_texts(source)
+        elif name.endswith(".py"):
+            texts = python_texts(source)
+        else:
+            texts = lines_of(source)
         for text in texts:
             found.extend(findings_in(name, text, rules))
     return found

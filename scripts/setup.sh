@@ -44,7 +44,7 @@ size_of() { du -sh "$1" 2>/dev/null | cut -f1; }
 # Runs a step and reports its time and the size of VENV. On a terminal one line is updated while the
 # step runs; elsewhere a line is added every half minute.
 step() {
-    local what=$1 began=$SECONDS every=30 told=0 code=0 pid
+    local what=$1 began=$SECONDS every=30 next_line=0 code=0 pid
     shift
     [ -t 2 ] && every=10  # measuring the size reads the whole folder
     set -m  # a process group: pip started by a shell in the background ignores Ctrl-C
@@ -54,8 +54,8 @@ step() {
     trap 'interrupted "$pid" 130' INT
     trap 'interrupted "$pid" 143' TERM
     while kill -0 "$pid" 2>/dev/null; do
-        if ((SECONDS - began >= told)); then
-            told=$((SECONDS - began + every))
+        if ((SECONDS - began >= next_line)); then
+            next_line=$((SECONDS - began + every))
             progress "$what" "$((SECONDS - began)) s"
         fi
         sleep 0.2

@@ -4,6 +4,7 @@ finding."""
 from __future__ import annotations
 
 import tomllib
+from pathlib import Path
 
 import pytest
 
@@ -14,7 +15,7 @@ RULES = tomllib.loads(prose.RULES.read_text(encoding="utf-8"))
 
 
 def found_in_python(source: str) -> list[tuple[int, str]]:
-    texts = prose.python_texts(source, messages=True)
+    texts = prose.python_texts(source)
     return [(f.line, f.words) for t in texts for f in prose.findings_in("a.py", t, RULES)]
 
 
@@ -50,6 +51,17 @@ def test_each_construction_is_found_everywhere(sentence: str, words: str) -> Non
     if not ends(words):
         assert found_in_python(f"# {sentence}\n") == [(1, words)]
         assert found_in_python(f"raise ValueError({f'{sentence} Mend it.'!r})\n") == [(1, words)]
+
+
+@pytest.mark.parametrize(
+    "file", ["tests/a.py", "tests/mutants/faults/a.toml", "docs/a.yaml", "a.sh"]
+)
+def test_the_whole_tree_is_read(file: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / file
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text('case = "for whoever reads it"\n')
+    monkeypatch.setattr(prose, "ROOT", tmp_path)
+    assert [(f.path, f.line, f.words) for f in prose.findings()] == [(file, 1, "whoever")]
 
 
 def ends(words: str) -> int:

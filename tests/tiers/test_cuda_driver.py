@@ -61,7 +61,7 @@ PROGRAM = """
 #include <cudaTypedefs.h>
 #include <stddef.h>
 #include <stdio.h>
-/* How the calling convention sees a value: a pointer, or an integer of so many bytes. */
+/* How the calling convention passes a value: as a pointer, or as an integer of this size. */
 #define IS_POINTER(T) (__builtin_classify_type(*(T *)0) == 5)
 #define KIND(T) (IS_POINTER(T) ? "pointer" : "integer")
 #define PASSED(T) printf("%s\\"%s%zu\\"", comma, KIND(T), sizeof(T)), comma = ", "
