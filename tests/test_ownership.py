@@ -8,6 +8,7 @@ container that a function receives as an argument is not looked at.
 from __future__ import annotations
 
 import ast
+import re
 from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -91,6 +92,83 @@ def test_attributes_set_from_outside_are_found() -> None:
     )
     found = ["job.done", "job.done", "self.job.done", "self.jobs[0].done"]
     assert sorted(written_from_outside({"a": owner, "b": user})) == [f"b: {n}" for n in found]
+
+
+SET_BY_NAME = {
+    "offload.connector.compat.worker_sleep: Worker": "vLLM's class, which lacks two hooks",
+    "offload.connector.model.probe: parallel_state": "vLLM's module, while a model is probed",
+    "policies.base: cls": "its own subclasses",
+}
+
+
+def set_by_name(trees: dict[str, ast.Module]) -> list[str]:
+    """The objects whose attributes are set or deleted by functions that take the name as text."""
+    functions = ("setattr", "delattr", "object.__setattr__", "object.__delattr__")
+    return [
+        f"{module}: {ast.unparse(node.args[0])}"
+        for module, tree in trees.items()
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Call) and ast.unparse(node.func) in functions
+        if ast.unparse(node.args[0]) != "self"
+    ]
+
+
+OF_NAMED_TUPLES = ("_replace", "_make", "_asdict", "_fields")
+"""Public methods of ``NamedTuple``, in spite of their names."""
+
+
+def private_names_used(trees: dict[str, ast.Module]) -> list[str]:
+    """The private names of one module that another module imports, reads or calls. Names of a
+    single underscore are private."""
+    owners: dict[str, set[str]] = defaultdict(set)
+    for module, tree in trees.items():
+        for scope in (tree, *classes_in(tree)):
+            defined = {n.name for n in scope.body if isinstance(n, AnyFunction | ast.ClassDef)}
+            for name in defined | (
+                attributes_of(scope) if isinstance(scope, ast.ClassDef) else set()
+            ):
+                owners[name].add(module)
+    found = []
+    for module, tree in trees.items():
+        for node in ast.walk(tree):
+            if isinstance(node, ast.ImportFrom) and (node.module or "") in trees:
+                names = {f"{node.module}.{each.name}": each.name for each in node.names}
+                names = {whole: name for whole, name in names.items() if whole not in trees}
+            elif isinstance(node, ast.Attribute) and module not in owners.get(node.attr, {module}):
+                names = {ast.unparse(node): node.attr}
+            else:
+                continue
+            found += [
+                f"{module}: {whole}"
+                for whole, name in names.items()
+                if re.match("_[^_]", name) and name not in OF_NAMED_TUPLES
+                if not whole.startswith(("self.", "super()")) or whole.count(".") > 1
+            ]
+    return found
+
+
+def test_no_attribute_is_set_by_its_name() -> None:
+    trees = {module_of(path): tree_of(path) for path in python_files(*PRODUCT)}
+    assert sorted(set(set_by_name(trees))) == sorted(SET_BY_NAME)
+
+
+def test_no_private_name_of_another_module_is_used() -> None:
+    trees = {module_of(path): tree_of(path) for path in python_files(*PRODUCT)}
+    assert private_names_used(trees) == []
+
+
+def test_private_names_and_attributes_set_by_name_are_found() -> None:
+    owner = ast.parse(
+        "class Job:\n    def __init__(self):\n        self._done = 0\n"
+        "    def _end(self): self._done = 1\ndef _f(job): job._end()\n"
+    )
+    user = ast.parse(
+        "from a import Job, _f\ndef g(job, self):\n    job._end()\n    setattr(job, 'x', 1)\n"
+        "    self.job._done\n    self._theirs\n    object.__setattr__(self, 'y', 2)\n"
+    )
+    trees = {"a": owner, "b": user}
+    assert sorted(private_names_used(trees)) == ["b: a._f", "b: job._end", "b: self.job._done"]
+    assert set_by_name(trees) == ["b: job"]
 
 
 # -- items -----------------------------------------------------------------------------------
