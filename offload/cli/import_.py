@@ -40,7 +40,10 @@ def import_(
         ),
     ] = "",
     type: Annotated[
-        str, typer.Option(help="lmdb or file. (default: the type of the store or of the export)")
+        str,
+        typer.Option(
+            help="lmdb or file. (default: the type of the existing folder or of the export)"
+        ),
     ] = "",
     key_file: KeyFile = "",
     compress: Annotated[bool, typer.Option("--compress", help="Compress the records.")] = False,
