@@ -1,5 +1,5 @@
 """vLLM's real scheduler with this project's connector in both roles, over memory whose correct
-content is known, in one thread and under one seed.
+content is known, in one thread, under one seed and on a simulated clock.
 
 The model runner is simulated here: a step's forward pass checks every byte that the computation
 would read and writes bytes that follow from the prefix. Kernels and copies run late and in any
@@ -42,9 +42,11 @@ from offload.connector.worker import worker_side
 from offload.worker import runtime
 from tests.models.configs import QWEN3
 from tests.models.families import write_model
+from tests.oracle.clock import pass_time_by_steps
 from tests.oracle.forward import VOCABULARY, ForwardPass, Running
 from tests.oracle.memory import KvMemory, Prefix
 from tests.oracle.models import OracleModel, in_short_steps
+from tests.patience import PATIENCE_S
 from tests.vllm.engine import transfer_config
 from tiers.base import ReadOutcome, Tier
 from tiers.testing.memory_tier import MemoryTier
@@ -128,7 +130,8 @@ def make_config(model: OracleModel, conditions: Conditions, folder: Path) -> tup
         "cpu": {"capacity": conditions.slots * 4096},
         "tiers": tiers if conditions.tier else [],
         "chunk_blocks": conditions.chunk_blocks,
-        "load_timeout_s": 600,
+        "load_timeout_s": PATIENCE_S,
+        "tier_timeout_s": PATIENCE_S,
     }
     speculative = None
     if model.drafts:
@@ -190,6 +193,8 @@ class OracleEngine:
             drafts=model.drafts,
         )
         self._forward = ForwardPass(model, self._memory, self.random, self._runs, self.mismatches)
+        self._clock = pytest.MonkeyPatch()
+        pass_time_by_steps(self._clock)
         self._start()
 
     def _start(self) -> None:
@@ -334,6 +339,7 @@ class OracleEngine:
     def __exit__(self, *_: object) -> None:
         self.worker.shutdown()
         self.scheduler.shutdown()
+        self._clock.undo()
 
     def events(self) -> dict[str, float]:
         """The counted events so far."""

@@ -3,7 +3,6 @@ long replies are remembered."""
 
 from __future__ import annotations
 
-import time
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,6 +10,7 @@ import pytest
 
 from offload.index.chunk_batch import UNKNOWN
 from offload.planner.presence import SharedLimits
+from offload.requests import lookup
 from offload.requests.lookup import Lookups
 from offload.requests.request_state import LookupState
 from tests.offload.planner.test_presence import KEYS, PlannerOverSharedTier
@@ -27,7 +27,7 @@ def test_a_request_does_not_query_forever(
     """An engine that computes other requests meanwhile in steps of this length; replies come after
     this number of steps."""
     world = PlannerOverSharedTier(limits=SharedLimits(0.05, remember_s))
-    monkeypatch.setattr(time, "monotonic", lambda: world.now)
+    monkeypatch.setattr(lookup, "time", SimpleNamespace(monotonic=lambda: world.now))
     matcher: Any = SimpleNamespace(wanted=lambda keys, start, limit: WANTED)
     log: Any = None
     lookups = Lookups(matcher, world.planner, log)

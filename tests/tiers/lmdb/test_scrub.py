@@ -129,7 +129,7 @@ async def test_a_pass_continues_where_the_last_server_ended(tmp_path: Path) -> N
         read += one.records
         await tier.aclose()
         tier = tier_at(tmp_path)
-        await tier.open()
+        assert (await tier.open()).record_count == COUNT
     assert read == COUNT, "each record once"
     tier._scrub._clock = lambda: now[0]
     assert await tier.scrub(5 * SIZE, WEEK) is None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import time
 from dataclasses import replace
 from functools import partial
@@ -186,6 +187,24 @@ def test_stats_of_several_steps_add_up() -> None:
     first = OffloadStats(data={"loads": 2, "used_ratio:cpu": 0.5})
     second = OffloadStats(data={"loads": 3, "used_ratio:cpu": 0.7, "misses:evicted": 1})
     assert first.aggregate(second).data == {"loads": 5, "used_ratio:cpu": 0.7, "misses:evicted": 1}
+
+
+def test_these_worlds_are_the_same_on_a_slow_machine(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Steps that take longer may do more work. If the real time counted, a slow machine might see
+    none of the events on which these tests depend."""
+
+    def events(name: str) -> dict[str, float]:
+        conditions = Conditions(slots=20, fault_rate=0.1)
+        with OracleEngine(MODELS["full"], conditions, tmp_path / name, 3) as world:
+            live(world, 150)
+            return world.events()
+
+    fast = events("fast")
+    real, reads = time.monotonic, itertools.count()
+    monkeypatch.setattr(time, "monotonic", lambda: real() + 0.03 * next(reads))
+    assert events("slow") == fast
 
 
 def _sent_again(patch: pytest.MonkeyPatch) -> None:
