@@ -13,6 +13,8 @@ import subprocess
 import sys
 import threading
 import time
+import traceback
+from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -20,11 +22,11 @@ import lmdb
 import numpy as np
 import pytest
 
-from tests.patience import PATIENCE_S
+from tests.patience import PATIENCE_S, turns
 from tiers.base import Buffer, ReadOutcome, TierIoError, WriteOutcome
 from tiers.io.direct_io import DiskIo
 from tiers.lmdb.index import Changes, LmdbIndex
-from tiers.lmdb.tier import LmdbTier
+from tiers.lmdb.tier import SPARE_THREADS, LmdbTier
 from tiers.testing import aligned, assert_holds, fetch, key_of, payload_of, put
 
 NTH = range(1, 201, int(os.environ.get("KVTIERS_NTH", "57")))
@@ -173,38 +175,63 @@ class GatedIo(DiskIo):
         return super().pwritev(fd, views, offset)
 
 
-class CountingIo(DiskIo):
-    """Blocks readers until ``expected`` threads read at once, and records the maximum. They wait a
-    little longer, in case one more appears."""
+class CountingIo(GatedIo):
+    """Records the maximum number of reads in progress at a time."""
 
-    def __init__(self, expected: int) -> None:
+    def __init__(self) -> None:
+        super().__init__()
         self.most = self._now = 0
-        self._expected = expected
-        self._changed = threading.Condition()
+        self._lock = threading.Lock()
 
     def preadv(self, fd: int, views: Sequence[Buffer], offset: int) -> int:
-        with self._changed:
+        with self._lock:
             self._now += 1
             self.most = max(self.most, self._now)
-            self._changed.notify_all()
-            assert self._changed.wait_for(lambda: self.most >= self._expected, PATIENCE_S)
-            self._changed.wait_for(lambda: self.most > self._expected, 0.2)
         try:
             return super().preadv(fd, views, offset)
         finally:
-            with self._changed:
+            with self._lock:
                 self._now -= 1
 
 
+def place(thread: threading.Thread) -> str:
+    """Where a read thread stands that cannot continue before the gate opens: at the device, or in
+    the queue for it. Empty if it can continue."""
+    codes = {at.f_code for at, _ in traceback.walk_stack(sys._current_frames()[thread.ident or 0])}
+    if CountingIo.preadv.__code__ in codes:
+        return "device"
+    queued = {threading.Semaphore.acquire.__code__, threading.Condition.wait.__code__}
+    return "queue" if queued <= codes else ""
+
+
+def places_at_rest(threads: Sequence[threading.Thread]) -> list[str]:
+    """Wait until no thread can continue; return where they stand."""
+    give_up = time.monotonic() + PATIENCE_S
+    while "" in (found := [place(thread) for thread in threads]):
+        assert time.monotonic() < give_up, found
+        time.sleep(0.001)
+    return found
+
+
 async def test_the_device_gets_exactly_the_configured_number_of_requests(tmp_path: Path) -> None:
-    io = CountingIo(expected=3)
+    """There are more threads, and more jobs than threads. While the device holds all reads, every
+    thread is followed until it can get no further."""
+    io = CountingIo()
     size = 256 << 10  # one job each
     tier = LmdbTier(tmp_path / "tier", 16 << 20, reserve_bytes=0, io=io, io_threads=3)
     await tier.open()
     assert await put(tier, KEYS, size) == [WriteOutcome.OK] * len(KEYS)
     await assert_holds(tier, KEYS, size)
-    reads = [tier.read(KEYS, [aligned(size) for _ in KEYS]) for _ in range(3)]
-    assert await asyncio.gather(*reads) == [[ReadOutcome.OK] * len(KEYS)] * 3
+    io.reads.clear()
+    into = [[aligned(size) for _ in KEYS] for _ in range(3)]
+    reading = asyncio.gather(*(tier.read(KEYS, each) for each in into))
+    try:
+        await turns()
+        places = places_at_rest(tier._read_threads._threads)
+        assert Counter(places) == {"device": 3, "queue": SPARE_THREADS}
+    finally:
+        io.reads.set()
+    assert await reading == [[ReadOutcome.OK] * len(KEYS)] * 3
     assert io.most == 3
     await tier.aclose()
 
