@@ -69,7 +69,15 @@ class ServerLife(Engine):
     def _pause(self) -> float:
         """Mostly milliseconds, but sometimes long enough for deadlines and breakers."""
         kind = self.rng.random()
-        most_s = 0.02 if kind < 0.82 else 0.5 if kind < 0.92 else 4.0 if kind < 0.985 else 20.0
+        most_s = (
+            self.setup.pause_s
+            if kind < 0.82
+            else 0.5
+            if kind < 0.92
+            else 4.0
+            if kind < 0.985
+            else 20.0
+        )
         return self.rng.random() * most_s
 
     # -- random events -------------------------------------------------------------------------

@@ -36,7 +36,8 @@ LOOKED_AT, FEW = 4, 2
 
 @dataclass(frozen=True)
 class Setup:
-    """The size of a world and the rates of its faults."""
+    """The size of a world and the rates of its faults. ``pause_s`` is the longest of the usual
+    pauses between two steps."""
 
     ranks: int = 2
     slots: int = 12
@@ -48,6 +49,7 @@ class Setup:
     patience: float = 0.9
     lying: bool = False
     step_chunks: int = 4
+    pause_s: float = 0.02
 
     @classmethod
     def drawn(cls, rng: random.Random) -> Setup:
