@@ -46,7 +46,7 @@ from tests.oracle.clock import pass_time_by_steps
 from tests.oracle.forward import VOCABULARY, ForwardPass, Running
 from tests.oracle.memory import KvMemory, Prefix
 from tests.oracle.models import OracleModel, in_short_steps
-from tests.patience import PATIENCE_S
+from tests.patience import PATIENCE_S, turns
 from tests.vllm.engine import transfer_config
 from tiers.base import ReadOutcome, Tier
 from tiers.testing.memory_tier import MemoryTier
@@ -83,16 +83,11 @@ class PumpedLoop:
 
     def turn(self, times: int) -> None:
         """Let the loop run once."""
-        self.loop.run_until_complete(_turns(times))
+        self.loop.run_until_complete(turns(times))
 
     def stop(self, timeout_s: float = 0.0) -> bool:
         self.loop.close()
         return True
-
-
-async def _turns(times: int) -> None:
-    for _ in range(times):
-        await asyncio.sleep(0)
 
 
 class UnreliableTier(MemoryTier):
@@ -104,7 +99,7 @@ class UnreliableTier(MemoryTier):
         self._rate = rate
 
     async def read(self, keys: Any, into: Any) -> list[ReadOutcome]:
-        await _turns(self._random.randrange(8))
+        await turns(self._random.randrange(8))
         outcomes = await super().read(keys, into)
         bad = [ReadOutcome.MISS, ReadOutcome.CORRUPT, ReadOutcome.BUSY]
         return [
@@ -130,8 +125,7 @@ def make_config(model: OracleModel, conditions: Conditions, folder: Path) -> tup
         "cpu": {"capacity": conditions.slots * 4096},
         "tiers": tiers if conditions.tier else [],
         "chunk_blocks": conditions.chunk_blocks,
-        "load_timeout_s": PATIENCE_S,
-        "tier_timeout_s": PATIENCE_S,
+        **dict.fromkeys(("load_timeout_s", "tier_timeout_s"), PATIENCE_S),
     }
     speculative = None
     if model.drafts:
