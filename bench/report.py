@@ -123,8 +123,8 @@ COLOURS = {
     "optimum": "#555555",
 }
 """One colour per system in every plot, chosen by the longest name with which a series begins."""
-OTHERS = ("#1f5fa8", "#e07b39", "#2a9d8f", "#8e5ea2", "#c94f4f", "#b8a038")
-"""Colours of series that are not systems: cases, sizes."""
+OTHERS = ("#0f766e", "#d4a017", "#b23a48", "#7a9e3a", "#c97fb2", "#5c4b8a")
+"""Colours of series that are not systems: cases, sizes. No system has one of them."""
 
 
 def colour_of(series: str, number: int) -> str:

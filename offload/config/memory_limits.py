@@ -1,4 +1,4 @@
-"""Finds the machine's memory limits, including control groups, and the relatives of this process.
+"""Finds the memory limits of the machine and its control groups, and processes of the same server.
 
 Linux only. Everything is read from ``/proc`` and ``/sys/fs/cgroup``; the paths are parameters so
 that tests can use a copy. A file that is missing or unreadable counts as "no limit".

@@ -10,6 +10,7 @@ import pytest
 
 from bench.report import (
     COLOURS,
+    OTHERS,
     PAGE_INCHES,
     RESULTS,
     SERIES_MAX,
@@ -78,6 +79,8 @@ def test_a_system_has_one_colour_everywhere() -> None:
     assert colour_of("vLLM tiering, fs", 1) == colour_of("vLLM fs", 5)
     assert colour_of("lru_trace, 1%", 0) != colour_of("lru_trace, 1%", 1), "no system"
     assert colour_of("kvtiers, CPU tier", 0) == COLOURS["kvtiers, CPU tier"]
+    assert set(OTHERS).isdisjoint(COLOURS.values())
+    assert len(OTHERS) == SERIES_MAX
 
 
 def test_the_axis_shows_which_direction_is_better() -> None:

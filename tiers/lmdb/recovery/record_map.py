@@ -1,4 +1,4 @@
-"""The records of a disk tier in memory: key -> value (``lmdb.index``).
+"""The records of a disk tier in memory: a map from key to value, as in `tiers.lmdb.index`.
 
 Records found at open stay in the rows into which they were read. Compared with objects, rows take
 half the memory and a tenth of the time to load. Records written later are objects in a dict, which
