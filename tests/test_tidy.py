@@ -158,6 +158,16 @@ def test_every_module_has_its_place_in_the_order() -> None:
     assert sorted(LEVELS.keys() - rooms) == [], "in the order, but not in the tree"
 
 
+def test_tests_lie_in_the_same_tree_as_the_code() -> None:
+    """``tests/tiers/shared`` has the tests that all shared tiers have in common."""
+    packages = {path.parent.relative_to(ROOT) for path in python_files(*PRODUCT)}
+    folders = {
+        path.parent.relative_to(ROOT / "tests")
+        for path in python_files(*(f"tests/{package}" for package in PRODUCT))
+    }
+    assert packages ^ folders == {Path("tiers/shared")}
+
+
 def missing_in(docstring: str) -> list[str]:
     """Find which of the two sentences a docstring lacks. Each sentence begins a new line."""
     lines = docstring.splitlines()
