@@ -50,19 +50,29 @@ class OwnChunks:
 
     A prompt that is longer than the CPU tier must not evict its own head to store its tail, because
     chunks behind a gap can never be hit. ``keys`` has the chunks that are stored or on their way.
-    Chunks in one of ``saved``, the lower tiers, may be evicted.
+    Chunks in one of ``saved``, the lower tiers, may be evicted. The set of keys is made when a
+    store has to evict, because most stores find free slots.
     """
 
-    __slots__ = ("_full_at", "_full_step", "_saved", "keys")
+    __slots__ = ("_added", "_full_at", "_full_step", "_keys", "_saved")
 
-    def __init__(self, saved: Iterable[Mapping[bytes, int]]) -> None:
-        self.keys: set[bytes] = set()
-        self._saved = tuple(saved)
+    def __init__(self, saved: tuple[Mapping[bytes, int], ...]) -> None:
+        self._keys: set[bytes] = set()
+        self._added: list[Sequence[bytes]] = []  # not in the set yet
+        self._saved = saved
         self._full_at = -1
         self._full_step = 0
 
+    @property
+    def keys(self) -> set[bytes]:
+        """The keys of all protected chunks."""
+        if self._added:
+            self._keys.update(*self._added)
+            self._added.clear()
+        return self._keys
+
     def __bool__(self) -> bool:
-        return bool(self.keys)
+        return bool(self._added or self._keys)
 
     def __contains__(self, key: object) -> bool:
         return key in self.keys and not any(key in saved for saved in self._saved)
@@ -74,17 +84,21 @@ class OwnChunks:
             mine.difference_update(saved.keys() & mine)
         return not mine
 
-    def add(self, keys: Iterable[bytes]) -> None:
-        """Protect these chunks from now on."""
-        self.keys.update(keys)
+    def add(self, keys: Sequence[bytes]) -> None:
+        """Protect these chunks from now on. The caller must not change ``keys`` afterwards."""
+        if keys:
+            self._added.append(keys)
 
     def discard(self, keys: Iterable[bytes]) -> None:
         """Stop protecting these chunks: they lie behind a gap."""
-        self.keys.difference_update(keys)
+        self._keys.update(*self._added)
+        self._added.clear()
+        self._keys.difference_update(keys)
 
     def clear(self) -> None:
         """Stop protecting all chunks: the request starts again."""
-        self.keys.clear()
+        self._keys.clear()
+        self._added.clear()
 
     def found_full(self, entered: int, step: int) -> None:
         """Note that a store of this step found no other chunk to evict, after ``entered`` chunks

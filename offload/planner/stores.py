@@ -50,7 +50,7 @@ class StorePlanner:
         self.storing = 0
         self._groups = context.groups
         self._cpu = context.cpu
-        self._lower = context.lower
+        self._saved = tuple(index.resident for index in context.lower)
         self._jobs = context.jobs
         self._stats = context.stats
         self._sources = sources
@@ -96,7 +96,7 @@ class StorePlanner:
 
     def own_chunks(self) -> OwnChunks:
         """Make the record of a new request's chunks."""
-        return OwnChunks(index.resident for index in self._lower)
+        return OwnChunks(self._saved)
 
     def plan(
         self,

@@ -97,6 +97,7 @@ class Lookups:
         self._planner = planner
         self._unfinished: dict[str, tuple[RequestState, Request]] = {}
         self._asked: set[str] = set()  # in this step
+        self._chunk_blocks = [group.chunk_blocks for group in matcher.layout.groups]
         self._explainer = Explainer(matcher, neighbours)
         self._names = {-1: "cpu"} | {t: index.name for t, index in enumerate(planner.lower)}
 
@@ -138,14 +139,18 @@ class Lookups:
             identity.extend(request.block_hashes)
             is_waiting = self._is_waiting(state, request, computed_tokens)
             if not is_waiting:
-                hit = self._hit(state, request, computed_tokens)
-                is_waiting = hit is None
-                lookup.end(computed_tokens if hit is None else hit)
-                self._asked.add(identity.request)
-                if hit is None:
+                hit = self._find(state, request, computed_tokens)
+                end = hit.end_tokens
+                is_waiting = end is None
+                if end is None:
+                    end = computed_tokens
                     self._unfinished[identity.request] = (state, request)
                 else:
                     self.given_up(state)
+                if end > computed_tokens and not self._can_load(state, end):
+                    lookup.refuse()
+                lookup.end(end, is_shortened=hit.is_shortened)
+                self._asked.add(identity.request)
         self.seconds += time.perf_counter() - started
         self.count += 1
         tokens = lookup.hit_end_tokens - computed_tokens if lookup.is_promised else 0
@@ -171,17 +176,11 @@ class Lookups:
             state.lookup.ask(wait)
         return shared.is_waiting(wait, now)
 
-    def _hit(self, state: RequestState, request: Request, computed_tokens: int) -> int | None:
-        hit = self._find(state, request, computed_tokens)
-        end = hit.end_tokens
-        state.lookup.find(is_shortened=hit.is_shortened)
-        if end is not None and end > computed_tokens:
-            chunks = [len(part) for part in self.load_ranges(state, end)]
-            sizes = [group.chunk_blocks for group in self._matcher.layout.groups]
-            blocks = sum(map(operator.mul, chunks, sizes))
-            if not self._planner.loads.can_load(sum(chunks), blocks, state.identity.origin):
-                state.lookup.refuse()
-        return end
+    def _can_load(self, state: RequestState, end_tokens: int) -> bool:
+        """True if the planner takes the load of a hit that ends at this token."""
+        chunks = [len(part) for part in self.load_ranges(state, end_tokens)]
+        blocks = sum(map(operator.mul, chunks, self._chunk_blocks))
+        return self._planner.loads.can_load(sum(chunks), blocks, state.identity.origin)
 
     def load_ranges(self, state: RequestState, end_tokens: int) -> tuple[range, ...]:
         """Return the chunks of each group to load for a hit that ends at this token.
@@ -264,7 +263,7 @@ class Lookups:
                 self._known(state.lookup.logged, loaded)
 
     def _loaded(self, state: RequestState) -> dict[str, int]:
-        tokens_by_tier = state.outcome.tokens.by_tier
+        tokens_by_tier = state.outcome.tokens_by_tier
         return {self._names[tier]: tokens for tier, tokens in tokens_by_tier.items() if tokens}
 
     def _known(self, logged: LoggedRequest, loaded: Mapping[str, int] | None = None) -> None:

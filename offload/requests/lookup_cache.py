@@ -92,6 +92,8 @@ class PartialLookup:
     no request waits forever.
     """
 
+    __slots__ = ("_partial_lookups", "_runs", "is_partial")
+
     def __init__(self) -> None:
         self.is_partial = False
         self._runs: dict[tuple[int | None, int], KnownRange] = {}
@@ -119,6 +121,8 @@ class PartialLookup:
 
         def run_end(group: int, keys: Sequence[bytes], first: int, end: int) -> int:
             run = self._known((above, group), keys, first, holders, removals)
+            if run.end >= end:
+                return max(first, end)
             keys_max = allowance.available
             if self._partial_lookups > 2 * (end - first) // allowance.chunks_min + 1:
                 keys_max = end - first

@@ -5,7 +5,7 @@ Pure; knows no vLLM type. Used on vLLM's scheduler thread.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from offload.index.chunk_batch import UNKNOWN, RequestOrigin
@@ -119,17 +119,14 @@ class LookupState:
         """Note the query to shared tiers that the request may wait for."""
         self.wait = wait
 
-    def find(self, *, is_shortened: bool) -> None:
-        """Note whether a tail of the hit was cut off."""
-        self.shortened = is_shortened
-
     def refuse(self) -> None:
         """Note that this request's load was refused because too many loads are in progress."""
         self.refused = True
 
-    def end(self, hit_end_tokens: int) -> None:
+    def end(self, hit_end_tokens: int, *, is_shortened: bool) -> None:
         """End the lookup with this hit, which is promised to vLLM unless it was refused."""
         self.hit_end_tokens = hit_end_tokens
+        self.shortened = is_shortened
         self.is_promised = not self.refused and hit_end_tokens > self.start
 
     def choose(self, load: tuple[range, ...], end_tokens: int) -> None:
@@ -173,12 +170,10 @@ class StoreState:
         self.removal_mark = 0
         self.own: OwnChunks | None = None
 
-    def begin(self, removal_mark: int) -> None:
-        """Note the state of the tiers when the request arrived."""
+    def begin(self, ready_at: int, removal_mark: int, own: OwnChunks | None) -> None:
+        """Begin with the request's first chunk, which is complete at ``ready_at`` tokens."""
+        self.ready_at = ready_at
         self.removal_mark = removal_mark
-
-    def protect(self, own: OwnChunks) -> None:
-        """Keep the request's stores from evicting its own chunks."""
         self.own = own
 
     def wait_until(self, tokens: int) -> None:
@@ -210,22 +205,26 @@ class StoreState:
 class RequestOutcome:
     """The results of the request's loads. Used by `offload.connector.scheduler.scheduler_side`.
 
-    ``loading`` means that a load is under way, ``failures`` counts failed loads, ``tokens`` are
-    those of the last load by tier. ``has_answered`` means that vLLM has produced the first output
-    token.
+    ``loading`` means that a load is under way, ``failures`` counts failed loads. ``has_answered``
+    means that vLLM has produced the first output token.
     """
 
-    __slots__ = ("failures", "has_answered", "loading", "tokens")
+    __slots__ = ("_tokens", "failures", "has_answered", "loading")
 
     def __init__(self) -> None:
         self.loading = False
         self.failures = 0
-        self.tokens = LoadTokens()
         self.has_answered = False
+        self._tokens: LoadTokens | None = None
+
+    @property
+    def tokens_by_tier(self) -> Mapping[int, int]:
+        """The tokens of the last load by source tier."""
+        return self._tokens.by_tier if self._tokens is not None else {}
 
     def begin_load(self, tokens: LoadTokens) -> None:
         """Note that a load of these tokens was planned."""
-        self.tokens = tokens
+        self._tokens = tokens
         self.loading = True
 
     def end_load(self) -> None:

@@ -128,5 +128,5 @@ class FinishedRequests:
         if state.outcome.failures or state.outcome.loading:
             return {}
         names = {CPU: "cpu"} | {tier: i.name for tier, i in enumerate(self._planner.lower)}
-        tokens_by_tier = state.outcome.tokens.by_tier
+        tokens_by_tier = state.outcome.tokens_by_tier
         return {names[tier]: tokens for tier, tokens in tokens_by_tier.items() if tokens}

@@ -62,7 +62,9 @@ class NewRequests:
             identity.exclude("adapter")
         elif self._require_salt and not request.cache_salt:
             identity.exclude("require_salt")
-        self._read_options(identity, request)
+        params = getattr(request, "kv_transfer_params", None)
+        if params is not None or request.cache_salt:
+            self._read_options(identity, request, params)
         if not (identity.no_load and identity.no_store):
             identity.extend(request.block_hashes)
         if self._recorder is not None:
@@ -74,13 +76,12 @@ class NewRequests:
         if self._recorder is not None:
             self._recorder.close()
 
-    def _read_options(self, identity: RequestIdentity, request: Request) -> None:
+    def _read_options(self, identity: RequestIdentity, request: Request, params: object) -> None:
         """Read controls and hints.
 
         Invalid values are reported in the answer's parameters and counted; the first is logged as
         an example.
         """
-        params = getattr(request, "kv_transfer_params", None)
         controls, wrong = parse_controls(params, self._tiers)
         hints, wrong_hints = parse_hints(params)
         rejected = [*wrong, *wrong_hints][:WRONG_MAX]

@@ -219,7 +219,7 @@ class SchedulerSide:
         state = self._states.get(request.request_id)
         if state is None:
             return external_tokens, 0
-        below = sum(tokens for tier, tokens in state.outcome.tokens.by_tier.items() if tier != CPU)
+        below = sum(tokens for tier, tokens in state.outcome.tokens_by_tier.items() if tier != CPU)
         below = min(below, external_tokens)
         return external_tokens - below, below
 

@@ -49,13 +49,12 @@ class StoreProgress:
         paced = [(n, group) for n, group in enumerate(layout.groups) if group.kind != STATE]
         self._needs_head = any(group.kind == FULL for group in layout.groups)
         self._chunk_tokens = [(n, group.chunk_tokens) for n, group in paced]
+        self._first_end = min((tokens for _, tokens in self._chunk_tokens), default=sys.maxsize)
 
     def begin(self, state: RequestState) -> None:
         """Begin to follow a request."""
-        state.stores.wait_until(self._ready_at(state))
-        state.stores.begin(self._planner.removals.count)
-        if self._needs_head:
-            state.stores.protect(self._planner.stores.own_chunks())
+        own = self._planner.stores.own_chunks() if self._needs_head else None
+        state.stores.begin(self._first_end, self._planner.removals.count, own)
 
     def load_planned(self, state: RequestState, chunks: Sequence[range]) -> None:
         """Note that these chunks of each group are being loaded and need no store."""
