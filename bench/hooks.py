@@ -316,7 +316,7 @@ def run(config: Config, progress: Progress) -> Report:
         for keys in config.keys:
             bed = Bed(keys, max(config.chunks), config.policy)
             for chunks in config.chunks:
-                case = f"{chunks} chunks, {keys} keys"
+                case = f"{chunks:,} chunks, {keys:,} keys"
                 found = _measure(bed, min(chunks, keys), config.repeats)
                 for name, micros in found.items():
                     report.rows.append(Row(case, name, {"us": micros}))

@@ -93,7 +93,7 @@ def run(config: Config, progress: Progress) -> Report:
         shutil.rmtree(root, ignore_errors=True)
     for (before, step), found in sorted(samples.items(), key=lambda item: ENDS.index(item[0][0])):
         values = {name: median([one[name] for one in found]) for name in found[0]}
-        report.rows.append(Row(f"{config.records} records, {before}", step, values))
+        report.rows.append(Row(f"{config.records:,} records, {before}", step, values))
     return report
 
 
