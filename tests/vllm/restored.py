@@ -4,6 +4,7 @@ were computed, and answers and log-probabilities are equal if both runs computed
 from __future__ import annotations
 
 import random
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -128,6 +129,15 @@ def ask_twice(engine: Engine, reference: Reference) -> int:
         elif first.cached_tokens == 0 and cold is not None:
             compare(first, cold, number)
             compared += 1
+    return compared
+
+
+def until_compared(ask_again: Callable[[], int]) -> int:
+    """Repeat ``ask_again`` until answers could be compared; return how many. Whether a hit has the
+    same length again, and whether a load fails, may depend on the speed of this machine."""
+    deadline = time.monotonic() + PATIENCE_S
+    while not (compared := ask_again()):
+        assert time.monotonic() < deadline, "no answer was compared"
     return compared
 
 

@@ -40,6 +40,7 @@ from tests.vllm.restored import (
     restore_and_verify,
     see_planted_faults,
     settle,
+    until_compared,
 )
 
 CHUNK = 32 * 1024  # 4 layers x 8 KiB
@@ -286,10 +287,15 @@ def hook_faults(llm: Any) -> dict[str, int]:
     return dict(connector(llm).faults.by_hook)
 
 
-def ask_with_a_broken_hook(engine: Engine, reference: Reference, name: str) -> None:
-    """Send everything one by one and compare the answers, then everything in flight together."""
-    engine.try_to_reset()
-    assert ask_twice(engine, reference) > 0, f"{name}: no answer was compared"
+def ask_with_a_broken_hook(engine: Engine, reference: Reference) -> None:
+    """Send everything one by one until answers could be compared, then everything in flight
+    together."""
+
+    def ask_again() -> int:
+        engine.try_to_reset()
+        return ask_twice(engine, reference)
+
+    until_compared(ask_again)
     engine.try_to_reset()
     engine.generate(reference.prompts)
 
@@ -300,18 +306,20 @@ def test_a_hook_that_raises_costs_hits_but_never_changes_an_answer(
     with serve(llama, tmp_path, "first") as engine:
         for name in SCHEDULER_HOOKS:
             engine.call(break_scheduler, name)
-            ask_with_a_broken_hook(engine, reference, name)
+            ask_with_a_broken_hook(engine, reference)
             engine.call(heal, name)
         assert len(engine.call(hook_faults)) >= 4
         assert engine.call(totals)["loaded_tokens:cpu"] > 0
     with serve(llama, tmp_path, "second") as engine:
         for name in ("fence", "drain"):
             engine.call(faults.on_workers, break_executor, name)
-            ask_with_a_broken_hook(engine, reference, name)
+            ask_with_a_broken_hook(engine, reference)
             engine.call(faults.on_workers, heal_executor, name)
         assert sum(engine.call(faults.on_workers, worker_faults)) > 0, "no fault occurred"
     with serve(llama, tmp_path, "third") as engine:
-        assert restore_and_verify(engine, reference, "lmdb") > 0  # nothing wrong was stored
+        restore_and_verify(engine, reference, "lmdb")  # nothing wrong was stored
+        # Some chunks may have been missing. Now the CPU tier holds all of them.
+        assert restore_and_verify(engine, reference, "cpu") == len(reference.prompts)
 
 
 def recomputes_failed_loads(llm: Any) -> bool:
