@@ -38,6 +38,7 @@ TIER_RATES = {
 SERVER_RATES = {
     "load_bytes_per_s": "load_bytes_total",
     "store_bytes_per_s": "store_bytes_total",
+    "ahead_read_bytes_per_s": "ahead_read_bytes_total",
     "loads_per_s": "loads_total",
     "misses_per_s": "misses_total",
 }
@@ -46,6 +47,7 @@ SERVER_COUNTS = (
     *("corrupt_records_total", "set_aside_total", "refused_records_total"),
     *("write_failures_total", "tier_errors_total", "hook_faults_total"),
 )
+AHEAD_SHARES = ("used", "late", "wasted")
 MISSES = f"{PREFIX}misses_total"
 HIT_QUERIES = "vllm:external_prefix_cache_queries_total"
 HIT_TOKENS = "vllm:external_prefix_cache_hits_total"
@@ -117,7 +119,8 @@ class TierView:
 @dataclass(slots=True)
 class View:
     """All values to show. ``hit_ratio`` is a share of the prompt tokens that vLLM asked the tiers
-    for; ``misses`` counts requests since the start of the server, by reason."""
+    for; ``misses`` counts requests since the start of the server, by reason; ``ahead_shares`` are
+    shares, since then, of the bytes that look-ahead has read."""
 
     tiers: list[TierView]
     running: float | None
@@ -128,6 +131,7 @@ class View:
     rates: dict[str, float | None]
     counts: dict[str, float | None]
     misses: dict[str, float]
+    ahead_shares: dict[str, float | None]
     seconds: float
 
     def to_json(self) -> dict[str, Any]:
@@ -250,8 +254,16 @@ def view(now: Page, before: Page | None = None) -> View:
         },
         counts={name: now.value(PREFIX + name, None) for name in SERVER_COUNTS},
         misses=dict(now.reasons),
+        ahead_shares=_ahead_shares(now),
         seconds=now.at_s - before.at_s if before else 0.0,
     )
+
+
+def _ahead_shares(now: Page) -> dict[str, float | None]:
+    read = now.value(f"{PREFIX}ahead_read_bytes_total")
+    return {
+        what: _ratio(now.value(f"{PREFIX}ahead_{what}_bytes_total"), read) for what in AHEAD_SHARES
+    }
 
 
 def _tier(name: str, now: Page, before: Page | None) -> TierView:

@@ -158,9 +158,19 @@ def _server(found: View) -> dict[str, str]:
         f"({share_text(found.hit_ratio_since_start)} since the start)",
         "misses": "" if missed is None else f"{count_text(missed)} requests/s",
         "  because": ", ".join(f"{why} {n:,.0f}" for why, n in reasons),
+        "look-ahead": _look_ahead(found),
         "copies": ", ".join(copied) if any(map(found.rates.get, copies.values())) else "",
         "faults": ", ".join(counts),
     }
+
+
+def _look_ahead(found: View) -> str:
+    """The speed of look-ahead and what became of its reads; empty if it has read nothing."""
+    shares = [f"{share_text(share)} {what}" for what, share in found.ahead_shares.items()]
+    if not any(share is not None for share in found.ahead_shares.values()):
+        return ""
+    speed = speed_text(found.rates["ahead_read_bytes_per_s"])
+    return f"{speed} read ahead; since the start {', '.join(shares)}"
 
 
 def _tier(tier: TierView) -> dict[str, str]:

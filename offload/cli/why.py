@@ -101,7 +101,7 @@ def _is_record(record: Any) -> bool:
         texts.append(missing.get("key"))
         if not _HEX.fullmatch(str(missing.get("key"))):
             return False
-    numbers += [record[name] for name in ("ago_s",) if name in record]
+    numbers += [record[name] for name in ("ago_s", "ahead_tokens") if name in record]
     texts += [record[name] for name in TEXTS if name in record]
     return all(map(_is_number, numbers)) and all(isinstance(text, str) for text in texts)
 
@@ -129,12 +129,20 @@ def _table(records: list[dict[str, Any]]) -> Table:
             escape(record["request"][-32:]),
             f"{record['prompt_tokens']:,}",
             f"{record['gpu_tokens']:,}",
-            escape(", ".join(f"{tokens:,} {tier}" for tier, tokens in loaded.items())),
+            escape(_loaded(record)),
             f"{record['wanted_tokens'] - sum(loaded.values()):,}",
             escape(record["reason"]),
             escape(_where(record)),
         )
     return table
+
+
+def _loaded(record: dict[str, Any]) -> str:
+    """The loaded tokens by tier, and those that were read into the CPU tier before."""
+    parts = [f"{tokens:,} {tier}" for tier, tokens in record["loaded_tokens"].items()]
+    if "ahead_tokens" in record:
+        parts.append(f"{record['ahead_tokens']:,} of them read ahead")
+    return ", ".join(parts)
 
 
 def _where(record: dict[str, Any]) -> str:

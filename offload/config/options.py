@@ -223,6 +223,13 @@ TOP_FIELDS = (
         "slower than computing.",
     ),
     Field(
+        "look_ahead",
+        number(0, 0.5),
+        0.0,
+        "Share of the CPU tier for chunks that are read from lower tiers while their requests "
+        "still wait to be run; 0 turns that off.",
+    ),
+    Field(
         "lookup_timeout_s",
         number(0.001, 10, " s"),
         0.05,

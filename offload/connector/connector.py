@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterable
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
@@ -53,7 +54,7 @@ if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.forward_context import ForwardContext
     from vllm.v1.attention.backend import AttentionMetadata
-    from vllm.v1.core.kv_cache_manager import KVCacheBlocks
+    from vllm.v1.core.kv_cache_manager import KVCacheBlocks, KVCacheManager
     from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.kv_cache_interface import KVCacheConfig
     from vllm.v1.outputs import KVConnectorOutput
@@ -103,6 +104,7 @@ class KvTiersConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  
                 max_pinned_share=self._setup.config.max_pinned_share,
                 log=self._setup.request_log(),
                 verify=self._setup.config.verify == "device",
+                by_priority=vllm_config.scheduler_config.policy == "priority",
             )
             self._collector = StatsCollector(self._scheduler, self.faults)
         else:
@@ -278,6 +280,11 @@ class KvTiersConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  
             )
             self._scheduler.attach(planner, ranks, self._setup.neighbours(planner.lower))
 
+    def bind_kv_cache_manager(self, kv_cache_manager: KVCacheManager) -> None:
+        super().bind_kv_cache_manager(kv_cache_manager)
+        if self._scheduler is not None:
+            self._scheduler.bind_cache(partial(_cached_tokens, kv_cache_manager))
+
     @guarded(lambda: None)
     def on_new_request(self, request: Request) -> None:
         if self._scheduler is not None:
@@ -447,6 +454,17 @@ class KvTiersConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  
 def _plan_of(metadata: KVConnectorMetadata | None) -> StepPlan:
     """The plan in a step's metadata, or an empty plan if there is none (profiling runs)."""
     return metadata.plan if isinstance(metadata, OffloadMetadata) else StepPlan()
+
+
+def _cached_tokens(kv_cache_manager: KVCacheManager, request: Request) -> int | None:
+    """Count the tokens of a waiting request that vLLM's own cache holds now. ``None`` for requests
+    that load nothing, or whose lookups vLLM reports as KV events."""
+    if request.num_computed_tokens or request.skip_reading_prefix_cache:
+        return None
+    if getattr(request, "kv_cache_report_mode", "incremental") == "full":
+        return None
+    found: int = kv_cache_manager.get_computed_blocks(request)[1]
+    return found
 
 
 def _state_of(metadata: KVConnectorHandshakeMetadata) -> RankState:

@@ -13,15 +13,18 @@ NOTHING: frozenset[bytes] = frozenset()
 class Retention:
     """The chunks of one tier that must not be evicted. Owned by the tier's index.
 
-    ``pins`` are the chunks that jobs use; the index changes them. ``keep`` and ``hold`` register
-    live containers, too: a chunk must stay as long as it is in one of them. Such a chunk can still
-    be dropped if it is damaged or the weights change.
+    ``pins`` are the chunks that jobs use; the index changes them. ``keep``, ``hold`` and
+    ``look_ahead`` register live containers, too: a chunk must stay as long as it is in one of them.
+    Such a chunk can still be dropped if it is damaged or the weights change. Chunks that waiting
+    requests want are evicted last.
     """
 
     def __init__(self, pins: Container[bytes] = NOTHING) -> None:
         self._pins = pins
         self._kept: Container[bytes] = NOTHING
         self._held: Container[bytes] = NOTHING
+        self._ahead: Container[bytes] = NOTHING
+        self.wanted: Collection[bytes] = NOTHING
 
     def keep(self, keys: Container[bytes]) -> None:
         """Retain the chunks in this container: clients have pinned them."""
@@ -31,13 +34,19 @@ class Retention:
         """Retain the chunks in this container: loads are about to use them."""
         self._held = keys
 
+    def look_ahead(self, read: Container[bytes], wanted: Collection[bytes]) -> None:
+        """Retain the chunks that were ``read`` ahead; spare those that are ``wanted``."""
+        self._ahead, self.wanted = read, wanted
+
     def is_in_use(self, key: bytes) -> bool:
         """True if a job uses this chunk now, or soon will."""
         return key in self._pins or key in self._held
 
-    def evictable(self, protect: Container[bytes]) -> Evictable:
-        """The test for one eviction, which must not evict the keys of ``protect`` either."""
-        return Evictable(self._kept, self._pins, protect, self._held)
+    def evictable(self, protect: Container[bytes], *, spare: bool = True) -> Evictable:
+        """The test for one eviction, which must not evict the keys of ``protect`` and, if
+        ``spare``, those that waiting requests want."""
+        wanted = self.wanted if spare else NOTHING
+        return Evictable(self._kept, self._pins, protect, self._held, self._ahead, wanted)
 
 
 FULL_STEPS = 16

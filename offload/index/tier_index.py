@@ -352,12 +352,15 @@ class TierIndex:
         space, evictable = self.space, self.retention.evictable(protect)
         if missing and self._low < space.capacity:
             missing = max(missing, space.used - self._low)
-        evicted, freed = list[bytes](), 0
+        evicted, freed, is_sparing = list[bytes](), 0, bool(self.retention.wanted)
         while freed < missing:
             per_key = max(1, space.used // max(1, len(self) + len(self._filling)))
             names = self.policy.victims(
                 max(1, (missing - freed + per_key - 1) // per_key), evictable
             )
+            if not names and is_sparing:  # what waiting requests want is evicted last
+                is_sparing, evictable = False, self.retention.evictable(protect, spare=False)
+                continue
             if patient:
                 names = list(self.unwritten.before_first(names))
             if not names:

@@ -182,12 +182,13 @@ class LoadJob:
     A long load is sent in parts, in several plans: ``part`` counts from 0, and the load is complete
     only after the part that ``is_last``. All parts are one job, which is answered once.
 
+    A load that ``is_ahead`` reads chunks into slots for requests that do not wait for a load yet.
     A probe is a load without a request, whose items name no blocks: it only reads. Items are made
     on first use, which happens on the worker's loop, not on vLLM's threads; until then, items from
     another process stay pickled.
     """
 
-    __slots__ = ("_chunks", "_items", "is_last", "job", "part", "request")
+    __slots__ = ("_chunks", "_items", "is_ahead", "is_last", "job", "part", "request")
 
     def __init__(
         self,
@@ -196,11 +197,13 @@ class LoadJob:
         chunks: Iterable[LoadItem] | Columns | bytes,
         part: int = 0,
         is_last: bool = True,
+        is_ahead: bool = False,
     ) -> None:
         self.job = job
         self.request = request
         self.part = part
         self.is_last = is_last
+        self.is_ahead = is_ahead
         self._items: tuple[LoadItem, ...] | None = None
         if not isinstance(chunks, Columns | bytes):
             self._items = tuple(chunks)
@@ -220,7 +223,7 @@ class LoadJob:
         chunks = self._chunks
         if isinstance(chunks, Columns):
             chunks = _pack(chunks.pack())
-        return LoadJob, (self.job, self.request, chunks, self.part, self.is_last)
+        return LoadJob, (self.job, self.request, chunks, self.part, self.is_last, self.is_ahead)
 
     def __repr__(self) -> str:
         part = f"part {self.part}{', the last' if self.is_last else ''}"

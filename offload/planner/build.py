@@ -86,6 +86,7 @@ def make_planner(
         shared=[tier for tier, state in enumerate(first.tiers) if state.shared],
         shared_limits=SharedLimits(config.lookup_timeout_s, config.remember_s),
         slots=UsableSlots(space, usable),
+        look_ahead=config.look_ahead,
     )
     for tier in range(len(lower)):
         _recover(planner, tier, ranks, groups)

@@ -25,6 +25,7 @@ class JobKind(enum.Enum):
     LOAD = "load"
     WRITE_THROUGH = "write-through"
     PROBE = "probe"
+    AHEAD = "read ahead"
 
 
 @dataclass(slots=True, eq=False)
@@ -112,6 +113,11 @@ class JobTable:
 
     def __len__(self) -> int:
         return len(self._jobs)
+
+    @property
+    def ended(self) -> int:
+        """Grows whenever a job ends."""
+        return self._next - len(self._jobs)
 
     def next_id(self) -> int:
         """A job id that was never used before."""

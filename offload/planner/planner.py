@@ -15,12 +15,13 @@ from offload.index.capacity import UsableSlots
 from offload.index.chunk_batch import GroupInfo
 from offload.index.tier_index import TierIndex
 from offload.layout.keys import CPU
-from offload.messages.plan import StepPlan
+from offload.messages.plan import LoadJob, StepPlan
 from offload.messages.report import StepReport
 from offload.planner.context import PlannerContext
 from offload.planner.jobs import Job, JobKind, JobTable
 from offload.planner.load_sources import LoadSources
 from offload.planner.loads import LoadPlanner
+from offload.planner.look_ahead import LookAhead
 from offload.planner.pending_deletes import PendingDeletes
 from offload.planner.presence import PresenceCache, SharedLimits
 from offload.planner.recency import Recency, RequestUses
@@ -55,7 +56,8 @@ class Planner:
 
     ``groups`` maps group ids to their geometry; ``ranks`` workers answer every job; ``admission``
     decides what may enter the CPU tier (``None``: everything); ``shared`` are the numbers of the
-    lower tiers that other engines write to as well.
+    lower tiers that other engines write to as well; ``look_ahead`` is the share of the CPU tier for
+    chunks that are read ahead (see ``LookAhead``).
     """
 
     def __init__(
@@ -72,6 +74,7 @@ class Planner:
         shared: Collection[int] = (),
         shared_limits: SharedLimits | None = None,
         slots: UsableSlots | None = None,
+        look_ahead: float = 0.0,
     ) -> None:
         limits = limits or WorkLimits()
         names = [index.name for index in lower]
@@ -101,15 +104,15 @@ class Planner:
         self.presence = PresenceCache(context, shared_limits)
         self.sources = LoadSources(context)
         self.loads = LoadPlanner(context, self.sources, self.presence)
+        self.look_ahead = LookAhead(context, self.sources, look_ahead)
         self.recency = Recency(context)
         self.uses = RequestUses(cpu, self.lower, self.recency.note)
         self.stores = StorePlanner(context, self.sources, self.uses, admission)
         self.deletes = PendingDeletes(context.shared)
         if write_through_queues is None:
             write_through_queues = queues_of(cpu, self.lower, self.health)
-        self.write_through = WriteThrough(
-            context, write_through_queues, self.presence, self.deletes
-        )
+        queues, deletes = write_through_queues, self.deletes
+        self.write_through = WriteThrough(context, queues, self.presence, deletes)
         self.deferred = DeferredWork(self.budget)
         self._piece_chunks = max(1, limits.step_chunks // 2)
         self._now = 0.0
@@ -138,6 +141,7 @@ class Planner:
             or self.uses.behind
             or self.loads.planned
             or self.loads.queue
+            or self.look_ahead.planned
             or (self.presence.tiers and len(self.presence))
             or self.deferred.pieces
             or self._reset
@@ -155,6 +159,8 @@ class Planner:
         errors = self.deferred.end_step(WRITE_THROUGH_LEAVES if leaves else 0)
         if self.loads.queue:
             self.loads.advance()
+        if self.look_ahead.queue:
+            self.look_ahead.advance(self._now)
         if errors:
             raise errors[0]
         write_throughs, deletes = self.write_through.take(writes=write_through)
@@ -170,12 +176,16 @@ class Planner:
             queries=self.presence.take() if self.presence.tiers else (),
             idle=idle,
             # last, because what is taken here must be sent
-            loads=self.loads.take() if self.loads.planned else (),
+            loads=self._take_loads() if self.loads.planned or self.look_ahead.planned else (),
         )
         self._reset = False
         self._epochs.clear()
         self.budget.end_step(self._now, half=bool(self.loads.queue))  # for loads that continue
         return plan
+
+    def _take_loads(self) -> tuple[LoadJob, ...]:
+        """The loads that were planned, after the reads ahead, which they may join."""
+        return (*self.look_ahead.take(), *self.loads.take())
 
     def _note_uses(self) -> None:
         """Report deferred uses to the policies: at least one piece, more if the budget allows.
@@ -191,6 +201,7 @@ class Planner:
             JobKind.STORE: self._stored,
             JobKind.LOAD: self._loaded,
             JobKind.PROBE: self._probed,
+            JobKind.AHEAD: self._read_ahead,
         }
         if report.usable and self._slots is not None:
             self._slots.take_in(report.usable)
@@ -232,6 +243,13 @@ class Planner:
         """Note that a job that filled these keys has ended, successfully or not."""
         if self.uses.waiting:
             self.uses.filled(keys)
+
+    def _read_ahead(self, job: Job) -> None:
+        self.look_ahead.ended(job)
+        for piece in self.sources.let_go(job, self._piece_chunks, self._filled):
+            self.deferred.add(*piece)
+        lost, corrupt = job.answer.lost, job.answer.corrupt
+        self.deferred.add(len(lost), partial(self.forget, lost, corrupt))
 
     def _loaded(self, job: Job) -> None:
         self.loads.ended(job, self._now)
@@ -296,11 +314,13 @@ class Planner:
         for index in indexes:
             index.clear()
         self.loads.forget_all()
+        self.look_ahead.forget_all()
         self.presence.forget_all()
         self.uses.clear()
         self.deletes.clear()
         self.recency.clear()
         self.jobs.distrust(JobKind.PROBE)
+        self.jobs.distrust(JobKind.AHEAD)
         self._reset = True
         self._epochs.clear()
 
@@ -310,6 +330,7 @@ class Planner:
         """All counters by flat name; those of a tier end in ``:`` and its name."""
         late: dict[str, float] = {"late_answers": self.jobs.late_answers}
         parts = self.write_through.totals() | self.health.totals() | self.presence.totals()
+        parts |= self.look_ahead.totals()
         return self.stats.totals() | late | parts
 
     def check(self) -> None:

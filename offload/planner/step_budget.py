@@ -20,7 +20,7 @@ from operator import sub
 # -- costs: units of about a microsecond per chunk, measured with a million keys in the lower tier,
 # -- whose dicts do not fit into CPU caches (``python -m bench hooks``)
 
-STORE_COST = EVICT_COST = TAKE_IN_COST = 1
+STORE_COST = EVICT_COST = TAKE_IN_COST = AHEAD_COST = 1
 TOUCH_COST = WRITE_THROUGH_COST = WRITTEN_THROUGH_COST = 2
 LOOKUP_COST_TENTHS = 6
 KEY_COST_TENTHS = 1
@@ -38,6 +38,11 @@ ACCEPTED_COST = 1 / 16
 """Cost of accepting a chunk of a long load that is planned later."""
 LOAD_PART_MAX = 64
 """Number of chunks that are planned at a time; their cost is known only afterwards."""
+AHEAD_LOOK_MAX = 128
+"""Number of chunks of waiting requests that look-ahead looks up in a step."""
+AHEAD_REQUEST_MAX = 2048
+"""Number of chunks of one waiting request that look-ahead reads and protects: adding them takes a
+quarter of a millisecond."""
 PROBE_CHUNKS = 64
 """Number of chunks that a probe of a tier reads."""
 
@@ -82,7 +87,7 @@ EXPIRED_MAX = 4096
 # -- shares of the budget, in eighths, that each kind of work leaves to others
 
 TAKE_IN_LEAVES = 5
-STORES_LEAVE = 3
+STORES_LEAVE = AHEAD_LEAVES = 3
 WRITE_THROUGH_LEAVES = 2
 OVERDUE_SHARE = 16
 """Share of the backlog that every step processes, even if the budget is spent: until then, its

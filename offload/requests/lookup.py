@@ -13,7 +13,7 @@ import time
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
-from offload.index.chunk_batch import UNKNOWN, RequestOrigin
+from offload.index.chunk_batch import UNKNOWN, ChunkBatch, RequestOrigin
 from offload.layout.prefix_match import PrefixMatcher, present_in
 from offload.planner.planner import Planner
 from offload.planner.presence import PendingLookup
@@ -205,6 +205,35 @@ class Lookups:
         if hit.is_shortened:
             self._planner.stats.shortened()
         return hit
+
+    def ahead(self, state: RequestState, request: Request, start: int) -> list[ChunkBatch] | None:
+        """The chunks that a request will load if vLLM holds its first ``start`` tokens, as far as
+        is known before it asks; without blocks. ``None``: ask again in the next step.
+
+        Leaves the request's last lookup as it is, because vLLM may still rely on its promise.
+        """
+        layout, identity = self._matcher.layout, state.identity
+        identity.extend(request.block_hashes)
+        end = tokens_to_load(
+            self._matcher,
+            self._planner,
+            identity.keys,
+            start,
+            request.num_tokens - 1,
+            state.lookup.known,
+            identity.origin,
+        ).end_tokens
+        if end is None:
+            return None
+        runs = []
+        ranges = self._matcher.load_ranges(start, end)
+        for group, keys, chunks in zip(layout.groups, identity.keys, ranges, strict=True):
+            size = group.chunk_tokens
+            depths = range((chunks.start + 1) * size, (chunks.stop + 1) * size, size)
+            mine = keys[chunks.start : chunks.stop]
+            if mine:
+                runs.append(ChunkBatch(mine, group.group, (), depths, identity.origin))
+        return runs
 
     def accepted(self, state: RequestState, request: Request, external_tokens: int) -> None:
         """Make the request's log entry, once: vLLM has accepted the hit of the last lookup."""

@@ -112,9 +112,10 @@ class LoggedRequest:
     """The result of one request's lookup.
 
     Token counts: ``gpu_tokens`` came from vLLM's own cache, ``wanted_tokens`` were looked up beyond
-    them, and ``hit_tokens`` of those were found; ``loaded`` has the tokens loaded by tier.
-    ``time_s`` is Unix time. A ``final`` entry no longer changes. ``trace_headers`` name the span
-    of the client, if vLLM traces.
+    them, and ``hit_tokens`` of those were found; ``loaded`` has the tokens loaded by tier, of which
+    ``ahead_tokens`` were read into the CPU tier while the request waited. ``time_s`` is Unix time.
+    A ``final`` entry no longer changes. ``trace_headers`` name the span of the client, if vLLM
+    traces.
     """
 
     request: str
@@ -124,9 +125,14 @@ class LoggedRequest:
     wanted_tokens: int = 0
     hit_tokens: int = 0
     loaded: Mapping[str, int] = field(default_factory=dict)
+    ahead_tokens: int = 0
     miss: Miss = field(default_factory=lambda: Miss(Reason.COMPLETE))
     final: bool = False
     trace_headers: Mapping[str, str] | None = None
+
+    def was_read_ahead(self, tokens: int) -> None:
+        """Note how many tokens of the load were read while the request waited."""
+        self.ahead_tokens = tokens
 
     def as_json(self) -> dict[str, Any]:
         """The entry as plain values, as written to the file."""
@@ -140,6 +146,8 @@ class LoggedRequest:
             "loaded_tokens": dict(self.loaded),
             "reason": miss.reason.value,
         }
+        if self.loaded and self.ahead_tokens:
+            found["ahead_tokens"] = self.ahead_tokens
         if miss.key:
             found["missing"] = {
                 "group": miss.group,

@@ -85,6 +85,16 @@ MOVED = {
     "short_loads": Metric(
         "Lookups whose hit was shortened because a slow tier held only a few of its tokens."
     ),
+    "ahead_read_bytes": Metric(
+        "Bytes read from lower tiers while their requests waited (look_ahead)."
+    ),
+    "ahead_used_bytes": Metric("Of these, bytes loaded by the requests they were read for."),
+    "ahead_late_bytes": Metric(
+        "Of the used ones, bytes that were still being read when their load began."
+    ),
+    "ahead_wasted_bytes": Metric(
+        "Bytes read for nothing: the request was cancelled, computed them or came too late."
+    ),
     "store_bytes": Metric("Bytes copied from GPU blocks into the CPU tier."),
     "store_seconds": Metric("Time from the submission of a store to its end."),
     "store_refusals": Metric("Chunks that found no slot in the CPU tier."),

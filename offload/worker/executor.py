@@ -396,7 +396,6 @@ class Executor:
         if not body.done():
             if not task.left.done():
                 task.give_up(late=True)
-                self.stats.load_timed_out()
             await task.copies_ended()
             self._end_load(task.job, is_ok=False)
             self._answer(task.job, await body)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -18,6 +18,7 @@ import numpy as np
 from offload.messages.plan import IN_SLAB, STAGED, LoadItem, LoadJob
 from offload.messages.report import JobResult
 from offload.telemetry.counters import WorkerStats
+from offload.worker.read_turns import ReadTurns
 from offload.worker.staging import Staging, Window
 from offload.worker.tier_monitor import TierMonitor
 from offload.worker.unanswered_jobs import ExecutorLimits, OpenLoad
@@ -30,6 +31,10 @@ if TYPE_CHECKING:
     from offload.worker.block_verifier import Verifier
 
 logger = logging.getLogger(__name__)
+
+AHEAD_WAIT_S = 60.0
+"""A read ahead that has waited this long for its turn is given up. Only a request that waits for a
+load starts the clock of ``load_timeout_s``: reads ahead wait while the disk is busy."""
 
 
 class LoadLane:
@@ -60,12 +65,13 @@ class LoadLane:
         self.watches = watches
         self.stats = stats
         self.read_batch = limits.read_batch
-        # One semaphore per tier, and one per tier for probes: a tier that hangs must delay neither
-        # the other tiers nor the probe that detects its recovery.
-        self._reads = [asyncio.Semaphore(limits.reads_in_flight) for _ in tiers]
-        self._probes = [asyncio.Semaphore(1) for _ in tiers]
+        # One per tier, and one per tier for probes: a tier that hangs must delay neither the other
+        # tiers nor the probe that detects its recovery.
+        self._reads = [ReadTurns(limits.reads_in_flight) for _ in tiers]
+        self._probes = [ReadTurns(1) for _ in tiers]
         self.staging = Staging(staging, len(tiers))
         self._fills: dict[int, asyncio.Future[bool]] = {}
+        self._ahead: dict[int, LoadTask] = {}  # by the slots that are read ahead
         self._open: dict[int, LoadTask] = {}
         self.failed = Tally()  # copies
 
@@ -78,6 +84,8 @@ class LoadLane:
         task = LoadTask(self, job, load, after)
         task.add(job)
         self._open[job.job] = task
+        if job.is_ahead:
+            self._ahead.update({item.slot: task for item in job.items})
         return task
 
     def advance(self, job: LoadJob) -> None:
@@ -120,6 +128,8 @@ class LoadLane:
     def ended(self, task: LoadTask) -> None:
         """Remove a load that has ended."""
         del self._open[task.job]
+        for slot in task.slots_ahead:
+            self._ahead.pop(slot, None)
 
     def leave(self, request: str) -> None:
         """Abandon this request's load."""
@@ -147,9 +157,24 @@ class LoadLane:
         if future is not None and not future.done():
             future.set_result(good)
 
-    def turn(self, tier: int, *, probe: bool) -> asyncio.Semaphore:
-        """The semaphore to acquire for a read of this tier."""
+    def turns(self, tier: int, *, probe: bool) -> ReadTurns:
+        """The turns of this tier's reads."""
         return (self._probes if probe else self._reads)[tier]
+
+    def hurry(self, items: Iterable[LoadItem]) -> None:
+        """Let reads ahead into the slots of these items go with the reads that requests wait for: a
+        request waits for them now."""
+        for item in items if self._ahead else ():
+            task = self._ahead.get(item.slot)
+            if task is not None:
+                task.is_awaited()
+                for turns in self._reads:
+                    turns.hurry(item.slot)
+
+    def pass_by(self, slots: Collection[int]) -> None:
+        """Let the reads ahead into these slots end without a turn: they were given up."""
+        for turns in self._reads:
+            turns.pass_by(slots)
 
 
 class LoadTask:
@@ -162,6 +187,8 @@ class LoadTask:
     def __init__(self, lane: LoadLane, job: LoadJob, load: OpenLoad, after: object | None) -> None:
         self.job = job.job
         self.request = job.request
+        self.is_ahead = job.is_ahead
+        self._is_probe = not (job.request or job.is_ahead)
         self._lane = lane
         self._load = load
         self._items: list[LoadItem] = []
@@ -171,6 +198,7 @@ class LoadTask:
         self._new: list[LoadItem] = []
         self._news = asyncio.Event()
         self._came_at = 0.0
+        self._waits_for_turn = job.is_ahead
         self._running = 0
         self._abandoned = False
         self._late = False
@@ -198,13 +226,30 @@ class LoadTask:
         self._came_at = asyncio.get_running_loop().time()
         self._news.set()
 
+    @property
+    def slots_ahead(self) -> Collection[int]:
+        """The slots that are read ahead."""
+        return [item.slot for item in self._items] if self.is_ahead else ()
+
+    def is_awaited(self) -> None:
+        """Note that a request waits for this read ahead from now on."""
+        if self._waits_for_turn:
+            self._begin_clock()
+
+    def _begin_clock(self) -> None:
+        loop = asyncio.get_running_loop()
+        self._waits_for_turn, self._came_at = False, loop.time()
+
     def time_left(self, timeout_s: float) -> float:
         """Seconds until the load is late, counted as ``timeout_s`` after its newest part arrived.
 
-        The clock does not run while the load only waits for its next part.
+        The clock does not run while the load only waits for its next part. That of a read ahead
+        runs from its turn on, or from the time when a request waits for it.
         """
         if not self._running and not self._news.is_set():
             return timeout_s
+        if self._waits_for_turn:
+            timeout_s = max(timeout_s, AHEAD_WAIT_S)
         return self._came_at + timeout_s - asyncio.get_running_loop().time()
 
     async def copies_ended(self) -> None:
@@ -216,6 +261,10 @@ class LoadTask:
         (``late``: it has waited too long)."""
         self._abandoned = True
         self._late = self._late or late
+        if self.is_ahead:
+            self._lane.pass_by(self.slots_ahead)
+        elif late:
+            self._lane.stats.load_timed_out()
         self._news.set()
 
     def leave(self) -> None:
@@ -246,7 +295,8 @@ class LoadTask:
             self._lane.fail(self._items)
             self._lane.ended(self)
         seconds = time.perf_counter() - started
-        self._lane.stats.load_ended(seconds)
+        if not self.is_ahead:
+            self._lane.stats.load_ended(seconds)
         return JobResult(
             bad=frozenset(self._bad),
             lost=frozenset(self._lost),
@@ -300,10 +350,11 @@ class LoadTask:
         return ready, joined, reads
 
     def _window(self, tier: int) -> Window:
-        return self._lane.staging.window(tier, probe=not self.request)
+        return self._lane.staging.window(tier, probe=self._is_probe)
 
     async def _join(self, items: Sequence[LoadItem]) -> None:
         """Copy chunks from slots, once other loads' reads into them have succeeded."""
+        self._lane.hurry(items)
         good = []
         for item in items:
             fill = self._lane.fill(item.slot)
@@ -322,7 +373,10 @@ class LoadTask:
             return
         slots = await window.take(len(items)) if staged else [item.slot for item in items]
         try:
-            async with self._lane.turn(tier, probe=not self.request):
+            turns = self._lane.turns(tier, probe=self._is_probe)
+            async with turns.turn(slots, is_ahead=self.is_ahead):
+                if self._waits_for_turn:
+                    self._begin_clock()
                 outcomes = await self._read_into(tier, items, slots)
             good = []
             for item, slot, outcome in zip(items, slots, outcomes, strict=True):

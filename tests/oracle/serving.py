@@ -12,7 +12,7 @@ from __future__ import annotations
 import asyncio
 import random
 from collections import deque
-from collections.abc import Callable, Coroutine, Iterator
+from collections.abc import Callable, Coroutine, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
@@ -60,7 +60,8 @@ MAX_TOKENS = 152
 class Conditions:
     """The conditions of a world. ``slots`` of the CPU tier; ``tier``: whether there is a lower
     tier; ``fault_rate`` of its reads; ``late``: the maximum number of turns that copies get per
-    step; ``runner``: the model runner whose order of hooks and kernels is simulated."""
+    step; ``runner``: the simulated model runner; ``scheduling``: vLLM's policy; ``options``: more
+    of the configuration."""
 
     slots: int = 24
     tier: bool = True
@@ -70,6 +71,8 @@ class Conditions:
     batched_tokens: int = 32
     chunk_blocks: int = 1
     runner: int = 1
+    scheduling: str = "fcfs"
+    options: Mapping[str, Any] = field(default_factory=dict)
 
 
 class PumpedLoop:
@@ -126,14 +129,11 @@ def make_config(model: OracleModel, conditions: Conditions, folder: Path) -> tup
         "tiers": tiers if conditions.tier else [],
         "chunk_blocks": conditions.chunk_blocks,
         **dict.fromkeys(("load_timeout_s", "tier_timeout_s"), PATIENCE_S),
-    }
+    } | dict(conditions.options)
     speculative = None
     if model.drafts:
-        speculative = {
-            "method": "ngram",
-            "num_speculative_tokens": model.drafts,
-            "prompt_lookup_max": 2,
-        }
+        count = {"num_speculative_tokens": model.drafts, "prompt_lookup_max": 2}
+        speculative = {"method": "ngram"} | count
     config = EngineArgs(
         model=str(write_model(folder / "model", QWEN3)),
         kv_transfer_config=transfer_config(extra),
@@ -141,6 +141,7 @@ def make_config(model: OracleModel, conditions: Conditions, folder: Path) -> tup
         max_model_len=MAX_TOKENS,
         max_num_batched_tokens=conditions.batched_tokens,
         max_num_seqs=4,
+        scheduling_policy=conditions.scheduling,
         enable_prefix_caching=True,
         prefix_caching_hash_algo=HASH,
         async_scheduling=conditions.asynchronous,

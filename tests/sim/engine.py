@@ -64,6 +64,14 @@ class Engine(Server):
     def _arrive(self, chain: list[bytes]) -> None:
         self._names += 1
         self.waiting.append(Request(f"r{self._names}", chain))
+        runs = [self._keys_wanted(chain[:-1], group) for group in GROUPS]
+        if len(chain) > 1 and self.planner.look_ahead.is_on:
+            self.planner.look_ahead.enter(f"r{self._names}", (self._names,), runs)
+
+    def _keys_wanted(self, chain: list[bytes], group: int) -> ChunkBatch:
+        keys = [key_of(prefix, group) for prefix in chain]
+        depths = range(CHUNK_TOKENS, (len(chain) + 1) * CHUNK_TOKENS, CHUNK_TOKENS)
+        return ChunkBatch(keys, group, (), depths)
 
     def _give_back(self, request: Request) -> None:
         given = [b for at in request.blocks for blocks in at.values() for b in blocks]
@@ -86,11 +94,13 @@ class Engine(Server):
                 return
             self.waiting.pop(0)
             self._allocate(request)
+            load: list[ChunkBatch] = []
             if hit:
-                self._load(request, hit)
+                load = self._load(request, hit)
             else:
                 request.failed = False
                 self.running.append(request)
+            self.planner.look_ahead.leave(request.name, load)
 
     def _lookup(self, request: Request) -> int | None:
         """The number of positions that all groups can load from some tier; the last position is
@@ -136,7 +146,7 @@ class Engine(Server):
         depths = range((start + 1) * CHUNK_TOKENS, (end + 1) * CHUNK_TOKENS, CHUNK_TOKENS)
         return ChunkBatch(keys, group, blocks, depths)
 
-    def _load(self, request: Request, hit: int) -> None:
+    def _load(self, request: Request, hit: int) -> list[ChunkBatch]:
         runs = [self._wanted(request, group, 0, hit) for group in GROUPS]
         for tier, tokens in self.planner.loads.plan(request.name, runs).by_tier.items():
             self.hits[tier] += tokens // CHUNK_TOKENS
@@ -145,6 +155,7 @@ class Engine(Server):
         request.planned_at, request.planned_under = self.now(), self.epoch
         request.planned_in = self.steps
         self.loading[request.name] = request
+        return runs
 
     def _schedule(self) -> list[tuple[Request, int, int]]:
         """Choose the positions that the step's forward pass computes."""

@@ -127,6 +127,7 @@ class ServerLife(Engine):
             request.aborted = True  # its blocks are held until every rank has released them
             self.planner.loads.cancel(request.name)
             return
+        self.planner.look_ahead.leave(request.name)
         (self.waiting if request in self.waiting else self.running).remove(request)
         self._give_back(request)
 
@@ -182,7 +183,9 @@ class ServerLife(Engine):
             assert gates[write_through.tier].writable, (
                 f"{write_through} goes to a tier that must not be used"
             )
-        probes = Counter(load.items[0].tier for load in plan.loads if not load.request)
+        probes = Counter(
+            load.items[0].tier for load in plan.loads if not (load.request or load.is_ahead)
+        )
         assert all(count == 1 for count in probes.values()), f"probes {probes} in one step"
         self.events["probes"] += len(probes)
 
@@ -279,6 +282,12 @@ class ServerLife(Engine):
         assert not planner.loads.held, "chunks are held for which no request waits"
         assert not [*planner.loads.planned, *planner.loads.queue], "loads are deferred"
         assert not planner.deferred.pieces, "answers are deferred"
+        ahead = planner.look_ahead
+        left = (ahead._wants, ahead.queue, ahead._open, ahead._held, ahead._wanted, ahead._flying)
+        assert not any(left), f"look-ahead has not ended: {left}"
+        counts = ahead.counts
+        assert counts["read"] == counts["used"] + counts["wasted"], f"look-ahead: {counts}"
+        self.events["read ahead"] += counts["used"]
         for index in (planner.cpu, *planner.lower):
             index.check()
             assert not index.filling_count, f"{index.name}: fills are left"

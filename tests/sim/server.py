@@ -50,6 +50,7 @@ class Setup:
     lying: bool = False
     step_chunks: int = 4
     pause_s: float = 0.02
+    look_ahead: float = 0.0
 
     @classmethod
     def drawn(cls, rng: random.Random) -> Setup:
@@ -160,6 +161,7 @@ class Server:
             ranks=setup.ranks,
             health=health,
             write_through_queues=self.queues,
+            look_ahead=setup.look_ahead,
         )
         lookups = self.planner.budget.lookups
         lookups.chunks, lookups.chunks_min = LOOKED_AT, FEW

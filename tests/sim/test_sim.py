@@ -9,7 +9,9 @@ A seed determines the whole run, to the last byte.
 
 from __future__ import annotations
 
+import dataclasses
 import os
+import random
 import time
 from collections import Counter
 from pathlib import Path
@@ -18,6 +20,7 @@ import pytest
 
 from tests.sim.life import ServerLife, live
 from tests.sim.real_disk import ServerLifeOnDisk
+from tests.sim.server import Setup
 from tests.sim.weather import Sky
 
 SEEDS = int(os.environ.get("KVTIERS_SIM_SEEDS", "120"))
@@ -131,3 +134,17 @@ def test_replay() -> None:
     first, second = (live(ServerLife(7), STEPS) for _ in range(2))
     assert first.events == second.events
     assert (first.steps, first.checked, first.hits) == (second.steps, second.checked, second.hits)
+
+
+@pytest.mark.parametrize("part", range(4))
+def test_no_world_goes_wrong_with_look_ahead(part: int) -> None:
+    used = 0
+    for seed in range(part, 40, 4):
+        setup = dataclasses.replace(Setup.drawn(random.Random(seed)), look_ahead=0.5)
+        life = ServerLife(seed, setup)
+        try:
+            used += live(life, STEPS).events["read ahead"]
+        except BaseException as error:
+            error.add_note(f"seed {seed} with {setup}")
+            raise
+    assert used > 0

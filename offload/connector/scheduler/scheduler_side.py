@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -21,6 +21,8 @@ from offload.connector.scheduler.new_requests import NewRequests
 from offload.connector.scheduler.prefill_rate import PrefillRate
 from offload.connector.scheduler.store_progress import StoreProgress
 from offload.connector.scheduler.unfinished_loads import UnfinishedLoads
+from offload.connector.scheduler.waiting_requests import WaitingRequests
+from offload.index.chunk_batch import ChunkBatch
 from offload.layout.groups import ModelLayout
 from offload.layout.keys import CPU
 from offload.layout.prefix_match import PrefixMatcher
@@ -60,6 +62,7 @@ class SchedulerSide:
         max_pinned_share: float = 0.25,
         log: RequestLog | None = None,
         verify: bool = False,
+        by_priority: bool = False,
     ) -> None:
         self.layout = layout
         self.planner: Planner | None = None
@@ -74,7 +77,10 @@ class SchedulerSide:
         self.copy_gauges: Mapping[str, float] = {}
         self._endings: FinishedRequests | None = None
         self._stores: StoreProgress | None = None
+        self._waiting: WaitingRequests | None = None
         self._max_pinned_share = max_pinned_share
+        self._by_priority = by_priority
+        self._cached_tokens: Callable[[Request], int | None] = _none_cached
         self._matcher = PrefixMatcher(layout)
         self._wanted = WantedChunks(layout, self._matcher)
         self._tables = BlockTables(layout)
@@ -102,10 +108,23 @@ class SchedulerSide:
             self.layout, self._matcher, self._wanted, planner, self._digests
         )
         self.lookups = Lookups(self._matcher, planner, self.log, neighbours)
+        if planner.look_ahead.is_on:
+            self._waiting = WaitingRequests(
+                planner,
+                self.lookups,
+                lambda request: self._cached_tokens(request),
+                min(group.block_tokens for group in self.layout.groups),
+                by_priority=self._by_priority,
+            )
         for state in self._states.values():
             self._stores.begin(state)
 
     # -- requests ----------------------------------------------------------------------------
+
+    def bind_cache(self, cached_tokens: Callable[[Request], int | None]) -> None:
+        """Set the function that counts a request's tokens in vLLM's own cache (``None``: no
+        look-ahead for this request)."""
+        self._cached_tokens = cached_tokens
 
     def on_new_request(self, request: Request) -> None:
         """Add a request (also called again for a resumed session)."""
@@ -117,6 +136,8 @@ class SchedulerSide:
             self._requests[request.request_id] = request
             if self._stores is not None:
                 self._stores.begin(state)
+            if self._waiting is not None:
+                self._waiting.add(state, request)
 
     def close(self) -> None:
         """Close the records, because the server stops."""
@@ -154,15 +175,36 @@ class SchedulerSide:
             return
         self._explain(request, external_tokens)
         if external_tokens <= 0:
+            self._waits_no_more(request)
             return
         self._unseen.begin(request.request_id)
         try:
-            self._plan_load(self._state(request), block_ids, external_tokens)
+            load = self._plan_load(self._state(request), block_ids, external_tokens)
         except Exception:
             # The request now waits for a load, so it must get a result. Its fence may be missing.
             self.planner.stores.distrust()
             self.planner.loads.plan_failed(request.request_id)
             raise
+        self._waits_no_more(request, load)
+
+    def _waits_again(self, request_id: str) -> None:
+        """The request was preempted, and runs again before others do, unless a load that was
+        planned in the same step has begun that already."""
+        state = self._states[request_id]
+        if self._waiting is not None and not state.outcome.loading:
+            self._waiting.add(state, self._requests[request_id], preempted=True)
+
+    def _waits_no_more(self, request: Request, load: Sequence[ChunkBatch] = ()) -> None:
+        """The request does not wait any more; ``load`` was planned for it."""
+        if self._waiting is None:
+            return
+        try:
+            ahead_tokens = self._waiting.remove(request.request_id, load)
+            state = self._states.get(request.request_id)
+            if ahead_tokens and state is not None and state.lookup.logged is not None:
+                state.lookup.logged.was_read_ahead(ahead_tokens)
+        except Exception as error:  # must not fail the load, nor the end of the request
+            self._faults.note("look_ahead", error)
 
     def _explain(self, request: Request, external_tokens: int) -> None:
         try:
@@ -173,7 +215,7 @@ class SchedulerSide:
 
     def _plan_load(
         self, state: RequestState, block_ids: tuple[list[int], ...], external_tokens: int
-    ) -> None:
+    ) -> list[ChunkBatch]:
         assert self.planner is not None
         assert self.lookups is not None
         assert self._stores is not None
@@ -185,6 +227,7 @@ class SchedulerSide:
         state.outcome.begin_load(self.planner.loads.plan(state.identity.request, wanted))
         self._stores.load_planned(state, chunks)
         self._moved_at = time.monotonic()
+        return wanted
 
     def finished(self, request: Request, block_ids: tuple[list[int], ...]) -> dict[str, Any] | None:
         """The request ends and vLLM is about to free its blocks: store the missing chunks.
@@ -196,6 +239,7 @@ class SchedulerSide:
         self._unseen.forget(request.request_id)
         self.adapters.end(request.request_id)
         self._clock.ended(request, time.monotonic())
+        self._waits_no_more(request)
         if state is None or not (self.planner and self.lookups and self._stores and self._endings):
             return None
         self.lookups.given_up(state)
@@ -234,6 +278,8 @@ class SchedulerSide:
             try:
                 self._endings.advance()
                 self.lookups.advance()
+                if self._waiting is not None and not self._is_held:
+                    self._waiting.advance()
             except Exception as error:  # even after an error, the step's plan must be sent
                 self._faults.note("lookup", error)
         try:
@@ -257,6 +303,8 @@ class SchedulerSide:
         for request_id in output.preempted_req_ids or ():
             if request_id in self._states:
                 self._states[request_id].restart()
+                if request_id not in output.num_scheduled_tokens:
+                    self._waits_again(request_id)
             if self._digests is not None:
                 self._digests.restarted(request_id)
         # Find the fences first: a store planned below reads blocks that belong to this step.
@@ -397,3 +445,7 @@ class SchedulerSide:
     def kept(self) -> dict[str, int]:
         """The space that clients have pinned in each tier, in the tier's units."""
         return self._endings.pins.used() if self._endings is not None else {}
+
+
+def _none_cached(_request: Request) -> int | None:
+    return 0

@@ -152,6 +152,26 @@ def test_one_view_as_json_and_as_a_table() -> None:
         assert words in text, words
 
 
+def test_look_ahead_is_shown_once_it_has_read_something() -> None:
+    server = Server()
+    server.fill()
+    names = ("ahead_read_bytes", "ahead_used_bytes", "ahead_late_bytes", "ahead_wasted_bytes")
+    for name in names:
+        server.add(Counter, f"vllm:kvtiers_{name}", 0)
+    with serving([server.page]) as address:
+        assert "look-ahead" not in kvtiers("top", address, "--once", "--interval", "0").out
+    for name, count in zip(names, (1000, 800, 300, 150), strict=True):
+        server.add(Counter, f"vllm:kvtiers_{name}", count)
+    before = parse(server.page, 10.0)
+    server.add(Counter, "vllm:kvtiers_ahead_read_bytes", 1000)
+    found = view(parse(server.page, 12.0), before)
+    assert found.rates["ahead_read_bytes_per_s"] == 500
+    assert found.ahead_shares == {"used": 0.4, "late": 0.15, "wasted": 0.075}
+    with serving([server.page]) as address:
+        text = kvtiers("top", address, "--once", "--interval", "0").out
+    assert "read ahead; since the start 40.0% used, 15.0% late, 7.5% wasted" in text
+
+
 def test_a_busy_server_is_readable_in_80_columns(monkeypatch: pytest.MonkeyPatch) -> None:
     """One block for each tier: every line has its label, and no number is wrapped."""
     server = Server()

@@ -30,6 +30,18 @@ def recorded(folder: Path, *numbers: int) -> Path:
     return file
 
 
+def test_tokens_that_were_read_ahead_are_shown(tmp_path: Path) -> None:
+    file = tmp_path / "requests.jsonl"
+    written = RequestFile(str(file), 100, Namespace.of(FIELDS).name)
+    written(LoggedRequest("hit", 1.0, 64, 0, 60, 60, {"cpu": 60}, ahead_tokens=48))
+    written(LoggedRequest("failed", 1.0, 64, 0, 60, 60, ahead_tokens=48))
+    written.close()
+    hit, failed = kvtiers("why", file, "--json").json["requests"]
+    assert hit["ahead_tokens"] == 48
+    assert "ahead_tokens" not in failed, "nothing was loaded"
+    assert "48 of them read ahead" in " ".join(kvtiers("why", file).out.split())
+
+
 def test_a_line_that_is_being_written_is_left_out(tmp_path: Path) -> None:
     file = recorded(tmp_path, 1)
     with file.open("a") as half:
@@ -55,6 +67,7 @@ def test_a_reason_of_a_newer_version_is_shown(tmp_path: Path) -> None:
         {**WHOLE, "missing": {"group": 0, "at_token": 16, "key": "zz"}},
         {**WHOLE, "tier": 5},
         {**WHOLE, "ago_s": "long"},
+        {**WHOLE, "ahead_tokens": "all"},
         ["request", "reason"],
         None,
     ],

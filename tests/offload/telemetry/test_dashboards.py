@@ -38,6 +38,10 @@ def test_every_metric_is_used_or_left_out_on_purpose() -> None:
     left_out = {
         "copy_bytes_per_second": "measured once, at the start",
         "copy_groups": "chosen once, at the start",
+        "ahead_read_bytes_total": "look-ahead is off by default",
+        "ahead_used_bytes_total": "look-ahead is off by default",
+        "ahead_wasted_bytes_total": "look-ahead is off by default",
+        "ahead_late_bytes_total": "look-ahead is off by default",
         "breaker_openings_total": "breaker_state has the result",
         "dropped_chunks_total": "removed_chunks has the reasons",
         "evicted_chunks_total": "removed_chunks has the reasons",

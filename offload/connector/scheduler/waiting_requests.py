@@ -1,0 +1,104 @@
+"""Tells look-ahead which requests wait for vLLM to run them, and which chunks they will load.
+
+Part of the scheduler side, on its thread. A request is matched with vLLM's own cache and with the
+tiers once, in a step whose allowance for lookups is not used up; in a step without waiting requests
+nothing is done.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import islice
+from typing import TYPE_CHECKING, Any
+
+from offload.index.chunk_batch import ChunkBatch
+from offload.layout.keys import CPU
+from offload.planner.planner import Planner
+from offload.requests.lookup import Lookups
+from offload.requests.request_state import RequestState
+
+if TYPE_CHECKING:
+    from vllm.v1.request import Request
+
+
+MATCHED_MAX = 64
+"""The number of requests that are matched in a step."""
+
+
+@dataclass(slots=True, eq=False)
+class _Unmatched:
+    """A request that has not been matched yet, and its place in the order. ``cached`` are its
+    tokens in vLLM's own cache, once these are known."""
+
+    state: RequestState
+    request: Request
+    order: tuple[Any, ...]
+    cached: int | None = None
+
+
+class WaitingRequests:
+    """Requests run in the order in which they came or, ``by_priority``, in vLLM's order of
+    priorities. ``cached_tokens`` says how many tokens of a request vLLM's own cache holds, or
+    ``None`` if this request is not to be read ahead for.
+    """
+
+    def __init__(
+        self,
+        planner: Planner,
+        lookups: Lookups,
+        cached_tokens: Callable[[Request], int | None],
+        block_tokens: int,
+        *,
+        by_priority: bool = False,
+    ) -> None:
+        self._planner = planner
+        self._lookups = lookups
+        self._cached_tokens = cached_tokens
+        self._block_tokens = block_tokens
+        self._by_priority = by_priority
+        self._unmatched: dict[str, _Unmatched] = {}
+        self._count = 0
+
+    def add(self, state: RequestState, request: Request, *, preempted: bool = False) -> None:
+        """A request waits from now on. One that was preempted is the next that runs."""
+        read = state.identity.origin.controls.read
+        if state.identity.no_load or (read is not None and CPU not in read):
+            return
+        self._count += 1
+        place = -self._count if preempted else self._count
+        order: tuple[Any, ...] = (place,)
+        if self._by_priority:
+            order = (request.priority, request.arrival_time, self._count)
+        self._unmatched[request.request_id] = _Unmatched(state, request, order)
+
+    def remove(self, request: str, load: Sequence[ChunkBatch] = ()) -> int:
+        """The request does not wait any more: this ``load`` was planned for it, or it runs or has
+        ended. Returns the tokens of the load that were read ahead for it."""
+        self._unmatched.pop(request, None)
+        return self._planner.look_ahead.leave(request, load)
+
+    def advance(self) -> None:
+        """Match requests that have come, as far as the step allows."""
+        allowance = self._planner.budget.lookups
+        for name in list(islice(self._unmatched, MATCHED_MAX)):
+            if allowance.left <= 0:
+                return
+            waiting = self._unmatched.pop(name)  # one that fails here is not tried again
+            if not self._match(name, waiting):
+                self._unmatched[name] = waiting
+
+    def _match(self, name: str, waiting: _Unmatched) -> bool:
+        """Look for the chunks of a request; returns False if it is to be tried again."""
+        state = waiting.state
+        if state.identity.no_load or state.outcome.failures:
+            return True
+        if waiting.cached is None:
+            waiting.cached = self._cached_tokens(waiting.request)
+            if waiting.cached is None:
+                return True
+            self._planner.budget.lookups.take(waiting.cached // self._block_tokens)
+        runs = self._lookups.ahead(state, waiting.request, waiting.cached)
+        if runs:
+            self._planner.look_ahead.enter(name, waiting.order, runs)
+        return runs is not None

@@ -1,0 +1,334 @@
+"""Look-ahead: chunks of lower tiers are read into the CPU tier while their requests wait.
+
+Requests enter with the chunks that they will load, as soon as these are known, and leave when their
+load is planned or they have ended. Chunks are read in the order in which requests will run, bounded
+by a share of the CPU tier, by the reads in flight and by the step's budget. What was read for a
+waiting request is not evicted before that request leaves or is late. Chunks that the next requests
+will load are evicted last, whatever the policy says; reads ahead never evict them. Pure.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left, insort
+from collections import Counter
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, field
+from itertools import chain, repeat
+from operator import attrgetter, not_
+from typing import Any
+
+from offload.index.chunk_batch import ChunkBatch
+from offload.layout.keys import CPU, group_of
+from offload.messages.plan import LoadItem, LoadJob
+from offload.planner.context import PlannerContext
+from offload.planner.jobs import Job, JobKind
+from offload.planner.load_sources import LoadSources
+from offload.planner.step_budget import (
+    AHEAD_COST,
+    AHEAD_LEAVES,
+    AHEAD_LOOK_MAX,
+    AHEAD_REQUEST_MAX,
+    EVICT_COST,
+)
+from policies.hints import LOW
+
+BATCH = 16
+"""Chunks of one job: as many as a worker reads at a time."""
+FLYING_MAX = 64
+"""Number of chunks whose reads ahead may be in flight."""
+WANTED_SHARE = 2
+"""The chunks that are evicted last are at most this part of the CPU tier."""
+LATE_S = 60.0
+"""A request that has not run this long after its first chunk was read loses what was read for
+it."""
+AGAIN = 8
+"""When the CPU tier had no space for a read ahead, the next one is tried after so many steps, or
+when a job has ended: each attempt looks at every chunk that must stay."""
+ENTER_MAX = 2
+"""The number of requests whose chunks become wanted at a time: a long prompt has thousands."""
+HEIRS_MAX = 8
+"""The number of next requests that may take over what was read for one that has left."""
+COUNTED = ("read", "used", "late", "wasted")
+
+
+@dataclass(slots=True, eq=False)
+class _Want:
+    """The chunks that a waiting request will load. Those before chunk ``at`` of run ``run`` need no
+    more attention; ``read`` are those that were read ahead for it."""
+
+    request: str
+    order: tuple[Any, ...]
+    runs: Sequence[ChunkBatch]
+    keys: frozenset[bytes]
+    run: int = 0
+    at: int = 0
+    read: set[bytes] = field(default_factory=set)
+
+    @property
+    def is_open(self) -> bool:
+        """True if some of the chunks still need attention."""
+        return self.run < len(self.runs)
+
+
+_order_of = attrgetter("order")
+
+
+def _place(wants: Sequence[_Want], want: _Want) -> int:
+    return wants.index(want, bisect_left(wants, want.order, key=_order_of))
+
+
+class LookAhead:
+    """Reads ahead for waiting requests. Owned by the planner; used on its thread.
+
+    ``share`` of the CPU tier may hold chunks that were read ahead and not used yet; 0 turns reading
+    ahead off. ``queue`` has the waiting requests in the order in which they will run. ``planned``
+    are the jobs that were not sent yet. ``counts`` are the chunks that were read, those loaded by
+    the requests that they were read for (``used``), those of them that were still being read when
+    the load was planned (``late``), and those given up (``wasted``).
+    """
+
+    def __init__(self, context: PlannerContext, sources: LoadSources, share: float) -> None:
+        self.queue: list[_Want] = []
+        self.planned: list[LoadJob] = []
+        self.counts = dict.fromkeys(COUNTED, 0)
+        self._bytes = dict.fromkeys(COUNTED, 0)
+        self._context = context
+        self._cpu = context.cpu
+        self._sources = sources
+        self._share = share
+        self._wants: dict[str, _Want] = {}
+        self._open: list[_Want] = []  # those of the queue that still need attention
+        self._since: dict[_Want, float] = {}  # when the first chunk was read, oldest first
+        self._held: dict[bytes, _Want] = {}  # read ahead, with the request that waits for it
+        self._wanted: Counter[bytes] = Counter()  # by the first ``_wanting`` requests of the queue
+        self._wanting = 0
+        self._flying = 0
+        self._full: tuple[int, int] | None = None  # the jobs that had ended, and steps since
+        self._now = 0.0
+        context.cpu.retention.look_ahead(self._held, self._wanted)
+
+    @property
+    def is_on(self) -> bool:
+        """True if chunks are read ahead at all."""
+        return self._share > 0 and bool(self._context.lower)
+
+    # -- requests ----------------------------------------------------------------------------
+
+    def enter(self, request: str, order: tuple[Any, ...], runs: Sequence[ChunkBatch]) -> None:
+        """A request waits that will load these chunks (without blocks, in prefix order). Requests
+        with the smallest ``order`` run first. Only the head of a very long prompt counts."""
+        self.leave(request)
+        chunks_max = max(1, min(AHEAD_REQUEST_MAX, self._wanted_max) // len(runs))
+        runs = [run.part(0, chunks_max) for run in runs]
+        keys = frozenset(chain.from_iterable(run.keys for run in runs))
+        want = self._wants[request] = _Want(request, order, runs, keys)
+        insort(self.queue, want, key=_order_of)
+        insort(self._open, want, key=_order_of)
+        if _place(self.queue, want) < self._wanting:
+            self._wanted.update(keys)
+            self._wanting += 1
+        self._limit_wanted()
+
+    def leave(self, request: str, load: Sequence[ChunkBatch] = ()) -> int:
+        """The request does not wait any more: this ``load`` was planned for it, or it computes
+        everything, or it has ended. Returns the tokens of the load that were read ahead for it."""
+        want = self._wants.pop(request, None)
+        if want is None:
+            return 0
+        place = _place(self.queue, want)
+        del self.queue[place]
+        if want.is_open:
+            del self._open[_place(self._open, want)]
+        if place < self._wanting:
+            self._wanting -= 1
+            self._forget_wanted(want)
+            self._limit_wanted()
+        self._since.pop(want, None)
+        used = want.read.intersection(chain.from_iterable(run.keys for run in load))
+        for key in used:
+            del self._held[key]
+        self._count("used", used)
+        self._count("late", used & self._sources.promoting.keys())
+        self._release(want.read - used)
+        groups = self._context.groups
+        counts = Counter(map(group_of, used))
+        return max((n * groups[group].chunk_tokens for group, n in counts.items()), default=0)
+
+    @property
+    def _wanted_max(self) -> int:
+        return self._cpu.space.capacity // WANTED_SHARE
+
+    def _limit_wanted(self) -> None:
+        """Let as many of the next requests have their chunks evicted last as the bound allows."""
+        while len(self._wanted) > self._wanted_max:
+            self._wanting -= 1
+            self._forget_wanted(self.queue[self._wanting])
+        for want in self.queue[self._wanting : self._wanting + ENTER_MAX]:
+            if len(self._wanted) + len(want.keys) > self._wanted_max:
+                break
+            self._wanted.update(want.keys)
+            self._wanting += 1
+
+    def _forget_wanted(self, want: _Want) -> None:
+        counts = list(map(self._wanted.pop, want.keys, repeat(1)))
+        if counts.count(1) < len(counts):  # other requests want some of them, too
+            rest = zip(want.keys, counts, strict=True)
+            self._wanted.update({key: count - 1 for key, count in rest if count > 1})
+
+    def _release(self, rest: Collection[bytes]) -> None:
+        """Chunks that were read for a request that does not use them may be evicted, unless one of
+        the next requests wants them."""
+        for heir in self.queue[:HEIRS_MAX] if rest else ():
+            mine = heir.keys.intersection(rest)
+            if mine:
+                self._hold(mine, heir)
+                rest = frozenset(rest) - mine
+        for key in rest:
+            del self._held[key]
+        self._count("wasted", rest)
+
+    def _hold(self, keys: Collection[bytes], want: _Want) -> None:
+        self._held.update(dict.fromkeys(keys, want))
+        want.read.update(keys)
+        self._since.setdefault(want, self._now)
+
+    def _count(self, what: str, keys: Collection[bytes]) -> None:
+        if not keys:
+            return
+        self.counts[what] += len(keys)
+        for group, count in Counter(map(group_of, keys)).items():
+            self._bytes[what] += count * self._context.groups[group].footprints[0]
+
+    # -- a step ------------------------------------------------------------------------------
+
+    def advance(self, now: float) -> None:
+        """Read further chunks for the requests that run first, as far as the bounds go."""
+        self._now = now
+        try:
+            self._give_up_late()
+            if self._open and self._may_have_space():
+                self._read_on()
+        except Exception:
+            self.forget_all()  # the next step must not fail again
+            raise
+
+    def _give_up_late(self) -> None:
+        while self._since:
+            want, since = next(iter(self._since.items()))
+            if self._now - since <= LATE_S:
+                return
+            self.leave(want.request)
+
+    def _may_have_space(self) -> bool:
+        if self._full is not None:
+            ended, steps = self._full
+            if ended == self._context.jobs.ended and steps < AGAIN:
+                self._full = (ended, steps + 1)
+                return False
+            self._full = None
+        return True
+
+    def _read_on(self) -> None:
+        left = AHEAD_LOOK_MAX
+        budget, tiers = self._context.budget, self._context.health.readable_tiers()
+        if not tiers:  # goes on when one can be read again
+            return
+        while self._open and left > 0 and self._bound > 0 and budget.above(AHEAD_LEAVES) > 0:
+            want = self._open[0]
+            looked, is_full = self._look(want, tiers, min(left, BATCH))
+            budget.spend(AHEAD_COST * looked)
+            left -= looked
+            if not want.is_open:
+                del self._open[0]
+            if is_full:
+                self._full = (self._context.jobs.ended, 0)
+                return
+
+    @property
+    def _bound(self) -> int:
+        """Chunks whose reads may begin now."""
+        most = int(self._cpu.space.capacity * self._share)
+        return min(most - len(self._held), FLYING_MAX - self._flying)
+
+    def _look(self, want: _Want, tiers: Sequence[int], most: int) -> tuple[int, bool]:
+        """Look at the next chunks of a request and read those that only lower ``tiers`` hold.
+        Returns how many were looked at, and whether the CPU tier has no space for more."""
+        run = want.runs[want.run]
+        end = min(len(run), want.at + most)
+        part = run.part(want.at, end)
+        missing = part.chosen(list(map(self._cpu.is_absent, part.keys)))
+        left = missing.part(0, max(0, self._bound))
+        stop = missing.keys[len(left)] if len(left) < len(missing) else None
+        read, is_full = run.origin.controls.read, False
+        for tier in tiers:
+            if read is not None and tier not in read:
+                continue
+            held = self._context.lower[tier].resident
+            flags = list(map(held.__contains__, left.keys))
+            mine, left = left.chosen(flags), left.chosen(list(map(not_, flags)))
+            if mine and (count := self._read(want, tier, mine)) < len(mine):
+                stop, is_full = mine.keys[count], True
+                break
+        looked = len(part) if stop is None else part.keys.index(stop)
+        want.at += looked
+        if want.at == len(run):
+            want.run, want.at = want.run + 1, 0
+        return len(part), is_full
+
+    def _read(self, want: _Want, tier: int, chunks: ChunkBatch) -> int:
+        """Plan to read these into the CPU tier, as far as there is space; returns how many."""
+        context = self._context
+        infos = context.groups[chunks.group].entries(chunks, 1)
+        patient = not self._cpu.unwritten.is_behind
+        evict = chunks.origin.priority != LOW
+        grant = self._cpu.reserve(chunks.keys, infos, self._wanted, evict=evict, patient=patient)
+        if grant.evicted:
+            context.stats.evicted(CPU, grant.evicted)
+            context.budget.spend(EVICT_COST * len(grant.evicted))
+        keys = chunks.keys[: len(grant.locations)]
+        if not keys:
+            return 0
+        job = context.jobs.next_id()
+        context.lower[tier].pin(keys)
+        context.jobs.open(Job(job, JobKind.AHEAD, fills=keys, pins=((tier, keys),)))
+        self._sources.promoting.update(dict.fromkeys(keys, job))
+        rows = zip(keys, grant.locations, strict=True)
+        items = [LoadItem(key, chunks.group, (), slot, tier) for key, slot in rows]
+        self.planned.append(LoadJob(job, "", items, is_ahead=True))
+        self._hold(keys, want)
+        self._flying += len(keys)
+        self._count("read", keys)
+        return len(keys)
+
+    def take(self) -> tuple[LoadJob, ...]:
+        """The jobs planned since the previous call."""
+        taken, self.planned = tuple(self.planned), []
+        return taken
+
+    def ended(self, job: Job) -> None:
+        """Every rank has answered a read ahead."""
+        self._flying -= len(job.fills)
+        _, bad = job.verdict()
+        lost = []
+        for key in bad:
+            want = self._held.pop(key, None)
+            if want is not None:
+                want.read.discard(key)
+                lost.append(key)
+                if not want.read:
+                    self._since.pop(want, None)
+        self._count("wasted", lost)
+
+    def forget_all(self) -> None:
+        """All chunks are forgotten: nobody wants any of them."""
+        self._count("wasted", self._held)
+        for state in (
+            *(self.queue, self._wants, self._open, self._since),
+            *(self._held, self._wanted),
+        ):
+            state.clear()
+        self._wanting, self._full = 0, None
+
+    def totals(self) -> dict[str, float]:
+        """The counts in bytes of the first lower tier, by flat name."""
+        return {f"ahead_{what}_bytes": count for what, count in self._bytes.items()}

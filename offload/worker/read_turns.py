@@ -1,0 +1,82 @@
+"""The reads of one tier that may be in flight at a time: first those that requests wait for.
+
+For the worker's event loop.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import AsyncIterator, Collection
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+
+
+@dataclass(slots=True, eq=False)
+class _Read:
+    """A read that waits or has its turn, and the slots that it fills."""
+
+    slots: frozenset[int]
+    turn: asyncio.Future[None]
+
+
+class ReadTurns:
+    """Gives ``count`` reads their turn. A read ahead gets its turn only while no other read of this
+    tier is in flight: reads that are in flight together share the device's speed, and a read that a
+    request waits for comes at any time."""
+
+    def __init__(self, count: int) -> None:
+        self._count = count
+        self._awaited: deque[_Read] = deque()
+        self._ahead: deque[_Read] = deque()
+        self._running: list[_Read] = []
+
+    @asynccontextmanager
+    async def turn(self, slots: Collection[int], *, is_ahead: bool) -> AsyncIterator[None]:
+        """Wait for the turn of a read into these slots, and hold it meanwhile."""
+        loop = asyncio.get_running_loop()
+        read = _Read(frozenset(slots), loop.create_future())
+        if is_ahead:  # reads of the same plan that requests wait for come in a moment
+            self._ahead.append(read)
+            loop.call_soon(self._begin)
+        else:
+            self._awaited.append(read)
+            self._begin()
+        try:
+            await read.turn
+            yield
+        finally:
+            for reads in (self._running, self._awaited, self._ahead):
+                if read in reads:
+                    reads.remove(read)
+                    break
+            self._begin()
+
+    def _begin(self) -> None:
+        """Give the next reads their turn."""
+        while len(self._running) < self._count and (queue := self._next()):
+            read = queue.popleft()
+            if not read.turn.done():  # else it was cancelled, and leaves in a moment
+                self._running.append(read)
+                read.turn.set_result(None)
+
+    def _next(self) -> deque[_Read]:
+        """The queue whose first read is the next one; an empty one if none may begin."""
+        return self._awaited if self._awaited or self._running else self._ahead
+
+    def hurry(self, slot: int) -> None:
+        """A request waits for this slot now: the read ahead that fills it goes with the others."""
+        for read in self._ahead:
+            if slot in read.slots:
+                self._ahead.remove(read)
+                self._awaited.append(read)
+                self._begin()
+                return
+
+    def pass_by(self, slots: Collection[int]) -> None:
+        """Reads into these slots that wait for their turn will read nothing: they need none."""
+        for queue in (self._ahead, self._awaited):
+            for read in [read for read in queue if not read.slots.isdisjoint(slots)]:
+                queue.remove(read)
+                if not read.turn.done():
+                    read.turn.set_result(None)

@@ -1,0 +1,300 @@
+"""Look-ahead alone: what it reads, keeps and gives up, and what it counts."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+import pytest
+
+from offload.index.capacity import ByteCapacity, SlotCapacity
+from offload.index.chunk_batch import ChunkBatch, GroupInfo, RequestOrigin
+from offload.index.request_options import Controls, RequestHints
+from offload.index.tier_index import TierIndex
+from offload.messages.plan import StepPlan
+from offload.messages.report import JobResult, Observed, StepReport
+from offload.planner import look_ahead
+from offload.planner.circuit_breaker import BreakerState
+from offload.planner.planner import Planner
+from policies import hints
+from policies.base import EntryInfo
+from policies.eviction.lru import LruPolicy
+from tests.offload.planner.simulated_ranks import key_of
+
+SIZE = 100
+
+
+class Queue:
+    """A planner whose lower tiers hold the chunks 0 to 99, and requests that wait."""
+
+    def __init__(self, slots: int = 40, share: float = 0.5, tiers: int = 1) -> None:
+        self.disks = [
+            TierIndex(f"disk{n}", ByteCapacity(1 << 20), LruPolicy()) for n in range(tiers)
+        ]
+        for disk in self.disks:
+            info = EntryInfo(0, "full", size_bytes=SIZE)
+            disk.recover([key_of(n) for n in range(100)], [info] * 100)
+        cpu = TierIndex("cpu", SlotCapacity(slots), LruPolicy())
+        groups = {0: GroupInfo("full", 16, (SIZE,) * tiers)}
+        self.planner = Planner(groups, cpu, self.disks, look_ahead=share)
+        self.ahead = self.planner.look_ahead
+        self.now = 0.0
+        self.plans: list[StepPlan] = []
+
+    def wait(self, name: str, numbers: Iterable[int], *order: int, **origin: object) -> None:
+        self.ahead.enter(name, order, [run(numbers, **origin)])
+
+    def step(self, seconds: float = 0.01) -> list[int]:
+        """The chunks whose reads ahead this step begins."""
+        self.now += seconds
+        self.planner.tick(self.now)
+        self.plans.append(self.planner.step())
+        return [number(i.key) for job in self.plans[-1].loads if job.is_ahead for i in job.items]
+
+    def end(self, *bad: int) -> None:
+        """All reads under way end; those of ``bad`` chunks fail."""
+        failed = frozenset(map(key_of, bad))
+        jobs = [job for plan in self.plans for job in plan.loads]
+        self.plans.clear()
+        results = {
+            job.job: JobResult(bad=failed & {item.key for item in job.items}) for job in jobs
+        }
+        self.planner.complete(StepReport(results))
+        self.planner.check()
+
+    def held(self) -> list[int]:
+        return sorted(map(number, self.ahead._held))
+
+    def evictable(self) -> list[int]:
+        """The chunks that an eviction of everything removes."""
+        return sorted(map(number, self.planner.cpu.evict(1 << 20)))
+
+
+def number(key: bytes) -> int:
+    return int.from_bytes(key[:8], "big")
+
+
+def run(numbers: Iterable[int], **origin: object) -> ChunkBatch:
+    keys = list(map(key_of, numbers))
+    depths = range(16, 16 * (len(keys) + 1), 16)
+    return ChunkBatch(keys, 0, (), depths, RequestOrigin(**origin))  # type: ignore[arg-type]  # tests give what fits
+
+
+def test_chunks_are_read_in_the_order_of_the_requests_up_to_the_share() -> None:
+    queue = Queue()
+    queue.wait("second", range(30, 45), 2)
+    queue.wait("first", range(10), 1)
+    assert queue.step() == [*range(10), *range(30, 40)], "half of 40 slots"
+    queue.end()
+    assert queue.step() == [], "they have not been used"
+
+
+def test_what_the_request_loads_is_used_and_the_rest_is_given_up() -> None:
+    """vLLM may take fewer tokens than were found."""
+    queue = Queue()
+    queue.wait("one", range(10), 1)
+    queue.step()
+    queue.end()
+    assert queue.ahead.leave("one", [run(range(6))]) == 6 * 16
+    assert queue.ahead.counts == {"read": 10, "used": 6, "late": 0, "wasted": 4}
+    totals = queue.planner.totals()
+    assert (totals["ahead_used_bytes"], totals["ahead_wasted_bytes"]) == (6 * SIZE, 4 * SIZE)
+    assert queue.evictable() == list(range(10))
+
+
+def test_a_load_that_still_waits_for_its_read_is_late() -> None:
+    queue = Queue()
+    queue.wait("one", range(10), 1)
+    queue.step()
+    queue.ahead.leave("one", [run(range(10))])
+    assert queue.ahead.counts == {"read": 10, "used": 10, "late": 10, "wasted": 0}
+
+
+def test_what_was_read_for_a_request_that_leaves_goes_to_the_next_that_wants_it() -> None:
+    queue = Queue()
+    queue.wait("one", range(10), 1)
+    queue.wait("two", range(5, 15), 2)
+    queue.step()
+    queue.end()
+    queue.ahead.leave("one")
+    assert queue.held() == list(range(5, 15))
+    assert queue.ahead.counts["wasted"] == 5
+    queue.ahead.leave("two", [run(range(5, 15))])
+    assert queue.held() == []
+    assert queue.ahead.counts == {"read": 15, "used": 10, "late": 0, "wasted": 5}
+
+
+def test_a_request_is_late_only_if_it_does_not_run_after_its_read() -> None:
+    """A long queue: what is read for its end is not given up at once."""
+    queue = Queue(share=0.25)
+    queue.wait("first", range(10), 1)
+    queue.wait("last", range(10, 20), 2)
+    queue.step()
+    queue.end()
+    queue.step(look_ahead.LATE_S - 1)
+    queue.ahead.leave("first", [run(range(10))])
+    assert queue.step(2.0) == list(range(10, 20)), "it has waited for a minute"
+    queue.end()
+    queue.step()
+    assert queue.held() == list(range(10, 20))
+    queue.step(look_ahead.LATE_S)
+    assert queue.held() == []
+    assert queue.ahead.counts["wasted"] == 10
+
+
+def test_a_failed_read_is_given_up_and_not_repeated() -> None:
+    queue = Queue()
+    queue.wait("one", range(10), 1)
+    queue.step()
+    queue.end(3, 4)
+    assert queue.held() == [0, 1, 2, 5, 6, 7, 8, 9]
+    assert queue.ahead.counts["wasted"] == 2
+    assert queue.step() == []
+    queue.ahead.leave("one")
+    assert queue.ahead.counts == {"read": 10, "used": 0, "late": 0, "wasted": 10}
+
+
+def test_a_reset_during_reads_ends_them() -> None:
+    queue = Queue()
+    queue.wait("one", range(10), 1)
+    queue.step()
+    queue.planner.forget_all()
+    queue.end()
+    assert queue.held() == []
+    assert len(queue.planner.cpu) == 0
+    assert queue.ahead._flying == 0
+    assert queue.ahead.counts["wasted"] == 10
+    queue.ahead.leave("one")
+    queue.step()
+    queue.planner.check()
+
+
+def test_only_tiers_that_the_request_may_read_are_read() -> None:
+    queue = Queue(tiers=2)
+    queue.disks[0].drop([key_of(n) for n in range(5)])
+    queue.wait("one", range(10), 1, controls=Controls(read=frozenset({-1, 1})))
+    queue.step()
+    (job,) = [job for plan in queue.plans for job in plan.loads]
+    assert {item.tier for item in job.items} == {1}
+    queue.wait("two", range(20, 30), 2, controls=Controls(read=frozenset({-1})))
+    assert queue.step() == []
+
+
+def test_a_tier_that_fails_is_not_read() -> None:
+    queue = Queue()
+    queue.planner.complete(StepReport(tiers={(0, 0): Observed(reads_failed=3)}))
+    queue.wait("one", range(10), 1)
+    assert queue.step() == []
+
+
+@pytest.mark.parametrize(("priority", "begun"), [(hints.LOW, 0), (hints.NORMAL, 10)])
+def test_low_priority_evicts_nothing_for_reads_ahead(priority: str, begun: int) -> None:
+    queue = Queue()
+    fill(queue, range(200, 240))
+    stored = RequestHints(stored={hints.PRIORITY: priority})
+    queue.wait("one", range(10), 1, hints=stored)
+    assert len(queue.step()) == begun
+
+
+def fill(queue: Queue, numbers: Sequence[int]) -> None:
+    """Fill the CPU tier with chunks that no request wants."""
+    keys = [key_of(n) for n in numbers]
+    infos = [EntryInfo(0, "full", size_bytes=1)] * len(keys)
+    queue.planner.cpu.reserve(keys, infos)
+    queue.planner.cpu.commit(keys)
+
+
+def test_a_full_cpu_tier_is_tried_again_when_a_job_has_ended() -> None:
+    queue = Queue()
+    keys = range(200, 240)
+    fill(queue, keys)
+    queue.planner.cpu.pin([key_of(n) for n in keys])
+    queue.wait("one", range(10), 1)
+    assert queue.step() == []
+    queue.planner.cpu.unpin([key_of(n) for n in keys])
+    assert [len(queue.step()) for _ in range(look_ahead.AGAIN + 1)] == [0] * look_ahead.AGAIN + [10]
+
+
+def test_what_was_read_is_not_evicted_before_its_request_leaves() -> None:
+    queue = Queue()
+    queue.wait("one", range(10), 1)
+    queue.step()
+    queue.end()
+    assert queue.evictable() == []
+    queue.ahead.leave("one", [run(range(10))])
+    assert queue.evictable() == list(range(10))
+
+
+def test_what_waiting_requests_want_is_evicted_last() -> None:
+    queue = Queue(share=0.25)
+    fill(queue, range(200, 220))
+    queue.wait("one", range(200, 210), 1)
+    cpu = queue.planner.cpu
+    assert sorted(map(number, cpu.evict(10))) == list(range(210, 220))
+    assert sorted(map(number, cpu.evict(10))) == list(range(200, 210)), "but it is evicted"
+
+
+@pytest.mark.parametrize(
+    ("left", "kept"), [((), range(200, 215)), (("one",), range(215, 230))], ids=["first", "second"]
+)
+def test_what_the_next_requests_want_is_evicted_last(left: Sequence[str], kept: range) -> None:
+    """At most half of the CPU tier; the next request follows when the first has left."""
+    queue = Queue(share=0.25)
+    fill(queue, range(200, 240))
+    queue.wait("one", range(200, 215), 1)
+    queue.wait("two", range(215, 230), 2)
+    for name in left:
+        queue.ahead.leave(name, [run(range(200, 215))])
+    queue.planner.cpu.evict(25)
+    assert sorted(map(number, queue.planner.cpu.resident)) == list(kept)
+
+
+def test_what_an_urgent_request_wants_displaces_what_later_ones_want() -> None:
+    queue = Queue(share=0.25)
+    fill(queue, range(200, 240))
+    queue.wait("later", range(200, 215), 2)
+    queue.wait("urgent", range(215, 230), 1)
+    assert sorted(map(number, queue.planner.cpu.evict(25))) == [
+        *range(200, 215),
+        *range(230, 240),
+    ]
+
+
+def test_an_error_ends_look_ahead_and_not_the_steps_after_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    queue = Queue()
+    queue.wait("one", range(10), 1)
+    with monkeypatch.context() as patch:
+        patch.setattr(queue.ahead, "_read", None)
+        with pytest.raises(TypeError):
+            queue.step()
+        assert queue.step() == []
+    queue.wait("two", range(10), 2)
+    assert queue.step() == list(range(10))
+
+
+def test_a_tier_that_fails_during_a_read_is_read_again_when_it_works() -> None:
+    queue = Queue(share=0.25)
+    queue.wait("one", range(20), 1)
+    assert queue.step() == list(range(10))
+    queue.planner.complete(StepReport(tiers={(0, 0): Observed(reads_failed=3)}))
+    queue.end(*range(10))
+    assert queue.held() == []
+    assert queue.step() == []
+    queue.planner.health[0].reads._enter(BreakerState.CLOSED)
+    assert queue.step() == list(range(10, 20))
+
+
+def test_a_long_prompt_enters_with_its_head_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(look_ahead, "AHEAD_REQUEST_MAX", 4)
+    queue = Queue()
+    queue.wait("one", range(10), 1)
+    assert queue.step() == [0, 1, 2, 3]
+
+
+def test_a_spent_step_reads_nothing_ahead() -> None:
+    queue = Queue()
+    queue.wait("one", range(10), 1)
+    queue.planner.budget.spend(queue.planner.budget.left)
+    assert queue.step() == []
+    assert queue.step() == list(range(10))

@@ -1,0 +1,100 @@
+"""Reads ahead on a rank: they wait for their turn, are joined, and are given up."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+from offload.messages.plan import LoadItem, LoadJob, StepPlan
+from offload.worker.loads import AHEAD_WAIT_S
+from tests.offload.worker.test_executor import KEYS, Rank, fill, load, rank_with
+from tests.sim.virtual_time import run_virtually
+from tiers.testing.faults import HoldingTier, nth
+from tiers.testing.memory_tier import MemoryTier
+
+AHEAD, SLOT = 5, 6
+
+
+def ahead() -> LoadJob:
+    """A read ahead of the first chunk."""
+    return LoadJob(AHEAD, "", [LoadItem(KEYS[0], 0, (), SLOT, 0)], is_ahead=True)
+
+
+@asynccontextmanager
+async def busy_disk() -> AsyncIterator[tuple[Rank, HoldingTier]]:
+    """A rank whose disk is busy with the read of a load, and a read ahead that waits behind it."""
+    memory = MemoryTier(1 << 20)
+    tier = HoldingTier(memory, nth(1), methods={"read"})
+    async with rank_with(tier, reads_in_flight=1) as rank:
+        await fill(rank, memory, 1)
+        rank.executor.post(StepPlan(loads=(load(1, [3], [9], tier=0),)))
+        await tier.waiting()
+        rank.executor.post(StepPlan(loads=(ahead(),)))
+        await rank.plans_are_taken()
+        yield rank, tier
+
+
+async def ahead_of_a_busy_disk() -> None:
+    async with busy_disk() as (rank, tier):
+        await asyncio.sleep(AHEAD_WAIT_S - 1)
+        done = await rank.turn()
+        assert done.failed == {"r1"}
+        assert AHEAD not in done.report.results
+        tier.release()
+        done = await rank.turn()
+        assert not done.report.results[AHEAD].bad
+        assert not done.report.results[AHEAD].failed
+
+
+async def joined_after_a_long_wait() -> None:
+    async with busy_disk() as (rank, tier):
+        await asyncio.sleep(AHEAD_WAIT_S - 1)
+        await rank.turn()
+        rank.executor.post(StepPlan(loads=(load(2, [SLOT], [10]),)))
+        await asyncio.sleep(rank.executor.limits.load_timeout_s - 1)
+        tier.release()
+        done = await rank.turn()
+        assert (done.finished, done.failed) == ({"r2"}, set())
+        assert not done.report.results[AHEAD].failed
+
+
+async def given_up_behind_a_busy_disk() -> None:
+    async with busy_disk() as (rank, tier):
+        rank.executor.post(StepPlan(reset=True))
+        done = await rank.turn()
+        assert done.report.results[AHEAD].failed
+        assert 1 not in done.report.results, "the other read may still write into its slot"
+        tier.release()
+        await rank.turn()
+
+
+async def late_on_a_disk_that_hangs() -> None:
+    memory = MemoryTier(1 << 20)
+    tier = HoldingTier(memory, nth(1), methods={"read"})
+    async with rank_with(tier) as rank:
+        await fill(rank, memory, 1)
+        rank.executor.post(StepPlan(loads=(ahead(),)))
+        await tier.waiting()
+        await asyncio.sleep(AHEAD_WAIT_S + rank.executor.limits.load_timeout_s)
+        tier.release()
+        done = await rank.turn()
+        assert done.report.results[AHEAD].late
+        stats = rank.executor.stats
+        assert (stats.load_timeouts, stats.load_seconds) == (0, 0.0)
+
+
+def test_a_read_ahead_waits_for_its_turn_longer_than_a_load_may_take() -> None:
+    run_virtually(ahead_of_a_busy_disk())
+
+
+def test_a_read_ahead_that_a_load_joins_gets_the_time_of_a_load() -> None:
+    run_virtually(joined_after_a_long_wait())
+
+
+def test_a_read_ahead_that_is_given_up_does_not_wait_for_its_turn() -> None:
+    run_virtually(given_up_behind_a_busy_disk())
+
+
+def test_a_read_ahead_that_is_late_is_no_late_load() -> None:
+    run_virtually(late_on_a_disk_that_hangs())

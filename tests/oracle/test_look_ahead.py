@@ -1,0 +1,307 @@
+"""Look-ahead under vLLM's real scheduler: prompts that wait are read into the CPU tier in the order
+in which they will run, and nothing that was read is evicted before its use."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+from vllm import SamplingParams
+from vllm.v1.request import Request, RequestStatus
+
+from offload.requests.request_state import RequestIdentity
+from tests.oracle.forward import VOCABULARY
+from tests.oracle.models import MODELS
+from tests.oracle.serving import Conditions, OracleEngine
+from tests.oracle.test_scheduler import conditions_of, live
+from tiers.base import ReadOutcome, Tier
+from tiers.testing.memory_tier import MemoryTier
+
+
+class PacedTier(MemoryTier):
+    """Reads as many records as it has been granted; ``order`` are the keys in the order in which
+    they were read."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(1 << 20, **options)
+        self.granted = 0.0
+        self.order: list[bytes] = []
+
+    async def read(self, keys: Any, into: Any) -> list[ReadOutcome]:
+        outcomes = []
+        for key, buffer in zip(keys, into, strict=True):
+            while self.granted < 1:  # noqa: ASYNC110  # the loop only turns when the world says so
+                await asyncio.sleep(0)
+            self.granted -= 1
+            self.order.append(key)
+            outcomes += await super().read([key], [buffer])
+        return outcomes
+
+
+class Backlog(OracleEngine):
+    """A world whose lower tier reads ``reads_per_step`` records in a step, from ``begin`` on."""
+
+    reads_per_step = 1e9
+    answer_tokens = 2
+    steps = 0
+
+    def _make_tier(self, spec: Any) -> Tier:
+        self.disk = PacedTier(namespace=spec.namespace, rank=spec.rank, epoch=spec.epoch)
+        return self.disk
+
+    def step(self) -> None:
+        self.disk.granted = min(self.disk.granted, 1.0) + self.reads_per_step
+        self.steps += 1
+        super().step()
+        self.check()
+        only_waiting_requests(self)
+
+    def ask(self, name: str, prompt: list[int], priority: int = 0) -> None:
+        self._salts[name] = None
+        sampling = SamplingParams(max_tokens=self.answer_tokens, ignore_eos=True, temperature=0.0)
+        request = Request(
+            name, prompt, sampling, None, block_hasher=self._hasher, priority=priority
+        )
+        self.scheduler.add_request(request)
+
+    def begin(
+        self, prompts: list[list[int]], reads_per_step: float, *, last_first: bool = False
+    ) -> None:
+        """Compute all prompts, one after the other, leave them on disk only, and ask for them.
+        With ``last_first`` the last one is the most urgent."""
+        for number, prompt in enumerate(prompts):
+            self.ask(f"first{number}", prompt)
+            self.drain()
+        self.scheduler.reset_prefix_cache()
+        self.planner.cpu.evict(1 << 20)
+        assert not len(self.planner.cpu)
+        self.disk.order.clear()
+        self.reads_per_step = reads_per_step
+        self.steps = 0
+        self.answer_tokens = 24
+        for number, prompt in enumerate(prompts):
+            self.ask(f"again{number}", prompt, -number if last_first else 0)
+
+    def keys_of(self, prompt: list[int]) -> set[bytes]:
+        request = Request("keys", prompt, SamplingParams(), None, block_hasher=self._hasher)
+        identity = RequestIdentity("keys", self.connector._scheduler.layout)
+        identity.extend(request.block_hashes)
+        return set(identity.keys[0][: len(prompt) // 4])
+
+    def counts(self) -> dict[str, int]:
+        return dict(self.planner.look_ahead.counts)
+
+
+def only_waiting_requests(served: OracleEngine) -> None:
+    """Check that look-ahead concerns no request that runs, loads or has ended."""
+    names = served.planner.look_ahead._wants.keys()
+    if served.connector._scheduler._waiting is not None:
+        names |= served.connector._scheduler._waiting._unmatched.keys()
+    waits = {RequestStatus.WAITING, RequestStatus.PREEMPTED}
+    found = {name: served.scheduler.requests[name].status for name in names}
+    assert set(found.values()) <= waits, found
+
+
+def prompts_of(count: int, tokens: int, seed: int = 0) -> list[list[int]]:
+    rng = random.Random(seed)
+    return [[rng.randrange(VOCABULARY) for _ in range(tokens)] for _ in range(count)]
+
+
+def world(folder: Path, look_ahead: float, slots: int = 120, scheduling: str = "fcfs") -> Backlog:
+    options = {"look_ahead": look_ahead, "break_even": False, "max_load_gpu_share": 1.0}
+    conditions = Conditions(
+        slots=slots, batched_tokens=32, late=20, scheduling=scheduling, options=options
+    )
+    model = dataclasses.replace(MODELS["full"], blocks=75)
+    return Backlog(model, conditions, folder, 0)
+
+
+PROMPTS, TOKENS = 6, 121
+CHUNKS = TOKENS // 4
+
+
+def test_a_backlog_is_read_while_it_waits(tmp_path: Path) -> None:
+    """Every chunk is read once, in the order of the requests, and the whole takes fewer steps."""
+    steps = {}
+    for share in (0.0, 0.5):
+        with world(tmp_path / str(share), share) as served:
+            served.begin(prompts_of(PROMPTS, TOKENS), reads_per_step=4)
+            served.drain()
+            steps[share] = served.steps
+            assert len(served.disk.order) == PROMPTS * CHUNKS, "each chunk is read once"
+            assert served.loaded()["file"] + served.loaded()["cpu"] == PROMPTS * CHUNKS * 4
+            served.check_idle()
+            if share:
+                counts = served.counts()
+                assert counts["read"] == counts["used"] > 3 * CHUNKS
+                assert counts["wasted"] == 0
+    assert steps[0.5] < steps[0.0], steps
+
+
+def test_more_waits_than_the_cpu_tier_holds(tmp_path: Path) -> None:
+    """Nothing that was read is evicted before its use; everybody is served (vllm#49902)."""
+    with world(tmp_path, 0.5, slots=50) as served:
+        served.begin(prompts_of(7, TOKENS), reads_per_step=4)
+        for _ in range(2000):
+            held = served.planner.look_ahead._held
+            assert len(held) <= served.planner.cpu.space.capacity // 2
+            assert all(not served.planner.cpu.is_absent(key) for key in held)
+            served.step()
+            if not served.scheduler.requests:
+                break
+        served.drain()
+        counts = served.counts()
+        assert counts["wasted"] == 0
+        assert counts["used"] > 0
+        assert len(served.disk.order) <= 1.05 * 7 * CHUNKS
+        served.check_idle()
+
+
+def test_requests_that_go_away_give_up_what_was_read_for_them(tmp_path: Path) -> None:
+    with world(tmp_path, 0.5) as served:
+        served.begin(prompts_of(PROMPTS, TOKENS), reads_per_step=4)
+        for _ in range(12):
+            served.step()
+        for name in list(served.scheduler.requests):
+            served.scheduler.finish_requests(name, RequestStatus.FINISHED_ABORTED)
+        served.drain()
+        assert not served.planner.look_ahead._held
+        assert not served.planner.look_ahead._wanted
+        counts = served.counts()
+        assert counts["read"] == counts["used"] + counts["wasted"]
+        assert counts["wasted"] > 0
+        served.check_idle()
+
+
+def test_what_vllms_own_cache_holds_is_not_read(tmp_path: Path) -> None:
+    """All prompts have a common head, which a request that has just ended has left there."""
+    with world(tmp_path, 0.5) as served:
+        head = prompts_of(1, 60)[0]
+        prompts = [head + tail for tail in prompts_of(6, 61, seed=1)]
+        served.begin(prompts, reads_per_step=1e9)
+        served.drain()
+        served.planner.cpu.evict(1 << 20)
+        served.ask("head", [*head, 0])
+        served.drain()
+        common = served.keys_of(head)
+        served.planner.cpu.evict(1 << 20)
+        served.disk.order.clear()
+        for number, prompt in enumerate(prompts):
+            served.ask(f"third{number}", prompt)
+        served.drain()
+        assert served.counts()["read"] > 0
+        assert len(common) == 15
+        assert not common & set(served.disk.order)
+
+
+def test_urgent_requests_are_read_for_first(tmp_path: Path) -> None:
+    with world(tmp_path, 0.5, scheduling="priority") as served:
+        prompts = prompts_of(PROMPTS, TOKENS)
+        served.begin(prompts, reads_per_step=4, last_first=True)
+        served.drain()
+        number_of = {key: n for n, prompt in enumerate(prompts) for key in served.keys_of(prompt)}
+        order = list(dict.fromkeys(map(number_of.__getitem__, served.disk.order)))
+        assert order == list(reversed(range(PROMPTS)))
+        assert served.counts()["used"] > 3 * CHUNKS
+        served.check_idle()
+
+
+def side(served: Backlog) -> Any:
+    return served.connector._scheduler
+
+
+def test_a_preempted_request_is_read_for_first(tmp_path: Path) -> None:
+    with world(tmp_path, 0.5) as served:
+        served.begin(prompts_of(PROMPTS, TOKENS), reads_per_step=0)
+        served.step()
+        request = served.scheduler.requests["again5"]
+        side(served)._waiting.add(side(served)._states["again5"], request, preempted=True)
+        served.step()
+        ahead = served.planner.look_ahead
+        names = [want.request for want in ahead.queue]
+        assert len(names) > 2
+        assert names == ["again5", *sorted(names[1:])]
+
+
+def test_requests_that_are_restarted_wait_again_or_run(tmp_path: Path) -> None:
+    """All running requests are preempted, again and again; every byte read afterwards is right."""
+    with world(tmp_path, 0.5, slots=50) as served:
+        served.begin(prompts_of(PROMPTS, TOKENS), reads_per_step=4)
+        restarts = 0
+        while served.scheduler.requests:
+            if served.steps % 9 == 0 and served.scheduler.running:
+                served.forget_locally()
+                restarts += 1
+            served.step()
+        served.drain()
+        assert restarts > 3
+        counts = served.counts()
+        assert counts["read"] == counts["used"] + counts["wasted"] > 0
+        assert not served.planner.look_ahead._held
+        served.check_idle()
+
+
+def test_a_change_of_weights_ends_all_reads_ahead(tmp_path: Path) -> None:
+    with world(tmp_path, 0.5) as served:
+        served.begin(prompts_of(PROMPTS, TOKENS), reads_per_step=4)
+        while not served.weights:
+            served.step()
+            if served.planner.look_ahead._held:
+                served.change_weights()
+        ahead = served.planner.look_ahead
+        assert not any((ahead._wants, ahead._held, ahead._wanted))
+        served.drain()
+        assert ahead._flying == 0
+        assert served.counts()["wasted"] > 0
+        served.check_idle()
+
+
+def test_nothing_is_matched_while_the_weights_are_in_doubt(tmp_path: Path) -> None:
+    with world(tmp_path, 0.5) as served:
+        prompts = prompts_of(PROMPTS, TOKENS)
+        served.begin(prompts[:0], reads_per_step=4)
+        for number, prompt in enumerate(prompts):
+            served.ask(f"first{number}", prompt)
+            served.drain()
+        served.scheduler.reset_prefix_cache()
+        served.planner.cpu.evict(1 << 20)
+        side(served).hold()
+        for number, prompt in enumerate(prompts):
+            served.ask(f"again{number}", prompt)
+        for _ in range(3):
+            served.step()
+        assert served.counts()["read"] == 0
+        side(served).release()
+        served.drain()
+        assert served.counts()["used"] > 0
+        served.check_idle()
+
+
+def test_a_match_leaves_the_requests_own_lookup_alone(tmp_path: Path) -> None:
+    """vLLM may have counted its hit, and starts the load, or ends the request, in a later step."""
+    with world(tmp_path, 0.5) as served:
+        served.begin(prompts_of(PROMPTS, TOKENS), reads_per_step=0)
+        state = side(served)._states["again5"]
+        request = served.scheduler.requests["again5"]
+        promised = side(served).lookups.ask(state, request, 0)
+        (run,) = side(served).lookups.ahead(state, request, 16)
+        assert len(run) == CHUNKS - 4
+        assert (state.lookup.start, state.lookup.hit_end_tokens) == (0, promised)
+        assert state.lookup.is_promised
+
+
+@pytest.mark.parametrize("seed", range(2))
+@pytest.mark.parametrize("name", ["full", "sliding_full_ngram", "mamba1_full"])
+def test_every_byte_read_is_right_with_look_ahead(name: str, seed: int, tmp_path: Path) -> None:
+    conditions = dataclasses.replace(
+        conditions_of(name, seed), options={"look_ahead": 0.5}, tier=True, slots=12
+    )
+    with OracleEngine(MODELS[name], conditions, tmp_path, seed) as served:
+        live(served)
+        assert served.finished > 5
+        assert not served.planner.look_ahead._held
+        assert served.planner.look_ahead.counts["read"] > 0

@@ -1,0 +1,46 @@
+"""Look-ahead on a real engine: what waits is read from disk before it runs, and nothing differs."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from tests.vllm.engine import Engine
+from tests.vllm.kinds import empty_cpu_tier
+from tests.vllm.probes import totals
+from tests.vllm.restored import HASH, Reference, config, fill, prompts, settle
+
+ONE_AT_A_TIME = {"max_num_seqs": 1}
+TWO_PROMPTS = {"num_gpu_blocks_override": 48, "max_model_len": 1024}
+"""vLLM lets as many requests load as its blocks can hold; the others wait."""
+COUNT = 8
+
+
+def test_a_backlog_is_read_ahead(llama: Path, tmp_path: Path) -> None:
+    """Prompts that lie on disk only, sent all at once: their answers are those without
+    offloading."""
+    reference = Reference.record(llama, tmp_path / "plain.log", prompts(COUNT), **ONE_AT_A_TIME)
+    transfer = config(tmp_path / "kv", look_ahead=0.5, max_load_gpu_share=1.0)
+    options = HASH | ONE_AT_A_TIME | TWO_PROMPTS
+    with Engine(llama, log=tmp_path / "log", connector=transfer, **options) as engine:
+        fill(engine, reference)
+        engine.reset_prefix_cache()
+        engine.call(empty_cpu_tier)
+        for number, prompt in enumerate(reference.prompts):
+            engine.submit(f"again{number}", prompt)
+        answers = engine.run_until_finished()
+        compared = 0
+        for number in range(COUNT):
+            answer = answers[f"again{number}"]
+            assert answer.cached_tokens > 0
+            if expected := reference.answers.get((number, answer.cached_tokens)):
+                assert answer.tokens == expected.tokens
+                compared += 1
+        assert compared > 0
+        settle(engine)
+        found, counts = engine.verified(), engine.call(totals)
+        assert found.equal > 0
+        assert (found.different, found.unknown) == (0, 0)
+        assert counts["load_failures"] == 0
+        read, used, wasted = (counts[f"ahead_{what}_bytes"] for what in ("read", "used", "wasted"))
+        assert read == used + wasted
+        assert used > 0
