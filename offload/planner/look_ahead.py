@@ -11,7 +11,8 @@ from __future__ import annotations
 
 from bisect import bisect_left, insort
 from collections import Counter
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import chain, repeat
 from operator import attrgetter, not_
@@ -118,6 +119,10 @@ class LookAhead:
         """A request waits that will load these chunks (without blocks, in prefix order). Requests
         with the smallest ``order`` run first. Only the head of a very long prompt counts."""
         self.leave(request)
+        with self._forgets_all_on_error():
+            self._enter(request, order, runs)
+
+    def _enter(self, request: str, order: tuple[Any, ...], runs: Sequence[ChunkBatch]) -> None:
         chunks_max = max(1, min(AHEAD_REQUEST_MAX, self._wanted_max) // len(runs))
         runs = [run.part(0, chunks_max) for run in runs]
         keys = frozenset(chain.from_iterable(run.keys for run in runs))
@@ -135,6 +140,10 @@ class LookAhead:
         want = self._wants.pop(request, None)
         if want is None:
             return 0
+        with self._forgets_all_on_error():
+            return self._leave(want, load)
+
+    def _leave(self, want: _Want, load: Sequence[ChunkBatch]) -> int:
         place = _place(self.queue, want)
         del self.queue[place]
         if want.is_open:
@@ -204,10 +213,15 @@ class LookAhead:
     def advance(self, now: float) -> None:
         """Read further chunks for the requests that run first, as far as the bounds go."""
         self._now = now
-        try:
+        with self._forgets_all_on_error():
             self._give_up_late()
             if self._open and self._may_have_space():
                 self._read_on()
+
+    @contextmanager
+    def _forgets_all_on_error(self) -> Iterator[None]:
+        try:
+            yield
         except Exception:
             self.forget_all()  # the next step must not fail again
             raise
@@ -267,7 +281,8 @@ class LookAhead:
             flags = list(map(held.__contains__, left.keys))
             mine, left = left.chosen(flags), left.chosen(list(map(not_, flags)))
             if mine and (count := self._read(want, tier, mine)) < len(mine):
-                stop, is_full = mine.keys[count], True
+                rest = {*mine.keys[count:], *left.keys}  # another tier may hold some of them
+                stop, is_full = next(filter(rest.__contains__, part.keys)), True
                 break
         looked = len(part) if stop is None else part.keys.index(stop)
         want.at += looked
@@ -295,6 +310,8 @@ class LookAhead:
         rows = zip(keys, grant.locations, strict=True)
         items = [LoadItem(key, chunks.group, (), slot, tier) for key, slot in rows]
         self.planned.append(LoadJob(job, "", items, is_ahead=True))
+        if not self._held.keys().isdisjoint(keys):
+            self._lost(keys)
         self._hold(keys, want)
         self._flying += len(keys)
         self._count("read", keys)
@@ -308,9 +325,17 @@ class LookAhead:
     def ended(self, job: Job) -> None:
         """Every rank has answered a read ahead."""
         self._flying -= len(job.fills)
+        if job.answer.late:
+            ((tier, keys),) = job.pins
+            tokens = len(keys) * self._context.groups[group_of(keys[0])].chunk_tokens
+            self._context.health[tier].too_late(tokens, job.answer.seconds, self._now)
         _, bad = job.verdict()
+        self._lost(bad)
+
+    def _lost(self, keys: Iterable[bytes]) -> None:
+        """These chunks could not be read, or were dropped since: nobody holds them any more."""
         lost = []
-        for key in bad:
+        for key in keys:
             want = self._held.pop(key, None)
             if want is not None:
                 want.read.discard(key)

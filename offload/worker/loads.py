@@ -258,9 +258,9 @@ class LoadTask:
 
     def give_up(self, *, late: bool = False) -> None:
         """Start no further copy into the request's GPU blocks, because the request no longer waits
-        (``late``: it has waited too long)."""
+        (``late``: it has waited too long). A read ahead that never had its turn is not late."""
         self._abandoned = True
-        self._late = self._late or late
+        self._late = self._late or (late and not self._waits_for_turn)
         if self.is_ahead:
             self._lane.pass_by(self.slots_ahead)
         elif late:

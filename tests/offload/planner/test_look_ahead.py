@@ -50,13 +50,14 @@ class Queue:
         self.plans.append(self.planner.step())
         return [number(i.key) for job in self.plans[-1].loads if job.is_ahead for i in job.items]
 
-    def end(self, *bad: int) -> None:
-        """All reads under way end; those of ``bad`` chunks fail."""
+    def end(self, *bad: int, **answer: object) -> None:
+        """All reads under way end with this ``answer``; those of ``bad`` chunks fail."""
         failed = frozenset(map(key_of, bad))
         jobs = [job for plan in self.plans for job in plan.loads]
         self.plans.clear()
         results = {
-            job.job: JobResult(bad=failed & {item.key for item in job.items}) for job in jobs
+            job.job: JobResult(bad=failed & {item.key for item in job.items}, **answer)  # type: ignore[arg-type]  # tests give what fits
+            for job in jobs
         }
         self.planner.complete(StepReport(results))
         self.planner.check()
@@ -298,3 +299,67 @@ def test_a_spent_step_reads_nothing_ahead() -> None:
     queue.planner.budget.spend(queue.planner.budget.left)
     assert queue.step() == []
     assert queue.step() == list(range(10))
+
+
+def test_what_two_tiers_hold_is_read_whole_once_there_is_space() -> None:
+    """The CPU tier fills up at a chunk of the first tier; those of the second come before it."""
+    queue = Queue(tiers=2)
+    queue.disks[0].drop([key_of(n) for n in range(1, 10, 2)])
+    queue.disks[1].drop([key_of(n) for n in range(0, 10, 2)])
+    filled = range(200, 237)
+    fill(queue, filled)
+    queue.planner.cpu.pin([key_of(n) for n in filled])
+    queue.wait("one", range(10), 1)
+    read = queue.step()
+    assert read == [0, 2, 4]
+    queue.end()
+    queue.planner.cpu.unpin([key_of(n) for n in filled])
+    for _ in range(look_ahead.AGAIN + 1):
+        read += queue.step()
+    assert sorted(read) == list(range(10))
+
+
+def test_a_chunk_that_was_dropped_is_read_for_the_request_that_wants_it_next() -> None:
+    queue = Queue()
+    queue.wait("one", range(4), 1)
+    queue.step()
+    queue.end()
+    queue.planner.cpu.drop([key_of(2)])
+    queue.wait("two", range(4), 2)
+    assert queue.step() == [2]
+    queue.end()
+    assert queue.ahead.leave("one", [run(range(4))]) == 3 * 16
+    assert queue.held() == [2]
+    assert queue.ahead.leave("two", [run(range(4))]) == 16
+    assert queue.held() == []
+    assert queue.ahead.counts == {"read": 5, "used": 4, "late": 0, "wasted": 1}
+
+
+def test_a_tier_that_turns_slow_is_not_read_any_more() -> None:
+    """Loads of chunks that were read ahead come from the CPU tier, so they do not show it."""
+    queue = Queue()
+    for _ in range(3):
+        queue.planner.health.computed(10_000, 1.0)
+    queue.wait("one", range(16), 1)
+    queue.step()
+    queue.end(failed=True, late=True, seconds=10.0)
+    assert not queue.planner.health[0].pays
+    queue.wait("two", range(20, 30), 2)
+    assert queue.step() == []
+
+
+@pytest.mark.parametrize("at", ["_leave", "_enter"])
+def test_an_error_at_a_request_keeps_nothing_in_the_cpu_tier(
+    at: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    queue = Queue()
+    queue.wait("one", range(10), 1)
+    queue.step()
+    queue.end()
+    with monkeypatch.context() as patch:
+        patch.setattr(queue.ahead, at, None)
+        with pytest.raises(TypeError):
+            queue.wait("one", range(10), 1)
+    assert queue.held() == []
+    assert queue.step() == []
+    assert queue.evictable() == list(range(10))

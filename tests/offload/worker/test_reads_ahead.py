@@ -47,6 +47,15 @@ async def ahead_of_a_busy_disk() -> None:
         assert not done.report.results[AHEAD].failed
 
 
+async def ahead_of_a_disk_that_stays_busy() -> None:
+    async with busy_disk() as (rank, tier):
+        await asyncio.sleep(AHEAD_WAIT_S + 1)
+        result = (await rank.turn()).report.results[AHEAD]
+        assert (result.failed, result.late) == (True, False)
+        tier.release()
+        await rank.turn()
+
+
 async def joined_after_a_long_wait() -> None:
     async with busy_disk() as (rank, tier):
         await asyncio.sleep(AHEAD_WAIT_S - 1)
@@ -86,6 +95,11 @@ async def late_on_a_disk_that_hangs() -> None:
 
 def test_a_read_ahead_waits_for_its_turn_longer_than_a_load_may_take() -> None:
     run_virtually(ahead_of_a_busy_disk())
+
+
+def test_a_read_ahead_without_a_turn_is_given_up_and_is_not_late() -> None:
+    """It says nothing about the speed of the tier."""
+    run_virtually(ahead_of_a_disk_that_stays_busy())
 
 
 def test_a_read_ahead_that_a_load_joins_gets_the_time_of_a_load() -> None:
