@@ -7,7 +7,10 @@ import importlib.util
 
 import typer
 
-QUESTIONS = ("copy", "tiers", "shared", "churn", "restart", "hooks", "policies", "gates", "serve")
+QUESTIONS = (
+    *("copy", "tiers", "shared", "churn", "restart", "hooks", "policies", "gates"),
+    *("serve", "backlog"),
+)
 
 
 def build() -> typer.Typer:

@@ -1,4 +1,4 @@
-"""A real vLLM engine in a separate process, for ``bench serve``.
+"""A real vLLM engine in a separate process, for ``bench serve`` and ``bench backlog``.
 
 All of vLLM runs in that process (``VLLM_ENABLE_V1_MULTIPROCESSING=0``), which also calls its steps.
 By default vLLM's CPU platform runs the worker in another process that polls for its next step, and
@@ -89,6 +89,14 @@ class Batch:
         """The number of prompt tokens from kvtiers' tiers."""
         return self.counters.get(f'vllm:kvtiers_loaded_tokens{{tier="{tier}"}}', 0.0)
 
+    def read_from(self, tier: str) -> float:
+        """The bytes that kvtiers read from a lower tier."""
+        return self.counters.get(f'vllm:kvtiers_read_bytes{{tier="{tier}"}}', 0.0)
+
+    def ahead(self, what: str) -> float:
+        """The bytes that look-ahead has ``read``, or has ``wasted``."""
+        return self.counters.get(f"vllm:kvtiers_ahead_{what}_bytes", 0.0)
+
     @property
     def hook_s(self) -> float:
         """Seconds spent in kvtiers' hooks on vLLM's threads; published about once a second."""
@@ -124,9 +132,19 @@ class Engine:
         """Wait until the engine has started."""
         self._receive(START_DEADLINE_S)
 
+    @property
+    def process(self) -> int:
+        """The id of the engine's process."""
+        return self._process.pid
+
     def reset(self) -> None:
         """Empty vLLM's own prefix cache."""
         self._ask("reset")
+
+    def empty_cpu_tier(self, chunks_below: int) -> None:
+        """Evict everything from kvtiers' CPU tier; the first tier below must hold this many
+        chunks."""
+        self._ask("empty_cpu_tier", chunks_below)
 
     def run(self, prompts: Prompts, output_tokens: int, in_flight: int) -> Batch:
         """Let the engine answer these prompts, ``in_flight`` at a time, and wait for the resulting
@@ -227,6 +245,16 @@ class _Host:
             if time.monotonic() > end:
                 raise TimeoutError("vLLM's prefix cache cannot be reset: blocks are still held")
             self._engine.step()
+
+    def empty_cpu_tier(self, chunks_below: int) -> None:
+        planner = self._engine.engine_core.engine_core.scheduler.connector._scheduler.planner
+        cpu, below = planner.cpu, planner.lower[0]
+        cpu.evict(cpu.space.used)
+        if len(cpu) or len(below) < chunks_below:
+            raise RuntimeError(
+                f"the CPU tier has {len(cpu)} chunks that cannot be evicted, and the tier below "
+                f"{len(below)} of {chunks_below}"
+            )
 
     def run(self, prompts: Prompts, output_tokens: int, in_flight: int) -> Batch:
         from vllm import SamplingParams

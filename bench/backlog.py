@@ -1,0 +1,337 @@
+"""Measures what look-ahead gains when requests queue.
+
+All prompts of a batch are sent at once to a real vLLM engine that runs few of them at a time. In
+the worlds with a disk, all of their KV cache is on that disk and nothing of it is in the CPU tier;
+the kernel slows the disk (see ``bench.slow_disk``). All engines stay alive and take turns, batch by
+batch in random order, and ratios are taken per round, so that noise on the machine affects all of
+them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import os
+import random
+import shutil
+import signal
+import statistics
+import sys
+import tempfile
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.progress import Progress
+
+from bench.environment import describe
+from bench.report import Chart, deliver
+from bench.scenario import Report, Row, median, percentile, progress_bar
+from bench.serve_engine import Batch, Engine
+from bench.serve_numbers import CONFIDENCE, interval, ratios_of
+from bench.serve_systems import BLOCK_TOKENS, MODELS, kv_bytes_per_token
+from bench.slow_disk import SlowDisk, SlowDiskError
+from demo.tiny_model import BYTE_TOKENS, make_llama
+
+Prompts = list[list[int]]
+PLAIN = "nothing stored"
+HOST = "all in the CPU tier"
+DISK = "all on disk"
+AHEAD = "all on disk, look-ahead"
+WORLDS = (PLAIN, HOST, DISK, AHEAD)
+GOAL = 1.15
+"""Goal for the mean time to first token with look-ahead, relative to all in the CPU tier."""
+
+
+@dataclass(frozen=True, slots=True)
+class Config:
+    """``prompts`` of ``size`` tokens queue; ``in_flight`` of them run at a time, for which the GPU
+    has blocks. In the worlds with a disk the CPU tier holds the share ``cpu_share`` of them, and
+    ``look_ahead`` of that may be read ahead. ``disk_mb_s`` (MB/s) bounds the disk's reads; 0 does
+    not bound them."""
+
+    prompts: int = 12
+    size: int = 768
+    in_flight: int = 2
+    output_tokens: int = 64
+    rounds: int = 8
+    disk_mb_s: float = 25.0
+    cpu_share: float = 0.5
+    look_ahead: float = 0.5
+    model: str = "small"
+    threads: int = os.cpu_count() or 1
+    folder: str = ""
+
+    @property
+    def prompt_bytes(self) -> int:
+        """The bytes of one prompt's KV cache, in whole blocks."""
+        return self.restorable * kv_bytes_per_token(MODELS[self.model])
+
+    @property
+    def restorable(self) -> int:
+        """The tokens of a prompt that can be restored: whole blocks, and never the last token."""
+        return (self.size - 1) // BLOCK_TOKENS * BLOCK_TOKENS
+
+
+def run(config: Config, progress: Progress) -> Report:
+    """Run the benchmark and empty the folder afterwards."""
+    root = Path(tempfile.mkdtemp(prefix="bench-backlog-", dir=config.folder or None))
+    report = Report(
+        "backlog",
+        "What does look-ahead gain when requests queue?",
+        dataclasses.asdict(config),
+        describe(root),
+        notes=_notes(config),
+    )
+    try:
+        with SlowDisk(root, int(config.disk_mb_s * 1e6)) as disk, _engines(config, root) as engines:
+            batches = _measure(config, engines, disk, progress)
+    finally:
+        shutil.rmtree(root, ignore_errors=True)
+    report.rows += rows(config, batches)
+    report.notes += verdicts(config, batches)
+    return report
+
+
+# -- engines -------------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def _engines(config: Config, root: Path) -> Iterator[dict[str, Engine]]:
+    """Yields the engines by world, once all have started."""
+    model = make_llama(root / "model", shape=MODELS[config.model])
+    everything = config.prompts * config.prompt_bytes
+    host, small = everything + (64 << 20), max(1 << 20, int(config.cpu_share * everything))
+    with contextlib.ExitStack() as stack:
+        engines = {}
+        for number, world in enumerate(WORLDS):
+            extra: dict[str, Any] = {"cpu": {"capacity": small}, "look_ahead": 0.0}
+            if world == HOST:
+                extra["cpu"] = {"capacity": host}
+            if world in (DISK, AHEAD):
+                folder = root / f"disk{number}"
+                folder.mkdir(mode=0o700)
+                capacity = 2 * everything + (256 << 20)
+                tier = {"type": "lmdb", "path": str(folder), "capacity": capacity, "reserve": 0}
+                extra["tiers"] = [tier]
+            if world == AHEAD:
+                extra["look_ahead"] = config.look_ahead
+            arguments = _arguments(config, model, None if world == PLAIN else extra)
+            threads = {"OMP_NUM_THREADS": str(config.threads)}
+            engine = Engine(arguments, threads, root / f"engine{number}.log")
+            stack.callback(engine.close)
+            engines[world] = engine
+        for engine in engines.values():
+            engine.wait()
+        yield engines
+
+
+def _arguments(config: Config, model: Path, extra: dict[str, Any] | None) -> dict[str, Any]:
+    blocks = -(-(config.size + config.output_tokens) // BLOCK_TOKENS) + 1
+    gpu_blocks = config.in_flight * blocks + 1  # vLLM keeps one for itself
+    block_bytes = BLOCK_TOKENS * kv_bytes_per_token(MODELS[config.model])
+    connector = {
+        "kv_connector": "KvTiersConnector",
+        "kv_connector_module_path": "offload.connector",
+        "kv_role": "kv_both",
+        # What is compared is reading early or late, so nothing is computed that could be read.
+        "kv_connector_extra_config": {
+            "tiers": [],
+            "break_even": False,
+            "max_load_gpu_share": 1.0,
+            **(extra or {}),
+        },
+    }
+    return {
+        "model": str(model),
+        "dtype": MODELS[config.model].dtype,
+        "enforce_eager": True,
+        "block_size": BLOCK_TOKENS,
+        "kv_cache_memory_bytes": gpu_blocks * block_bytes,
+        "num_gpu_blocks_override": gpu_blocks,
+        "max_num_seqs": config.in_flight,
+        "max_model_len": blocks * BLOCK_TOKENS,
+        "max_num_batched_tokens": 2048,
+        "disable_log_stats": False,
+        "enable_prefix_caching": True,
+        "kv_transfer_config": None if extra is None else connector,
+    }
+
+
+def _measure(
+    config: Config, engines: Mapping[str, Engine], disk: SlowDisk, progress: Progress
+) -> dict[str, list[Batch]]:
+    """Store everything, then answer all prompts once per world and round. The first round warms the
+    engines up and is not counted."""
+    rng = random.Random(1)
+    prompts = [
+        [rng.randrange(BYTE_TOKENS) for _ in range(config.size)] for _ in range(config.prompts)
+    ]
+    task = progress.add_task("storing", total=(config.rounds + 2) * len(engines))
+    for engine in engines.values():
+        engine.run(prompts, 1, 1)
+        disk.add(engine.process)
+        progress.advance(task)
+    batches = defaultdict(list)
+    for turn in range(-1, config.rounds):
+        for world in rng.sample(list(engines), len(engines)):
+            progress.update(task, advance=1, description=f"round {turn + 1}: {world}")
+            engines[world].reset()
+            if world in (DISK, AHEAD):
+                engines[world].empty_cpu_tier(len(prompts) * config.restorable // BLOCK_TOKENS)
+            batch = engines[world].run(prompts, config.output_tokens, len(prompts))
+            if turn >= 0:
+                batches[world].append(batch)
+    return batches
+
+
+# -- numbers -------------------------------------------------------------------------------------
+
+
+def mean_ttft(batch: Batch) -> float:
+    """Mean time to first token, in seconds, from the time when all prompts were sent."""
+    return statistics.fmean(batch.ttft_s)
+
+
+def last_ttft(batch: Batch) -> float:
+    """The 99th percentile of the time to first token; of few prompts, the last one's."""
+    return percentile(batch.ttft_s, 0.99)
+
+
+def total(batch: Batch) -> float:
+    """Seconds until the last token of the last answer."""
+    return batch.seconds
+
+
+MEASURES: Mapping[str, Callable[[Batch], float]] = {
+    "TTFT mean": mean_ttft,
+    "TTFT p99": last_ttft,
+    "total": total,
+}
+
+
+def rows(config: Config, batches: Mapping[str, Sequence[Batch]]) -> list[Row]:
+    """One row per world. Times are medians of the rounds; ratios are medians of the ratios to the
+    round's batch with all in the CPU tier."""
+    case = f"{config.prompts} prompts of {config.size} tokens"
+    needed = config.prompts * config.prompt_bytes
+    found = []
+    for world, mine in batches.items():
+        values, intervals = {}, {}
+        for name, measure in MEASURES.items():
+            column = f"{name} s"
+            values[column] = median([measure(batch) for batch in mine])
+            intervals[column] = interval([measure(batch) for batch in mine])
+        for name, measure in MEASURES.items():
+            ratios = ratios_of(measure, mine, batches[HOST])
+            low, high = interval(ratios)
+            values |= {f"{name} ratio": median(ratios), "low": low, "high": high}
+            values[f"{name} low"], values[f"{name} high"] = values.pop("low"), values.pop("high")
+        values["restored"] = median([batch.restored / batch.prompt_tokens for batch in mine])
+        values["read / needed"] = median([batch.read_from("lmdb") / needed for batch in mine])
+        values["read ahead"] = median([batch.ahead("read") / needed for batch in mine])
+        values["wasted"] = median([batch.ahead("wasted") / needed for batch in mine])
+        found.append(Row(case, world, values, intervals))
+    return found
+
+
+def verdicts(config: Config, batches: Mapping[str, Sequence[Batch]]) -> list[str]:
+    """Compare look-ahead with no look-ahead, and with the goal; name batches without their hits."""
+    notes = []
+    for name, measure in MEASURES.items():
+        off = ratios_of(measure, batches[AHEAD], batches[DISK])
+        host = median(ratios_of(measure, batches[AHEAD], batches[HOST]))
+        low, high = interval(off)
+        better = sum(ratio < 1 for ratio in off)
+        notes.append(
+            f"{name}: with look-ahead {median(off):.3f} of that without ({CONFIDENCE:.0%} interval "
+            f"{low:.3f} to {high:.3f}), lower in {better} of {len(off)} rounds; {host:.3f} of that "
+            f"with all in the CPU tier (goal {GOAL}: {'met' if host <= GOAL else 'MISSED'})"
+        )
+    for world, mine in batches.items():
+        wanted = 0.0 if world == PLAIN else config.restorable / config.size
+        shares = [batch.restored / batch.prompt_tokens for batch in mine]
+        if wrong := [share for share in shares if abs(share - wanted) > 0.01]:
+            notes.append(
+                f"INVALID: {world}: {len(wrong)} of {len(mine)} batches restored a share of "
+                f"{median(wrong):.2f} instead of {wanted:.2f}"
+            )
+    return notes
+
+
+def _notes(config: Config) -> list[str]:
+    rate = f"{config.disk_mb_s:g} MB/s by the kernel" if config.disk_mb_s else "nothing"
+    return [
+        "TTFT: from the sending of all prompts until a request's first token; total: until the "
+        "last token of all. Medians of the rounds; p99 of fewer than 100 prompts is the last.",
+        f"ratio: to the same round with all in the CPU tier, median, with low and high as its "
+        f"{CONFIDENCE:.0%} confidence interval.",
+        "read / needed: bytes read from the disk by bytes of the prompts' KV cache; read ahead: "
+        "those that were read while their request waited; wasted: those of them read for nothing.",
+        f"{config.in_flight} requests run at a time; the GPU's cache holds no more. A prompt has "
+        f"{config.prompt_bytes / 1e6:.1f} MB of KV cache; reads of the disk are limited to {rate}; "
+        f"the CPU tier above the disk holds {config.cpu_share:g} of all prompts, and "
+        f"{config.look_ahead:g} of it may be read ahead.",
+        "break_even is off and max_load_gpu_share is 1, so that everything stored is loaded.",
+    ]
+
+
+# -- command line --------------------------------------------------------------------------------
+
+
+def register(app: typer.Typer) -> None:
+    """Add ``python -m bench backlog``."""
+    plain = Config()
+
+    @app.command("backlog", help=__doc__)
+    def backlog(
+        prompts: Annotated[int, typer.Option(min=2, help="That queue.")] = plain.prompts,
+        size: Annotated[int, typer.Option(min=64, help="Of a prompt, in tokens.")] = plain.size,
+        in_flight: Annotated[int, typer.Option(min=1)] = plain.in_flight,
+        output_tokens: Annotated[int, typer.Option(min=1)] = plain.output_tokens,
+        rounds: Annotated[int, typer.Option(min=1)] = plain.rounds,
+        disk_mb_s: Annotated[
+            float, typer.Option(min=0, help="Limit of the disk's reads in MB/s; 0: none.")
+        ] = plain.disk_mb_s,
+        cpu_share: Annotated[
+            float, typer.Option(min=0, help="Of all prompts, in the CPU tier above the disk.")
+        ] = plain.cpu_share,
+        look_ahead: Annotated[float, typer.Option(min=0, max=0.5)] = plain.look_ahead,
+        model: Annotated[str, typer.Option(help=", ".join(MODELS))] = plain.model,
+        threads: Annotated[int, typer.Option(min=1, help="That compute.")] = plain.threads,
+        folder: Annotated[str, typer.Option(help="Folder on the disk to use.")] = "",
+        as_json: Annotated[bool, typer.Option("--json", help="Print JSON only.")] = False,
+        keep: Annotated[bool, typer.Option(help="Write to bench/results.")] = False,
+    ) -> None:
+        config = Config(
+            prompts,
+            size,
+            in_flight,
+            output_tokens,
+            rounds,
+            disk_mb_s,
+            cpu_share,
+            look_ahead,
+            model,
+            threads,
+            folder,
+        )
+        signal.signal(
+            signal.SIGTERM, lambda *_: sys.exit(1)
+        )  # ends the engines when this command ends
+        try:
+            with progress_bar() as progress:
+                report = run(config, progress)
+        except SlowDiskError as error:
+            raise typer.BadParameter(str(error), param_hint="--disk-mb-s") from error
+        deliver(
+            report,
+            Chart("TTFT mean s", "mean time to first token, s", more=("total s",), cost=True),
+            command="python -m bench " + " ".join(sys.argv[1:]),
+            as_json=as_json,
+            keep=keep,
+            name="backlog",
+        )

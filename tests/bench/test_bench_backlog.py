@@ -1,0 +1,133 @@
+"""``bench backlog`` on real engines with a tiny model, its verdicts on planted numbers, and the
+kernel's limit on reads."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+
+import pytest
+from rich.progress import Progress
+
+from bench import backlog, slow_disk
+from bench.backlog import AHEAD, DISK, HOST, PLAIN, Config
+from bench.report import Chart, save
+from bench.serve_engine import Batch
+from bench.slow_disk import SlowDisk, SlowDiskError
+
+
+@pytest.mark.thorough
+@pytest.mark.vllm
+@pytest.mark.timeout(600)
+def test_real_engines_read_each_prompt_once_in_both_worlds_with_a_disk(tmp_path: Path) -> None:
+    config = Config(
+        prompts=6,
+        size=96,
+        in_flight=2,
+        output_tokens=4,
+        rounds=1,
+        disk_mb_s=0.0,
+        model="tiny",
+        threads=1,
+        folder=str(tmp_path),
+    )
+    report = backlog.run(config, Progress(disable=True))
+    rows = {row.series: row.values for row in report.rows}
+    assert list(rows) == list(backlog.WORLDS)
+    assert [note for note in report.notes if note.startswith("INVALID")] == []
+    for world, row in rows.items():
+        assert row["restored"] == pytest.approx(0.0 if world == PLAIN else 64 / 96)
+        assert row["total s"] >= row["TTFT p99 s"] >= row["TTFT mean s"] > 0.0
+        assert (row["read / needed"] > 0) == (world in (DISK, AHEAD))
+        assert (row["read ahead"] > 0) == (world == AHEAD)
+    assert rows[AHEAD]["read / needed"] == pytest.approx(rows[DISK]["read / needed"])
+    assert list(tmp_path.iterdir()) == []
+    save(report, "command", Chart("TTFT mean s", more=("total s",)), tmp_path)
+    assert {path.suffix for path in tmp_path.iterdir()} == {".json", ".md", ".png"}
+
+
+SHARE = Config().restorable / Config().size
+
+
+def _batches(seconds: Mapping[str, float], restored: float = SHARE) -> dict[str, list[Batch]]:
+    """Eight rounds, in which each world takes this long for one prompt of 1,000 tokens."""
+    found = {}
+    for world, took in seconds.items():
+        tokens = 0.0 if world == PLAIN else 1000 * restored
+        counters = {
+            'vllm:prompt_tokens_by_source{source="external_kv_transfer"}': tokens,
+            'vllm:kvtiers_read_bytes{tier="lmdb"}': 3.0 * Config().prompt_bytes,
+        }
+        found[world] = [Batch(took, (took / 2,), 1000, 1, counters)] * 8
+    return found
+
+
+FAST = {PLAIN: 4.0, HOST: 1.0, DISK: 2.0, AHEAD: 1.1}
+
+
+def test_rows_relate_times_to_the_cpu_tier_and_bytes_to_what_was_needed() -> None:
+    rows = {row.series: row for row in backlog.rows(Config(prompts=2), _batches(FAST))}
+    assert rows[AHEAD].values["TTFT mean ratio"] == pytest.approx(1.1)
+    assert rows[DISK].values["total s"] == 2.0
+    assert rows[DISK].intervals["total s"] == (2.0, 2.0)
+    assert rows[DISK].values["read / needed"] == pytest.approx(1.5)
+
+
+@pytest.mark.parametrize(("took", "verdict"), [(1.1, "met"), (1.3, "MISSED")])
+def test_a_goal_can_be_missed(took: float, verdict: str) -> None:
+    notes = backlog.verdicts(Config(), _batches(FAST | {AHEAD: took}))
+    assert len(notes) == len(backlog.MEASURES)
+    assert all(verdict in note for note in notes)
+    assert all("lower in 8 of 8 rounds" in note for note in notes)
+
+
+def test_look_ahead_can_cost() -> None:
+    notes = backlog.verdicts(Config(), _batches(FAST | {AHEAD: 3.0}))
+    assert all("1.500 of that without" in note for note in notes)
+    assert all("lower in 0 of 8 rounds" in note for note in notes)
+
+
+def test_a_world_without_its_hits_is_named() -> None:
+    notes = backlog.verdicts(Config(), _batches(FAST, restored=SHARE / 2))
+    wrong = [note.split(":")[1].strip() for note in notes if note.startswith("INVALID")]
+    assert wrong == [HOST, DISK, AHEAD]
+
+
+def test_a_kernel_that_cannot_slow_the_disk_gives_the_reason(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(slow_disk, "_disk_of", lambda _folder: "8:0")
+    monkeypatch.setattr(slow_disk, "CONTROLLER", tmp_path / "none")
+    with pytest.raises(SlowDiskError, match="needs root and the blkio"), SlowDisk(tmp_path, 1):
+        raise AssertionError("it must not begin")
+    monkeypatch.setattr(slow_disk, "CONTROLLER", tmp_path)
+    with SlowDisk(tmp_path, 0) as disk:
+        disk.add(1)
+    assert list(tmp_path.iterdir()) == [], "a rate of 0 changes nothing"
+
+
+def test_a_folder_on_no_disk_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(slow_disk, "DEVICES", tmp_path)
+    with pytest.raises(SlowDiskError, match="on no block device"):
+        SlowDisk(tmp_path, 1)
+
+
+def test_the_kernel_slows_a_process_until_the_end(tmp_path: Path) -> None:
+    try:
+        disk = SlowDisk(tmp_path, 1 << 40)
+        with disk:
+            pass
+    except SlowDiskError as error:
+        pytest.skip(str(error))
+    waits = [sys.executable, "-c", "input()"]
+    with subprocess.Popen(waits, stdin=subprocess.PIPE) as process, disk:
+        disk.add(process.pid)
+        group = Path(f"/proc/{process.pid}/cgroup").read_text()
+        assert disk._group.name in group
+        assert (disk._group / "blkio.throttle.read_bps_device").read_text().split()[1] == str(
+            1 << 40
+        )
+        process.communicate(b"\n")
+    assert not disk._group.exists()
