@@ -281,6 +281,25 @@ def test_nothing_is_matched_while_the_weights_are_in_doubt(tmp_path: Path) -> No
         served.check_idle()
 
 
+def test_doubt_about_the_weights_ends_reads_ahead(tmp_path: Path) -> None:
+    """Until it is over, requests are computed; epochs of the tiers may have changed."""
+    with world(tmp_path, 0.5) as served:
+        served.begin(prompts_of(PROMPTS, TOKENS), reads_per_step=4)
+        while not served.counts()["read"]:
+            served.step()
+        ahead = served.planner.look_ahead
+        assert ahead.queue
+        side(served).hold()
+        assert not any((ahead.queue, ahead._held, ahead._wanted))
+        read = served.counts()["read"]
+        for _ in range(9):
+            served.step()
+        assert served.counts()["read"] == read
+        side(served).release()
+        served.drain()
+        served.check_idle()
+
+
 def test_a_match_leaves_the_requests_own_lookup_alone(tmp_path: Path) -> None:
     """vLLM may have counted its hit, and starts the load, or ends the request, in a later step."""
     with world(tmp_path, 0.5) as served:

@@ -415,10 +415,11 @@ class SchedulerSide:
     def hold(self) -> None:
         """Suspend lookups and stores until ``release`` or ``forget``, because the weights may have
         changed. Cancel stores that were planned but not sent: their blocks have lost their
-        content."""
+        content. Nothing more is read ahead for the requests that wait now."""
         self._is_held = True
         if self.planner is not None:
             self.planner.stores.cancel_planned()
+            self.planner.look_ahead.forget_all()  # requests are computed meanwhile
         if self._digests is not None:
             self._digests.clear()
 
