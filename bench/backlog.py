@@ -32,7 +32,7 @@ from bench.report import Chart, deliver
 from bench.scenario import Report, Row, median, percentile, progress_bar
 from bench.serve_engine import Batch, Engine
 from bench.serve_numbers import CONFIDENCE, interval, ratios_of
-from bench.serve_systems import BLOCK_TOKENS, MODELS, kv_bytes_per_token
+from bench.serve_systems import BLOCK_TOKENS, MODELS
 from bench.slow_disk import SlowDisk, SlowDiskError
 from demo.tiny_model import BYTE_TOKENS, make_llama
 
@@ -68,7 +68,7 @@ class Config:
     @property
     def prompt_bytes(self) -> int:
         """The bytes of one prompt's KV cache, in whole blocks."""
-        return self.restorable * kv_bytes_per_token(MODELS[self.model])
+        return self.restorable * MODELS[self.model].kv_bytes_per_token
 
     @property
     def restorable(self) -> int:
@@ -102,7 +102,7 @@ def run(config: Config, progress: Progress) -> Report:
 @contextlib.contextmanager
 def _engines(config: Config, root: Path) -> Iterator[dict[str, Engine]]:
     """Yields the engines by world, once all have started."""
-    model = make_llama(root / "model", shape=MODELS[config.model])
+    model = make_llama(root / "model", shape=MODELS[config.model].shape)
     everything = config.prompts * config.prompt_bytes
     host, small = everything + (64 << 20), max(1 << 20, int(config.cpu_share * everything))
     with contextlib.ExitStack() as stack:
@@ -132,7 +132,7 @@ def _engines(config: Config, root: Path) -> Iterator[dict[str, Engine]]:
 def _arguments(config: Config, model: Path, extra: dict[str, Any] | None) -> dict[str, Any]:
     blocks = -(-(config.size + config.output_tokens) // BLOCK_TOKENS) + 1
     gpu_blocks = config.in_flight * blocks + 1  # vLLM keeps one for itself
-    block_bytes = BLOCK_TOKENS * kv_bytes_per_token(MODELS[config.model])
+    block_bytes = BLOCK_TOKENS * MODELS[config.model].kv_bytes_per_token
     connector = {
         "kv_connector": "KvTiersConnector",
         "kv_connector_module_path": "offload.connector",
@@ -147,7 +147,7 @@ def _arguments(config: Config, model: Path, extra: dict[str, Any] | None) -> dic
     }
     return {
         "model": str(model),
-        "dtype": MODELS[config.model].dtype,
+        **MODELS[config.model].settings,
         "enforce_eager": True,
         "block_size": BLOCK_TOKENS,
         "kv_cache_memory_bytes": gpu_blocks * block_bytes,
@@ -306,6 +306,10 @@ def register(app: typer.Typer) -> None:
         as_json: Annotated[bool, typer.Option("--json", help="Print JSON only.")] = False,
         keep: Annotated[bool, typer.Option(help="Write to bench/results.")] = False,
     ) -> None:
+        if model not in MODELS:
+            raise typer.BadParameter(
+                f"{model!r} is none of {', '.join(MODELS)}", param_hint="--model"
+            )
         config = Config(
             prompts,
             size,
