@@ -219,7 +219,8 @@ def rows(config: Config, batches: Mapping[str, Sequence[Batch]]) -> list[Row]:
     case = f"{config.prompts} prompts of {config.size} tokens"
     needed = config.prompts * config.prompt_bytes
     found = []
-    for world, mine in batches.items():
+    for world in WORLDS:
+        mine = batches[world]
         values, intervals = {}, {}
         for name, measure in MEASURES.items():
             column = f"{name} s"
