@@ -151,8 +151,7 @@ def make_config(model: OracleModel, conditions: Conditions, folder: Path) -> tup
     if model.draft_head:
         config.speculative_config.method = "mtp"
     cache = config.cache_config
-    cache.block_size = model.block_tokens
-    cache.mamba_cache_mode = "align"
+    cache.block_size, cache.mamba_cache_mode = model.block_tokens, "align"
     cache.kv_cache_layout = model.layout
     kv_cache_config = make_kv_cache_config(config, model.layers(), 1 << 30)
     cache.num_gpu_blocks = kv_cache_config.num_blocks
