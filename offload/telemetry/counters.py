@@ -206,6 +206,7 @@ class WorkerStats:
     load_seconds: float = 0.0
     load_timeouts: int = 0
     fence_timeouts: int = 0
+    copy_failures: int = 0
     write_failures: int = 0
     tier_errors: int = 0
     verified_chunks: int = 0

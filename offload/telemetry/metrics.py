@@ -102,6 +102,10 @@ MOVED = {
     "fence_timeouts": Metric(
         "Stores that failed because a step could not wait for them any longer."
     ),
+    "copy_failures": Metric(
+        "Unexpected errors of copies between the GPU and the CPU tier, for example of the CUDA "
+        "driver; the log has their texts. Each fails a store or a load."
+    ),
     "copy_groups": _gauge(
         "KV cache groups that are copied in this way between the GPU and the CPU tier: batch, "
         "kernel or each (GPUs).",

@@ -202,13 +202,11 @@ class Executor:
             job, result = self._results.popleft()
             results[job] = self._fences.answered(job, result)
         self._watch_loop()
+        self.stats.copy_failures = sum(self._engine.failures().values())
         ended = self._open.take_ended()
         finished = {request for request, _ in ended} if ended else set()
         failed = {request for request, is_ok in ended if not is_ok} if ended else set()
-        answers: dict[int, PresenceReply] = {}
-        while self._answers:
-            number, answer = self._answers.popleft()
-            answers[number] = answer
+        answers = dict(self._answers.popleft() for _ in range(len(self._answers)))
         usable: dict[int, int] = {}
         if (slots := self.usable_slots) > self._reported_slots:
             usable[self.rank] = self._reported_slots = slots

@@ -214,6 +214,11 @@ class CopyEngine(ABC):
         one."""
         return ()
 
+    def failures(self) -> dict[str, int]:
+        """Count the unexpected failures so far by kind; ``tiers.copy.failures`` logs them. Callable
+        from any thread."""
+        return {}
+
     @abstractmethod
     def close(self) -> None:
         """Wait for the copies in flight, then release threads and streams. Idempotent."""

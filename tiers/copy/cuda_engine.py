@@ -153,7 +153,6 @@ class CudaCopyEngine(CopyEngine):
         )
 
     def failures(self) -> dict[str, int]:
-        """Count the failures by kind; each kind is logged once (``tiers.copy.failures``)."""
         return self._failures.counts()
 
     def _lane(self, name: str, undo: ExitStack) -> CudaLane:

@@ -32,10 +32,10 @@ class Lane:
     submission fails at once.
     """
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, name: str, failures: Failures | None = None) -> None:
         self._queue: queue.SimpleQueue[tuple[Work, FutureTicket] | None] = queue.SimpleQueue()
         self._closed = False
-        self._failures = Failures()
+        self._failures = failures or Failures()
         self._thread = threading.Thread(target=self._run, name=f"kvtiers-{name}", daemon=True)
         self._thread.start()
 
@@ -88,8 +88,9 @@ class HostCopyEngine(CopyEngine):
             num_blocks=num_blocks,
         )
         self._loop = loop or copy_loop()
-        self._store_lane = Lane("store")
-        self._load_lane = Lane("load")
+        self._failures = Failures()
+        self._store_lane = Lane("store", self._failures)
+        self._load_lane = Lane("load", self._failures)
 
     def record_event(self) -> object | None:
         return None
@@ -99,6 +100,9 @@ class HostCopyEngine(CopyEngine):
 
     def submit_load(self, batches: Sequence[CopyBatch], after: object | None = None) -> Ticket:
         return self._load_lane.submit(lambda: self._load(batches))
+
+    def failures(self) -> dict[str, int]:
+        return self._failures.counts()
 
     def close(self) -> None:
         self._store_lane.close()

@@ -210,6 +210,7 @@ async def test_an_unexpected_error_fails_only_one_ticket(
             await bad.completed()
         await good.completed()
         assert "a copy failed unexpectedly" in caplog.text
+        assert engine.failures() == {"RuntimeError": 1}
     finally:
         engine.close()
 

@@ -106,6 +106,18 @@ def test_the_chosen_copy_paths_are_published_as_gauges(cuda: Cuda) -> None:
     }
 
 
+def test_errors_of_the_driver_are_counted_for_the_metrics(cuda: Cuda) -> None:
+    one = worker()
+    one.register(registered(cuda, kv_caches()), [])
+    assert "copy_failures" not in one.counters({})
+    cuda.fail("cuMemcpyBatchAsync", 1, nth=1)
+    one.post(StepPlan(stores=(StoreJob(1, 0, [1, 2, 3], [0, 1, 2]),)))
+    assert ended(one, 1).report.results[1].failed
+    assert one.counters({})["copy_failures"] == 1
+    assert "copy_failures" not in one.counters({}), "only the difference is reported"
+    one.shutdown()
+
+
 def test_a_worker_also_works_without_pinning(cuda: Cuda) -> None:
     caches = kv_caches()
     one = worker(pin="off")
