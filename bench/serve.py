@@ -111,8 +111,8 @@ def _engines(
                 continue
             folder = root / key
             folder.mkdir(mode=0o700)
-            start = system.start(_room(config, model, folder))
-            arguments = _arguments(config, model, weights) | config.engine
+            start = system.start(room_for(config, model, folder))
+            arguments = engine_arguments(config, model, weights) | config.engine
             arguments["kv_transfer_config"] = start.connector
             threads = {"OMP_NUM_THREADS": str(config.threads)}
             begun[system.name] = Engine(arguments, threads | start.env, root / f"{key}.log")
@@ -133,7 +133,8 @@ def _refused(report: Report, name: str, why: str) -> None:
     report.rows.append(Row("does not run here", f"{name}: {why}", {}))
 
 
-def _arguments(config: Config, model: Model, weights: Path) -> dict[str, Any]:
+def engine_arguments(config: Config, model: Model, weights: Path) -> dict[str, Any]:
+    """The settings of vLLM's ``LLM`` that all engines share."""
     longest = max(config.sizes) + config.output_tokens
     blocks = -(-longest // BLOCK_TOKENS) + 1
     in_flight = config.in_flight * blocks * BLOCK_TOKENS
@@ -150,7 +151,7 @@ def _arguments(config: Config, model: Model, weights: Path) -> dict[str, Any]:
     }
 
 
-def _room(config: Config, model: Model, folder: Path) -> Room:
+def room_for(config: Config, model: Model, folder: Path) -> Room:
     """The size of a tier in bytes.
 
     A CPU tier alone can hold a whole round. Above a disk tier it holds two batches, so that all but

@@ -34,6 +34,7 @@ from tiers.copy.host_loop import copy_loop
 ROOT = Path(__file__).resolve().parents[1]
 START_DEADLINE_S = 300.0
 CALL_DEADLINE_S = 300.0
+PINNED_S = 150.0
 PUBLISHED_S = 1.1
 """The times of hooks are published about once a second."""
 SETTLE_S = 20.0
@@ -225,6 +226,17 @@ def own_threads() -> dict[int, float]:
     return found
 
 
+def wait_until_pinned(_worker: Any) -> bool:
+    """Wait until the whole CPU tier of a worker can be used. kvtiers pins it in the background;
+    vLLM's own offloading does so before it starts. Returns False on timeout."""
+    from vllm.distributed.kv_transfer import get_kv_transfer_group, has_kv_transfer_group
+
+    from offload.connector.connector import KvTiersConnector
+
+    group = get_kv_transfer_group() if has_kv_transfer_group() else None
+    return not isinstance(group, KvTiersConnector) or group.wait_until_pinned(PINNED_S)
+
+
 class _Host:
     """The child's side, which owns the engine."""
 
@@ -236,6 +248,8 @@ class _Host:
         from vllm import LLM
 
         self._llm = LLM(**arguments)
+        if not all(self._llm.collective_rpc(wait_until_pinned)):
+            raise TimeoutError(f"the CPU tier was not pinned after {PINNED_S:.0f} s")
         self._engine = self._llm.llm_engine
         self._names = 0
 

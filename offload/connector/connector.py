@@ -174,6 +174,11 @@ class KvTiersConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  
             if self._weights is not None:
                 self._weights.begin()
 
+    def wait_until_pinned(self, timeout_s: float) -> bool:
+        """Wait until this worker can use its whole CPU tier, which is pinned in the background.
+        Returns False on timeout. For benchmarks: servers need not wait."""
+        return self._worker is None or self._worker.wait_until_pinned(timeout_s)
+
     def unregister_kv_caches(self) -> None:
         """Prepare for vLLM unmapping the KV cache. Raises if a copy does not end: vLLM then refuses
         to sleep, instead of unmapping memory that the copy still uses."""

@@ -13,6 +13,8 @@ HERE = Path(__file__).resolve().parent
 FACTS = "gpu_box.json"
 """The file in every carry that says which carries belong together, for which Python they are, and
 what the machine must have."""
+NOT_YET = 75
+"""The exit code of a probe for which something has not arrived (EX_TEMPFAIL)."""
 
 
 def normal(name: str) -> str:

@@ -20,7 +20,7 @@ use_site()
 
 import torch  # noqa: E402  # after the path
 import vllm.platforms  # noqa: E402  # after the path
-from serve import CONNECTOR, MODELS  # noqa: E402  # after the path
+from serve import COMPILED, CONNECTOR, GRAPHS, MODELS  # noqa: E402  # after the path
 from vllm.platforms.cuda import NonNvmlCudaPlatform  # noqa: E402  # after the path
 from vllm.platforms.interface import DeviceCapability  # noqa: E402  # after the path
 
@@ -45,7 +45,14 @@ class Pretended(NonNvmlCudaPlatform):  # type: ignore[misc]  # vLLM is untyped
         return 1
 
 
-def configure(model: Path, eager: bool) -> Any:
+KINDS: dict[str, dict[str, Any]] = {
+    "eager": {"enforce_eager": True},
+    "graphs": {"compilation_config": GRAPHS},
+    "compiled": {"compilation_config": COMPILED},
+}
+
+
+def configure(model: Path, kind: dict[str, Any]) -> Any:
     """The configuration that the serving probe uses."""
     from vllm.engine.arg_utils import EngineArgs
 
@@ -54,12 +61,12 @@ def configure(model: Path, eager: bool) -> Any:
         model=str(model),
         load_format="dummy",
         skip_tokenizer_init=True,
-        enforce_eager=eager,
         block_size=16,
         max_model_len=2112,
         attention_backend="TRITON_ATTN",
         num_gpu_blocks_override=2048,
         kv_transfer_config=CONNECTOR | {"kv_connector_extra_config": extra},
+        **kind,
     )
     return arguments.create_engine_config()
 
@@ -83,11 +90,14 @@ def build(config: Any) -> float:
 def main() -> None:
     vllm.platforms._current_platform = Pretended()
     for model in sorted(MODELS.iterdir()):
-        for eager in (True, False):
-            config = configure(model, eager)
+        for name, kind in KINDS.items():
+            config = configure(model, kind)
             graphs = config.compilation_config.cudagraph_mode.name
+            if (graphs == "NONE") is not (name == "eager"):
+                sys.exit(f"{model.name}, {name}: CUDA graphs: {graphs}")
             size = build(config)
-            print(f"{model.name}: {size:.1f} billion weights, CUDA graphs: {graphs}", flush=True)
+            text = f"{model.name}, {name}: {size:.1f} billion weights, CUDA graphs: {graphs}"
+            print(text, flush=True)
 
 
 if __name__ == "__main__":

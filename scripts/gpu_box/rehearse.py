@@ -1,5 +1,6 @@
-"""Rehearses on a machine without a network or a GPU: unpacks the carries in a scratch environment,
-imports vLLM's GPU runner there, and configures engines as if there were a GPU.
+"""Rehearses on a machine without a network or a GPU: collects the GPU tests in a scratch
+environment, unpacks the carries and imports vLLM's GPU runner there, and configures engines as if
+there were a GPU.
 
     python scripts/gpu_box/rehearse.py [--wheels FOLDER] [--keep FOLDER]
 
@@ -124,8 +125,11 @@ def main() -> None:
         }
         probe = [python, HERE / "probes/vllm_import.py"]
         cut_off = offline()
+        command = [*cut_off, python, "-m", "pytest", "tests/gpu", "-q", "--collect-only"]
+        command += ["-o", "addopts=--import-mode=importlib", "-p", "no:cacheprovider"]
+        step("collecting the GPU tests", command, cwd=ROOT, env=env)
         step("unpacking and importing", [*cut_off, *probe], cwd=ROOT, env=env)
-        command = [*cut_off, python, HERE / "probes/rivals.py", "--model=llama-8b", "--", "--help"]
+        command = [*cut_off, python, HERE / "probes/rivals.py", "--model=llama-8b", "--check"]
         step("starting bench serve", command, cwd=ROOT, env=env)
         # vLLM connects to itself, so the namespace needs its loopback interface.
         script = f'ip link set lo up; exec "{python}" "{HERE / "pretend.py"}"'

@@ -1,6 +1,8 @@
 """Turns the results of ``run.py`` into ``bench/results/gpu.json`` and ``gpu.md``.
 
-python scripts/gpu_box/report.py OUT [--to bench/results]
+python scripts/gpu_box/report.py RESULTS [--to bench/results]
+
+RESULTS is the ``results.json`` that ``run.py`` wrote, or its folder.
 """
 
 from __future__ import annotations
@@ -12,7 +14,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from run import HERE, ROOT, schedule
+from run import HERE, RESULTS, ROOT, schedule
 
 sys.path.insert(0, str(ROOT))
 
@@ -60,16 +62,16 @@ def page(results: list[dict[str, Any]]) -> str:
 
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("out", type=Path)
+    parser.add_argument("results", type=Path)
     parser.add_argument("--to", type=Path, default=ROOT / "bench/results")
     parser.add_argument("--schedule", type=Path, default=HERE / "schedule.toml")
     options = parser.parse_args(arguments)
+    source = options.results / RESULTS if options.results.is_dir() else options.results
+    found = json.loads(source.read_text())
     results = []
     for probe in schedule(options.schedule):
-        path = options.out / f"{probe.name}.json"
         missing = {"name": probe.name, "about": probe.about, "status": "not run", "seconds": ""}
-        found = json.loads(path.read_text()) if path.exists() else missing | {"numbers": None}
-        results.append(found)
+        results.append(found.get(probe.name) or missing | {"numbers": None})
     options.to.mkdir(parents=True, exist_ok=True)
     (options.to / "gpu.json").write_text(json.dumps(results, indent=1) + "\n")
     (options.to / "gpu.md").write_text(page(results))

@@ -89,7 +89,7 @@ def wait(*tickets: Ticket) -> None:
     asyncio.run(all_of_them())
 
 
-@pytest.fixture(params=list(CopyPath), ids=lambda path: path.name.lower())
+@pytest.fixture(params=list(CopyPath), ids=lambda path: f"by-{path.name.lower()}")
 def path(request: pytest.FixtureRequest) -> CopyPath:
     chosen: CopyPath = request.param
     if chosen is CopyPath.BATCH and not load_driver().has_batch_copy:

@@ -71,9 +71,9 @@ def test_the_probe_of_rivals_measures_what_runs_and_says_why_others_do_not(
     model.mkdir()
     (model / "config.json").write_bytes((llama / "config.json").read_bytes())
     numbers = tmp_path / "numbers.json"
-    asked = "--systems none,cpu,vllm --sizes 128 --hits 1 --rounds 1 --misses 1 --requests 2"
+    asked = "--systems none,cpu,vllm --tokens 128 --requests 2 --in-flight 2"
     done = subprocess.run(
-        [sys.executable, PROBES / "rivals.py", f"--model={model}", "--cpu", "--", *asked.split()],
+        [sys.executable, PROBES / "rivals.py", f"--model={model}", "--cpu", *asked.split()],
         capture_output=True,
         text=True,
         env=environment(tmp_path, numbers),
@@ -87,8 +87,9 @@ def test_the_probe_of_rivals_measures_what_runs_and_says_why_others_do_not(
     assert any(text.startswith("vLLM OffloadingConnector: CPU Offloading is") for text in refused)
     assert (done.returncode == 0) == ("kvtiers, CPU tier" in measured), done.stderr[-4000:]
     assert any("random weights" in note for note in report["notes"])
-    results = {"name": "rivals", "about": "", "status": "ok", "seconds": 1.0, "tail": ""}
-    (tmp_path / "rivals.json").write_text(json.dumps(results | {"numbers": {"report": report}}))
+    result = {"name": "rivals", "about": "", "status": "ok", "seconds": 1.0, "tail": ""}
+    result["numbers"] = json.loads(numbers.read_text())
+    (tmp_path / "results.json").write_text(json.dumps({"rivals": result}))
     made = subprocess.run(
         [sys.executable, PROBES.parent / "report.py", tmp_path, "--to", tmp_path / "to"],
         capture_output=True,

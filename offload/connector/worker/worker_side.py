@@ -144,6 +144,10 @@ class WorkerSide:
         if loop is not None:
             loop.stop(0.5)
 
+    def wait_until_pinned(self, timeout_s: float) -> bool:
+        """Wait until the whole CPU tier can be used; returns False on timeout."""
+        return self._slab is None or self._slab.wait_ready(timeout_s=timeout_s)
+
     def state(self) -> RankState | None:
         """The facts that the scheduler side needs, or ``None`` before ``register``."""
         return self._state

@@ -7,11 +7,16 @@ import mmap
 import os
 import platform
 import resource
+import shutil
 import subprocess
+import tempfile
 
 from common import device, result
 
 from tiers.copy.cuda_engine import gpu_node
+from tiers.slab.host_memory import available_bytes
+
+GIB = 2**30
 
 
 def version(name: str) -> str:
@@ -28,6 +33,7 @@ def main() -> None:
         gpu = subprocess.run(command, capture_output=True, text=True, timeout=30).stdout.strip()
     except OSError as error:
         gpu = f"no nvidia-smi: {error}"
+    disk = shutil.disk_usage(tempfile.gettempdir())
     with device() as driver:
         handle = driver.device(0)
         facts = {
@@ -42,6 +48,8 @@ def main() -> None:
             "numa node": gpu_node(0),
             "memlock": resource.getrlimit(resource.RLIMIT_MEMLOCK),
             "page bytes": mmap.PAGESIZE,
+            "free memory, GiB": round((available_bytes() or 0) / GIB, 1),
+            "free in the folder of temporary files, GiB": round(disk.free / GIB, 1),
             "cores": os.cpu_count(),
             "python": platform.python_version(),
             **{name: version(name) for name in ("torch", "triton", "transformers", "vllm")},

@@ -39,9 +39,9 @@ def milliseconds(waits: list[float], number: int) -> float | None:
     return round(1e3 * waits[number], 3) if waits else None
 
 
-def main(total_mib: int = 8192) -> None:
+def main(total_mib: int = 4096) -> None:
     found = {}
-    for piece_mib in (4, 8, 16, 64, 256):
+    for piece_mib in (8, 64, 4, 256):
         for background in (False, True):
             waits: list[float] = []
             stop = threading.Event()

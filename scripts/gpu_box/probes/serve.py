@@ -24,6 +24,7 @@ use_site()
 
 from common import result  # noqa: E402  # after the path
 
+from bench.serve_engine import PINNED_S, wait_until_pinned  # noqa: E402  # after the path
 from tests.vllm import copy_faults  # noqa: E402  # after the path
 
 MODELS = Path(__file__).resolve().parents[1] / "models"
@@ -33,6 +34,14 @@ CONNECTOR = {
     "kv_role": "kv_both",
 }
 OUTPUT_TOKENS = 16
+CAPTURED = [1, 2, 4, 8, 16, 32, 64]
+"""Batch sizes for which CUDA graphs are captured: fewer than by default, to save time."""
+GRAPHS: dict[str, Any] = {
+    "mode": 0,  # nothing is compiled
+    "cudagraph_mode": "FULL_DECODE_ONLY",
+    "cudagraph_capture_sizes": CAPTURED,
+}
+COMPILED: dict[str, Any] = {"cudagraph_capture_sizes": CAPTURED}
 LOADED_ENOUGH = 0.5
 """Minimum share of the prompts' distinct tokens that must be loaded. Not all are, because a prompt
 that shares a prefix with another one in flight finds it in vLLM's own cache."""
@@ -69,6 +78,8 @@ def engine(options: argparse.Namespace, **others: Any) -> Any:
         device: dict[str, Any] = {"kv_cache_memory_bytes": 64 << 20}
     else:  # FlashAttention 3 is packed, but was not tested with another torch
         device = {"gpu_memory_utilization": 0.6, "attention_backend": "TRITON_ATTN"}
+    if not options.eager:
+        device["compilation_config"] = GRAPHS if options.graphs else COMPILED
     return LLM(
         model=str(model_folder(options)),
         load_format="dummy",
@@ -141,6 +152,11 @@ def connected(
     blocks = options.cache_tokens // options.block_size
     transfer = CONNECTOR | {"kv_connector_extra_config": extra}
     llm = engine(options, kv_transfer_config=transfer, num_gpu_blocks_override=blocks)
+    # Otherwise chunks would be evicted while only a few slots are pinned.
+    began = time.monotonic()
+    if not all(llm.collective_rpc(wait_until_pinned)):
+        return [f"the CPU tier was not pinned after {PINNED_S:.0f} s"]
+    found["pinned after s"] = round(time.monotonic() - began, 1)
     for name in ("cold", "warm"):
         answers, found[f"connector, {name} s"] = generate(llm, asked)
         found[f"answers equal, {name}"] = sum(map(list.__eq__, right, answers))
@@ -180,6 +196,7 @@ def main() -> int:
     parser = argparse.ArgumentParser()
     parser.add_argument("--model", required=True)
     parser.add_argument("--eager", action="store_true")
+    parser.add_argument("--graphs", action="store_true", help="CUDA graphs, nothing compiled")
     parser.add_argument("--cpu", action="store_true", help="a rehearsal without a GPU")
     parser.add_argument("--requests", type=int, default=64)
     parser.add_argument("--tokens", type=int, default=2048)

@@ -2,8 +2,8 @@
 the serving probes do not have to.
 
 ``pack.py`` writes ``carry-N.zip`` files, which may arrive one after the other. They are unpacked
-into the folder $GPU_BOX_SITE (default: ``.gpu_box/site``), which the serving probes put on their
-path. If vLLM is installed, nothing is unpacked.
+into the folder $GPU_BOX_SITE, by default one outside the checkout, which the serving probes put on
+their path. If vLLM is installed, nothing is unpacked.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from site_path import SITE, use_site
 
 sys.path.append(str(Path(__file__).resolve().parents[1]))
 
-from contents import FACTS, check_python
+from contents import FACTS, NOT_YET, check_python
 
 CARRIES = Path(__file__).resolve().parents[3] / ".gpu_box"
 MODULES = (
@@ -45,7 +45,8 @@ MODULES = (
 
 def unpack() -> dict[str, float]:
     """Unpack the carries that have arrived since the last call, and return the time of each in
-    seconds. Exits if some are still missing, or are for another Python."""
+    seconds. Exits with ``NOT_YET`` if some are still missing, and with another code if they are for
+    another Python."""
     SITE.mkdir(parents=True, exist_ok=True)
     times = {}
     for carry in sorted(CARRIES.glob("carry-*.zip")):
@@ -59,12 +60,14 @@ def unpack() -> dict[str, float]:
     result(times)
     facts = SITE / FACTS
     if not facts.exists():
-        sys.exit(f"vLLM is not installed, and there is no carry-N.zip in {CARRIES}: run pack.py")
+        print(f"vLLM is not installed, and there is no carry-N.zip in {CARRIES}: run pack.py")
+        sys.exit(NOT_YET)
     packed = json.loads(facts.read_text())
     check_python(packed["python"])
     missing = [name for name in packed["carries"] if not (SITE / f".{name}.done").exists()]
     if missing:
-        sys.exit(f"not here yet: {', '.join(missing)}; run this probe again when they are")
+        print(f"not here yet: {', '.join(missing)}; run this probe again when they are")
+        sys.exit(NOT_YET)
     return times
 
 

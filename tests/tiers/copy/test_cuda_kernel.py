@@ -178,6 +178,26 @@ async def test_a_job_longer_than_all_lists_is_copied(world: SimulatedGpu) -> Non
         np.testing.assert_array_equal(world.slot(slot), world.cache.chunk(rows_of(slot)[0]))
 
 
+async def test_closing_keeps_the_lists_until_queued_launches_have_run(world: SimulatedGpu) -> None:
+    for slot in range(SLOTS):
+        world.slot(slot)[:] = 0
+    launches, destroyed = (
+        world.cuda.calls(name) for name in ("cuLaunchKernel", "cuStreamDestroy_v2")
+    )
+    world.cuda.hold()
+    tickets = [world.engine.submit_store([batch([n], rows_of(n))]) for n in range(SLOTS)]
+    await until(lambda: world.cuda.calls("cuLaunchKernel") == launches + SLOTS)
+    closing = asyncio.create_task(asyncio.to_thread(world.engine.close))
+    # The load lane has no work, so it is closed; then the store lane waits for its launches.
+    await until(lambda: world.cuda.calls("cuStreamDestroy_v2") > destroyed)
+    assert not any(ticket.done() for ticket in tickets)
+    world.cuda.release()
+    await closing
+    for slot, ticket in enumerate(tickets):
+        await ticket.completed()
+        np.testing.assert_array_equal(world.slot(slot), world.cache.chunk(rows_of(slot)[0]))
+
+
 @pytest.mark.parametrize("name", ["cuMemcpyAsync", "cuLaunchKernel", "cuEventRecord"])
 async def test_lists_stay_right_after_a_launch_that_failed(world: SimulatedGpu, name: str) -> None:
     for slot in range(SLOTS):
