@@ -3,7 +3,7 @@ evicted; provides the check that policies call."""
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Collection, Container, Hashable, Iterable, Mapping, Sequence
 from itertools import filterfalse
 
@@ -173,11 +173,11 @@ class UnwrittenChunks:
     def __init__(self) -> None:
         self.gave_up = self.is_behind = False
         self.given_up: Counter[int] = Counter()
-        self._tiers: dict[int, set[bytes]] = {}
+        self._tiers: defaultdict[int, set[bytes]] = defaultdict(set)
 
     def of_tier(self, tier: int) -> set[bytes]:
         """The chunks that wait for one lower tier."""
-        return self._tiers.setdefault(tier, set())
+        return self._tiers[tier]
 
     def __len__(self) -> int:
         """An upper bound of the number of chunks that wait: a chunk that waits for two tiers counts
@@ -197,12 +197,11 @@ class UnwrittenChunks:
             return keys
         return keys[: next(at for at, key in enumerate(keys) if key in self)]
 
-    def give_up(self, keys: Iterable[bytes]) -> None:
+    def give_up(self, keys: Sequence[bytes]) -> None:
         """Note that these chunks have left the CPU tier: they cannot be written any more."""
-        gone = set(keys)
         for tier, waiting in self._tiers.items():
             before = len(waiting)
-            waiting -= gone
+            waiting.difference_update(keys)
             self.given_up[tier] += before - len(waiting)
             self.gave_up = self.gave_up or len(waiting) < before
 

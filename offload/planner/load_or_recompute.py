@@ -74,8 +74,10 @@ class LoadOrRecompute:
         This is the number of tokens that can be computed in the time of a short load. It is 0 if
         that time is unknown.
         """
+        if not self._enabled or len(self.short) < SAMPLES_MIN:
+            return 0.0
         prefill = self._prefill.value()
-        if not self._enabled or prefill is None or len(self.short) < SAMPLES_MIN:
+        if prefill is None:
             return 0.0
         return STOP_BELOW * prefill * statistics.median(took for _, took in self.short)
 

@@ -432,14 +432,12 @@ class WriteThroughQueue:
         self._count -= len(keys)
         known = joined(infos)
         held, index, unwritten = cpu.resident, self._index, cpu.unwritten.of_tier(self.tier)
-        waits = list(map(unwritten.__contains__, keys))
-        unwritten.difference_update(keys)
-        if all(waits) and all(map(held.__contains__, keys)) and index.are_absent(keys):
+        is_due = unwritten.issuperset(keys) and all(map(held.__contains__, keys))
+        if is_due and index.are_absent(keys):
+            unwritten.difference_update(keys)
             return tuple(keys), known
-        flags = [
-            is_waiting and key in held and index.is_absent(key)
-            for key, is_waiting in zip(keys, waits, strict=True)
-        ]
+        flags = [key in unwritten and key in held and index.is_absent(key) for key in keys]
+        unwritten.difference_update(keys)
         return tuple(compress(keys, flags)), chosen(known, flags)
 
     def ended(

@@ -64,8 +64,10 @@ def tokens_to_load(
     limit = limit if tokens_max is None else min(limit, start + tokens_max)
     hit, is_shorter = longest_match(), False
     for tier in reversed(range(len(planner.lower))):
+        if hit <= start or known.is_partial:
+            break
         tokens_min = planner.health[tier].tokens_min
-        if hit <= start or not tokens_min or known.is_partial:
+        if not tokens_min:
             break
         shorter = longest_match(above=tier)
         if hit - shorter >= tokens_min:
