@@ -195,6 +195,35 @@ def test_no_process_of_a_probe_is_left(tmp_path: Path) -> None:
         time.sleep(0.01)
 
 
+def test_a_run_that_is_terminated_ends_its_probe(tmp_path: Path) -> None:
+    pid = tmp_path / "pid"
+    write = f"import os; open({str(pid)!r} + '~', 'w').write(str(os.getpid())); "
+    write += f"os.rename({str(pid)!r} + '~', {str(pid)!r}); "
+    plan = schedule(tmp_path / "plan.toml", ("hangs", write + HANGS, 1e6, []))
+    command = [sys.executable, BOX / "run.py", tmp_path / "out", "--schedule", plan]
+    run = subprocess.Popen(command)
+    deadline = time.monotonic() + PATIENCE_S
+    while not pid.exists():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    run.terminate()
+    assert run.wait(PATIENCE_S) == 1
+    assert not (Path("/proc") / pid.read_text() / "environ").exists()
+
+
+def test_a_process_that_cannot_be_killed_delays_the_others_only_briefly(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As a process inside a driver that hangs."""
+    monkeypatch.syspath_prepend(BOX)
+    run = importlib.import_module("run")
+    monkeypatch.setattr(run, "GRACE_S", 0.1)
+    monkeypatch.setattr(run, "_processes", lambda _: [2**22 + 1])  # a number that none can have
+    probe = run.Probe("hangs", [sys.executable, "-c", "pass"], 60.0, "")
+    result = run.run(probe, tmp_path, 60.0)
+    assert result["status"] == "ok; 1 of its processes cannot be killed"
+
+
 def test_the_schedule_is_valid_and_its_scripts_exist() -> None:
     done = box("run", "/nonexistent", "--help")
     assert done.returncode == 0

@@ -152,12 +152,14 @@ def test_slots_are_reported_as_they_are_pinned(cuda: Cuda, monkeypatch: pytest.M
     assert state is not None
     assert (state.slots, state.usable) == (128, 8)
     assert one.drain(idle=False).report.usable == {}
+    assert not one.wait_until_pinned(0.0)
     gate.release()
     deadline = time.monotonic() + PATIENCE_S
     while not (grown := one.drain(idle=True).report.usable):
         assert time.monotonic() < deadline
     assert grown == {0: 16}
     gate.release(100)
+    assert one.wait_until_pinned(PATIENCE_S)
     one.shutdown()
 
 
