@@ -9,6 +9,7 @@ import os
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -92,6 +93,21 @@ def loaded(server: VllmServer, tier: str) -> float:
     return server.metrics().get(f'vllm:kvtiers_loaded_tokens_total{{tier="{tier}"}}', 0.0)
 
 
+def until_stored(server: VllmServer) -> None:
+    """Wait until the disk holds every chunk of the CPU tier. A hit on fewer chunks would have a
+    length for which there is no reference."""
+    names = [f'vllm:kvtiers_resident_chunks{{tier="{tier}"}}' for tier in ("cpu", "lmdb")]
+    deadline = time.monotonic() + PATIENCE_S
+    while True:
+        server.nudge()
+        found = server.metrics()
+        cpu, disk = (found.get(name, 0.0) for name in names)
+        if disk >= cpu > 0.0:
+            return
+        assert time.monotonic() < deadline, f"{disk:.0f} of {cpu:.0f} chunks are on the disk"
+        time.sleep(0.05)
+
+
 @contextlib.contextmanager
 def traffic(server: VllmServer) -> Iterator[None]:
     """Keep other prompts in flight while the body runs; errors of a killed server are expected."""
@@ -138,12 +154,17 @@ def controls_are_answered(server: VllmServer) -> None:
 
 
 def misses_are_recorded(file: Path) -> None:
-    """Read the file of a running server with the command line."""
-    shown = CliRunner().invoke(app, ["why", str(file), "--json", "--last", "1000"])
-    assert shown.exit_code == 0, shown.output
-    records = json.loads(shown.output)["requests"]
-    reasons = [record["reason"] for record in records]
-    assert {"never_stored", "complete", "filtered"} <= set(reasons)
+    """Read the file of a running server with the command line, until the server has written all
+    records."""
+    deadline = time.monotonic() + PATIENCE_S
+    reasons: set[str] = set()
+    while not reasons >= {"never_stored", "complete", "filtered"}:
+        assert time.monotonic() < deadline, reasons
+        time.sleep(0.05)
+        shown = CliRunner().invoke(app, ["why", str(file), "--json", "--last", "1000"])
+        assert shown.exit_code == 0, shown.output
+        records = json.loads(shown.output)["requests"]
+        reasons = {record["reason"] for record in records}
     assert any(record["loaded_tokens"].get("cpu", 0) > 500 for record in records)
 
 
@@ -162,6 +183,7 @@ def test_http_restart_and_kill_9(llama: Path, tmp_path: Path) -> None:
         assert all_loads_were_right(server)
         controls_are_answered(server)
         misses_are_recorded(tmp_path / "requests.jsonl")
+        until_stored(server)
         with traffic(server):
             server.kill()
     with start(llama, tmp_path, "second", connector) as server:
@@ -248,4 +270,5 @@ def test_kvtiers_serve_restores_blocks_from_both_tiers(llama: Path, tmp_path: Pa
             server.reset_prefix_cache()
             assert same(answers(server), reference)
             assert loaded(server, tier) > 0
+            until_stored(server)
         assert "kvtiers serve: added --kv-transfer-config" in log.read_text()
