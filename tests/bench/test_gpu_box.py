@@ -463,8 +463,21 @@ def test_the_copy_probes_run_over_the_libcuda_in_host_memory(tmp_path: Path, dri
     assert found["descriptors"]["numbers"]["copies per call"] == 1024
     assert len(found["pinning"]["numbers"]) == 8
 
-    done = box("report", out, "--schedule", plan, "--to", tmp_path / "results")
-    assert done.returncode == 0, done.stderr
+    guide = tmp_path / "gpu.md"
+    places = ["--to", tmp_path / "results", "--guide", guide]
+    guide.write_text("before\n")
+    done = box("report", out, "--schedule", plan, *places)
+    assert done.returncode != 0
+    assert "lacks the lines" in done.stderr
+    guide.write_text((ROOT / "docs/guides/gpu.md").read_text())
+    for _ in range(2):
+        done = box("report", out, "--schedule", plan, *places)
+        assert done.returncode == 0, done.stderr
+    text = guide.read_text()
+    assert text.count("| machine | machine | ok |") == 1
+    assert "[All numbers](results/gpu.md)" in text
+    assert "Nothing yet." not in text
+    assert "## What has not been measured" in text
     page = (tmp_path / "results/gpu.md").read_text()
     assert "| machine | machine | ok |" in page
     assert "* copies per call: 1024" in page

@@ -90,8 +90,11 @@ def test_the_probe_of_rivals_measures_what_runs_and_says_why_others_do_not(
     result = {"name": "rivals", "about": "", "status": "ok", "seconds": 1.0, "tail": ""}
     result["numbers"] = json.loads(numbers.read_text())
     (tmp_path / "results.json").write_text(json.dumps({"rivals": result}))
+    guide = tmp_path / "guide.md"
+    guide.write_text((ROOT / "docs/guides/gpu.md").read_text())
+    places = ["--to", tmp_path / "to", "--guide", guide]
     made = subprocess.run(
-        [sys.executable, PROBES.parent / "report.py", tmp_path, "--to", tmp_path / "to"],
+        [sys.executable, PROBES.parent / "report.py", tmp_path, *places],
         capture_output=True,
         text=True,
         timeout=PATIENCE_S,
