@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 
+from tests.vllm.copy_faults import hold_loads
 from tests.vllm.engine import Engine
 from tests.vllm.faults import hold_reads_and_writes, on_workers
 from tests.vllm.probes import check, connector, totals
@@ -79,6 +80,7 @@ def kill_under_load(
     for attempt in itertools.count():
         if attempt == ATTEMPTS:  # where steps are long, jobs end in the step that begins them
             engine.call(on_workers, hold_reads_and_writes)
+            engine.call(on_workers, hold_loads)  # also those from the CPU tier
         engine.reset_prefix_cache()
         for number, prompt in enumerate(known_and_new(reference, draw)):
             engine.submit(f"{attempt}-{number}", prompt, max_tokens=4 + number % 3)
