@@ -18,6 +18,7 @@ from bench.serve_engine import Batch
 from bench.serve_numbers import Case, Samples, interval, verdicts
 from bench.serve_systems import BASELINE, SYSTEMS, Room, Start, System, find_model
 from tests.bare_checkout import ROOT
+from tests.vllm.restored import PATIENT
 
 CPU, DISK = SYSTEMS["cpu"], SYSTEMS["disk"]
 SIZE = 96
@@ -37,12 +38,13 @@ def _broken(room: Room) -> Start:
 
 
 def _cpu_always(room: Room) -> Start:
-    """A tiny model computes faster than a tier can be read, which the connector would detect."""
-    return _with(CPU.start(room), break_even=False)
+    """A tiny model computes faster than a tier can be read, which the connector would detect; and
+    no load is late on a busy machine."""
+    return _with(CPU.start(room), **PATIENT)
 
 
 def _disk_always(room: Room) -> Start:
-    return _with(DISK.start(room), break_even=False)
+    return _with(DISK.start(room), **PATIENT)
 
 
 @pytest.mark.thorough
