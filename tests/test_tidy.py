@@ -368,6 +368,39 @@ def test_libraries_stay_where_they_belong(library: str, places: tuple[str, ...])
     assert wrong == []
 
 
+def depends_on_a_version(tree: ast.Module) -> bool:
+    """True if code reads vLLM's version as numbers, or tries whether vLLM has a name."""
+    return any(
+        (
+            isinstance(node, ast.Name | ast.alias | ast.Attribute)
+            and "__version_tuple__" in ast.unparse(node)
+        )
+        or (isinstance(node, ast.Try) and any(map(imports_vllm, ast.walk(node))))
+        for node in ast.walk(tree)
+    )
+
+
+def imports_vllm(node: ast.AST) -> bool:
+    if isinstance(node, ast.ImportFrom):
+        return (node.module or "").partition(".")[0] == "vllm"
+    return isinstance(node, ast.Import) and any(
+        each.name.partition(".")[0] == "vllm" for each in node.names
+    )
+
+
+def test_differences_between_versions_of_vllm_are_in_one_package() -> None:
+    wrong = [
+        name_of(path)
+        for path in python_files("offload", "bench", "demo")
+        if not is_in(path, ("offload/connector/compat/", "offload/connector/contract/"))
+        and depends_on_a_version(tree_of(path))
+    ]
+    assert wrong == []
+    assert depends_on_a_version(ast.parse("from vllm.version import __version_tuple__"))
+    assert depends_on_a_version(ast.parse("try:\n    import vllm.x\nexcept ImportError:\n    pass"))
+    assert not depends_on_a_version(ast.parse("import vllm\nprint(vllm.__version__)"))
+
+
 def test_functions_fit_on_a_screen() -> None:
     long = []
     for path in python_files(*PRODUCT, "bench", "demo"):

@@ -36,7 +36,7 @@ from vllm.v1.outputs import DraftTokenIds, KVConnectorOutput, ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 from vllm.v1.structured_output import StructuredOutputManager
 
-from offload.connector.compat import make_kv_cache_config
+from offload.connector.compat.doctor import make_kv_cache_config
 from offload.connector.connector import OffloadConnector
 from offload.connector.worker import worker_side
 from offload.worker import runtime

@@ -2,8 +2,9 @@
 
 Must not know requests, blocks or tiers.
 
-All other modules import the names that differ from here. There is one module per range of versions,
-with the same names in each; the installed vLLM's version selects one.
+All other modules import the names that differ from here, or from `offload.connector.compat.doctor`
+if no server needs them. There is one module per range of versions, with the same names in each; the
+installed vLLM's version selects one.
 """
 
 from __future__ import annotations
@@ -13,16 +14,8 @@ from typing import TYPE_CHECKING
 from vllm.version import __version_tuple__
 
 if TYPE_CHECKING or __version_tuple__[:2] < (0, 33):
-    from offload.connector.compat.v0_32 import (
-        cache_dtype_handler,
-        follow_sleep,
-        make_kv_cache_config,
-    )
+    from offload.connector.compat.v0_32 import cache_dtype_handler, follow_sleep
 else:
-    from offload.connector.compat.v0_33 import (
-        cache_dtype_handler,
-        follow_sleep,
-        make_kv_cache_config,
-    )
+    from offload.connector.compat.v0_33 import cache_dtype_handler, follow_sleep
 
-__all__ = ["cache_dtype_handler", "follow_sleep", "make_kv_cache_config"]
+__all__ = ["cache_dtype_handler", "follow_sleep"]

@@ -50,7 +50,9 @@ def _parser() -> argparse.ArgumentParser:
         "wheel", help=f"a wheel, a folder with the package vllm, or the word {INSTALLED}"
     )
     parser.add_argument(
-        "--against", metavar="VERSION", help="compare with this kept version, not the nearest one"
+        "--against",
+        metavar="VERSION",
+        help="compare with this kept version, not the nearest tested one",
     )
     parser.add_argument("--json", action="store_true", help="print JSON")
     parser.add_argument(

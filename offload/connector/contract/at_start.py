@@ -1,7 +1,7 @@
 """Checks the installed vLLM before our connector is imported.
 
-A tested version is not checked. Any other version is compared with the nearest kept contract, in
-less than a tenth of a second. It is refused only for differences with which a server must not run:
+A tested version is not checked. Any other version is compared with the nearest tested one, in less
+than a tenth of a second. It is refused only for differences with which a server must not run:
 missing names that we import or read, calls that do not fit, or hooks that come in another order.
 """
 
@@ -13,18 +13,17 @@ import time
 from collections.abc import Iterator
 from functools import cache
 
-from offload.connector.contract import calls
+from offload.connector.contract import calls, kept
 from offload.connector.contract.answers import CALLS, ORDER, Answers, Facts
 from offload.connector.contract.check import our_parameters
 from offload.connector.contract.compare import Break, breaks
 from offload.connector.contract.declared import declared
-from offload.connector.contract.kept import Contract, load, minor_of
+from offload.connector.contract.facts import Fact
+from offload.connector.contract.kept import Contract, load, minor_of, nearest_tested
 from offload.connector.contract.library import Library
 from offload.connector.contract.source import INSTALLED, PackageSource, open_source, ours
 from offload.errors import OffloadError
 
-TESTED = ("0.32.0", "0.33.0")
-"""The versions of vLLM with which the test suite runs."""
 SHOWN_MAX = 8
 
 
@@ -42,9 +41,9 @@ def check_installed() -> str:
     try:
         source = open_source(INSTALLED)
         version = source.version().partition("+")[0]
-        if version in TESTED:
+        if version in kept.TESTED:
             return ""
-        against = load(_nearest_tested(version))
+        against = load(nearest_tested(minor_of(version)))
         with _no_collection():
             found = stopping(source, against)
     except VersionError:
@@ -55,7 +54,7 @@ def check_installed() -> str:
         raise VersionError(_refusal(version, found))
     spent = 1000 * (time.perf_counter() - started)
     return (
-        f"vLLM {version} was not tested with this kvtiers ({' and '.join(TESTED)} were). "
+        f"vLLM {version} was not tested with this kvtiers ({' and '.join(kept.TESTED)} were). "
         f"Everything that a server needs from it is the same as in {against.version} (compared in "
         f"{spent:.0f} ms). python -m offload.connector.contract {INSTALLED} lists all differences"
     )
@@ -74,17 +73,12 @@ def _no_collection() -> Iterator[None]:
             gc.enable()
 
 
-def _nearest_tested(version: str) -> tuple[int, int]:
-    tested = sorted(minor_of(each) for each in TESTED)
-    return max((each for each in tested if each <= minor_of(version)), default=tested[0])
-
-
 def _refusal(version: str, found: list[Break]) -> str:
     lines = [f"  {each}" for each in found[:SHOWN_MAX]]
     lines += [f"  and {len(found) - SHOWN_MAX} more"] * (len(found) > SHOWN_MAX)
     return (
         f"kvtiers: vLLM {version} lacks what this version of kvtiers needs. Use vLLM "
-        f"{' or '.join(TESTED)}, or a newer kvtiers. It differs in:\n" + "\n".join(lines)
+        f"{' or '.join(kept.TESTED)}, or a newer kvtiers. It differs in:\n" + "\n".join(lines)
     )
 
 
@@ -125,10 +119,9 @@ def _must_be_there(key: str, against: Contract, library: Library) -> bool:
     return library.resolve(module, class_name) is not None
 
 
-def _as_kept(steps: list[str] | None, kept: dict[str, object] | None) -> dict[str, object] | None:
+def _as_kept(steps: list[str] | None, before: Fact | None) -> Fact | None:
     """The order of steps as a fact, without conditions."""
-    before = kept["steps"] if kept is not None else []
-    assert isinstance(before, list)
-    if steps is None or [name for name, _ in before] == steps:
-        return kept if steps is not None else None
+    known = before["steps"] if before is not None else []
+    if steps is None or [name for name, _ in known] == steps:
+        return before if steps is not None else None
     return {"is": "order", "steps": [[name, ""] for name in steps]}

@@ -14,8 +14,8 @@ from offload.connector.contract.source import PackageSource
 
 _OTHERS = re.compile(r"\b(?:ec|aux_output)_connector\.")
 """Connectors of other kinds whose hooks have the same names."""
-_DEFINITION = re.compile(r"^(    )?(class|def|async def) (\w+)", re.MULTILINE)
-_CALL = re.compile(r"(?<!def )\b([\w.]*\w)\(")
+_DEFINITION = re.compile(r"\n(    )?(class|def|async def) (\w+)")
+_CALL = re.compile(r"(?<!def )\b([\w.]++)\(")
 _BRACKET = re.compile(r"[()\[\]{}]")
 
 
@@ -55,8 +55,7 @@ def names_in_order(library: Library, at: str, watched: Collection[str]) -> list[
     steps = []
     for each in _CALL.finditer(body):
         called = step_name(each[1])
-        is_comment = "#" in body[body.rfind("\n", 0, each.start()) + 1 : each.start()]
-        if called in watched and not is_comment:
+        if called in watched and "#" not in body[body.rfind("\n", 0, each.start()) : each.start()]:
             steps.append(called)
     return steps
 
@@ -132,7 +131,7 @@ class _Functions:
     """The functions of a module and the methods of its classes, by start position."""
 
     def __init__(self, text: str) -> None:
-        found = list(_DEFINITION.finditer(text))
+        found = list(_DEFINITION.finditer("\n" + text))
         self._starts = [each.start() for each in found]
         self._names: list[str] = []
         owner = ""

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from offload.connector.contract.compare import Break, OursOf, breaks
 from offload.connector.contract.facts import AnyFunction, parameters
-from offload.connector.contract.kept import Version, contract_of, load, minor_of, nearest
+from offload.connector.contract.kept import Version, contract_of, load, minor_of, nearest_tested
 from offload.connector.contract.library import Library
 from offload.connector.contract.source import PackageSource, ours
 from offload.connector.contract.uses import OURS
@@ -27,9 +27,9 @@ class Checked:
 
 
 def check(source: PackageSource, against: Version | None = None) -> Checked:
-    """Compare a source with a kept contract, by default the nearest one's. Raises
-    ``SourceError``."""
-    kept = load(against if against is not None else nearest(minor_of(source.version())))
+    """Compare a source with a kept contract, by default that of the nearest tested
+    version. Raises ``SourceError``."""
+    kept = load(against if against is not None else nearest_tested(minor_of(source.version())))
     now = contract_of(source)
     own = ours()
     places = dict(now.places)

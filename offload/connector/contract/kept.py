@@ -19,7 +19,9 @@ from offload.connector.contract.uses import CALLED, OVERRIDDEN, TYPING, CallShap
 
 KEPT = Path(__file__).with_name("kept")
 COMPAT = "offload/connector/compat/"
-_COMPAT = re.compile(rf"{COMPAT}v(\d+)_(\d+)\.py")
+_COMPAT = re.compile(rf"{COMPAT}(?:doctor/)?v(\d+)_(\d+)\.py")
+TESTED = ("0.32.0", "0.33.0")
+"""The versions of vLLM with which the test suite runs."""
 Version = tuple[int, int]
 
 
@@ -149,10 +151,7 @@ def load(version: Version) -> Contract:
         ) from error
 
 
-def nearest(version: Version) -> Version:
-    """The kept version to compare with: the newest one up to this version, else the oldest. Raises
-    ``SourceError`` if none is kept."""
-    known = kept_versions()
-    if not known:
-        raise SourceError(f"no contracts are kept in {KEPT}")
+def nearest_tested(version: Version) -> Version:
+    """The tested version to compare with: the newest one up to this version, else the oldest."""
+    known = sorted(map(minor_of, TESTED))
     return max((each for each in known if each <= version), default=known[0])

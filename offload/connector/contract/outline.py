@@ -21,6 +21,8 @@ _CONTINUED = re.compile(r"\s*(?:else|elif|except|finally)\b")
 _COMPOUND = re.compile(r"\s*(?:if|try|with|for|while|else|elif|except|finally)\b")
 _IMPORT = re.compile(r"\s*(?:from|import)\b")
 _HEAD_END = re.compile(r":[ \t]*(?:#[^\n]*)?\n")
+_DEFINED = re.compile(r"^[ \t]*(?:class|def|async\s+def)\s", re.MULTILINE)
+_FIRST = re.compile(r"^( *)[^\s#]", re.MULTILINE)
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,14 +64,14 @@ def without_long_strings(text: str) -> str:
 
 def blocks(text: str, indent: int) -> Iterator[Block]:
     """The statements that begin at this indentation."""
-    starts = [found.start() for found in _starts(indent).finditer(text)]
-    ends = [*starts[1:], len(text)]
+    starts = [found.start() for found in _starts(indent).finditer("\n" + text)]
+    ends = [*starts[1:], len(text)][: len(starts)]
     merged: list[str] = []
     for start, end in zip(starts, ends, strict=True):
         part = text[start:end]
         previous = merged[-1].lstrip() if merged else ""
-        is_decorated = previous.startswith("@") and not _NAMED.search(_undecorated(previous))
-        if merged and (_CONTINUED.match(part) or is_decorated):
+        is_decorated = previous.startswith("@") and not _undecorated(previous)
+        if merged and (is_decorated or _CONTINUED.match(part)):
             merged[-1] += part
         else:
             merged.append(part)
@@ -78,12 +80,13 @@ def blocks(text: str, indent: int) -> Iterator[Block]:
 
 
 def _starts(indent: int) -> re.Pattern[str]:
-    return re.compile(rf"^(?= {{{indent}}}[^\s#)\]}}])", re.MULTILINE)
+    """Begins with a line break, which `re` finds faster than ``^``."""
+    return re.compile(rf"\n {{{indent}}}(?=[^\s#)\]}}])")
 
 
 def _undecorated(part: str) -> str:
     """The text from the first line that begins like a definition."""
-    found = re.search(r"^\s*(?:class|def|async\s+def)\s", part, re.MULTILINE)
+    found = _DEFINED.search(part)
     return part[found.start() :] if found else ""
 
 
@@ -107,13 +110,20 @@ class Outline:
         return list(blocks(self._text, self._indent))
 
     @cached_property
+    def _by_name(self) -> dict[str, list[Block]]:
+        found: dict[str, list[Block]] = {}
+        for block in self._blocks:
+            found.setdefault(block.name, []).append(block)
+        return found
+
+    @cached_property
     def names(self) -> list[str]:
         """The names defined at this level, in order, as far as the text shows without parsing."""
         return [block.name for block in self._blocks if block.name]
 
     def named(self, name: str) -> list[Block]:
         """The statements that define this name."""
-        return [block for block in self._blocks if block.name == name]
+        return self._by_name.get(name, [])
 
     @cached_property
     def open_statements(self) -> list[ast.stmt]:
@@ -126,7 +136,7 @@ class Outline:
         undecorated = _undecorated(text)
         end = _HEAD_END.search(undecorated)
         body = undecorated[end.end() :] if end else ""
-        first = re.search(r"^( *)[^\s#]", body, re.MULTILINE)
+        first = _FIRST.search(body)
         return Outline(body, len(first[1]) if first else 4)
 
     @staticmethod

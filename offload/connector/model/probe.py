@@ -31,10 +31,9 @@ from vllm.v1.attention.backends.utils import get_supported_kv_cache_layouts, res
 from vllm.v1.core.single_type_kv_cache_manager import register_all_kvcache_specs
 from vllm.v1.kv_cache_interface import AttentionSpec, KVCacheConfig, KVCacheSpec, iter_layer_specs
 from vllm.v1.worker.utils import customize_attention_spec, prepare_kernel_block_sizes
-from vllm.version import __version_tuple__
 
 from offload.config.kv_transfer_config import NAME
-from offload.connector.compat import make_kv_cache_config
+from offload.connector.compat.doctor import make_arg_parser, make_kv_cache_config
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -96,10 +95,6 @@ class _ServeFlags(FlexibleArgumentParser):  # type: ignore[misc]  # vLLM is unty
 
 def _serve_flags() -> FlexibleArgumentParser:
     """A parser with every flag of ``vllm serve``."""
-    if __version_tuple__[:2] < (0, 33):
-        from vllm.entrypoints.launchers.cli_args import make_arg_parser
-    else:
-        from vllm.entrypoints.common.cli_args import make_arg_parser
     return make_arg_parser(_ServeFlags())
 
 

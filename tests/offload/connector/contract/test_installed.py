@@ -191,7 +191,7 @@ class Renamed(Edited):
 @pytest.fixture
 def fresh_check(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
     check_installed.cache_clear()
-    monkeypatch.setattr(at_start, "TESTED", (same_minor().version,))
+    monkeypatch.setattr(kept, "TESTED", (same_minor().version,))
     return monkeypatch
 
 
@@ -241,7 +241,7 @@ def test_a_failing_check_does_not_stop_a_server(fresh_check: pytest.MonkeyPatch)
 
 
 def test_contracts_of_the_tested_versions_are_kept() -> None:
-    for version in at_start.TESTED:
+    for version in kept.TESTED:
         assert load(minor_of(version)).version == version
 
 

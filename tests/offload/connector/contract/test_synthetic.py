@@ -7,10 +7,17 @@ from pathlib import Path
 
 import pytest
 
-from offload.connector.contract.check import our_parameters
+from offload.connector.contract.check import check, our_parameters
 from offload.connector.contract.compare import Break, breaks
 from offload.connector.contract.declared import Callers, Declared, Order
-from offload.connector.contract.kept import Contract, contract_of
+from offload.connector.contract.kept import (
+    TESTED,
+    Contract,
+    contract_of,
+    kept_versions,
+    minor_of,
+    nearest_tested,
+)
 from offload.connector.contract.library import Library
 from offload.connector.contract.source import PackageSource, SourceError, open_source
 from tests.offload.connector.contract.sources import Edited, Texts
@@ -255,6 +262,23 @@ def test_a_definition_that_moves_is_no_break_if_its_name_is_still_imported(kept:
     moved["vllm/config/whole.py"] = "from vllm.config.deep import *\n"
     moved["vllm/config/__init__.py"] = "from vllm.config.deep import Config\n"
     assert compared(kept, Texts("vllm", moved)) == []
+
+
+def test_a_module_that_has_become_empty_has_no_names(kept: Contract) -> None:
+    emptied = VLLM | {"vllm/runner.py": ""}
+    named = [str(each) for each in compared(kept, Texts("vllm", emptied))]
+    assert "calls of Base.end: vLLM no longer calls it" in named
+
+
+def test_a_version_is_compared_with_the_nearest_tested_one() -> None:
+    """A kept contract of a version that is refused says nothing about another such version."""
+    assert minor_of("0.31") in kept_versions()
+    old = Texts("vllm", VLLM | {"vllm/_version.py": "__version__ = version = '0.31.2'\n"})
+    checked = check(old)
+    assert checked.version == "0.31.2"
+    assert checked.against == TESTED[0]
+    assert checked.breaks
+    assert nearest_tested((0, 33)) == nearest_tested((0, 99)) == (0, 33)
 
 
 def test_an_optional_parameter_of_a_function_is_no_break(kept: Contract) -> None:
