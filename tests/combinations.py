@@ -37,6 +37,9 @@ ENGINES: dict[tuple[str, str], dict[str, str]] = {
         f"{SERVE}_two_ranks": "two ranks",
         f"{LATE}_zeroes_after_their_load_are_seen": "blocks that V2 zeroes late",
         f"{LATE}_writes_after_their_store_are_seen": "blocks that V2 writes late",
+        f"{LATE}_copies_into_before_the_fence_are_not_stored": (
+            "blocks that V2 copies into before the fence"
+        ),
         f"{SERVER}_one_prompt_is_restored_under_v2": "`vllm serve`",
     },
     ("0.33", "v1"): {

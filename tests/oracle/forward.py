@@ -35,6 +35,12 @@ class Running:
     columns is valid."""
 
 
+def _computed(scheduled: SchedulerOutput) -> dict[str, int]:
+    computed = {new.req_id: new.num_computed_tokens for new in scheduled.scheduled_new_reqs}
+    cached = scheduled.scheduled_cached_reqs
+    return computed | dict(zip(cached.req_ids, cached.num_computed_tokens, strict=True))
+
+
 class ForwardPass:
     """``runs`` are the requests of the batch by name; wrong bytes that were read are added to
     ``mismatches``. ``known`` are digests of prefixes that a draft head may find in a block."""
@@ -54,12 +60,19 @@ class ForwardPass:
         self._runs = runs
         self._mismatches = mismatches
 
+    def begin(self, scheduled: SchedulerOutput, launch: Callable[..., None]) -> None:
+        """What vLLM does to recurrent states before the forward pass; Model Runner V2 does so
+        before it calls the connector."""
+        computed = _computed(scheduled)
+        for name, count in scheduled.num_scheduled_tokens.items():
+            tables = [list(table) for table in self._runs[name].tables]
+            self._move_states(self._runs[name], tables, computed[name], count, launch)
+
     def run(
         self, scheduled: SchedulerOutput, launch: Callable[..., None]
     ) -> tuple[dict[str, list[int]], DraftTokenIds | None]:
-        computed = {new.req_id: new.num_computed_tokens for new in scheduled.scheduled_new_reqs}
-        cached = scheduled.scheduled_cached_reqs
-        computed |= dict(zip(cached.req_ids, cached.num_computed_tokens, strict=True))
+        """Returns the sampled tokens and the next drafts."""
+        computed = _computed(scheduled)
         sampled = {}
         for name, count in scheduled.num_scheduled_tokens.items():
             run, start = self._runs[name], computed[name]
@@ -67,7 +80,6 @@ class ForwardPass:
             tokens = (run.tokens + drafted)[: start + count]
             digests = run.prefix.digests(tokens).copy()
             tables = [list(table) for table in run.tables]
-            self._move_states(run, tables, start, count, launch)
             launch(partial(self._kernel, name, tables, digests, start))
             sampled[name] = self._sample(run, drafted, start + count)
             self._run_states(name, tables, digests, start, len(drafted), len(sampled[name]), launch)

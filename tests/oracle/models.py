@@ -23,7 +23,8 @@ class OracleModel:
     step. ``draft_head`` means that the layers named ``draft`` produce them; layer number ``n`` of
     these looks ``n + 1`` tokens ahead, so that its last slots contain guesses. ``kernel_blocks`` is
     the number of kernel blocks per block, as Model Runner V2 presents them; ``blocks`` is the size
-    of vLLM's cache, too small for the requests that run together."""
+    of vLLM's cache, too small for the requests that run together. With a ``match_unit`` smaller
+    than a block, vLLM's own hits end inside blocks, which it then copies on write."""
 
     layers: Callable[[], dict[str, KVCacheSpec]]
     layout: str = "LBHNC"
@@ -32,6 +33,7 @@ class OracleModel:
     kernel_blocks: int = 1
     block_tokens: int = 4
     blocks: int = 60
+    match_unit: int | None = None
 
 
 def _layers(**by_prefix: tuple[int, Callable[[], KVCacheSpec]]) -> dict[str, KVCacheSpec]:
@@ -87,6 +89,12 @@ MODELS: dict[str, OracleModel] = {
         drafts=1,
         draft_head=True,
         blocks=90,
+    ),
+    "mamba1_full_match_unit": OracleModel(
+        lambda: _layers(m=(2, lambda: _state(8, full(8).page_size_bytes)), f=(2, lambda: full(8))),
+        block_tokens=8,
+        match_unit=4,
+        blocks=30,
     ),
     "mla": OracleModel(lambda: _layers(l=(3, lambda: mla(4)))),
     "mla_gqa_draft": OracleModel(

@@ -153,6 +153,7 @@ def make_config(model: OracleModel, conditions: Conditions, folder: Path) -> tup
     cache = config.cache_config
     cache.block_size, cache.mamba_cache_mode = model.block_tokens, "align"
     cache.kv_cache_layout = model.layout
+    cache.prefix_match_unit = model.match_unit
     kv_cache_config = make_kv_cache_config(config, model.layers(), 1 << 30)
     cache.num_gpu_blocks = kv_cache_config.num_blocks
     return config, kv_cache_config
@@ -167,8 +168,7 @@ class OracleEngine:
         self.mismatches: list[str] = []
         self.finished = 0
         self.weights = 0
-        self._preempted = 0
-        self._fenced = 0
+        self._preempted = self._fenced = self._copied = 0
         self._model = model
         self._conditions = conditions
         self._runs: dict[str, Running] = {}
@@ -340,6 +340,7 @@ class OracleEngine:
         return self.loaded() | {
             "preempted": self._preempted,
             "fenced": self._fenced,
+            "copied": self._copied,
             "weights": self.weights,
             "load_failures": self.planner.totals()["load_failures"],
         }
@@ -363,17 +364,16 @@ class OracleEngine:
             launch(partial(self._memory.zero, list(scheduled.new_block_ids_to_zero)))
         for copy in scheduled.kv_cache_block_copies or ():
             launch(partial(self._memory.copy, copy.src_block_id, copy.dst_block_id))
+            self._copied += 1
+        self._forward.begin(scheduled, launch)
         if self._conditions.runner == 2:
             self._turn()  # the GPU may have reached this point by now
             self.worker.handle_preemptions(meta)
         sampled, drafts = self._forward.run(scheduled, launch)
         output = self._connector_hooks(meta, scheduled, launch)
-        names = list(scheduled.num_scheduled_tokens)
-        index = {name: at for at, name in enumerate(names)}
-        result = ModelRunnerOutput(
-            names, index, [sampled[name] for name in names], kv_connector_output=output
-        )
-        step = Step(scheduled, result, drafts)
+        index = {name: at for at, name in enumerate(sampled)}
+        made = ModelRunnerOutput([*sampled], index, [*sampled.values()], kv_connector_output=output)
+        step = Step(scheduled, made, drafts)
         launch(partial(step.done.append, True))
         return step
 

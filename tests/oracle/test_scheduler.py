@@ -120,7 +120,9 @@ def test_the_worlds_cover_all_events(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("seed", SEEDS)
-@pytest.mark.parametrize("name", ["mamba1_full", "full"])
+@pytest.mark.parametrize(
+    "name", ["full", "mamba1_full", "mamba_full_ngram", "mamba1_full_match_unit"]
+)
 def test_blocks_overwritten_before_the_fence_leave_no_wrong_record(
     name: str, seed: int, tmp_path: Path
 ) -> None:
@@ -129,6 +131,7 @@ def test_blocks_overwritten_before_the_fence_leave_no_wrong_record(
     with OracleEngine(MODELS[name], conditions, tmp_path, seed) as world:
         live(world)
         assert sum(world.loaded().values()) > 0, f"seed {seed}: nothing was restored"
+        assert (world.events()["copied"] > 0) == name.endswith("match_unit")
 
 
 # -- planted faults ------------------------------------------------------------------------------
@@ -241,12 +244,14 @@ MUTANTS: list[tuple[Callable[[pytest.MonkeyPatch], None], str, str]] = [
     (_bad_reads_are_good, "full", READS_WRONG),
     (_answered_before_the_copy, "full", READS_WRONG + "|" + SHARES_SLOTS),
     (_waits_at_a_late_fence, "mamba1_full", READS_WRONG),
+    (_waits_at_a_late_fence, "mamba1_full_match_unit", READS_WRONG),
     (_a_failed_load_tries_again, "two_block_sizes", r"seed \d+: not at rest"),
 ]
 """A fault, the model that shows it, and the text that the first failure must contain."""
 QUICK = (_no_fence, _no_reset, _short_window, _states_by_position)
 """The faults of the quick level."""
 SHOWN_BY = {"a_token_too_early-full_ngram": 26, "waits_at_a_late_fence-mamba1_full": 2,
+            "waits_at_a_late_fence-mamba1_full_match_unit": 1,
             "a_failed_load_tries_again-two_block_sizes": 20}  # fmt: skip
 """The seed that shows a fault, tried first; the first seed shows most faults."""
 

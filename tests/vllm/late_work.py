@@ -86,3 +86,64 @@ def write_in_time(worker: Any) -> None:
     """Remove the fault of ``write_late``."""
     connector = worker.model_runner.kv_connector
     del connector.pre_forward, connector.post_forward, executor(worker)._engine.submit_store
+
+
+def hold_stores(worker: Any) -> None:
+    """From now on, no store reads its blocks before a fence waits for it, like a copy in a long
+    queue of a GPU. V2 overwrites blocks before it lets the connector fence."""
+    runner, found = worker.model_runner, executor(worker)
+    engine, gate = found._engine, threading.Event()
+    reading: dict[int, list[int]] = {}
+    overwritten: dict[str, set[int]] = {"zeroed": set(), "copied": set(), "moved": set()}
+    found.kvtest_held = gate, overwritten
+
+    def submit_store(batches: Any, after: Any = None) -> Any:
+        for batch in batches:
+            blocks = {int(n) for n in batch.blocks.ravel() if n > 0}
+            reading[batch.group] = sorted(blocks.union(reading.get(batch.group, [])))
+        return type(engine).submit_store(engine, batches, after)
+
+    def store(batches: Any) -> None:
+        assert gate.wait(PATIENCE_S), "no fence came"
+        type(engine)._store(engine, batches)
+
+    def fence(jobs: Any) -> None:
+        gate.set()
+        type(found).fence(found, jobs)
+
+    def update_requests(scheduled: Any) -> None:
+        type(runner).update_requests(runner, scheduled)
+        held = set() if gate.is_set() else set().union(*reading.values())
+        copies = {copy.dst_block_id for copy in scheduled.kv_cache_block_copies or ()}
+        overwritten["zeroed"] |= held & {*(scheduled.new_block_ids_to_zero or ())}
+        overwritten["copied"] |= held & copies
+
+    def preprocess_state(*args: Any, **options: Any) -> None:
+        held = {} if gate.is_set() else dict(reading)  # other threads submit stores meanwhile
+        before = worker.kvtest_read(held)
+        type(runner.model_state).preprocess_state(runner.model_state, *args, **options)
+        after = worker.kvtest_read(held)
+        for group, ids in held.items():
+            for block, old, new in zip(ids, before[group], after[group], strict=True):
+                overwritten["moved"] |= {block} if old != new else set()
+
+    engine.submit_store, engine._store, found.fence = submit_store, store, fence
+    runner.update_requests, runner.model_state.preprocess_state = update_requests, preprocess_state
+
+
+def release_stores(worker: Any) -> dict[str, set[int]]:
+    """Remove the fault of ``hold_stores``. Returns the blocks that V2 has overwritten before the
+    first fence although stores were to read them."""
+    found = executor(worker)
+    gate, overwritten = found.kvtest_held
+    gate.set()
+    del found._engine.submit_store, found._engine._store, found.fence
+    del worker.model_runner.update_requests, worker.model_runner.model_state.preprocess_state
+    return dict(overwritten)
+
+
+def trust_late_fences(worker: Any, does_trust: bool) -> None:
+    """Whether stores are committed from now on although their fence came too late."""
+    from vllm.distributed.kv_transfer import get_kv_transfer_group
+
+    get_kv_transfer_group()._worker._fence_is_late = not does_trust
