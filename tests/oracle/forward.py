@@ -61,7 +61,7 @@ class ForwardPass:
         self._mismatches = mismatches
 
     def begin(self, scheduled: SchedulerOutput, launch: Callable[..., None]) -> None:
-        """What vLLM does to recurrent states before the forward pass; Model Runner V2 does so
+        """Moves recurrent states, as vLLM does before the forward pass. Model Runner V2 does so
         before it calls the connector."""
         computed = _computed(scheduled)
         for name, count in scheduled.num_scheduled_tokens.items():
