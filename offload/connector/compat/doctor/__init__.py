@@ -1,7 +1,8 @@
 """Owns the differences between versions of vLLM that matter only to ``kvtiers doctor``.
 
-Must not know requests, blocks or tiers. No server imports it, so that a server can run on a version
-of vLLM that lacks these names.
+Must not know requests, blocks or tiers.
+
+No server imports it, so that a server can run on a version of vLLM that lacks these names.
 """
 
 from __future__ import annotations
