@@ -245,9 +245,13 @@ class KvTiersConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  
         if self._worker is None:
             return None
         drained = self._worker.drain(_plan_of(self._connector_metadata).idle)
-        counters = self._worker.counters(self.faults.times())
-        adapters = self._watch.take() if self._watch is not None else {}
-        weights = self._answer()
+        try:
+            counters = self._worker.counters(self.faults.times())
+            adapters = self._watch.take() if self._watch is not None else {}
+            weights = self._answer()
+        except Exception as error:  # the results of jobs must still be sent
+            self.faults.note("drain", error)
+            counters, adapters, weights = {}, {}, None
         if not drained.report.empty or counters or adapters or weights:
             self._drained_meta = OffloadWorkerMetadata(drained.report, counters, adapters, weights)
         return KVConnectorTransferResults(

@@ -4,7 +4,7 @@ pure."""
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Callable, Container, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain, compress, repeat
@@ -210,7 +210,7 @@ class LoadSources:
         if grant.evicted:
             self._stats.evicted(CPU, grant.evicted)
         promoted = dict(zip(keys, grant.locations, strict=False))
-        self.promoting.update(zip(promoted, repeat(job)))
+        self.begin_promotion(promoted, job)
         return promoted, len(grant.evicted)
 
     def let_go(
@@ -247,6 +247,10 @@ class LoadSources:
         if len(kept) < len(good):
             self._removals.note(good)
         filled([*good, *bad])
+
+    def begin_promotion(self, keys: Iterable[bytes], job: int) -> None:
+        """Note that this job reads these chunks into the CPU tier."""
+        self.promoting.update(zip(keys, repeat(job)))
 
     def _forget_promotions(self, keys: Sequence[bytes]) -> None:
         deque(map(self.promoting.pop, keys, repeat(None)), maxlen=0)

@@ -306,7 +306,7 @@ class LookAhead:
         job = context.jobs.next_id()
         context.lower[tier].pin(keys)
         context.jobs.open(Job(job, JobKind.AHEAD, fills=keys, pins=((tier, keys),)))
-        self._sources.promoting.update(dict.fromkeys(keys, job))
+        self._sources.begin_promotion(keys, job)
         rows = zip(keys, grant.locations, strict=True)
         items = [LoadItem(key, chunks.group, (), slot, tier) for key, slot in rows]
         self.planned.append(LoadJob(job, "", items, is_ahead=True))

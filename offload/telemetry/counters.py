@@ -233,6 +233,10 @@ class WorkerStats:
         """Count the time of one load, whether it has succeeded or not."""
         self.load_seconds += seconds
 
+    def copies_failed(self, failures: int) -> None:
+        """Set the number of copies that have failed unexpectedly so far."""
+        self.copy_failures = failures
+
     def load_timed_out(self) -> None:
         """Count a load whose request stopped waiting for it."""
         self.load_timeouts += 1
@@ -290,12 +294,14 @@ class WorkerStats:
         self.write_seconds[tier] = self.write_seconds.get(tier, 0.0) + seconds
 
     def totals(self) -> dict[str, float]:
-        """All counters by flat name; those of a tier end in ``:`` and its number."""
+        """All counters by flat name; those of a tier end in ``:`` and its number. May be called
+        while another thread counts: dicts are copied in one step, because a tier's first count adds
+        an entry."""
         flat: dict[str, float] = {}
         for name in self.__slots__:
             value = getattr(self, name)
             if isinstance(value, dict):
-                flat |= {f"{name}:{tier}": amount for tier, amount in value.items()}
+                flat |= {f"{name}:{tier}": amount for tier, amount in value.copy().items()}
             else:
                 flat[name] = value
         return flat

@@ -202,7 +202,7 @@ class Executor:
             job, result = self._results.popleft()
             results[job] = self._fences.answered(job, result)
         self._watch_loop()
-        self.stats.copy_failures = sum(self._engine.failures().values())
+        self.stats.copies_failed(sum(self._engine.failures().values()))
         ended = self._open.take_ended()
         finished = {request for request, _ in ended} if ended else set()
         failed = {request for request, is_ok in ended if not is_ok} if ended else set()

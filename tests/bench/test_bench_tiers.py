@@ -45,7 +45,7 @@ def test_restart_runs_and_reports_every_step(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     report = json.loads(done.stdout[done.stdout.index("{") :])
     steps = {"open", "keys", "message", "scheduler's index", "all"}
-    cases = {f"3000 records, {end}" for end in ("closed", "killed")}
+    cases = {f"3,000 records, {end}" for end in ("closed", "killed")}
     found = {(row["case"], row["series"]) for row in report["rows"]}
     assert found == {(case, step) for case in cases for step in steps}
     assert not list(tmp_path.iterdir()), "the benchmark cleans up"

@@ -112,11 +112,29 @@ def test_the_worlds_cover_all_events(tmp_path: Path) -> None:
             MODELS["sliding_full_ngram"], Conditions(fault_rate=0.1), folder, seed
         ) as world:
             live(world)
-            for what, count in world.events().items():
-                seen[what] += count
+            events = world.events()
+            seen = {what: count + events[what] for what, count in seen.items()}
         if all(seen.values()):
             return
     raise AssertionError(f"not seen: {seen}")
+
+
+def test_results_of_jobs_are_sent_though_counting_fails(tmp_path: Path) -> None:
+    """Otherwise the jobs would stay open, and their chunks could not be used again."""
+
+    def fail(_hooks: object) -> None:
+        raise RuntimeError("planted")
+
+    with OracleEngine(MODELS["full"], Conditions(), tmp_path, 0) as world:
+        assert world.worker._worker is not None
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(world.worker._worker, "counters", fail)
+            for _ in range(3):
+                world.add()
+            world.drain()
+        faults = world.worker.faults.by_hook
+        assert faults.pop("drain") > 0
+        world.check_idle()
 
 
 @pytest.mark.parametrize("seed", SEEDS)

@@ -48,7 +48,6 @@ class Device(CopyEngine):
         self.launched = self._done = 0
         self._lanes: dict[str, deque[_Copy]] = {"store": deque(), "load": deque()}
         self._moving: dict[str, bool] = {"store": False, "load": False}
-        self.failures = 0
 
     # -- memory ------------------------------------------------------------------------------
 
@@ -134,7 +133,6 @@ class Device(CopyEngine):
         for target, source in copy.moves[1::2]:
             target[:] = bytes([JUNK]) * len(target) if copy.fails else source
         self._moving[lane] = False
-        self.failures += copy.fails
         copy.ticket.finish(TransferError("injected") if copy.fails else None)
         self._move(lane)
 

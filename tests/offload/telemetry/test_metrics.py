@@ -6,6 +6,7 @@ from __future__ import annotations
 import os
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -40,6 +41,21 @@ def test_names_follow_prometheus(name: str) -> None:
     for short in ("s", "ms", "us", "mib", "gib", "kb", "time"):
         assert short not in words, "base units, written out"
     assert METRICS[name].text.endswith(".")
+
+
+class Grows(dict[int, int]):
+    """Another thread adds an entry while this dict is iterated."""
+
+    def items(self) -> Any:
+        for pair in super().items():
+            self[len(self)] = 1
+            yield pair
+
+
+def test_counters_are_read_while_another_thread_counts() -> None:
+    worker = WorkerStats()
+    worker.read_bytes = Grows({0: 5})
+    assert worker.totals()["read_bytes:0"] == 5
 
 
 def test_every_counter_is_in_the_table() -> None:
