@@ -131,10 +131,13 @@ class DigestTable:
         self._append([_DigestLine(b"", 0, b"", others)])
 
     def known(self, key: bytes) -> Sequence[Digest]:
-        """The digests of a key; reads the other engines' files if none is known."""
-        if key not in self._digests:
-            self._read_others()
+        """The digests of a key as far as the other engines' files have been read."""
         return tuple(known.digest for known in self._digests.get(key, ()))
+
+    def known_to_any(self, key: bytes) -> Sequence[Digest]:
+        """The digests of a key; reads the rest of the other engines' files first."""
+        self._read_others()
+        return self.known(key)
 
     def _remember(self, key: bytes, digest: Digest, file: str, at: int) -> bool:
         """Note that this file contains a digest at this offset. Returns False if this was already
@@ -388,12 +391,15 @@ class Verifier:
         return verdicts
 
     def _agrees(self, item: LoadItem, here: Sequence[int], found: Digest) -> bool | None:
-        """Compare the loaded blocks of a chunk; None if its digest is not known."""
-        known = [digest[here] for digest in self._table.known(item.key)]
+        """Compare the loaded blocks of a chunk; None if its digest is not known. Another engine may
+        have computed and stored the same chunk with other bytes than this one."""
+        known: list[Digest] = []
+        for digests_of in (self._table.known, self._table.known_to_any):
+            known = [digest[here] for digest in digests_of(item.key)]
+            if any(np.array_equal(found, digest) for digest in known):
+                return True
         if not known:
             return None
-        if any(np.array_equal(found, digest) for digest in known):
-            return True
         self._log(item, here, found, known[-1])
         return False
 

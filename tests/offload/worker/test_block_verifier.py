@@ -117,15 +117,15 @@ def opened(folder: Path) -> DigestTable:
 def test_engines_find_each_others_digests(tmp_path: Path) -> None:
     first, second = opened(tmp_path), opened(tmp_path)
     first.enter([b"a", b"b"], np.stack([entry(1), entry(2)]))
-    assert [d.tolist() for d in second.known(b"a")] == [entry(1).tolist()]
+    assert [d.tolist() for d in second.known_to_any(b"a")] == [entry(1).tolist()]
     first.enter([b"c"], entry(3)[None])  # after its file was read
-    assert [d.tolist() for d in second.known(b"c")] == [entry(3).tolist()]
-    assert second.known(b"d") == ()
+    assert [d.tolist() for d in second.known_to_any(b"c")] == [entry(3).tolist()]
+    assert second.known_to_any(b"d") == ()
     first.close()
-    assert [d.tolist() for d in opened(tmp_path).known(b"b")] == [entry(2).tolist()]
+    assert [d.tolist() for d in opened(tmp_path).known_to_any(b"b")] == [entry(2).tolist()]
     other = DigestTable(tmp_path, "space-rank1")
     other.open()
-    assert other.known(b"a") == ()
+    assert other.known_to_any(b"a") == ()
 
 
 def test_a_frame_cut_off_by_a_kill_is_skipped(tmp_path: Path) -> None:
@@ -137,8 +137,8 @@ def test_a_frame_cut_off_by_a_kill_is_skipped(tmp_path: Path) -> None:
         whole = file.read_bytes()
         file.write_bytes(whole[:size])
         found = opened(tmp_path)
-        assert [d.tolist() for d in found.known(b"b")] == []
-        assert [d.tolist() for d in found.known(b"a")] in ([], [entry(1).tolist()])
+        assert [d.tolist() for d in found.known_to_any(b"b")] == []
+        assert [d.tolist() for d in found.known_to_any(b"a")] in ([], [entry(1).tolist()])
         file.write_bytes(whole)
 
 
@@ -148,15 +148,15 @@ def test_the_newest_digests_of_a_key_are_kept(tmp_path: Path) -> None:
         table.enter([b"a"], entry(seed)[None])
         table.enter([b"a"], entry(seed)[None])
     newest = [entry(seed).tolist() for seed in range(2, DIGESTS_MAX + 2)]
-    assert [d.tolist() for d in table.known(b"a")] == newest
+    assert [d.tolist() for d in table.known_to_any(b"a")] == newest
     table.clear()
-    assert table.known(b"a") == ()
+    assert table.known_to_any(b"a") == ()
 
 
 def known(folder: Path, key: bytes) -> list[list[list[int]]]:
     """The digests of this key that a newly started engine finds."""
     table = opened(folder)
-    found = [digest.tolist() for digest in table.known(key)]
+    found = [digest.tolist() for digest in table.known_to_any(key)]
     table.close()
     return found
 
@@ -184,7 +184,7 @@ def test_a_reset_voids_all_earlier_digests_also_after_a_restart(tmp_path: Path) 
     beside.enter([b"later"], entry(5)[None])
     for key in (b"ended", b"own", b"beside"):
         assert known(tmp_path, key) == [], key
-        assert not table.known(key), key
+        assert not table.known_to_any(key), key
     assert known(tmp_path, b"new") == [entry(4).tolist()]
     assert known(tmp_path, b"later") == [entry(5).tolist()]
     assert [d.tolist() for d in beside.known(b"beside")] == [entry(3).tolist()], (
@@ -197,10 +197,10 @@ def test_a_digest_that_is_stored_again_after_a_reset_is_known(tmp_path: Path) ->
     """Equal bytes in several files: a reset voids the lines before it and no others."""
     old, reset, new = opened(tmp_path), opened(tmp_path), opened(tmp_path)
     old.enter([b"a"], entry(1)[None])
-    assert len(new.known(b"a")) == 1
+    assert len(new.known_to_any(b"a")) == 1
     reset.clear()
     new.enter([b"a"], entry(1)[None])
-    assert new.known(b"b") == ()  # reads the other files, with the reset
+    assert new.known_to_any(b"b") == ()  # reads the other files, with the reset
     assert [d.tolist() for d in new.known(b"a")] == [entry(1).tolist()]
     reset.enter([b"a"], entry(1)[None])
     new.close()
@@ -357,6 +357,30 @@ async def test_a_chunk_that_differs_in_any_layer_fails_its_load(at: int) -> None
         assert counts(rank) == (3, 1, 0)
 
 
+async def test_a_chunk_that_another_engine_has_computed_with_other_bytes_is_right(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Engines that share a tier compute the same prompt in other batches, and each has digested its
+    own bytes. A tier holds the bytes of one of them."""
+
+    def verifier(registration: Registration) -> Verifier:
+        return Verifier(DeviceDigest(registration), WorkerStats(), tmp_path, "space-rank0")
+
+    async with asyncio.timeout(PATIENCE_S), rank_with(verifier=verifier) as rank:
+        assert (await load_all(rank, BOTH)).bad == frozenset()
+        rank.slab.slot(1)[0] ^= 1
+        assert (await load_again(rank)).bad == {KEYS[1]}, "nobody has computed that"
+        caplog.clear()
+        mine = rank.executor._verifier
+        assert mine is not None
+        other = opened(tmp_path)
+        other.enter(KEYS[1:2], mine._device.of(0, [10]).cpu().numpy()[None])
+        other.close()
+        assert (await load_again(rank)).bad == frozenset()
+        assert counts(rank) == (5, 1, 0)
+        assert "is not what was computed" not in caplog.text
+
+
 async def test_a_chunk_without_a_digest_is_counted_and_loaded() -> None:
     async with asyncio.timeout(PATIENCE_S), rank_with(verifier=plain_verifier) as rank:
         assert (await load_all(rank, (DigestJob(0, KEYS[:1], [1]),))).bad == frozenset()
@@ -433,7 +457,7 @@ async def test_blocks_are_digested_while_they_hold_the_chunk(early: bool) -> Non
         assert counts(rank) == (1, 0, 0)
         verifier = rank.executor._verifier
         assert verifier is not None
-        assert len(verifier._table.known(KEYS[0])) == 1, (
+        assert len(verifier._table.known_to_any(KEYS[0])) == 1, (
             "otherwise other content of the blocks would also agree"
         )
 
