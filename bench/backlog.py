@@ -172,7 +172,8 @@ def _measure(
     ]
     task = progress.add_task("storing", total=(config.rounds + 2) * len(engines))
     for engine in engines.values():
-        engine.run(prompts, 1, 1)
+        for prompt in prompts:  # each is written to the disk before the next one needs its space
+            engine.run([prompt], 1, 1)
         disk.add(engine.process)
         progress.advance(task)
     batches = defaultdict(list)
