@@ -4,6 +4,9 @@ It is copied beside them, because their package is called ``tests``, too.
 
 * Every scheduler that they make without a connector gets ours, with a planner. Every store fails,
   so it never returns a hit, and the scheduler must behave as without it.
+* Where a test makes a scheduler with vLLM's mock connector, whose asynchronous hits all have the
+  same length, ours takes its place and holds that much of each prompt, so that it answers real
+  hits. The test itself says when a load has ended.
 * The CPU tier of vLLM's offloading takes our LRU for its own.
 
 With ``KVTIERS_UPSTREAM=plain`` nothing is replaced: tests that fail then fail for other reasons.
@@ -27,6 +30,8 @@ TRANSFER = {
     "kv_connector_extra_config": {"cpu": {"capacity": 256 * SLOT_BYTES}, "tiers": []},
 }
 
+HITS: dict[str, int] = {}
+"""The tokens of each prompt that a connector holds, by the engine id of its configuration."""
 attached: list[Any] = []
 """Our connectors and policies that the running test has made."""
 
@@ -48,8 +53,11 @@ def _replace_connectors() -> None:
     real_config, real_init = modules[0].VllmConfig, Scheduler.__init__
 
     def make_config(**options: Any) -> Any:
-        if options.get("kv_transfer_config") is None:
-            options["kv_transfer_config"] = KVTransferConfig(**TRANSFER)
+        given = options.get("kv_transfer_config")
+        hit = _hit_of_mock(given)
+        if given is None or hit:
+            ours = options["kv_transfer_config"] = KVTransferConfig(**TRANSFER)
+            HITS[str(ours.engine_id)] = hit
         return real_config(**options)
 
     def init(scheduler: Any, *args: Any, **options: Any) -> None:
@@ -58,7 +66,25 @@ def _replace_connectors() -> None:
 
     for module in modules:
         module.VllmConfig = make_config  # type: ignore[attr-defined]  # whose names are theirs
+    modules[1]._assert_right_scheduler_output = _right_output  # type: ignore[attr-defined]
     Scheduler.__init__ = init
+
+
+def _hit_of_mock(transfer: Any) -> int:
+    """The length of the asynchronous hits of vLLM's mock connector."""
+    if transfer is None or transfer.kv_connector != "MockKVConnector":
+        return 0
+    extra = transfer.kv_connector_extra_config
+    is_plain = extra["is_async"] and not extra.get("num_defers_before_matching")
+    return int(extra["matched_tokens"]) if is_plain else 0
+
+
+def _right_output(output: Any, num_requests: int, expected_num_scheduled_tokens: int) -> None:
+    """Replaces a check which counts requests in the mock's metadata; there, the mock lists those
+    that are new or resumed."""
+    resumed = output.scheduled_cached_reqs.resumed_req_ids
+    assert len(output.scheduled_new_reqs) + len(resumed) == num_requests
+    assert {*output.num_scheduled_tokens.values()} <= {expected_num_scheduled_tokens}
 
 
 def _let_plan(scheduler: Any) -> None:
@@ -75,6 +101,7 @@ def _let_plan(scheduler: Any) -> None:
     assert connector._scheduler is not None
     assert connector._scheduler.planner is not None
     attached.append(connector)
+    _hold_prompts(scheduler)
     take_output = scheduler.update_from_output
 
     def update_from_output(scheduled: Any, output: Any) -> Any:
@@ -85,14 +112,44 @@ def _let_plan(scheduler: Any) -> None:
     scheduler.update_from_output = update_from_output
 
 
+def _hold_prompts(scheduler: Any) -> None:
+    """Before a request arrives, store the beginning of its prompt, as an earlier one would have."""
+    connector, add_request = scheduler.connector, scheduler.add_request
+    hit = HITS.get(scheduler.vllm_config.kv_transfer_config.engine_id, 0)
+
+    def add(request: Any) -> None:
+        from offload.index.chunk_batch import ChunkBatch
+
+        side = connector._scheduler
+        identity = side._state(request).identity
+        identity.extend(request.block_hashes)
+        size = connector._setup.layout.groups[0].chunk_tokens
+        keys = identity.keys[0][: hit // size]
+        ends = range(size, (len(keys) + 1) * size, size)
+        side.planner.stores.plan(ChunkBatch(keys, 0, range(1, len(keys) + 1), ends))
+        plan = side.planner.step()
+        connector.update_connector_output(_output({job.job: False for job in plan.stores}))
+        add_request(request)
+
+    if hit:
+        scheduler.add_request = add
+
+
 def _answers(metadata: Any) -> Any:
-    """The output of workers on which every store of a step has failed, so that nothing is held."""
+    """The output of workers on which every store of a step has failed, so that nothing is held, and
+    every load has ended."""
+    plan = metadata.plan
+    return _output({job.job: True for job in plan.stores} | {job.job: False for job in plan.loads})
+
+
+def _output(failed: dict[int, bool]) -> Any:
+    """The output of workers that have done these jobs."""
     from vllm.v1.outputs import KVConnectorOutput
 
     from offload.connector.handshake import OffloadWorkerMetadata
     from offload.messages.report import JobResult, StepReport
 
-    done = {store.job: JobResult(failed=True) for store in metadata.plan.stores}
+    done = {job: JobResult(failed=has_failed) for job, has_failed in failed.items()}
     return KVConnectorOutput(kv_connector_worker_meta=OffloadWorkerMetadata(StepReport(done)))
 
 
