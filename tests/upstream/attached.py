@@ -40,17 +40,20 @@ def pytest_configure(config: pytest.Config) -> None:
     for mark in ("cpu_test", "skip_global_cleanup"):
         config.addinivalue_line("markers", f"{mark}: a mark of vLLM's tests")
     if not IS_PLAIN:
-        _replace_connectors()
-        _replace_policies()
+        patch = pytest.MonkeyPatch()  # which fails if vLLM has renamed what it replaces
+        config.add_cleanup(patch.undo)
+        _replace_connectors(patch)
+        _replace_policies(patch)
 
 
-def _replace_connectors() -> None:
+def _replace_connectors(patch: pytest.MonkeyPatch) -> None:
     from vllm.config import KVTransferConfig
     from vllm.v1.core.sched.scheduler import Scheduler
 
     # vLLM's package of this name, in the folder of this copy
-    modules = [import_module(f"tests.v1.core.{name}") for name in ("utils", "test_scheduler")]
-    real_config, real_init = modules[0].VllmConfig, Scheduler.__init__
+    utils = import_module("tests.v1.core.utils")
+    test_scheduler = import_module("tests.v1.core.test_scheduler")
+    real_config, real_init = utils.VllmConfig, Scheduler.__init__
 
     def make_config(**options: Any) -> Any:
         given = options.get("kv_transfer_config")
@@ -64,10 +67,10 @@ def _replace_connectors() -> None:
         real_init(scheduler, *args, **options)
         _let_plan(scheduler)
 
-    for module in modules:
-        module.VllmConfig = make_config  # type: ignore[attr-defined]  # whose names are theirs
-    modules[1]._assert_right_scheduler_output = _right_output  # type: ignore[attr-defined]
-    Scheduler.__init__ = init
+    patch.setattr(utils, "VllmConfig", make_config)
+    patch.setattr(test_scheduler, "VllmConfig", make_config)
+    patch.setattr(test_scheduler, "_assert_right_scheduler_output", _right_output)
+    patch.setattr(Scheduler, "__init__", init)
 
 
 def _hit_of_mock(transfer: Any) -> int:
@@ -153,7 +156,7 @@ def _output(failed: dict[int, bool]) -> Any:
     return KVConnectorOutput(kv_connector_worker_meta=OffloadWorkerMetadata(StepReport(done)))
 
 
-def _replace_policies() -> None:
+def _replace_policies(patch: pytest.MonkeyPatch) -> None:
     from vllm.v1.kv_offload.cpu.policies.factory import CachePolicyFactory
 
     real = CachePolicyFactory.get_cache_policy_cls
@@ -165,7 +168,7 @@ def _replace_policies() -> None:
             return found
         return real(name, path)
 
-    CachePolicyFactory.get_cache_policy_cls = ours
+    patch.setattr(CachePolicyFactory, "get_cache_policy_cls", staticmethod(ours))
 
 
 @pytest.fixture
