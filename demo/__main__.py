@@ -29,6 +29,7 @@ from demo.server import ROOT, ServerError, VllmServer
 from demo.shared import run_shared
 from demo.sources import Compared, read_compared, wait_until_on_disk
 from demo.talk import (
+    COLUMNS_MIN,
     FLAGS,
     PATIENT,
     Reference,
@@ -137,7 +138,7 @@ def main() -> int:
     else:
         lower = "store" if arguments.shared else "disk tier"
         restored = ("cache emptied", "restarted", "second server")
-        Console(width=max(110, Console().width)).print(make_table(rows, restored, lower))
+        Console(width=max(COLUMNS_MIN, Console().width)).print(make_table(rows, restored, lower))
         for problem in problems:
             print(f"FAILED: {problem}")
         if not problems:

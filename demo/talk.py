@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 
+from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
 from demo.conversation import ANSWER_TOKENS, QUESTIONS, SYSTEM
@@ -92,12 +93,14 @@ def compare(answer: Answer, wanted: Answer, has_failed: bool) -> bool | None:
 
 
 CAPTION = (
-    "TTFT: time to the first token. A fresh engine answers its first requests slowly because it "
+    "TTFT: time to the first token, as served, and with the whole prompt computed. "
+    "A fresh engine answers its first requests slowly because it "
     "prepares kernels for each input size. So every engine was warmed up with other texts of the "
     "same sizes; if the first row is slow all the same, some preparation was left. Median: "
     "{restored_ms:.0f} ms where the prompt was restored, {computed_ms:.0f} ms where it was "
     "computed; a model this small computes almost for nothing."
 )
+COLUMNS_MIN = 80
 TOKENS_EQUAL = {True: "yes", False: "[red]NO[/red]", None: "other hit"}
 """The text for ``Row.tokens_equal`` in the table."""
 
@@ -175,29 +178,35 @@ def answers_shown(rows: list[Row]) -> str:
 
 
 def make_table(rows: list[Row], restored_phases: Container[str], lower: str = "disk tier") -> Table:
-    """Print one row per request, with times in milliseconds."""
+    """One row per request, with times in milliseconds; readable in ``COLUMNS_MIN`` columns."""
     restored = [row for row in rows if row.phase in restored_phases]
     restored_ms, computed_ms = (
         1000 * median(times)
         for times in zip(*((row.ttft_s, row.ttft_computed_s) for row in restored), strict=True)
     )
     caption = CAPTION.format(restored_ms=restored_ms, computed_ms=computed_ms)
-    table = Table(title="Prompt tokens by where they came from", caption=caption)
-    for heading in ("phase", "turn", "prompt", "computed", "GPU cache", "CPU tier", lower):
-        table.add_column(heading, justify="left" if heading == "phase" else "right", no_wrap=True)
-    table.add_column("TTFT ms", justify="right")
-    table.add_column("TTFT ms,\nall computed", justify="right", no_wrap=True)
-    table.add_column("tokens\nequal", no_wrap=True)
+    table = Table(
+        title="Prompt tokens by where they came from",
+        caption=caption,
+        box=SIMPLE_HEAD,
+        show_edge=False,
+        padding=0,
+    )
+    table.add_column("phase", no_wrap=True)
+    sources = ("prompt", "computed", "GPU\ncache", "CPU\ntier", lower.replace(" ", "\n"))
+    for heading in ("turn", *sources, "TTFT\nms", "TTFT ms,\ncomputed"):
+        table.add_column(heading, justify="right", no_wrap=True)
+    table.add_column("tokens\nequal")
     for previous, row in zip([None, *rows], rows, strict=False):
         if previous and previous.phase != row.phase:
             table.add_section()
         table.add_row(
             row.phase,
             str(row.turn),
-            str(row.prompt_tokens),
-            *(str(tokens) for tokens in dataclasses.astuple(row.sources)),
-            f"{row.ttft_s * 1000:.0f}",
-            f"{row.ttft_computed_s * 1000:.0f}",
+            f"{row.prompt_tokens:,}",
+            *(f"{tokens:,}" for tokens in dataclasses.astuple(row.sources)),
+            f"{row.ttft_s * 1000:,.0f}",
+            f"{row.ttft_computed_s * 1000:,.0f}",
             TOKENS_EQUAL[row.tokens_equal],
         )
     return table

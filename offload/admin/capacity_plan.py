@@ -150,7 +150,7 @@ def make_plan(
         writes = result.extra["lower_writes"] * per_block / seconds * DAY_S
     _judge(tiers, writes, machine, notes)
     if seconds and seconds < DAY_S / 24:
-        notes.append(f"the requests cover only {seconds:.0f} s, starting from an empty cache")
+        notes.append(f"the requests cover only {seconds:,.0f} s, starting from an empty cache")
     return Plan(
         model,
         tiers,

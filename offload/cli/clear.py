@@ -132,16 +132,13 @@ def _list(names: list[str]) -> str:
 
 
 def _print_plan(removals: list[Removal]) -> None:
-    from rich.table import Table
+    from policies.simulation.tables import FittingTable
 
     if not removals:
         print("nothing fits")
         return
-    table = Table()
-    for name in ("namespace", "model", "what", "size", "last used", "in use by"):
-        table.add_column(
-            name, justify="right" if name in ("size", "last used") else "left", overflow="fold"
-        )
+    headings = ("namespace", "model", "what", "size", "last used", "in use by")
+    table = FittingTable(headings, right=("size", "last used"))
     for removal in removals:
         what = f"{sum(removal.old.values()):,} records" if removal.old else "everything"
         what = "damaged files set aside" if removal.aside else what

@@ -21,10 +21,9 @@ from offload.cli.common import (
 from offload.cli.numbers import age_text, share_text, size_text
 
 if TYPE_CHECKING:
-    from rich.table import Table
-
     from offload.admin.inspect import NamespaceSummary, RankSummary
     from offload.admin.metrics_client import TierHits
+    from policies.simulation.tables import FittingTable
 
 app = make_app()
 
@@ -144,16 +143,13 @@ def _about(namespace: NamespaceSummary) -> str:
     return ", ".join(parts) + (f"; {namespace.problem}" if namespace.problem else "")
 
 
-def _table(ranks: list[RankSummary]) -> Table:
-    from rich.table import Table
+def _table(ranks: list[RankSummary]) -> FittingTable:
+    from policies.simulation.tables import FittingTable
 
-    table = Table()
-    for place, name in enumerate(COLUMNS):
-        table.add_column(name, justify="left" if place < 3 else "right", overflow="fold")
     ages = [age for summary in ranks for age, count in summary.ages.items() if count]
     shown = [age for age in AGE_NAMES if age in ages]
-    for age in shown:
-        table.add_column(AGE_NAMES[age], justify="right", overflow="fold")
+    headings = (*COLUMNS, *(AGE_NAMES[age] for age in shown))
+    table = FittingTable(headings, right=headings[3:])
     for summary in ranks:
         table.add_row(*_cells(summary), *(f"{summary.ages.get(age, 0):,}" for age in shown))
     return table

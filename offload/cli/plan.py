@@ -228,7 +228,7 @@ def _simulate(
 
 
 def _print(found: Plan) -> None:
-    from rich.table import Table
+    from policies.simulation.tables import FittingTable
 
     out = screen()
     model = found.model
@@ -238,10 +238,8 @@ def _print(found: Plan) -> None:
         f"rank{'s' * (model.ranks > 1)}; chunks of {model.chunk_tokens} tokens",
         markup=False,
     )
-    table = Table()
     heads = ("tier", "capacity", "tokens", "chunks", "loads", "loading pays", "hits", "reads")
-    for place, head in enumerate(heads):
-        table.add_column(head, justify="left" if not place else "right", overflow="fold")
+    table = FittingTable(heads, right=heads[1:])
     for tier in found.tiers:
         table.add_row(
             tier.name,

@@ -129,12 +129,10 @@ def _scrub(result: VerifyResult, rate: int, key_file: str, bar: Progress) -> Non
 
 
 def _print(results: list[VerifyResult], problems: list[str]) -> None:
-    from rich.table import Table
+    from policies.simulation.tables import FittingTable
 
-    table = Table()
-    columns = ("namespace", "replica/rank", "records", "read", "good", "gone meanwhile")
-    for place, name in enumerate((*columns, "not read", "damaged", "removed")):
-        table.add_column(name, justify="left" if place < 2 else "right", overflow="fold")
+    numbers = ("records", "read", "good", "gone meanwhile", "not read", "damaged", "removed")
+    table = FittingTable(("namespace", "replica/rank", *numbers), right=numbers)
     for result in results:
         rank_folder = result.rank_folder
         counts = (result.good, result.gone, result.unread, len(result.damaged), result.removed)

@@ -15,7 +15,7 @@ from offload.cli.common import AsJson, Problems, make_app, print_json, screen
 from offload.cli.numbers import age_text, duration_text
 
 if TYPE_CHECKING:
-    from rich.table import Table
+    from policies.simulation.tables import FittingTable
 
 app = make_app()
 
@@ -110,29 +110,24 @@ def _is_number(value: Any) -> bool:
     return isinstance(value, int | float) and abs(value) < NUMBER_MAX
 
 
-def _table(records: list[dict[str, Any]]) -> Table:
-    from rich.markup import escape
-    from rich.table import Table
+def _table(records: list[dict[str, Any]]) -> FittingTable:
+    from policies.simulation.tables import FittingTable
 
-    table = Table()
-    for name in ("ago", "request", "prompt", "GPU", "loaded", "missed", "why", "where"):
-        table.add_column(
-            name,
-            justify="right" if name in ("prompt", "GPU", "missed") else "left",
-            overflow="fold",
-        )
+    numbers = ("prompt", "GPU", "missed")
+    headings = ("ago", "request", "prompt", "GPU", "loaded", "missed", "why", "where")
+    table = FittingTable(headings, right=numbers)
     now = time.time()
     for record in records:
         loaded = record["loaded_tokens"]
         table.add_row(
             age_text(int(record["time"] * 1e9), now),
-            escape(record["request"][-32:]),
+            record["request"][-32:],
             f"{record['prompt_tokens']:,}",
             f"{record['gpu_tokens']:,}",
-            escape(_loaded(record)),
+            _loaded(record),
             f"{record['wanted_tokens'] - sum(loaded.values()):,}",
-            escape(record["reason"]),
-            escape(_where(record)),
+            record["reason"],
+            _where(record),
         )
     return table
 

@@ -96,7 +96,7 @@ def simulate(
         _check_outputs(csv, plot)
         outcomes = _run(wanted, jobs or os.cpu_count() or 1)
     except (ValueError, OSError) as error:
-        _end(f"{error}{_hint(traces, as_json)}", WRONG)
+        _end(f"{_text_of(error)}{_hint(traces, as_json)}", WRONG)
     _show(outcomes, notes, as_json)
     _write(outcomes, csv, plot)
 
@@ -187,6 +187,12 @@ def _end(text: str, code: int) -> NoReturn:
     """Report on stderr what is wrong, and end."""
     print(f"kvtiers simulate: {text}", file=sys.stderr)
     raise typer.Exit(code)
+
+
+def _text_of(error: Exception) -> str:
+    if isinstance(error, FileNotFoundError):
+        return f"{error.filename}: does not exist. Name a trace (.jsonl or .jsonl.gz)"
+    return str(error)
 
 
 def _hint(traces: list[Path], as_json: bool) -> str:

@@ -8,10 +8,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from rich.table import Table
-
 from policies.simulation.jobs import INFINITE, OPTIMUM, SimulationJob
 from policies.simulation.simulator import Result
+from policies.simulation.tables import FittingTable
 
 Outcome = tuple[SimulationJob, Result]
 
@@ -49,17 +48,14 @@ def _ratio(value: float, best: float | None) -> float | None:
     return round(value / best, 4) if best else None
 
 
-def table(outcomes: Sequence[Outcome]) -> Table:
-    """Print all runs as a table to a terminal."""
-    shown = Table(title="Prefix hits by policy")
+def table(outcomes: Sequence[Outcome]) -> FittingTable:
+    """All runs as a table for a terminal."""
     two = any(job.lower_capacity for job, _ in outcomes)
-    for name in ("trace", "capacity", "blocks", "policy"):
-        shown.add_column(name, overflow="fold")
-    columns = ["token hits", "of optimum", "FLOPs saved", "writes", "ns/op"]
+    numbers = ["token hits", "of optimum", "FLOPs saved", "writes", "ns/op"]
     if two:
-        columns[4:4] = ["upper", "lower", "disk writes"]
-    for name in columns:
-        shown.add_column(name, justify="right", overflow="fold")
+        numbers[4:4] = ["upper", "lower", "disk writes"]
+    headings = ["trace", "capacity", "blocks", "policy", *numbers]
+    shown = FittingTable(headings, right=numbers, title="Prefix hits by policy")
     last = None
     for row in rows(outcomes):
         group = (row["trace"], row["capacity_share"])

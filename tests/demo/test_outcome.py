@@ -14,7 +14,7 @@ from demo import __main__ as plain
 from demo import shared
 from demo.server import Answer
 from demo.sources import Compared, Sources, load_failures
-from demo.talk import Row, compare, make_table
+from demo.talk import COLUMNS_MIN, Row, compare, make_table
 
 ALL_EQUAL = Compared(equal=1234, different=0, unknown=0)
 Verdict = Callable[[list[Row], Compared], list[str]]
@@ -135,10 +135,13 @@ def test_the_last_sentence_states_what_was_shown() -> None:
 def test_the_table_shows_which_answers_were_compared_and_how_long_they_took() -> None:
     rows = [replace(PLAIN[0], ttft_s=9.0), replace(PLAIN[1], tokens_equal=None), PLAIN[2]]
     rows.append(replace(PLAIN[2], turn=2, tokens_equal=False))
-    console = Console(width=120, file=StringIO())
+    console = Console(width=COLUMNS_MIN, file=StringIO())
     console.print(make_table(rows, ("cache emptied", "restarted")))
     text = console.file.getvalue()
     assert [text.count(words) for words in ("yes", "other hit", "NO")] == [2, 1, 1]
+    assert max(map(len, text.splitlines())) <= COLUMNS_MIN
+    for cell in ("conversation", "cache emptied", "restarted", "computed", "9,000"):
+        assert cell in text, f"{cell} in\n{text}"
     assert "Median: 10 ms where the prompt was restored, 20 ms where it was computed" in (
         " ".join(text.split())
     )

@@ -37,7 +37,7 @@ BAD: list[tuple[int, str, str]] = [
     (2, "plan --token-bytes 1KiB --cpu 1GiB --mix user=3", '--mix: has "user=3"'),
     (2, "plan --token-bytes 1KiB --cpu 1GiB --trace /no/such", "--trace: cannot be read"),
     (2, "plan --token-bytes 1KiB --cpu 1GiB --policy lur", "--policy: "),
-    (2, "simulate /no/such.jsonl", "/no/such.jsonl"),
+    (2, "simulate /no/such.jsonl", "/no/such.jsonl: does not exist. Name a trace"),
     (2, "simulate t --mode write-back", '--mode: is unknown (got "write-back")'),
     (2, "simulate t --mode exclusive", "--mode: exclusive needs a lower tier"),
     (2, "simulate t --hints some", "Use one of: none, end, all."),

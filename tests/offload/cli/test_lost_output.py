@@ -52,12 +52,20 @@ def test_output_to_a_closed_pipe(tmp_path: Path, unbuffered: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "words", [["inspect"], ["verify"], ["clear", "--all", "--dry-run"], ["simulate"], ["plan"]]
+    ("words", "heading"),
+    [
+        (["inspect"], "of capacity"),
+        (["verify"], "gone meanwhile"),
+        (["clear", "--all", "--dry-run"], "last used"),
+        (["simulate"], "FLOPs saved"),
+        (["plan"], "loading pays"),
+    ],
 )
-def test_a_narrow_terminal_cuts_nothing_off(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, words: list[str]
+def test_a_narrow_terminal_breaks_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, words: list[str], heading: str
 ) -> None:
-    """A size without its unit, or a number that is cut off, would be misread."""
+    """A size without its unit, or a number that is broken or cut off, would be misread. Each row is
+    a block of lines there."""
     make_store(tmp_path / "kv", range(3))
     trace = alternating(40)
     with TraceWriter(tmp_path / "t.jsonl", trace.name, trace.block_tokens) as file:
@@ -73,5 +81,6 @@ def test_a_narrow_terminal_cuts_nothing_off(
     monkeypatch.setenv("COLUMNS", "60")
     result = kvtiers(command, *place.get(command, [tmp_path / "kv"]), *options)
     assert result.code == 0, result.err
-    assert "┃" in result.out
+    assert f"\n{heading}  " in result.out
+    assert "┃" not in result.out
     assert "…" not in result.out

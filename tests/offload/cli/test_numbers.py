@@ -51,6 +51,12 @@ def test_no_command_formats_shares_or_sizes_in_another_way() -> None:
     assert [path.name for path in files if own.search(Path(path).read_text())] == []
 
 
+def test_tables_that_can_be_too_wide_for_a_terminal_adapt_to_it() -> None:
+    """``rich.table`` breaks words and numbers there; ``top`` prints blocks."""
+    files = [path for path in (ROOT / "offload/cli").glob("*.py") if path.name != "top.py"]
+    assert [path.name for path in files if "rich.table" in path.read_text()] == []
+
+
 def test_the_version() -> None:
     found = kvtiers("--version")
     assert found.code == 0
