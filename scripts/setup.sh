@@ -39,47 +39,50 @@ use_own_caches() {
     mkdir -p "$XDG_CONFIG_HOME" "$MPLCONFIGDIR"
 }
 
-size_of() { du -sh "$1" 2>/dev/null | cut -f1; }
-
 # Runs a step and reports its time and the size of VENV. On a terminal one line is updated while the
-# step runs; elsewhere a line is added every half minute.
+# step runs; elsewhere a line is added every half minute. Nothing here uses a command substitution:
+# if a signal arrives while bash 5.2 parses one, its trap fails ("unexpected EOF while looking for
+# matching `)'"), the shell ends, and the step continues without it.
 step() {
-    local what=$1 began=$SECONDS every=30 next_line=0 code=0 pid
+    local what=$1 began=$SECONDS every=30 next_line=0 code=0 pid=""
     shift
     [ -t 2 ] && every=10  # measuring the size reads the whole folder
+    trap 'interrupted 130' INT
+    trap 'interrupted 143' TERM
     set -m  # a process group: pip started by a shell in the background ignores Ctrl-C
     "$@" </dev/null &
     pid=$!
     set +m
-    trap 'interrupted "$pid" 130' INT
-    trap 'interrupted "$pid" 143' TERM
     while kill -0 "$pid" 2>/dev/null; do
         if ((SECONDS - began >= next_line)); then
             next_line=$((SECONDS - began + every))
-            progress "$what" "$((SECONDS - began)) s"
+            progress "$what" "$began"
         fi
         sleep 0.2
     done
     wait "$pid" || code=$?
     trap - INT TERM
     if [ $code = 0 ]; then what+=": done"; else what+=": failed"; fi
-    progress "$what" "$((SECONDS - began)) s"
+    progress "$what" "$began"
     [ -t 2 ] && echo >&2
     return $code
 }
 
 interrupted() {
-    kill -- "-$1" 2>/dev/null
-    wait "$1" 2>/dev/null || true
+    pid=${pid:-$!}
+    kill -- "-$pid" 2>/dev/null || true
+    wait "$pid" 2>/dev/null || true
     say "interrupted; the next ./run sets up again"
-    exit "$2"
+    exit "$1"
 }
 
 progress() {
-    local end=$'\n' size
-    [ -t 2 ] && end=""
-    size=$(size_of "$VENV")  # empty before the folder is there
-    printf '%s%s' "$([ -t 2 ] && printf '\r\033[K')run: $1 ($2${size:+, $size})" "$end" >&2
+    local start="" end=$'\n'
+    [ -t 2 ] && start=$'\r\033[K' end=""
+    du -sh "$VENV" 2>/dev/null | {
+        read -r size _ || size=""  # the folder is not there yet
+        printf '%srun: %s (%d s%s)%s' "$start" "$1" "$((SECONDS - $2))" "${size:+, $size}" "$end" >&2
+    } || true
 }
 
 # Debian has ensurepip in a separate package. Without it, a pip outside the environment can still

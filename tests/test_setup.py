@@ -379,6 +379,14 @@ setup cpu
     assert not (checkout / ".venv/kvtiers.stamp").exists()
 
 
+def test_no_signal_can_arrive_while_a_command_substitution_is_parsed() -> None:
+    """bash 5.2 fails to run a trap then, ends, and leaves ``pip`` behind (in 10 of 150 tries)."""
+    text = (ROOT / "scripts/setup.sh").read_text(encoding="utf-8")
+    bodies = dict(re.findall(r"^(\w+)\(\) \{ ?(.*?)\}$", text, re.MULTILINE | re.DOTALL))
+    for name in ("step", "interrupted", "progress", "say"):
+        assert not re.search(r"\$\((?!\()|`|<\(", bodies[name]), name
+
+
 def test_the_named_python_may_lie_in_a_folder_with_a_space(checkout: Path, tmp_path: Path) -> None:
     python = tmp_path / "my tools" / "python"
     python.parent.mkdir()
