@@ -16,6 +16,7 @@ from vllm.platforms import current_platform
 from offload.admin.doctor import EXIT_CODES, ModelVerdict
 from offload.cli import app
 from tests.models.families import FAMILIES, write_model
+from tests.models.inspection import inspect_models_here
 from tests.offload.connector.model.tiny_configs import config_of, make_model, namespace_of
 from tests.processor import has_avx512
 from tests.texts import same_text
@@ -35,6 +36,11 @@ VLLM_REFUSES_TOKEN_SCALES = vllm.__version_tuple__ >= (0, 33) and current_platfo
 
 
 ALIGNED = ["--enable-prefix-caching", "--mamba-cache-mode", "align"]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _models_are_inspected_here():
+    inspect_models_here()
 
 
 def transfer(extra: dict) -> dict:

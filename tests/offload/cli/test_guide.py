@@ -24,6 +24,7 @@ from offload.cli import app
 from offload.namespaces.manifest import Namespace
 from offload.requests.miss_reasons import LoggedRequest
 from policies.simulation.trace import TraceWriter
+from tests.models.inspection import inspect_models_here
 from tests.offload.cli.stores import FIELDS, OTHER, ROOT, kvtiers, make_store
 from tests.offload.cli.test_plan import alternating
 from tests.offload.cli.test_top import Server, serving
@@ -71,6 +72,7 @@ LINES = [
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    inspect_models_here()
     return make_llama(tmp_path_factory.mktemp("models") / "llama")
 
 
