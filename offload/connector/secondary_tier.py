@@ -49,12 +49,14 @@ from offload.connector.model.identity import content_of
 from offload.connector.model.process_config import configs_of
 from offload.errors import TierUnavailableError
 from offload.loop import EventLoopThread
+from offload.namespaces.wait_for_owners import Patience
 from offload.sizes import parse_size
 from policies.base import EntryInfo, RemoveCause
 from policies.guarded import contained
 from policies.registry import make_policy
 from tiers.adapters.evicting import EvictingTier
 from tiers.base import Buffer, ReadOutcome, TierError, WriteOutcome
+from tiers.folders.folder import FolderInUseError
 from tiers.lmdb.options import LmdbOptions
 from tiers.lmdb.tier import LmdbTier
 from tiers.record import NAMESPACE_BYTES
@@ -72,7 +74,8 @@ class LmdbSecondaryTier(SecondaryTierManager):  # type: ignore[misc]  # vllm is 
 
     ``capacity`` is a size such as ``"100GiB"``; ``policy`` names an eviction policy. Models and
     geometries that vLLM's file tier keeps apart have separate folders below ``path``, each used by
-    one server at a time. Raises ``TierUnavailableError``.
+    one server at a time; a server waits up to half a minute for the previous one to end. Raises
+    ``TierUnavailableError``.
     """
 
     medium: ClassVar[Medium] = Medium.STORAGE
@@ -109,11 +112,21 @@ class LmdbSecondaryTier(SecondaryTierManager):  # type: ignore[misc]  # vllm is 
         """True after a failed reset: the stored blocks may belong to other weights."""
         self._loop = EventLoopThread("kvtiers-secondary")
         try:
-            self._loop.call(self._start(), OPEN_TIMEOUT_S)
+            self._start_patiently()
         except (TierError, ValueError, TimeoutError) as error:
             # ValueError means that the capacity is too small
             self._close()
             raise TierUnavailableError(f"kvtiers: {tier_type} at {folder}: {error}") from error
+
+    def _start_patiently(self) -> None:
+        """Start, while a server that is about to end may still hold the folder."""
+        patience = Patience(lambda line: logger.warning("kvtiers: %s: %s", self.tier_type, line))
+        while True:
+            try:
+                return self._loop.call(self._start(), OPEN_TIMEOUT_S)
+            except FolderInUseError as error:
+                if not patience.wait(error.what):
+                    raise
 
     async def _start(self) -> None:
         info = await self._tier.open()

@@ -42,6 +42,15 @@ class FolderError(TierIoError):
     """Raised if the folder cannot be used as it is. The message says why and what to do."""
 
 
+class FolderInUseError(FolderError):
+    """Another process holds the folder. It may be about to end. ``what`` is the message without the
+    advice to stop it."""
+
+    def __init__(self, what: str) -> None:
+        super().__init__(f"{what}. Stop it, or use another folder")
+        self.what = what
+
+
 class FolderUnusableError(Exception):
     """Raised if the files in a tier's folder cannot be used. The message says why. A tier that
     opens the folder moves them aside or refuses to start; a command that only inspects it reports
@@ -117,7 +126,7 @@ class OwnerLock:
     """
 
     def __init__(self, folder: Path) -> None:
-        """Raises ``FolderError`` that names the other owner."""
+        """Raises ``FolderError``, or ``FolderInUseError`` that names the other owner."""
         path = folder / LOCK_NAME
         try:
             self._fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
@@ -129,9 +138,7 @@ class OwnerLock:
         except OSError as error:
             owner = os.pread(self._fd, 32, 0).decode("ascii", "replace").strip() or "unknown"
             os.close(self._fd)
-            raise FolderError(
-                f"{folder} is in use by process {owner}. Stop it, or use another folder"
-            ) from error
+            raise FolderInUseError(f"{folder} is in use by process {owner}") from error
         with contextlib.suppress(OSError):  # the disk is full or read-only; the lock is held anyway
             os.ftruncate(self._fd, 0)
             os.pwrite(self._fd, f"{os.getpid()}\n".encode(), 0)

@@ -4,6 +4,7 @@ bytes."""
 from __future__ import annotations
 
 import asyncio
+import logging
 import random
 import threading
 import time
@@ -33,6 +34,7 @@ from vllm.v1.kv_offload.tiering.manager import (
 from offload.connector import secondary_tier
 from offload.connector.secondary_tier import LmdbSecondaryTier, _place
 from offload.errors import TierUnavailableError
+from offload.namespaces import wait_for_owners
 from tests.offload.connector.model.tiny_configs import config_of, make_model
 from tests.patience import PATIENCE_S
 from tests.threads import no_thread_is_left
@@ -339,7 +341,31 @@ def test_the_capacity_is_kept_and_recently_used_chunks_stay(tmp_path: Path) -> N
         assert world.load(keys[-1]) is not None
 
 
-def test_a_second_server_gets_the_reason_for_its_refusal(tmp_path: Path) -> None:
+def test_a_server_waits_for_the_previous_one(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Kubernetes and systemd can start a server while its predecessor writes its last blocks."""
+    previous = VllmTiering(tmp_path / "kv")
+    previous.store(KEYS[0], 1)
+
+    def end_it(record: logging.LogRecord) -> bool:
+        if "waiting for its end" in record.getMessage():
+            previous.manager.shutdown()
+        return True
+
+    caplog.handler.addFilter(end_it)
+    try:
+        with world_at(tmp_path / "kv") as world:
+            holds(world, range(1))
+    finally:
+        caplog.handler.removeFilter(end_it)
+    assert "is in use by process" in caplog.text
+
+
+def test_a_second_server_gets_the_reason_for_its_refusal(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(wait_for_owners, "WAIT_S", 0.01)
     refused = pytest.raises(TierUnavailableError, match="kvtiers: LmdbSecondaryTier at ")
     with world_at(tmp_path / "kv"), refused as error:
         VllmTiering(tmp_path / "kv")
