@@ -26,7 +26,8 @@ WORK = ROOT / ".cache" / "site"
 MKDOCS = "mkdocs==1.6.1"
 COPIED = (
     *("README.md", "CHANGELOG.md", "CONTRIBUTING.md", "SECURITY.md", "LICENSE", "Dockerfile"),
-    *("docs/**/*.md", "docs/**/*.svg", "docs/dashboards/*", "bench/results/*.md"),
+    *("docs/**/*.md", "docs/**/*.svg", "docs/dashboards/*", "docs/deployments/*"),
+    "bench/results/*.md",
     *("bench/results/*.png", "examples/*.py", "scripts/gpu_box/README.md"),
 )
 FIRST = ("serve", "size-the-tiers", "choose-a-policy", "operate", "misses", "dashboard")

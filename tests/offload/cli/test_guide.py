@@ -39,6 +39,8 @@ NOT_HERE = {
     "./run test": "this is part of it",
     "python scripts/gpu_box/": "needs a GPU",
     "PYTHONHASHSEED=0 vllm bench serve": "tests/vllm/test_bench_recipes.py runs them",
+    "docker": "needs a builder",
+    "helm": "needs a cluster; tests/test_deployments.py reads the values",
     "guidellm": "it brings another torch, 6 GB with its packages",
     "aiperf": "it is not installed, and needs a tokenizer from a hub",
     "./run serve": "the flags after it are those of vllm serve",
