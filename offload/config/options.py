@@ -178,7 +178,7 @@ TOP_FIELDS = (
         "max_inflight_store",
         size(),
         None,
-        "Maximum bytes of concurrent stores; beyond it a store is skipped.",
+        "Maximum bytes of concurrent stores; beyond it a store waits while its GPU blocks last.",
         "a quarter of `cpu.capacity`",
     ),
     Field(

@@ -138,6 +138,7 @@ class Planner:
         return bool(
             len(self.jobs)
             or len(self.stores)
+            or self.stores.late
             or self.uses.behind
             or self.loads.planned
             or self.loads.queue

@@ -17,6 +17,7 @@ from offload.layout.prefix_match import present_in
 from offload.messages.plan import StoreJob
 from offload.planner.context import PlannerContext
 from offload.planner.jobs import Job, JobKind
+from offload.planner.late_stores import LateStores
 from offload.planner.load_sources import LoadSources
 from offload.planner.recency import RequestUses
 from offload.planner.step_budget import (
@@ -37,7 +38,8 @@ class StorePlanner:
 
     ``storing`` counts the chunks on their way to the CPU tier; this number is bounded. A step
     begins as many stores as its budget allows. ``admission`` decides which chunks may enter
-    (``None``: all). ``uses`` is notified when a store has ended, successfully or not.
+    (``None``: all). ``uses`` is notified when a store has ended, successfully or not. ``late`` has
+    chunks of ended requests that wait for their store.
     """
 
     def __init__(
@@ -48,6 +50,7 @@ class StorePlanner:
         admission: AdmissionPolicy | None,
     ) -> None:
         self.storing = 0
+        self.late = LateStores()
         self._groups = context.groups
         self._cpu = context.cpu
         self._saved = tuple(index.resident for index in context.lower)
@@ -163,6 +166,16 @@ class StorePlanner:
                 own.found_full(self._stats.entered, self._step)
         self._stats.no_space(len(refused), refused[:1])
 
+    def plan_late(self) -> None:
+        """Plan to store chunks of requests that have ended, before those of running requests,
+        which can be offered again. Call this after the step's ``fence``."""
+        while self.late:
+            run, own = self.late.take()
+            settled = self.plan(run, own)
+            if settled < len(run) and (settled or self.storing):  # else waiting makes no space
+                self.late.put_back(run.part(settled, len(run)), own)
+                return
+
     def available(self, *, ended: bool = False) -> int:
         """The number of a request's chunks that can be stored in this step without an eviction."""
         always = STORE_CHUNKS_MIN if ended else self._budget.stores.left
@@ -239,6 +252,9 @@ class StorePlanner:
         Stores that still read them are fenced. Stores that were planned but not sent are cancelled,
         because their source will be overwritten before the plan arrives.
         """
+        if self.late:
+            blocks = tuple(blocks)
+            self.late.overwritten(blocks)
         readers = self._jobs.readers(blocks)
         if not readers:
             return
@@ -248,7 +264,8 @@ class StorePlanner:
         self._fence |= readers - unsent
 
     def cancel_planned(self) -> None:
-        """Cancel the stores that were planned and not sent."""
+        """Cancel the stores that were planned and not sent, and those that wait."""
+        self.late.clear()
         for store in list(self._planned):
             self._cancel(store.job)
 

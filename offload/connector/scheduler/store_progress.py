@@ -165,7 +165,13 @@ class StoreProgress:
             final_tokens = limit if ended or not group.draft else limit - group.block_tokens
             keys = state.identity.keys[index]
             end = min(max(0, final_tokens) // group.chunk_tokens, len(keys))
-            self._store_up_to(state, index, end, block_ids[group.group], ended=ended)
+            table = block_ids[group.group]
+            self._store_up_to(state, index, end, table, ended=ended)
+            first = state.stores.next_chunk[index]
+            if ended and first < end:
+                end = min(end, first + LOOK_AT_END_MAX)
+                rest = self._wanted.final(state.identity, index, first, end, table)
+                self._planner.stores.late.add(rest, state.stores.own)
 
     def _store_up_to(
         self, state: RequestState, index: int, end: int, table: Sequence[int], *, ended: bool

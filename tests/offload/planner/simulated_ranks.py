@@ -64,13 +64,16 @@ class PlannerWithRanks:
 
     # -- actions of a scheduler --------------------------------------------------------------
 
-    def store(self, numbers: list[int], first_block: int) -> None:
-        """Compute chunks into new blocks and plan to store them."""
+    def store(self, numbers: list[int], first_block: int, *, late: bool = False) -> None:
+        """Compute chunks into new blocks and plan to store them; if ``late``, in a later step."""
         blocks = range(first_block, first_block + len(numbers))
         self.give_away(list(blocks))
         for number, block in zip(numbers, blocks, strict=True):
             self.blocks[block] = (key_of(number), self.generation)
-        self.planner.stores.plan(_run(numbers, first_block))
+        if late:
+            self.planner.stores.late.add(_run(numbers, first_block), None)
+        else:
+            self.planner.stores.plan(_run(numbers, first_block))
 
     def give_away(self, blocks: list[int]) -> None:
         """Reuse blocks for new content: fence first, as vLLM's next step would."""
@@ -101,6 +104,7 @@ class PlannerWithRanks:
 
     def step(self) -> None:
         """Send a plan to every rank."""
+        self.planner.stores.plan_late()
         plan = self.planner.step()
         for rank in self.ranks:
             self._fence(rank, plan.fence)

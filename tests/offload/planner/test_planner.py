@@ -12,6 +12,7 @@ from offload.layout.keys import CPU
 from offload.messages.plan import IN_SLAB, STAGED
 from offload.messages.report import JobResult, StepReport
 from offload.planner.jobs import Job
+from offload.planner.late_stores import LateStores
 from offload.planner.planner import Planner
 from offload.planner.stores import StorePlanner
 from offload.planner.work_limits import WorkLimits
@@ -30,7 +31,7 @@ def live(world: PlannerWithRanks) -> None:
         numbers = list(range(start, start + choose.randint(1, 9)))
         action = choose.random()
         if action < 0.2:
-            world.store(numbers, choose.randint(1, 20))
+            world.store(numbers, choose.randint(1, 20), late=choose.random() < 0.3)
         elif action < 0.4:
             world.load(numbers, choose.randint(30, 50))
         elif action < 0.41:
@@ -66,11 +67,13 @@ def test_no_load_ever_restores_other_content(
 
 @pytest.mark.parametrize(
     "fault",
-    ["no fence", "ignore failed ranks", "forget pins", "commit bad keys"],
+    ["no fence", "late blocks", "ignore failed ranks", "forget pins", "commit bad keys"],
 )
 def test_the_world_detects_planted_faults(fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
     if fault == "no fence":
         monkeypatch.setattr(StorePlanner, "fence", lambda self, blocks: None)
+    elif fault == "late blocks":
+        monkeypatch.setattr(LateStores, "overwritten", lambda self, blocks: None)
     elif fault == "ignore failed ranks":
         monkeypatch.setattr(Job, "verdict", lambda job: (list(job.fills), []))
     elif fault == "forget pins":
