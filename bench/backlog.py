@@ -18,6 +18,7 @@ import signal
 import statistics
 import sys
 import tempfile
+import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -32,7 +33,7 @@ from bench.report import Chart, deliver
 from bench.scenario import Report, Row, median, percentile, progress_bar
 from bench.serve_engine import Batch, Engine
 from bench.serve_numbers import CONFIDENCE, interval, ratios_of
-from bench.serve_systems import BLOCK_TOKENS, MODELS
+from bench.serve_systems import BLOCK_TOKENS, MODELS, SYSTEMS, Room, Start
 from bench.slow_disk import SlowDisk, SlowDiskError
 from demo.tiny_model import BYTE_TOKENS, make_llama
 
@@ -41,7 +42,9 @@ PLAIN = "nothing stored"
 HOST = "all in the CPU tier"
 DISK = "all on disk"
 AHEAD = "all on disk, look-ahead"
+RIVAL = SYSTEMS["lmcache-server"].name
 WORLDS = (PLAIN, HOST, DISK, AHEAD)
+"""Where LMCache is installed, ``RIVAL`` follows: its server, with everything in its memory."""
 GOAL = 1.15
 """Goal for the mean time to first token with look-ahead, relative to all in the CPU tier."""
 
@@ -51,13 +54,14 @@ class Config:
     """``prompts`` of ``size`` tokens queue; ``in_flight`` of them run at a time, for which the GPU
     has blocks. In the worlds with a disk the CPU tier holds the share ``cpu_share`` of them, and
     ``look_ahead`` of that may be read ahead. ``disk_mb_s`` (MB/s) bounds the disk's reads; 0 does
-    not bound them."""
+    not bound them. No round begins later than ``minutes`` after the start of the first one."""
 
     prompts: int = 12
     size: int = 768
     in_flight: int = 2
     output_tokens: int = 64
     rounds: int = 8
+    minutes: float = 60.0
     disk_mb_s: float = 25.0
     cpu_share: float = 0.5
     look_ahead: float = 0.5
@@ -107,21 +111,14 @@ def _engines(config: Config, root: Path) -> Iterator[dict[str, Engine]]:
     host, small = everything + (64 << 20), max(1 << 20, int(config.cpu_share * everything))
     with contextlib.ExitStack() as stack:
         engines = {}
-        for number, world in enumerate(WORLDS):
-            extra: dict[str, Any] = {"cpu": {"capacity": small}, "look_ahead": 0.0}
-            if world == HOST:
-                extra["cpu"] = {"capacity": host}
-            if world in (DISK, AHEAD):
-                folder = root / f"disk{number}"
-                folder.mkdir(mode=0o700)
-                capacity = 2 * everything + (256 << 20)
-                tier = {"type": "lmdb", "path": str(folder), "capacity": capacity, "reserve": 0}
-                extra["tiers"] = [tier]
-            if world == AHEAD:
-                extra["look_ahead"] = config.look_ahead
-            arguments = _arguments(config, model, None if world == PLAIN else extra)
+        for number, world in enumerate(worlds()):
+            folder = root / f"disk{number}"
+            folder.mkdir(mode=0o700)
+            room = Room(host, small, 2 * everything + (256 << 20), folder)
+            start = _start(world, config, room)
+            arguments = _arguments(config, model) | {"kv_transfer_config": start.connector}
             threads = {"OMP_NUM_THREADS": str(config.threads)}
-            engine = Engine(arguments, threads, root / f"engine{number}.log")
+            engine = Engine(arguments, threads | start.env, root / f"engine{number}.log")
             stack.callback(engine.close)
             engines[world] = engine
         for engine in engines.values():
@@ -129,22 +126,40 @@ def _engines(config: Config, root: Path) -> Iterator[dict[str, Engine]]:
         yield engines
 
 
-def _arguments(config: Config, model: Path, extra: dict[str, Any] | None) -> dict[str, Any]:
-    blocks = -(-(config.size + config.output_tokens) // BLOCK_TOKENS) + 1
-    gpu_blocks = config.in_flight * blocks + 1  # vLLM keeps one for itself
-    block_bytes = BLOCK_TOKENS * MODELS[config.model].kv_bytes_per_token
+def worlds() -> tuple[str, ...]:
+    """The worlds that this machine can run."""
+    return WORLDS if SYSTEMS["lmcache-server"].missing else (*WORLDS, RIVAL)
+
+
+def _start(world: str, config: Config, room: Room) -> Start:
+    """The connector of a world."""
+    if world == PLAIN:
+        return Start()
+    if world == RIVAL:
+        return SYSTEMS["lmcache-server"].start(room)
+    on_disk = world in (DISK, AHEAD)
+    disk = {"type": "lmdb", "path": str(room.folder), "capacity": room.disk, "reserve": 0}
+    extra = {
+        "cpu": {"capacity": room.small if on_disk else room.host},
+        "tiers": [disk] if on_disk else [],
+        "look_ahead": config.look_ahead if world == AHEAD else 0.0,
+        # What is compared is reading early or late, so nothing is computed that could be read.
+        "break_even": False,
+        "max_load_gpu_share": 1.0,
+    }
     connector = {
         "kv_connector": "KvTiersConnector",
         "kv_connector_module_path": "offload.connector",
         "kv_role": "kv_both",
-        # What is compared is reading early or late, so nothing is computed that could be read.
-        "kv_connector_extra_config": {
-            "tiers": [],
-            "break_even": False,
-            "max_load_gpu_share": 1.0,
-            **(extra or {}),
-        },
+        "kv_connector_extra_config": extra,
     }
+    return Start(connector)
+
+
+def _arguments(config: Config, model: Path) -> dict[str, Any]:
+    blocks = -(-(config.size + config.output_tokens) // BLOCK_TOKENS) + 1
+    gpu_blocks = config.in_flight * blocks + 1  # vLLM keeps one for itself
+    block_bytes = BLOCK_TOKENS * MODELS[config.model].kv_bytes_per_token
     return {
         "model": str(model),
         **MODELS[config.model].settings,
@@ -157,7 +172,6 @@ def _arguments(config: Config, model: Path, extra: dict[str, Any] | None) -> dic
         "max_num_batched_tokens": 2048,
         "disable_log_stats": False,
         "enable_prefix_caching": True,
-        "kv_transfer_config": None if extra is None else connector,
     }
 
 
@@ -177,7 +191,10 @@ def _measure(
         disk.add(engine.process)
         progress.advance(task)
     batches = defaultdict(list)
+    end = time.monotonic() + 60 * config.minutes
     for turn in range(-1, config.rounds):
+        if turn > 0 and time.monotonic() > end:
+            break
         for world in rng.sample(list(engines), len(engines)):
             progress.update(task, advance=1, description=f"round {turn + 1}: {world}")
             engines[world].reset()
@@ -220,8 +237,7 @@ def rows(config: Config, batches: Mapping[str, Sequence[Batch]]) -> list[Row]:
     case = f"{config.prompts} prompts of {config.size} tokens"
     needed = config.prompts * config.prompt_bytes
     found = []
-    for world in WORLDS:
-        mine = batches[world]
+    for world, mine in sorted(batches.items(), key=lambda item: (*WORLDS, RIVAL).index(item[0])):
         values, intervals = {}, {}
         for name, measure in MEASURES.items():
             column = f"{name} s"
@@ -236,6 +252,9 @@ def rows(config: Config, batches: Mapping[str, Sequence[Batch]]) -> list[Row]:
         values["read / needed"] = median([batch.read_from("lmdb") / needed for batch in mine])
         values["read ahead"] = median([batch.ahead("read") / needed for batch in mine])
         values["wasted"] = median([batch.ahead("wasted") / needed for batch in mine])
+        held = [batch.held_block_s / batch.seconds for batch in mine]
+        values["blocks held"] = median(held)
+        intervals["blocks held"] = interval(held)
         found.append(Row(case, world, values, intervals))
     return found
 
@@ -253,7 +272,8 @@ def verdicts(config: Config, batches: Mapping[str, Sequence[Batch]]) -> list[str
             f"{low:.3f} to {high:.3f}), lower in {better} of {len(off)} rounds; {host:.3f} of that "
             f"with all in the CPU tier (goal {GOAL}: {'met' if host <= GOAL else 'MISSED'})"
         )
-    for world, mine in batches.items():
+    for world in (world for world in WORLDS if world in batches):
+        mine = batches[world]
         wanted = 0.0 if world == PLAIN else config.restorable / config.size
         shares = [batch.restored / batch.prompt_tokens for batch in mine]
         if wrong := [share for share in shares if abs(share - wanted) > 0.01]:
@@ -273,6 +293,8 @@ def _notes(config: Config) -> list[str]:
         f"{CONFIDENCE:.0%} confidence interval.",
         "read / needed: bytes read from the disk by bytes of the prompts' KV cache; read ahead: "
         "those that were read while their request waited; wasted: those of them read for nothing.",
+        "blocks held: GPU blocks of requests that wait for a load, mean over the whole time.",
+        f"LMCache's server: {SYSTEMS['lmcache-server'].missing or 'all in its memory'}.",
         f"{config.in_flight} requests run at a time; the GPU's cache holds no more. A prompt has "
         f"{config.prompt_bytes / 1e6:.1f} MB of KV cache; reads of the disk are limited to {rate}; "
         f"the CPU tier above the disk holds {config.cpu_share:g} of all prompts, and "
@@ -295,6 +317,9 @@ def register(app: typer.Typer) -> None:
         in_flight: Annotated[int, typer.Option(min=1)] = plain.in_flight,
         output_tokens: Annotated[int, typer.Option(min=1)] = plain.output_tokens,
         rounds: Annotated[int, typer.Option(min=1)] = plain.rounds,
+        minutes: Annotated[
+            float, typer.Option(min=0, help="No round begins after this time.")
+        ] = plain.minutes,
         disk_mb_s: Annotated[
             float, typer.Option(min=0, help="Limit of the disk's reads in MB/s; 0: none.")
         ] = plain.disk_mb_s,
@@ -318,6 +343,7 @@ def register(app: typer.Typer) -> None:
             in_flight,
             output_tokens,
             rounds,
+            minutes,
             disk_mb_s,
             cpu_share,
             look_ahead,
@@ -325,9 +351,7 @@ def register(app: typer.Typer) -> None:
             threads,
             folder,
         )
-        signal.signal(
-            signal.SIGTERM, lambda *_: sys.exit(1)
-        )  # ends the engines when this command ends
+        signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # which ends the engines
         try:
             with progress_bar() as progress:
                 report = run(config, progress)

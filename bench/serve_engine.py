@@ -64,7 +64,8 @@ class Batch:
     """The measurements of a batch of requests. ``seconds`` is the time until the last token. The
     CPU time of the engine and all its processes also covers the work after that. ``foreign_cpu_s``
     is the CPU time of other processes meanwhile, of which the other engines used ``waiting_cpu_s``.
-    ``thread_cpu_s`` is the CPU time of this project's threads."""
+    ``thread_cpu_s`` is the CPU time of this project's threads. ``held_block_s`` adds up, over the
+    GPU blocks that requests held while they waited for a load, the seconds for which they did."""
 
     seconds: float
     ttft_s: tuple[float, ...]
@@ -75,6 +76,7 @@ class Batch:
     foreign_cpu_s: float = 0.0
     waiting_cpu_s: float = 0.0
     thread_cpu_s: float = 0.0
+    held_block_s: float = 0.0
 
     @property
     def restored(self) -> float:
@@ -114,6 +116,7 @@ class Engine:
 
     def __init__(self, arguments: dict[str, Any], env: dict[str, str], log: Path) -> None:
         self.log = log
+        self._is_busy = True  # it has not answered the last request, or has not started
         self._connection, theirs = Pipe()
         code = "from bench.serve_engine import child; child()"
         command = [sys.executable, "-c", code, str(theirs.fileno()), json.dumps(arguments)]
@@ -174,15 +177,18 @@ class Engine:
         return lines[0] if lines else "it names no error"
 
     def close(self) -> None:
-        """End the engine and all processes that it started."""
-        with contextlib.suppress(EngineError):
-            self._ask("close")
+        """End the engine and all processes that it started; an engine that is still busy, because
+        the benchmark was interrupted, is not waited for."""
+        if not self._is_busy:
+            with contextlib.suppress(EngineError):
+                self._ask("close")
         self._connection.close()
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self._process.pid, signal.SIGKILL)
         self._process.wait()
 
     def _ask(self, method: str, *arguments: Any) -> Any:
+        self._is_busy = True
         try:
             self._connection.send((method, arguments))
         except OSError as error:
@@ -196,6 +202,7 @@ class Engine:
             error, value = self._connection.recv()
         except (EOFError, OSError):
             raise EngineError(self._end()) from None
+        self._is_busy = False
         if error:
             raise EngineError(error)
         return value
@@ -235,6 +242,32 @@ def wait_until_pinned(_worker: Any) -> bool:
 
     group = get_kv_transfer_group() if has_kv_transfer_group() else None
     return not isinstance(group, KvTiersConnector) or group.wait_until_pinned(PINNED_S)
+
+
+class _HeldBlocks:
+    """Adds up the time for which GPU blocks are held by requests that wait for a load. Looks at
+    vLLM's scheduler after each step, because these blocks change only in steps."""
+
+    def __init__(self, scheduler: Any) -> None:
+        self.block_s = 0.0
+        self._scheduler = scheduler
+        self._blocks = 0
+        self._since = time.perf_counter()
+
+    def look(self) -> None:
+        """Count the time since the last look for the blocks that were held then."""
+        from vllm.v1.request import RequestStatus
+
+        now = time.perf_counter()
+        self.block_s += self._blocks * (now - self._since)
+        self._since = now
+        manager = self._scheduler.kv_cache_manager
+        self._blocks = sum(
+            len(table)
+            for name, request in self._scheduler.requests.items()
+            if request.status == RequestStatus.WAITING_FOR_REMOTE_KVS
+            for table in manager.get_block_ids(name)
+        )
 
 
 class _Host:
@@ -277,6 +310,7 @@ class _Host:
             temperature=0.0, max_tokens=output_tokens, ignore_eos=True, detokenize=False
         )
         waiting = list(reversed(prompts))
+        held = _HeldBlocks(self._engine.engine_core.engine_core.scheduler)
         sent: dict[str, float] = {}
         first: dict[str, float] = {}
         flying = 0
@@ -294,6 +328,7 @@ class _Host:
                 if output.outputs[0].token_ids:
                     first.setdefault(output.request_id, now)
                 flying -= bool(output.finished)
+            held.look()
         seconds = time.perf_counter() - began
         self._settle()
         after = self._counters()
@@ -304,6 +339,7 @@ class _Host:
             output_tokens * len(prompts),
             {name: value - before.get(name, 0.0) for name, value in after.items()},
             thread_cpu_s=sum(cpu - own.get(name, 0.0) for name, cpu in own_threads().items()),
+            held_block_s=held.block_s,
         )
 
     def _settle(self) -> None:
