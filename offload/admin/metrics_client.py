@@ -120,7 +120,8 @@ class TierView:
 class View:
     """All values to show. ``hit_ratio`` is a share of the prompt tokens that vLLM asked the tiers
     for; ``misses`` counts requests since the start of the server, by reason; ``ahead_shares`` are
-    shares, since then, of the bytes that look-ahead has read."""
+    shares, since then, of the bytes that look-ahead has read, and ``ahead_saved_s`` is the time
+    that it has saved."""
 
     tiers: list[TierView]
     running: float | None
@@ -132,6 +133,7 @@ class View:
     counts: dict[str, float | None]
     misses: dict[str, float]
     ahead_shares: dict[str, float | None]
+    ahead_saved_s: float | None
     seconds: float
 
     def to_json(self) -> dict[str, Any]:
@@ -255,6 +257,7 @@ def view(now: Page, before: Page | None = None) -> View:
         counts={name: now.value(PREFIX + name, None) for name in SERVER_COUNTS},
         misses=dict(now.reasons),
         ahead_shares=_ahead_shares(now),
+        ahead_saved_s=now.value(f"{PREFIX}ahead_saved_seconds_total"),
         seconds=now.at_s - before.at_s if before else 0.0,
     )
 

@@ -170,7 +170,8 @@ def _look_ahead(found: View) -> str:
     if not any(share is not None for share in found.ahead_shares.values()):
         return ""
     speed = speed_text(found.rates["ahead_read_bytes_per_s"])
-    return f"{speed} read ahead; since the start {', '.join(shares)}"
+    saved = "" if found.ahead_saved_s is None else f", {found.ahead_saved_s:,.1f} s saved"
+    return f"{speed} read ahead; since the start {', '.join(shares)}{saved}"
 
 
 def _tier(tier: TierView) -> dict[str, str]:

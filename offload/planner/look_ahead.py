@@ -85,13 +85,15 @@ class LookAhead:
     ahead off. ``queue`` has the waiting requests in the order in which they will run. ``planned``
     are the jobs that were not sent yet. ``counts`` are the chunks that were read, those loaded by
     the requests that they were read for (``used``), those of them that were still being read when
-    the load was planned (``late``), and those given up (``wasted``).
+    the load was planned (``late``), and those given up (``wasted``). ``saved_s`` adds up the time
+    of the reads of used chunks that were not late.
     """
 
     def __init__(self, context: PlannerContext, sources: LoadSources, share: float) -> None:
         self.queue: list[_Want] = []
         self.planned: list[LoadJob] = []
         self.counts = dict.fromkeys(COUNTED, 0)
+        self.saved_s = 0.0
         self._bytes = dict.fromkeys(COUNTED, 0)
         self._context = context
         self._cpu = context.cpu
@@ -101,6 +103,7 @@ class LookAhead:
         self._open: list[_Want] = []  # those of the queue that still need attention
         self._since: dict[_Want, float] = {}  # when the first chunk was read, oldest first
         self._held: dict[bytes, _Want] = {}  # read ahead, with the request that waits for it
+        self._took_s: dict[bytes, float] = {}  # of those: time of the read, once it has ended
         self._wanted: Counter[bytes] = Counter()  # by the first ``_wanting`` requests of the queue
         self._wanting = 0
         self._flying = 0
@@ -154,10 +157,13 @@ class LookAhead:
             self._limit_wanted()
         self._since.pop(want, None)
         used = want.read.intersection(chain.from_iterable(run.keys for run in load))
+        late = used & self._sources.promoting.keys()
         for key in used:
             del self._held[key]
+            took_s = self._took_s.pop(key, 0.0)
+            self.saved_s += 0.0 if key in late else took_s
         self._count("used", used)
-        self._count("late", used & self._sources.promoting.keys())
+        self._count("late", late)
         self._release(want.read - used)
         groups = self._context.groups
         counts = Counter(map(group_of, used))
@@ -194,6 +200,7 @@ class LookAhead:
                 rest = frozenset(rest) - mine
         for key in rest:
             del self._held[key]
+            self._took_s.pop(key, None)
         self._count("wasted", rest)
 
     def _hold(self, keys: Collection[bytes], want: _Want) -> None:
@@ -329,14 +336,17 @@ class LookAhead:
             ((tier, keys),) = job.pins
             tokens = len(keys) * self._context.groups[group_of(keys[0])].chunk_tokens
             self._context.health[tier].too_late(tokens, job.answer.seconds, self._now)
-        _, bad = job.verdict()
+        good, bad = job.verdict()
         self._lost(bad)
+        waited_for = list(filter(self._held.__contains__, good))
+        self._took_s.update(dict.fromkeys(waited_for, job.answer.seconds / len(job.fills)))
 
     def _lost(self, keys: Iterable[bytes]) -> None:
         """These chunks could not be read, or were dropped since: nobody holds them any more."""
         lost = []
         for key in keys:
             want = self._held.pop(key, None)
+            self._took_s.pop(key, None)
             if want is not None:
                 want.read.discard(key)
                 lost.append(key)
@@ -349,11 +359,12 @@ class LookAhead:
         self._count("wasted", self._held)
         for state in (
             *(self.queue, self._wants, self._open, self._since),
-            *(self._held, self._wanted),
+            *(self._held, self._took_s, self._wanted),
         ):
             state.clear()
         self._wanting, self._full = 0, None
 
     def totals(self) -> dict[str, float]:
-        """The counts in bytes of the first lower tier, by flat name."""
-        return {f"ahead_{what}_bytes": count for what, count in self._bytes.items()}
+        """The counts in bytes of the first lower tier, and the saved time, by flat name."""
+        found: dict[str, float] = {f"ahead_{what}_bytes": n for what, n in self._bytes.items()}
+        return found | {"ahead_saved_seconds": self.saved_s}

@@ -95,6 +95,10 @@ MOVED = {
     "ahead_wasted_bytes": Metric(
         "Bytes read for nothing: the request was cancelled, computed them or came too late."
     ),
+    "ahead_saved_seconds": Metric(
+        "Time that the disk spent on the used bytes before their loads began; loads that read at "
+        "a greater depth would have needed less."
+    ),
     "store_bytes": Metric("Bytes copied from GPU blocks into the CPU tier."),
     "store_seconds": Metric("Time from the submission of a store to its end."),
     "store_refusals": Metric("Chunks that found no slot in the CPU tier."),

@@ -164,12 +164,14 @@ def test_look_ahead_is_shown_once_it_has_read_something() -> None:
         server.add(Counter, f"vllm:kvtiers_{name}", count)
     before = parse(server.page, 10.0)
     server.add(Counter, "vllm:kvtiers_ahead_read_bytes", 1000)
+    server.add(Counter, "vllm:kvtiers_ahead_saved_seconds", 12.5)
     found = view(parse(server.page, 12.0), before)
     assert found.rates["ahead_read_bytes_per_s"] == 500
     assert found.ahead_shares == {"used": 0.4, "late": 0.15, "wasted": 0.075}
     with serving([server.page]) as address:
         text = kvtiers("top", address, "--once", "--interval", "0").out
-    assert "read ahead; since the start 40.0% used, 15.0% late, 7.5% wasted" in text
+    text = " ".join(text.split())
+    assert "read ahead; since the start 40.0% used, 15.0% late, 7.5% wasted, 12.5 s saved" in text
 
 
 def test_a_busy_server_is_readable_in_80_columns(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -110,6 +110,33 @@ def test_a_load_that_still_waits_for_its_read_is_late() -> None:
     assert queue.ahead.counts == {"read": 10, "used": 10, "late": 10, "wasted": 0}
 
 
+def test_the_saved_time_is_that_of_reads_that_were_used_and_not_late() -> None:
+    queue = Queue()
+    queue.wait("one", range(10), 1)
+    queue.step()
+    queue.end(9, seconds=2.0)
+    queue.ahead.leave("one", [run([*range(4), 9])])
+    assert queue.planner.totals()["ahead_saved_seconds"] == pytest.approx(4 * 2.0 / 10)
+    queue.wait("late", range(20, 30), 2)
+    queue.step()
+    queue.ahead.leave("late", [run(range(20, 30))])
+    queue.end(seconds=5.0)
+    assert queue.ahead.saved_s == pytest.approx(0.8)
+    assert queue.ahead._took_s == {}, "nothing is kept for chunks that nobody waits for"
+
+
+def test_an_heir_saves_the_time_of_what_was_read_for_another() -> None:
+    queue = Queue()
+    queue.wait("one", range(10), 1)
+    queue.wait("two", range(5, 10), 2)
+    queue.step()
+    queue.end(seconds=1.0)
+    queue.ahead.leave("one")
+    assert queue.ahead.saved_s == 0.0
+    queue.ahead.leave("two", [run(range(5, 10))])
+    assert queue.ahead.saved_s == pytest.approx(0.5)
+
+
 def test_what_was_read_for_a_request_that_leaves_goes_to_the_next_that_wants_it() -> None:
     queue = Queue()
     queue.wait("one", range(10), 1)

@@ -5,8 +5,12 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from types import SimpleNamespace
+
+import pytest
 
 from offload.messages.plan import LoadItem, LoadJob, StepPlan
+from offload.worker import loads
 from offload.worker.loads import AHEAD_WAIT_S
 from tests.offload.worker.test_executor import KEYS, Rank, fill, load, rank_with
 from tests.sim.virtual_time import run_virtually
@@ -45,6 +49,15 @@ async def ahead_of_a_busy_disk() -> None:
         done = await rank.turn()
         assert not done.report.results[AHEAD].bad
         assert not done.report.results[AHEAD].failed
+
+
+async def timed_after_its_wait() -> None:
+    async with busy_disk() as (rank, tier):
+        await asyncio.sleep(rank.executor.limits.load_timeout_s / 2)
+        tier.release()
+        while AHEAD not in (results := (await rank.turn()).report.results):
+            pass
+        assert results[AHEAD].seconds < 1.0
 
 
 async def ahead_of_a_disk_that_stays_busy() -> None:
@@ -95,6 +108,13 @@ async def late_on_a_disk_that_hangs() -> None:
 
 def test_a_read_ahead_waits_for_its_turn_longer_than_a_load_may_take() -> None:
     run_virtually(ahead_of_a_busy_disk())
+
+
+def test_the_time_of_a_read_ahead_begins_with_its_turn(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The wait for other reads is no time that look-ahead saves."""
+    clock = SimpleNamespace(perf_counter=lambda: asyncio.get_running_loop().time())
+    monkeypatch.setattr(loads, "time", clock)
+    run_virtually(timed_after_its_wait())
 
 
 def test_a_read_ahead_without_a_turn_is_given_up_and_is_not_late() -> None:
