@@ -27,7 +27,7 @@ MKDOCS = "mkdocs==1.6.1"
 COPIED = (
     *("README.md", "CHANGELOG.md", "CONTRIBUTING.md", "SECURITY.md", "LICENSE", "Dockerfile"),
     *("docs/**/*.md", "docs/**/*.svg", "docs/dashboards/*", "docs/deployments/*"),
-    "bench/results/*.md",
+    *("docs/images/*.png", "bench/results/*.md"),
     *("bench/results/*.png", "examples/*.py", "scripts/gpu_box/README.md"),
 )
 FIRST = ("serve", "size-the-tiers", "choose-a-policy", "operate", "misses", "dashboard")

@@ -1,0 +1,33 @@
+"""The pictures of ``docs/images``: each is on a page, and each is made by a script."""
+
+from __future__ import annotations
+
+import json
+
+from tests.scripts import load_script
+from tests.test_docs import PAGES, ROOT
+
+IMAGES = sorted((ROOT / "docs/images").iterdir())
+
+
+def test_every_image_is_on_a_page_and_has_a_script() -> None:
+    texts = [page.read_text(encoding="utf-8") for page in PAGES]
+    scripts = [path.read_text(encoding="utf-8") for path in (ROOT / "scripts").glob("*.py")]
+    assert IMAGES
+    for image in IMAGES:
+        assert any(f"images/{image.name})" in text for text in texts), image.name
+        assert any(image.name in text for text in scripts), image.name
+
+
+def test_the_serving_chart_shows_the_kept_run() -> None:
+    script = load_script("draw_serving_chart")
+    run = json.loads(script.RUN.read_text(encoding="utf-8"))
+    assert set(script.SERIES) <= {row["series"] for row in run["rows"]}
+    left, right = script.draw().axes
+    for axes, name in zip((left, right), script.PANELS, strict=True):
+        assert len(axes.lines) == len(script.SERIES)
+        for line, series in zip(axes.lines, script.SERIES, strict=True):
+            values = [row["values"][name] for row in run["rows"] if row["series"] == series]
+            assert sorted(line.get_ydata()) == sorted(values)
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    assert f"commit `{run['environment']['commit']}`" in readme
