@@ -5,9 +5,11 @@ from __future__ import annotations
 import re
 import subprocess
 import sys
+import zlib
 from pathlib import Path
 
 from examples.custom_tier import SqliteTier
+from examples.short_tier import CompressedTier
 from tests.patience import PATIENCE_S
 from tiers.base import ReadOutcome, Tier
 from tiers.testing import TierContract, fetch, key_of, put
@@ -22,6 +24,28 @@ class TestSqliteTier(TierContract):
 
     def make_tier(self, folder: Path, capacity_bytes: int) -> Tier:
         return SqliteTier(folder, capacity_bytes)
+
+
+class TestCompressedTier(TierContract):
+    payload_bytes = 4096
+    capacity_bytes = 4 << 20
+
+    def make_tier(self, folder: Path, capacity_bytes: int) -> Tier:
+        return CompressedTier(capacity_bytes)
+
+
+async def test_the_short_tier_is_short_and_detects_damage() -> None:
+    source = (ROOT / "examples/short_tier.py").read_text()
+    _, _, body = source.partition("class CompressedTier")
+    assert sum(bool(line.strip()) for line in body.splitlines()) <= 60
+    tier = CompressedTier(1 << 20)
+    await tier.open()
+    await put(tier, [key_of(1)], 5000)
+    [(header, _, size)] = tier._records.values()
+    tier._records[key_of(1)] = header, zlib.compress(bytes(5000)), size
+    outcome, _ = await fetch(tier, key_of(1), 5000)
+    assert outcome is ReadOutcome.CORRUPT
+    await tier.aclose()
 
 
 async def test_a_flipped_bit_is_corrupt(tmp_path: Path) -> None:
