@@ -138,7 +138,9 @@ def draw_lines(axes: Any, panel: dict[str, Any], series: list[Series]) -> None:
     else:
         for name, at, values in lines:
             axes.plot(at, values, label=name, linewidth=1)
-    axes.yaxis.set_major_formatter(lambda value, _: f"{value:,.4g}{unit}")
+    axes.yaxis.set_major_formatter(
+        lambda value, _: f"{value:,.0f}{unit}" if value >= 100 else f"{value:.3g}{unit}"
+    )
     axes.set_ylim(bottom=0)
     axes.grid(visible=True, alpha=0.3)
     if lines:
