@@ -10,6 +10,7 @@ command.
 from __future__ import annotations
 
 import contextlib
+import difflib
 import importlib
 import importlib.metadata
 import platform
@@ -60,6 +61,8 @@ class Commands(TyperGroup):
         return TyperCommand(cmd_name, help=COMMANDS[cmd_name][1])
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+        if args[0] not in COMMANDS and (near := difflib.get_close_matches(args[0], COMMANDS, n=1)):
+            ctx.fail(f"No such command '{args[0]}'. Did you mean '{near[0]}'?")
         name, found, rest = super().resolve_command(ctx, args)
         if name is not None and found is not None:
             found = typer.main.get_command(importlib.import_module(COMMANDS[name][0]).app)
