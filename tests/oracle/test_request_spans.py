@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Iterator
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +11,7 @@ from vllm.tracing import is_tracing_available
 
 from offload.connector.scheduler.request_spans import RequestSpans
 from offload.requests.miss_reasons import LoggedRequest
+from tests.collector import PROTOCOL, Collector, accounted_tokens, attributes, collecting
 from tests.oracle import serving as oracle_world
 from tests.oracle.models import MODELS
 from tests.oracle.serving import Conditions, OracleEngine
@@ -27,49 +26,11 @@ if not is_tracing_available():
 TRACE, PARENT = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
 
 
-class Collector(ThreadingHTTPServer):
-    """Receives what vLLM's exporter sends. Spans by request."""
-
-    def __init__(self) -> None:
-        super().__init__(("127.0.0.1", 0), Receiver)
-        self.spans: dict[str, Any] = {}
-        self.url = f"http://127.0.0.1:{self.server_port}/v1/traces"
-
-
-class Receiver(BaseHTTPRequestHandler):
-    def do_POST(self) -> None:
-        from opentelemetry.proto.collector.trace.v1 import trace_service_pb2
-
-        body = self.rfile.read(int(self.headers["Content-Length"]))
-        found = trace_service_pb2.ExportTraceServiceRequest.FromString(body)
-        for one in (s for r in found.resource_spans for g in r.scope_spans for s in g.spans):
-            assert isinstance(self.server, Collector)
-            self.server.spans[attributes(one)["kv_cache.request_id"]] = one
-        self.send_response(200)
-        self.end_headers()
-
-    def log_message(self, *_: object) -> None:
-        """Nothing on stderr."""
-
-
-def attributes(span: Any) -> dict[str, Any]:
-    found = {}
-    for each in span.attributes:
-        kind = each.value.WhichOneof("value")
-        value = getattr(each.value, kind)
-        found[each.key] = (
-            [inner.string_value for inner in value.values] if kind == "array_value" else value
-        )
-    return found
-
-
 @pytest.fixture
 def collector(monkeypatch: pytest.MonkeyPatch) -> Iterator[Collector]:
     """Every engine traces to it."""
     make = oracle_world.make_config
-    with Collector() as server:
-        thread = threading.Thread(target=server.serve_forever)
-        thread.start()
+    with collecting() as server:
 
         def tracing(*arguments: Any) -> Any:
             config, kv_cache_config = make(*arguments)
@@ -77,11 +38,10 @@ def collector(monkeypatch: pytest.MonkeyPatch) -> Iterator[Collector]:
             return config, kv_cache_config
 
         monkeypatch.setattr(oracle_world, "make_config", tracing)
-        monkeypatch.setenv("OTEL_EXPORTER_OTLP_TRACES_PROTOCOL", "http/protobuf")
         monkeypatch.setenv("OTEL_EXPORTER_OTLP_TRACES_ENDPOINT", server.url)
+        for name, value in PROTOCOL.items():
+            monkeypatch.setenv(name, value)
         yield server
-        server.shutdown()
-        thread.join()
 
 
 def test_spans_account_for_every_token_of_the_prompt(collector: Collector, tmp_path: Path) -> None:
@@ -102,9 +62,8 @@ def test_spans_account_for_every_token_of_the_prompt(collector: Collector, tmp_p
     provider.shutdown()  # sends what waits
     spans = {name: attributes(span) for name, span in collector.spans.items()}
     assert sorted(spans) == ["cold", "longer", "restored"]
-    for found in spans.values():
-        parts = [n for key, n in found.items() if ".tokens_hit." in key or "tokens_missed" in key]
-        assert sum(parts) == found["kv_cache.prompt_tokens"]
+    for name, found in spans.items():
+        assert accounted_tokens(collector.spans[name]) == found["kv_cache.prompt_tokens"]
     cold, restored, longer = (spans[name] for name in ("cold", "restored", "longer"))
     assert cold["kv_cache.tier_hit"] == ["none"]
     assert (cold["kv_cache.miss_reason"], cold["kv_cache.blocks_hit"]) == ("never_stored", 0)
