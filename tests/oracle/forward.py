@@ -43,7 +43,9 @@ def _computed(scheduled: SchedulerOutput) -> dict[str, int]:
 
 class ForwardPass:
     """``runs`` are the requests of the batch by name; wrong bytes that were read are added to
-    ``mismatches``. ``known`` are digests of prefixes that a draft head may find in a block."""
+    ``mismatches``. ``known`` are digests of prefixes that a draft head may find in a block. A step
+    calls ``begin``, ``run`` and ``draft``; ``sampled`` are its tokens, ``drafts`` the proposals for
+    the next step."""
 
     def __init__(
         self,
@@ -54,6 +56,8 @@ class ForwardPass:
         mismatches: list[str],
     ) -> None:
         self.known: set[int] = set()
+        self.sampled: dict[str, list[int]] = {}
+        self.drafts: DraftTokenIds | None = None
         self._model = model
         self._memory = memory
         self._random = rng
@@ -63,17 +67,17 @@ class ForwardPass:
     def begin(self, scheduled: SchedulerOutput, launch: Callable[..., None]) -> None:
         """Moves recurrent states, as vLLM does before the forward pass. Model Runner V2 does so
         before it calls the connector."""
+        self._scheduled, self._launch = scheduled, launch
+        self.sampled, self.drafts = {}, None
         computed = _computed(scheduled)
         for name, count in scheduled.num_scheduled_tokens.items():
             tables = [list(table) for table in self._runs[name].tables]
             self._move_states(self._runs[name], tables, computed[name], count, launch)
 
-    def run(
-        self, scheduled: SchedulerOutput, launch: Callable[..., None]
-    ) -> tuple[dict[str, list[int]], DraftTokenIds | None]:
-        """Returns the sampled tokens and the next drafts."""
-        computed = _computed(scheduled)
-        sampled = {}
+    def run(self) -> None:
+        """Run the model and sample."""
+        scheduled, launch = self._scheduled, self._launch
+        computed, sampled = _computed(scheduled), self.sampled
         for name, count in scheduled.num_scheduled_tokens.items():
             run, start = self._runs[name], computed[name]
             drafted = scheduled.scheduled_spec_decode_tokens.get(name, [])
@@ -83,16 +87,19 @@ class ForwardPass:
             launch(partial(self._kernel, name, tables, digests, start))
             sampled[name] = self._sample(run, drafted, start + count)
             self._run_states(name, tables, digests, start, len(drafted), len(sampled[name]), launch)
+
+    def draft(self) -> None:
+        """Run the drafter."""
         if not self._model.drafts:
-            return sampled, None
-        proposals = []
-        for name, found in sampled.items():
+            return
+        computed, proposals = _computed(self._scheduled), []
+        for name, found in self.sampled.items():
             proposals.append(self._propose(self._runs[name]))
             if self._model.draft_head:
-                end = computed[name] + scheduled.num_scheduled_tokens[name]
+                end = computed[name] + self._scheduled.num_scheduled_tokens[name]
                 end = len(self._runs[name].tokens) - 1 if found else end
-                self._run_head(name, proposals[-1], computed[name], end, launch)
-        return sampled, DraftTokenIds(list(sampled), proposals)
+                self._run_head(name, proposals[-1], computed[name], end, self._launch)
+        self.drafts = DraftTokenIds(list(self.sampled), proposals)
 
     def _run_head(
         self, name: str, guesses: list[int], start: int, end: int, launch: Callable[..., None]

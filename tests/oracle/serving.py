@@ -12,7 +12,7 @@ from __future__ import annotations
 import asyncio
 import random
 from collections import deque
-from collections.abc import Callable, Coroutine, Iterator, Mapping
+from collections.abc import Coroutine, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
@@ -32,7 +32,7 @@ from vllm.v1.core.kv_cache_utils import (
     resolve_kv_cache_block_sizes,
 )
 from vllm.v1.core.sched.output import SchedulerOutput
-from vllm.v1.outputs import DraftTokenIds, KVConnectorOutput, ModelRunnerOutput
+from vllm.v1.outputs import DraftTokenIds, ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 from vllm.v1.structured_output import StructuredOutputManager
 
@@ -46,6 +46,7 @@ from tests.oracle.clock import pass_time_by_steps
 from tests.oracle.forward import VOCABULARY, ForwardPass, Running
 from tests.oracle.memory import KvMemory, Prefix
 from tests.oracle.models import OracleModel, in_short_steps
+from tests.oracle.runner import RunnerV1, RunnerV2
 from tests.patience import PATIENCE_S, turns
 from tests.vllm.engine import transfer_config
 from tiers.base import ReadOutcome, Tier
@@ -209,7 +210,8 @@ class OracleEngine:
         self.connector: OffloadConnector = self.scheduler.connector
         with self._patched():
             self.worker = OffloadConnector(config, KVConnectorRole.WORKER, self.kv_cache_config)
-            self.worker.register_kv_caches(self._memory.caches)
+            runner = RunnerV2 if self._conditions.runner == 2 else RunnerV1
+            self._runner = runner(config, self.worker, self._memory.caches)
         self.executor: Any = self.worker._worker._executor
         self.engine: SimulatedCopyEngine = self.executor._engine
         self._loop: PumpedLoop = self.worker._worker._loop
@@ -353,11 +355,9 @@ class OracleEngine:
     # -- the model runner --------------------------------------------------------------------
 
     def _submit(self, scheduled: SchedulerOutput) -> Step:
-        meta = scheduled.kv_connector_metadata
         self._preempted += len(scheduled.preempted_req_ids or ())
-        self._fenced += len(meta.plan.fence)
-        if self._conditions.runner == 1:
-            self.worker.handle_preemptions(meta)
+        self._fenced += len(scheduled.kv_connector_metadata.plan.fence)
+        self._runner.begin(scheduled)
         self._update_tables(scheduled)
         launch = self.engine.compute.launch
         if scheduled.new_block_ids_to_zero:
@@ -365,39 +365,17 @@ class OracleEngine:
         for copy in scheduled.kv_cache_block_copies or ():
             launch(partial(self._memory.copy, copy.src_block_id, copy.dst_block_id))
             self._copied += 1
-        self._forward.begin(scheduled, launch)
+        forward = self._forward
+        forward.begin(scheduled, launch)
         if self._conditions.runner == 2:
             self._turn()  # the GPU may have reached this point by now
-            self.worker.handle_preemptions(meta)
-        sampled, drafts = self._forward.run(scheduled, launch)
-        output = self._connector_hooks(meta, scheduled, launch)
+        output = self._runner.run(scheduled, forward.run, forward.draft)
+        sampled = forward.sampled
         index = {name: at for at, name in enumerate(sampled)}
         made = ModelRunnerOutput([*sampled], index, [*sampled.values()], kv_connector_output=output)
-        step = Step(scheduled, made, drafts)
+        step = Step(scheduled, made, forward.drafts)
         launch(partial(step.done.append, True))
         return step
-
-    def _connector_hooks(
-        self, meta: Any, scheduled: SchedulerOutput, launch: Callable[..., None]
-    ) -> KVConnectorOutput:
-        """Call the hooks in vLLM's order; with draft tokens, ``wait_for_save`` comes last."""
-        worker = self.worker
-        worker.bind_connector_metadata(meta)
-        worker.start_load_kv(None)
-        deferred = self._model.drafts > 0 and scheduled.total_num_scheduled_tokens > 0
-        if not deferred:
-            worker.wait_for_save()
-        results = worker.get_transfer_results(scheduled.finished_req_ids)
-        output = KVConnectorOutput(
-            finished_sending=results.finished_sending,
-            finished_recving=results.finished_recving,
-            failed_recving=results.failed_recving,
-            kv_connector_worker_meta=worker.build_connector_worker_meta(),
-        )
-        if deferred:
-            worker.wait_for_save()
-        worker.clear_connector_metadata()
-        return output
 
     def _update_tables(self, scheduled: SchedulerOutput) -> None:
         cached = scheduled.scheduled_cached_reqs
