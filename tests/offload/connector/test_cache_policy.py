@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 from vllm.v1.kv_offload.base import LookupResult, ReqContext, make_offload_key
 from vllm.v1.kv_offload.cpu.manager import CPUOffloadingManager
+from vllm.v1.kv_offload.cpu.policies.base import ChunkStatus
 
 from offload.connector.cache_policy import TierCachePolicy
 
@@ -79,6 +80,14 @@ def test_chunks_in_use_are_not_evicted() -> None:
     assert request(manager, "c", second) is None, "one of twelve chunks is being read"
     manager.complete_load(first, loading)
     assert request(manager, "d", second) == first
+
+
+@pytest.mark.parametrize("context", [(), (ReqContext("r"),)], ids=["0.32", "0.33"])
+def test_a_chunk_is_inserted_with_the_arguments_of_each_version(context: tuple[Any, ...]) -> None:
+    policy: Any = manager_of("kvtiers_lru")._policy
+    key, chunk = prompts(3)[0][0], ChunkStatus(0)
+    policy.insert(key, chunk, *context)
+    assert policy.get(key) is chunk
 
 
 def test_an_unknown_policy_is_named() -> None:

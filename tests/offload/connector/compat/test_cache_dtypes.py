@@ -16,6 +16,7 @@ from vllm.utils.torch_utils import STR_DTYPE_TO_TORCH_DTYPE
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVQuantMode
 
 from offload.connector.compat import cache_dtype_handler
+from offload.connector.model import identity
 from offload.connector.model.identity import _spec
 from tests.offload.connector.kv_cache_configs import full
 from tests.offload.connector.model.tiny_configs import (
@@ -71,6 +72,18 @@ class OtherHandler(Handler):
 def namespace_with(handler: type[Handler], name: str, model: Path) -> Any:
     cache.register_kv_cache_dtype(name)(handler)
     return namespace_of(config_of(model, kv_cache_dtype=name))
+
+
+def test_the_handler_of_a_dtype_is_part_of_the_namespace(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """With vLLM 0.32, which has no handlers, each dtype gets one here."""
+    model, found = make_model(tmp_path / "model"), []
+    for handler in (None, Handler(), OtherHandler()):
+        monkeypatch.setattr(identity, "cache_dtype_handler", lambda _dtype, it=handler: it)
+        found.append(namespace_of(config_of(model)))
+    plain, mine, other = found
+    assert differing(plain, mine) == differing(mine, other) == ["cache.dtype_handler"]
 
 
 @since_33

@@ -8,6 +8,7 @@ import logging
 import subprocess
 import sys
 from functools import cache
+from pathlib import Path
 
 import pytest
 
@@ -23,6 +24,7 @@ from offload.connector.contract.source import PackageSource, open_source
 from offload.connector.startup import ServerSetup
 from tests.offload.connector.contract.sources import Edited
 
+COMPAT = Path(__file__).resolve().parents[4] / "offload/connector/compat"
 BASE = "vllm/distributed/kv_transfer/kv_connector/v1/base.py"
 MIXIN = "vllm/v1/worker/kv_connector_model_runner_mixin.py"
 V1, V2 = "vllm/v1/worker/gpu_model_runner.py", "vllm/v1/worker/gpu/kv_connector.py"
@@ -125,6 +127,20 @@ def test_the_kept_contract_is_that_of_the_installed_version() -> None:
     assert now().facts == before.facts
     assert now().needs == before.needs
     assert (now().classes, now().modules) == (before.classes, before.modules)
+
+
+@pytest.mark.parametrize(
+    "path", sorted(COMPAT.rglob("v0_*.py")), ids=lambda path: f"{path.parent.name}-{path.stem}"
+)
+def test_a_module_for_one_version_imports_what_that_version_has(path: Path) -> None:
+    facts = load(minor_of(path.stem.removeprefix("v").replace("_", "."))).facts
+    names = [
+        f"{node.module}:{alias.name}"
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("vllm.")
+        for alias in node.names
+    ]
+    assert [name for name in names if facts.get(name) is None] == []
 
 
 @cache
