@@ -245,12 +245,17 @@ class VllmServer:
         connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=self._deadline_s)
         with contextlib.closing(connection):
             headers = {"Content-Type": "application/json"}
-            connection.request(method, path, json.dumps(body) if body else None, headers)
-            response = connection.getresponse()
-            if response.status != 200:
-                text = response.read().decode(errors="replace")
-                raise ServerError(f"{method} {path}: {response.status} {text}{self._log_text()}")
-            yield response
+            try:
+                connection.request(method, path, json.dumps(body) if body else None, headers)
+                response = connection.getresponse()
+                if response.status != 200:
+                    said = response.read().decode(errors="replace")
+                    raise ServerError(
+                        f"{method} {path}: {response.status} {said}{self._log_text()}"
+                    )
+                yield response
+            except http.client.HTTPException as error:  # it was killed in the middle of an answer
+                raise ServerError(f"{method} {path}: {error!r}{self._log_text()}") from error
 
     def _log_text(self) -> str:
         end = self.log_path.read_text(errors="replace")[-LOG_CHARS:]

@@ -119,9 +119,11 @@ def traffic(server: VllmServer) -> Iterator[None]:
     threads = [threading.Thread(target=ask, args=(number,)) for number in range(6)]
     for thread in threads:
         thread.start()
-    yield
-    for thread in threads:
-        thread.join(PATIENCE_S)
+    try:
+        yield
+    finally:
+        for thread in threads:
+            thread.join(PATIENCE_S)
 
 
 def page_of(server: VllmServer) -> dict[str, set[str]]:
