@@ -3,6 +3,7 @@ whose path contains a space. Only downloads are left out: stand-ins replace pip 
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import signal
@@ -187,9 +188,14 @@ def test_ctrl_c_ends_all_stages_of_a_test_run(tmp_path: Path) -> None:
             stdout=subprocess.DEVNULL,
             start_new_session=True,
         )
-        until(lambda: _text(tmp_path / "pid").strip())
-        os.killpg(process.pid, signal.SIGINT)
-        assert process.wait(PATIENCE_S) == 130
+        try:
+            until(lambda: _text(tmp_path / "pid").strip())
+            os.killpg(process.pid, signal.SIGINT)
+            assert process.wait(PATIENCE_S) == 130
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait(PATIENCE_S)
 
 
 def _text(path: Path) -> str:

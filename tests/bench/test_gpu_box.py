@@ -202,12 +202,16 @@ def test_a_run_that_is_terminated_ends_its_probe(tmp_path: Path) -> None:
     plan = schedule(tmp_path / "plan.toml", ("hangs", write + HANGS, 1e6, []))
     command = [sys.executable, BOX / "run.py", tmp_path / "out", "--schedule", plan]
     run = subprocess.Popen(command)
-    deadline = time.monotonic() + PATIENCE_S
-    while not pid.exists():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
-    run.terminate()
-    assert run.wait(PATIENCE_S) == 1
+    try:
+        deadline = time.monotonic() + PATIENCE_S
+        while not pid.exists():
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+        run.terminate()
+        assert run.wait(PATIENCE_S) == 1
+    finally:
+        run.kill()
+        run.wait()
     assert not (Path("/proc") / pid.read_text() / "environ").exists()
 
 

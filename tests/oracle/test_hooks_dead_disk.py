@@ -20,6 +20,7 @@ import threading
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -276,6 +277,9 @@ def test_no_hook_waits_for_shared_folders(tmp_path: Path) -> None:
         world.forget_locally()
         world.planner.cpu.drop(list(world.planner.cpu.resident))
         world.planner.presence.forget_all()
+
+        owed: Any = world.connector._epochs
+        owed.reset = partial(owed.reset, PATIENCE_S)  # its thread may be slow to start
 
         def work() -> None:
             world.serve("asks", PROMPT)

@@ -8,6 +8,8 @@ import os
 import signal
 import subprocess
 import sys
+import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -18,15 +20,29 @@ from tests.offload.cli.test_export_import import export, frames
 from tests.patience import PATIENCE_S
 
 
+def until(process: subprocess.Popen[bytes], is_done: Callable[[], object]) -> None:
+    """Wait for a sign of a process that must not end before it."""
+    deadline = time.monotonic() + PATIENCE_S
+    while not is_done():
+        assert process.poll() is None
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
 def test_one_export_at_a_time_writes_a_file(tmp_path: Path) -> None:
     make_store(tmp_path / "a", range(120))
-    words = ("export", tmp_path / "a", tmp_path / "f", "--rate", "40KiB")  # it would take a minute
+    words = (
+        "export",
+        tmp_path / "a",
+        tmp_path / "f",
+        "--rate",
+        "4KiB",
+    )  # it would take ten minutes
     command = [sys.executable, "-m", "offload.cli", *map(str, words)]
     process = subprocess.Popen(command, cwd=ROOT)
     part = tmp_path / "f.part"
     try:
-        while not (part.exists() and part.stat().st_size):
-            assert process.poll() is None
+        until(process, lambda: part.exists() and part.stat().st_size)
         for options in ([], ["--overwrite"]):
             result = kvtiers("export", tmp_path / "a", tmp_path / "f", *options)
             assert (result.code, result.out) == (1, "")
@@ -87,12 +103,15 @@ def test_an_interrupted_export_leaves_no_file(
     command = [sys.executable, "-m", "offload.cli", *map(str, words)]
     ignored = {other: signal.signal(other, signal.SIG_IGN) for other in without}  # inherited
     process = subprocess.Popen(command, cwd=ROOT)
-    for other, before in ignored.items():
-        signal.signal(other, before)
-    while part.exists() and part.stat().st_mode & 0o777 != 0o600:
-        assert process.poll() is None
-    process.send_signal(number)
-    assert process.wait(PATIENCE_S) == 130
+    try:
+        for other, before in ignored.items():
+            signal.signal(other, before)
+        until(process, lambda: part.stat().st_mode & 0o777 == 0o600)
+        process.send_signal(number)
+        assert process.wait(PATIENCE_S) == 130
+    finally:
+        process.kill()
+        process.wait()
     assert [path.name for path in tmp_path.iterdir()] == ["a"]
 
 

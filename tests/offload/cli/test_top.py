@@ -214,14 +214,18 @@ def test_top_writes_one_view_after_the_other_into_a_pipe() -> None:
     with serving([server.page]) as address:
         words = [sys.executable, "-m", "offload.cli", "top", address, "--interval", "0.2"]
         process = subprocess.Popen(words, cwd=ROOT, stdout=subprocess.PIPE, text=True)
-        assert process.stdout is not None
-        heads = 0
-        for line in process.stdout:
-            heads += line.startswith("requests") and "4 running" in line
-            if heads == 3:
-                break
-        process.send_signal(signal.SIGINT)
-        process.communicate(timeout=PATIENCE_S)
+        try:
+            assert process.stdout is not None
+            heads = 0
+            for line in process.stdout:
+                heads += line.startswith("requests") and "4 running" in line
+                if heads == 3:
+                    break
+            process.send_signal(signal.SIGINT)
+            process.communicate(timeout=PATIENCE_S)
+        finally:
+            process.kill()
+            process.wait()
     assert heads == 3, "it ended before it was stopped"
     assert process.returncode == 130
 

@@ -186,7 +186,7 @@ def test_an_unused_epoch_is_taken_back(tmp_path: Path) -> None:
     epochs = TierEpochs([path], NAMESPACE, 0)
     owed = PendingEpochs(1, epochs.begin, take_back_one=epochs.take_back)
     folder = replica_folder(path, NAMESPACE)
-    assert owed.reset()
+    assert owed.reset(PATIENCE_S)
     assert read_epoch(folder) == 1  # until the meaning of the reset is known
     owed.withdraw()
     end = time.monotonic() + PATIENCE_S
@@ -194,7 +194,7 @@ def test_an_unused_epoch_is_taken_back(tmp_path: Path) -> None:
         time.sleep(0.005)
     assert read_epoch(folder) == 0
     assert owed.take() == {}
-    assert owed.reset()
+    assert owed.reset(PATIENCE_S)
     while not (taken := owed.take()) and time.monotonic() < end:
         time.sleep(0.005)
     assert taken == {0: 1}

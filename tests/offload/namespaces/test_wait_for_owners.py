@@ -68,11 +68,16 @@ def test_the_first_process_of_a_new_server_waits_for_the_old_one(
     with old_server(tmp_path) as old:
         new = subprocess.Popen([sys.executable, *command], cwd=ROOT, stderr=subprocess.PIPE,
                                stdout=subprocess.PIPE, text=True)  # fmt: skip
-        assert new.stderr is not None
-        line = new.stderr.readline()
-        assert f"{tmp_path} is in use by pid {old.pid} (test): waiting for its end, up to" in line
-        old.kill()
-        _, rest = new.communicate(timeout=PATIENCE_S)
+        try:
+            assert new.stderr is not None
+            line = new.stderr.readline()
+            waiting = f"{tmp_path} is in use by pid {old.pid} (test): waiting for its end, up to"
+            assert waiting in line
+            old.kill()
+            _, rest = new.communicate(timeout=PATIENCE_S)
+        finally:
+            new.kill()
+            new.wait()
     assert new.returncode == 0, rest
 
 

@@ -16,7 +16,7 @@ from tests.patience import PATIENCE_S
 
 ROOT = Path(__file__).parents[3]
 HELPER = """
-import importlib, os, random, signal, sys, time
+import ctypes, importlib, os, random, signal, sys, time
 module, function, count, seed, *arguments = sys.argv[1:]
 live = getattr(importlib.import_module(module), function)
 rng = random.Random(int(seed))
@@ -25,6 +25,7 @@ for turn in range(int(count)):
     child = os.fork()
     if not child:
         code = 1
+        ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: it never ends by itself
         try:
             live(turn, lambda: os.write(writing, b"b"), *arguments)
         except BaseException as error:  # the child must not return into the parent's code
