@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import csv
 import json
+import subprocess
+import sys
 
 import pytest
 from typer.testing import CliRunner
@@ -17,6 +19,7 @@ from policies.simulation.simulator import FlopModel, Infos, SimTier, bound, simu
 from policies.simulation.trace import Request, Trace, TraceWriter
 from policies.simulation.two_tiers import MODES, simulate_two
 from policies.testing import INFO, synthetic_trace
+from tests.imports import ROOT
 
 TRACE = synthetic_trace(7, requests=500)
 
@@ -291,3 +294,10 @@ def test_protected_keys_are_not_evicted_by_their_own_request() -> None:
     tier.touch([0, 1, 2, 3])
     assert tier.store([9], [INFO], [0, 1, 2, 3, 9]) == 0
     assert tier.resident == {0, 1, 2, 3}
+
+
+def test_the_command_starts_without_numpy_and_torch() -> None:
+    """They take longer to import than the rest of the command."""
+    program = "import sys, policies.simulation.cli as _; print({'numpy', 'torch'} & {*sys.modules})"
+    done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True)
+    assert done.stdout == "set()\n", done.stderr
