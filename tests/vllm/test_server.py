@@ -212,17 +212,30 @@ def test_http_restart_and_kill_9(llama: Path, tmp_path: Path) -> None:
 
 @pytest.mark.skipif(not IS_V2, reason="under V1, the test of a restart shows this and more")
 def test_one_prompt_is_restored_under_v2(llama: Path, tmp_path: Path) -> None:
-    """Under Model Runner V2, in the process that a real server starts for its engine."""
-    with start(llama, tmp_path, "v2", config(tmp_path / "kv", verify="device")) as server:
-        cold = server.completion(ASKED[0], 4, logprobs=5)["choices"][0]
+    """Under Model Runner V2, in the process that a real server starts for its engine; and from the
+    disk, by the server that follows one that was killed while it stored."""
+    verify = {"verify": "device", "verify_path": str(tmp_path / "digests")}
+    connector = config(tmp_path / "kv", **verify)
+    with start(llama, tmp_path, "v2", connector) as server:
+        cold = server.completion(ASKED[0], 4)["choices"][0]
         assert loaded(server, "cpu") == 0
         server.reset_prefix_cache()
-        answer = server.completion(ASKED[0], 4, logprobs=5)
-        assert answer["usage"]["prompt_tokens_details"]["cached_tokens"] == 576
-        assert answer["choices"][0]["token_ids"] == cold["token_ids"]
-        assert loaded(server, "cpu") == 576
-        assert all_loads_were_right(server)
-    assert "Using V2 Model Runner" in (tmp_path / "v2.log").read_text()
+        restored(server, "cpu", cold)
+        until_stored(server)
+        with traffic(server):
+            server.kill()
+    with start(llama, tmp_path, "v2", connector) as server:
+        restored(server, "lmdb", cold)
+    assert (tmp_path / "v2.log").read_text().count("Using V2 Model Runner") >= 2
+
+
+def restored(server: VllmServer, tier: str, cold: dict[str, Any]) -> None:
+    """The first prompt is restored from a tier, and the answer is the same as without it."""
+    answer = server.completion(ASKED[0], 4)
+    assert answer["usage"]["prompt_tokens_details"]["cached_tokens"] == 576
+    assert answer["choices"][0]["token_ids"] == cold["token_ids"]
+    assert loaded(server, tier) == 576
+    assert all_loads_were_right(server)
 
 
 @pytest.mark.thorough
