@@ -5,12 +5,18 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import signal
 import sys
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from offload.cli import INTERRUPTED
+
 if TYPE_CHECKING:
+    from rich.console import Console
+
     from offload.admin.doctor import Report
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
@@ -58,8 +64,26 @@ def ask_vllm(model: str, flags: list[str]) -> Report:
 
     console = Console(stderr=True)
     waiting = console.status(f"querying vLLM about {escape(model)}; importing it takes a while")
-    with waiting if console.is_terminal else contextlib.nullcontext():
+    with waiting if console.is_terminal else contextlib.nullcontext(), _ended_by_ctrl_c(console):
         return _examine(model, flags)
+
+
+@contextlib.contextmanager
+def _ended_by_ctrl_c(console: Console) -> Iterator[None]:
+    """Let Ctrl-C end the process at once. A ``KeyboardInterrupt`` inside an import of vLLM's may be
+    caught there, or abort the process in C++ code."""
+
+    def end(_number: int, _frame: object) -> None:
+        console.show_cursor()
+        os._exit(INTERRUPTED)
+
+    before = signal.getsignal(signal.SIGINT)
+    if before is not signal.SIG_IGN:  # as for background jobs of a script
+        signal.signal(signal.SIGINT, end)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 def _examine(model: str, flags: list[str]) -> Report:

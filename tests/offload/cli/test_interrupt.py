@@ -78,6 +78,21 @@ def test_bench_waits_for_the_benchmark_to_clean_up(tmp_path: Path) -> None:
     assert TRACEBACK not in terminal.shown
 
 
+def test_interrupting_doctor_although_a_library_catches_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    package = tmp_path / "path" / "vllm"
+    package.mkdir(parents=True)
+    wait = "try:\n    print('importing')\n    time.sleep(1e6)\nexcept BaseException:\n    pass\n"
+    (package / "__init__.py").write_text(f"import time\n{wait}")
+    monkeypatch.setenv("PYTHONPATH", str(package.parent))
+    with on_a_terminal("doctor", tmp_path) as terminal:
+        terminal.wait_for("importing")
+        terminal.press(CTRL_C)
+        assert terminal.end() == 130
+    assert TRACEBACK not in terminal.shown
+
+
 def test_interrupting_doctor_while_it_queries_vllm(tmp_path: Path) -> None:
     with on_a_terminal("doctor", tmp_path) as terminal:
         terminal.wait_for("querying vLLM")
