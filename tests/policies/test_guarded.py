@@ -212,14 +212,17 @@ def test_a_machine_that_stands_still_is_not_the_policys_fault() -> None:
     """Its process is stopped in the middle of five calls, for longer than a call may take."""
     command = [sys.executable, "-c", STOPPED]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as child:
-        for _ in range(5):
-            stopped = os.waitid(os.P_PID, child.pid, os.WSTOPPED | os.WEXITED | os.WNOWAIT)
-            assert stopped is not None
-            assert stopped.si_code == os.CLD_STOPPED, "it ended before it was stopped"
-            os.waitid(os.P_PID, child.pid, os.WSTOPPED)
-            time.sleep(0.03)  # the time for which the machine stands still
-            child.send_signal(signal.SIGCONT)
-        output, _ = child.communicate(timeout=PATIENCE_S)
+        try:
+            for _ in range(5):
+                stopped = os.waitid(os.P_PID, child.pid, os.WSTOPPED | os.WEXITED | os.WNOWAIT)
+                assert stopped is not None
+                assert stopped.si_code == os.CLD_STOPPED, "it ended before it was stopped"
+                os.waitid(os.P_PID, child.pid, os.WSTOPPED)
+                time.sleep(0.03)  # the time for which the machine stands still
+                child.send_signal(signal.SIGCONT)
+            output, _ = child.communicate(timeout=PATIENCE_S)
+        finally:
+            child.kill()  # even if it is stopped
     assert (child.returncode, output) == (0, "[]\n")
 
 
