@@ -27,6 +27,9 @@ TORCH = {"torch", "torchaudio", "torchvision", "torchcodec", "triton"}
 """Packages whose versions depend on the compiled kernels. Text models do not need the three in the
 middle."""
 
+NEW = {"orjson"}
+"""What later versions need to serve over HTTP. Their other new requirements are for CUDA."""
+
 
 class LayerError(Exception):
     """Raised if the layer cannot be made. The message is shown to the user."""
@@ -49,7 +52,7 @@ def make(wheel: Path, venv: Path) -> list[str]:
         _take_kernels(site)
         _mark_as_cpu(site / Path(info).parent, header["Version"])
         known = {one.name for one in map(Requirement, metadata.requires(BASE) or ()) if _holds(one)}
-        needed = [one for one in needed if one.name in known]
+        needed = [one for one in needed if one.name in known | NEW]
     _show_base(site)
     _copy_commands(venv)
     missing = [one for one in needed if one.name not in TORCH and not _is_met(one)]

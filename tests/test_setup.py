@@ -375,13 +375,16 @@ setup cpu
         start_new_session=True,
     )
     with process:
-        until(lambda: (checkout / "pid").exists() and (checkout / "pid").read_text().strip())
-        process.send_signal(signal_)
-        _, stderr = process.communicate(timeout=PATIENCE_S)
+        try:
+            until(lambda: (checkout / "pid").exists() and (checkout / "pid").read_text().strip())
+            installer = int((checkout / "pid").read_text())
+            process.send_signal(signal_)
+            until(lambda: not is_running(installer))
+            _, stderr = process.communicate(timeout=PATIENCE_S)
+        finally:
+            process.kill()
     assert process.returncode == code
     assert stderr.splitlines()[-1] == "run: interrupted; the next ./run sets up again"
-    installer = int((checkout / "pid").read_text())
-    until(lambda: not is_running(installer))
     assert not (checkout / ".venv/kvtiers.stamp").exists()
 
 

@@ -55,9 +55,18 @@ def seen_by(venv: Path, name: str) -> tuple[str, Path, Path]:
 def test_python_of_one_version_over_the_kernels_of_another(
     layer: Any, venv: Path, tmp_path: Path
 ) -> None:
-    made = wheel(tmp_path, "vllm", "9.9.0", "numpy>=1", "torch==99", "cachetools>=900", "nvtx==1")
+    made = wheel(
+        tmp_path,
+        "vllm",
+        "9.9.0",
+        "numpy>=1",
+        "torch==99",
+        "cachetools>=900",
+        "nvtx==1",
+        "orjson>=900",
+    )
     missing = layer.make(made, venv)
-    assert missing == ["cachetools>=900"], "torch is that of the kernels, and nvtx is only for CUDA"
+    assert missing == ["cachetools>=900", "orjson>=900"], "nvtx is for CUDA, torch is there"
     version, vllm, torch = seen_by(venv, "vllm")
     assert version == "9.9.0+cpu"
     assert vllm.is_relative_to(venv)
