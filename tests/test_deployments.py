@@ -83,6 +83,17 @@ def test_the_connector_accepts_the_configuration_and_the_volumes_hold_it(name: s
     assert tier.capacity * 1.1 <= volume_bytes(values)
 
 
+def test_a_second_start_finds_the_claim_as_the_first_one_left_it() -> None:
+    """The chart disables prefix caching by default, and starts a new pod before the old one ends.
+    Kubernetes makes a volume with a group writable for it at each start, which a tier refuses."""
+    spec = deployment("production-stack.yaml")[0]["servingEngineSpec"]
+    assert spec["strategy"] == {"type": "Recreate"}
+    assert spec["securityContext"]["fsGroupChangePolicy"] == "OnRootMismatch"
+    [model] = spec["modelSpec"]
+    assert model["vllmConfig"]["enablePrefixCaching"] is True
+    assert model["replicaCount"] == 1
+
+
 @deployments
 @pytest.mark.thorough
 def test_vllm_accepts_the_flags(name: str, tmp_path: Path) -> None:
