@@ -9,6 +9,7 @@ from __future__ import annotations
 import base64
 import http.client
 import math
+import urllib.error
 import urllib.parse
 import urllib.request
 from collections.abc import Mapping
@@ -209,9 +210,13 @@ def fetch(url: str, timeout_s: float = TIMEOUT_S) -> str:
             return str(answer.read(PAGE_BYTES_MAX).decode("utf-8", "replace"))
     except http.client.HTTPException as error:  # another protocol, or a page that is cut off
         raise PageError(f"{url} answers, but not as a web server does: {error!r}") from error
+    except urllib.error.HTTPError as error:
+        error.close()
+        raise PageError(f"{url} answers {error.code} {error.reason}") from error
     except (OSError, ValueError) as error:
         reason = getattr(error, "reason", None) or error
-        raise PageError(f"{url} does not answer: {reason}") from error
+        text = getattr(reason, "strerror", None) or reason
+        raise PageError(f"{url} does not answer: {text}") from error
 
 
 def parse(text: str, at_s: float) -> Page:

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 
+MODEL_FIX = "Give a folder with a config.json, or the name of a model on the hub"
 PASS_FLAGS_ON = {"allow_extra_args": True, "ignore_unknown_options": True}
 
 
@@ -48,10 +49,15 @@ def missing_folder(model: str) -> Report | None:
     treat the path as a name on the hub."""
     from offload.admin.doctor import ModelVerdict, refusal
 
-    if not model.startswith(("/", "./", "../", "~")) or os.path.exists(model):
+    if not is_missing_folder(model):
         return None
-    fix = "give a folder with a config.json, or the name of a model on the hub"
+    fix = MODEL_FIX[0].lower() + MODEL_FIX[1:]
     return refusal(model, ModelVerdict.UNKNOWN_MODEL, f"{model} does not exist", [fix])
+
+
+def is_missing_folder(model: str) -> bool:
+    """True for a path, not a name on the hub, at which there is nothing."""
+    return model.startswith(("/", "./", "../", "~")) and not os.path.exists(model)
 
 
 def ask_vllm(model: str, flags: list[str]) -> Report:

@@ -13,7 +13,7 @@ from typing import Annotated, Any
 import typer
 
 from offload.cli.common import Problems, make_app
-from offload.cli.doctor import PASS_FLAGS_ON
+from offload.cli.doctor import MODEL_FIX, PASS_FLAGS_ON, is_missing_folder
 from offload.errors import ConfigError, Problem
 
 app = make_app()
@@ -62,6 +62,8 @@ def serve(
     problems = Problems()
     if model.startswith("-"):
         problems.add(model, "comes before the model", "Write kvtiers serve MODEL [flags].")
+    elif is_missing_folder(model):  # vLLM would need half a minute to say so
+        problems.add(model, "does not exist", f"{MODEL_FIX}.")
     added = flags_to_add(context.args, kv_cpu, kv_disk or [], os.environ, problems)
     problems.refuse("serve")
     command = [*VLLM, model, *added, *context.args]

@@ -302,6 +302,13 @@ def test_all_forms_of_addresses() -> None:
     assert metrics_url("http://h:1/prometheus/metrics") == "http://h:1/prometheus/metrics"
 
 
+def test_a_server_without_such_a_page() -> None:
+    with serving([""]) as address:
+        result = kvtiers("top", f"http://{address}/other", "--once")
+    assert result.code == 1
+    assert f"http://{address}/other answers 404 " in result.err
+
+
 def test_a_password_is_sent_and_never_shown(tmp_path: Path) -> None:
     make_store(tmp_path, range(2))
     server = Server()
@@ -318,7 +325,7 @@ def test_a_password_is_sent_and_never_shown(tmp_path: Path) -> None:
     assert [result.code for result in allowed] == [0] * 3
     for result in refused:
         assert (result.code, result.out) == (1, "")
-        assert f"http://{address}/metrics does not answer" in result.err
+        assert f"http://{address}/metrics answers 401 " in result.err
     for wrong in (
         "http://me:s/ecre@h:1",
         "me:s/ecre@h h",
