@@ -28,7 +28,7 @@ TORCH = {"torch", "torchaudio", "torchvision", "torchcodec", "triton"}
 middle."""
 
 NEW = {"orjson"}
-"""What later versions need to serve over HTTP. Their other new requirements are for CUDA."""
+"""Packages that the HTTP server of later versions needs. Their other new ones are for CUDA."""
 
 
 class LayerError(Exception):
