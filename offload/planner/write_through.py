@@ -433,11 +433,13 @@ class WriteThroughQueue:
         known = joined(infos)
         held, index, unwritten = cpu.resident, self._index, cpu.unwritten.of_tier(self.tier)
         is_due = unwritten.issuperset(keys) and all(map(held.__contains__, keys))
-        if is_due and index.are_absent(keys):
+        if is_due and len(set(keys)) == len(keys) and index.are_absent(keys):
             unwritten.difference_update(keys)
             return tuple(keys), known
-        flags = [key in unwritten and key in held and index.is_absent(key) for key in keys]
-        unwritten.difference_update(keys)
+        flags = []
+        for key in keys:  # a chunk that was evicted and stored again is queued twice
+            flags.append(key in unwritten and key in held and index.is_absent(key))
+            unwritten.discard(key)
         return tuple(compress(keys, flags)), chosen(known, flags)
 
     def ended(

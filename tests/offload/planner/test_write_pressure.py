@@ -11,8 +11,11 @@ from offload.index.capacity import ByteCapacity, SlotCapacity
 from offload.index.chunk_batch import ChunkBatch, GroupInfo
 from offload.index.tier_index import TierIndex
 from offload.messages.report import JobResult, StepReport
+from offload.planner.jobs import JobTable
 from offload.planner.planner import Planner
 from offload.planner.work_limits import WorkLimits
+from offload.planner.write_through import WriteThroughQueue
+from policies.base import EntryInfo
 from policies.eviction.lru import LruPolicy
 
 SLOTS = 100
@@ -248,3 +251,24 @@ def test_queued_chunks_that_were_evicted_do_not_pile_up() -> None:
     (queue,) = line.planner.write_through.queues
     assert queue.depth > len(queue)
     assert len(queue) <= 3 * SLOTS
+
+
+def store_and_queue(
+    cpu: TierIndex, queue: WriteThroughQueue, groups: dict[int, GroupInfo], keys: list[bytes]
+) -> None:
+    infos = [EntryInfo(0, "full", size_bytes=1)] * len(keys)
+    cpu.reserve(keys, infos)
+    queue.offer(cpu.commit(keys), cpu, groups, infos)
+
+
+def test_a_chunk_that_is_stored_again_while_its_first_entry_waits_is_written_once() -> None:
+    """Twice in one write, it ended the planning of the step with an error."""
+    cpu = TierIndex("cpu", SlotCapacity(SLOTS), LruPolicy())
+    disk = TierIndex("disk", ByteCapacity(1 << 30), LruPolicy())
+    queue, groups = WriteThroughQueue(0, disk), {0: GroupInfo("full", 16, (1,))}
+    store_and_queue(cpu, queue, groups, keys_of(0, 8))
+    cpu.evict(4)
+    store_and_queue(cpu, queue, groups, [key for key in keys_of(0, 8) if key not in cpu])
+    jobs, _ = queue.due(cpu, JobTable(1))
+    assert sorted(key for job in jobs for key in job.keys) == keys_of(0, 8)
+    assert not len(queue)
