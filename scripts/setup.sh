@@ -4,6 +4,7 @@
 # variant), so that a second run takes no time. It is written last: an interrupted set-up starts again.
 
 CUDA_DRIVER=580  # the first for CUDA 13
+GRAFANA_MODELS='grafana-foundation-sdk==1769699998!10.1.0'  # of Grafana 10.1, the oldest supported
 NO_NETWORK="NewConnectionError|Name(Resolution)?Error|name resolution|ConnectTimeout|dns error"
 NO_NETWORK+="|error sending request|Network is unreachable"
 say() { echo "run: $*" >&2; }
@@ -194,6 +195,11 @@ install_extras() {
         *" promtool "*)
             step "fetching promtool" logged "$log" unpack_debian prometheus || true ;;
     esac
+    case " $(missing_extras) " in
+        *" grafana-foundation-sdk "*)
+            step "installing Grafana's models" \
+                logged "$log" pip_install --no-deps "$GRAFANA_MODELS" || true ;;
+    esac
     install_mooncake
     missing=$(missing_extras)
     if [ -n "$missing" ]; then
@@ -207,6 +213,7 @@ missing_extras() {
     local python=$VENV/bin/python
     "$python" -c "import libcachesim" >/dev/null 2>&1 || printf ' libcachesim'
     promtool --version >/dev/null 2>&1 || printf ' promtool'
+    "$python" -c "import grafana_foundation_sdk" >/dev/null 2>&1 || printf ' grafana-foundation-sdk'
     "$python" -c "import mooncake.store" >/dev/null 2>&1 || printf ' Mooncake'
 }
 

@@ -337,22 +337,38 @@ unpack_debian() { echo "debian: $*"; false; }
 install_extras
 """
     script(checkout / ".venv/bin/python", "exit 1")
-    (checkout / "missing").write_text(" libcachesim promtool Mooncake")
+    (checkout / "missing").write_text(" libcachesim promtool grafana-foundation-sdk Mooncake")
     for _ in range(2):
         done = bash(checkout, install)
         assert done.returncode == 0, "missing extras must not stop the set-up"
         assert done.stderr.splitlines()[-1] == (
             "run: tests of these are skipped, because they cannot be used here: libcachesim"
-            f" promtool Mooncake (see {checkout}/.venv/install-extras.log)"
+            f" promtool grafana-foundation-sdk Mooncake (see {checkout}/.venv/install-extras.log)"
         )
         log = (checkout / ".venv/install-extras.log").read_text()
         assert "debian: prometheus" in log
         assert "pip: --no-deps libcachesim" in log
+        assert "pip: --no-deps grafana-foundation-sdk==" in log
     (checkout / "missing").write_text("")
     script(checkout / ".venv/bin/python", "exit 0")
     assert bash(checkout, install).returncode == 0
     (checkout / "missing").write_text(" promtool")
     assert bash(checkout, install).stderr == "", "complete extras must not be examined again"
+
+
+def test_each_missing_extra_is_named(checkout: Path) -> None:
+    """Nothing can be imported, and there is no promtool."""
+    script(checkout / ".venv/bin/python", "exit 1")
+    script(checkout / "bin/promtool", "exit 1")
+    done = bash(checkout, ". scripts/setup.sh; VENV=$PWD/.venv; missing_extras")
+    assert done.stdout.split() == ["libcachesim", "promtool", "grafana-foundation-sdk", "Mooncake"]
+
+
+def test_an_extra_that_is_there_is_not_missing(checkout: Path) -> None:
+    script(checkout / ".venv/bin/python", '[ "$2" = "import grafana_foundation_sdk" ]')
+    script(checkout / "bin/promtool", "exit 0")
+    done = bash(checkout, ". scripts/setup.sh; VENV=$PWD/.venv; missing_extras")
+    assert done.stdout.split() == ["libcachesim", "Mooncake"]
 
 
 @pytest.mark.parametrize(("signal_", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])

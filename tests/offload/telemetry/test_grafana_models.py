@@ -1,8 +1,8 @@
 """Grafana's own models of dashboards know every field of ours.
 
-Needs ``pip install grafana-foundation-sdk``, which Grafana generates from its schemas, one version
-for each version of Grafana; skipped without it. A field that the models do not know is lost when
-they read the dashboard.
+Needs grafana-foundation-sdk, which Grafana generates from its schemas, one version for each version
+of Grafana. ``./run test --all`` installs it; without it these tests are skipped. A field that the
+models do not know is lost when they read the dashboard.
 """
 
 from __future__ import annotations
