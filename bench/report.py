@@ -30,7 +30,22 @@ def number(value: float | None) -> str:
 
 
 def show(report: Report, console: Console | None = None) -> None:
-    """Print the table and the notes."""
+    """Print the table and the notes. If the table is too wide, print one table per case instead,
+    with a column per series."""
+    console = console or Console()
+    table = _rows_by_series(report)
+    needed = console.measure(table, options=console.options.update(width=10**6)).maximum
+    if needed <= console.width:
+        console.print(table)
+    else:
+        console.print(report.title, style="italic", justify="center")
+        for case in dict.fromkeys(row.case for row in report.rows):
+            console.print(_columns_by_series(report, case))
+    for note in report.notes:
+        console.print(f"  {note}")
+
+
+def _rows_by_series(report: Report) -> Table:
     table = Table(title=report.title)
     table.add_column("case")
     table.add_column("series")
@@ -43,10 +58,19 @@ def show(report: Report, console: Console | None = None) -> None:
         cells = [number(row.values.get(name)) for name in report.columns()]
         table.add_row("" if row.case == before else row.case, row.series, *cells)
         before = row.case
-    console = console or Console()
-    console.print(table)
-    for note in report.notes:
-        console.print(f"  {note}")
+    return table
+
+
+def _columns_by_series(report: Report, case: str) -> Table:
+    rows = [row for row in report.rows if row.case == case]
+    table = Table(title=case)
+    table.add_column("")
+    for row in rows:
+        table.add_column(row.series, justify="right")
+    for name in report.columns():
+        if any(name in row.values for row in rows):
+            table.add_row(name, *(number(row.values.get(name)) for row in rows))
+    return table
 
 
 def to_json(report: Report) -> str:

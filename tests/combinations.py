@@ -50,6 +50,7 @@ ENGINES: dict[tuple[str, str], dict[str, str]] = {
         f"{KIND}[lfm2]": "short convolutions",
         f"{KIND}[qwen3_next_tp2]": "Gated DeltaNet states, on two ranks",
         f"{SERVE}_after_kill_9_in_the_middle_of_storing": "a kill",
+        f"{SERVER}_http_restart_and_kill_9": "`vllm serve`, restarted and killed",
     },
     ("0.33", "v2"): {
         f"{VERIFY}_whole_chunks_agree_and_planted_faults_do_not": "full attention, a kill",

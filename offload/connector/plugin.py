@@ -1,9 +1,10 @@
 """vLLM's general plugin: registers the connector by name, and checks its configuration early.
 
-``vllm serve`` loads the plugin before it reads its flags. A wrong configuration then ends the
-server in the process that the user started, before anything is loaded and with one message at the
-end of the log. Without this check, the engine's process would find the error half a minute later,
-and vLLM would bury the message in the tracebacks of several processes.
+``vllm serve`` loads the plugin before it reads its flags. A wrong configuration, or a vLLM that
+lacks what the connector needs, then ends the server in the process that the user started, before
+anything is loaded and with one message at the end of the log. Without this check, the engine's
+process would find the error half a minute later, and vLLM would bury the message in the tracebacks
+of several processes.
 """
 
 from __future__ import annotations
@@ -15,7 +16,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from offload.config.kv_transfer_config import NAMES, check_transfer
+from offload.config.kv_transfer_config import NAMES, check_transfer, ours
+from offload.connector.contract.at_start import VersionError, check_installed
 from offload.errors import WRONG_USAGE, ConfigError
 from offload.namespaces.wait_for_owners import Patience
 
@@ -57,14 +59,17 @@ def check_when_read() -> None:
 
 
 def end_if_wrong(transfer: dict[str, Any]) -> None:
-    """End the process with one message if the configuration is wrong. Wait for a server that holds
-    a folder and may be about to end."""
+    """End the process with one message if the configuration is wrong, or if the installed vLLM
+    lacks what our connector needs. Wait for a server that holds a folder and may be about to end.
+    """
 
     def say(line: str) -> None:
         print(f"kvtiers: {line}", file=sys.stderr, flush=True)
 
     try:
+        if any(ours(transfer)):
+            check_installed()
         check_transfer(transfer, Patience(say))
-    except ConfigError as error:
+    except (ConfigError, VersionError) as error:
         print(error, file=sys.stderr, flush=True)
-        raise SystemExit(WRONG_USAGE) from None
+        raise SystemExit(WRONG_USAGE if isinstance(error, ConfigError) else 1) from None

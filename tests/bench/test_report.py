@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import io
 import json
 import math
 from pathlib import Path
 
 import pytest
+from rich.console import Console
 
 from bench.report import (
     COLOURS,
@@ -19,6 +21,7 @@ from bench.report import (
     colour_of,
     plot,
     save,
+    show,
 )
 from bench.scenario import Report, Row, size_text
 from bench.tiers import plotted
@@ -99,6 +102,19 @@ def test_intervals_are_drawn_where_they_are_known() -> None:
     bars = bars_of(Report("q", "T", {}, {}, rows), Chart("ratio"))
     assert bars.intervals == {("a", "x"): (1.5, 3.0)}
     assert not math.isnan(bars.values["a", "y"])
+
+
+@pytest.mark.parametrize("width", [80, 200])
+def test_every_number_is_readable_on_any_terminal(width: int) -> None:
+    values = {f"measurement {index:02}": 1234.0 + index for index in range(12)}
+    rows = [Row(case, series, values) for case in ("one", "two") for series in ("a", "b")]
+    page = io.StringIO()
+    console = Console(width=width, file=page)
+    show(Report("speed", "Speed", {}, {}, rows), console)
+    printed = page.getvalue()
+    for name, value in values.items():
+        assert name in printed
+        assert printed.count(f"{value:.0f}") == len(rows)
 
 
 def test_each_question_is_kept_once() -> None:

@@ -21,6 +21,7 @@ from offload.connector.contract.declared import declared
 from offload.connector.contract.kept import Contract, contract_of, kept_versions, load, minor_of
 from offload.connector.contract.library import Library
 from offload.connector.contract.source import PackageSource, open_source
+from offload.connector.plugin import end_if_wrong
 from offload.connector.startup import ServerSetup
 from tests.offload.connector.contract.sources import Edited
 
@@ -242,6 +243,26 @@ def test_an_unknown_version_that_lacks_what_we_need_is_refused(
     assert "vLLM 9.9.1 lacks what this version of kvtiers needs" in str(refused.value)
     assert f"Use vLLM {same_minor().version}" in str(refused.value)
     assert "SchedulerOutput.new_block_ids_to_zero: is gone" in str(refused.value)
+    check_installed.cache_clear()
+
+
+@pytest.mark.parametrize("connector", ["KvTiersConnector", "SomeOtherConnector"])
+def test_the_first_process_of_a_server_refuses_such_a_version_with_one_message(
+    connector: str, fresh_check: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Before anything is loaded. Servers with other connectors do not concern us."""
+    broken = Renamed(installed(), PLANTED)
+    fresh_check.setattr(at_start, "open_source", lambda where: broken)
+    extra = {"cpu": {"capacity": "64MiB"}}
+    transfer = {"kv_connector": connector, "kv_role": "kv_both", "kv_connector_extra_config": extra}
+    if connector == "KvTiersConnector":
+        with pytest.raises(SystemExit) as ended:
+            end_if_wrong(transfer)
+        assert ended.value.code == 1
+        assert capsys.readouterr().err.startswith("kvtiers: vLLM 9.9.1 lacks what this version")
+    else:
+        end_if_wrong(transfer)
+        assert not capsys.readouterr().err
     check_installed.cache_clear()
 
 
