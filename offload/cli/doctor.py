@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from offload.cli import INTERRUPTED
+from offload.cli.model_names import wrong_name, wrong_path
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -21,7 +22,6 @@ if TYPE_CHECKING:
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 
-MODEL_FIX = "Give a folder with a config.json, or the name of a model on the hub"
 PASS_FLAGS_ON = {"allow_extra_args": True, "ignore_unknown_options": True}
 
 
@@ -39,25 +39,24 @@ def doctor(
     """
     from offload.admin.doctor import EXIT_CODES, to_json, to_text
 
-    report = missing_folder(model) or ask_vllm(model, context.args)
+    report = refused_early(model, context.args) or ask_vllm(model, context.args)
     print(json.dumps(to_json(report)) if as_json else to_text(report))
     raise typer.Exit(EXIT_CODES[report.verdict])
 
 
-def missing_folder(model: str) -> Report | None:
-    """The report for a path that does not exist. vLLM would take a quarter of a minute, and would
-    treat the path as a name on the hub."""
+def refused_early(model: str, flags: list[str]) -> Report | None:
+    """The report for what is no model, if that can be found without importing vLLM."""
     from offload.admin.doctor import ModelVerdict, refusal
 
-    if not is_missing_folder(model):
+    if model.startswith("-"):
+        reason = "the model comes first: kvtiers doctor MODEL [vllm flags]"
+        return refusal(model, ModelVerdict.WRONG_FLAGS, reason)
+    wrong = wrong_path(model, flags) or wrong_name(model, flags, os.environ)
+    if wrong is None:
         return None
-    fix = MODEL_FIX[0].lower() + MODEL_FIX[1:]
-    return refusal(model, ModelVerdict.UNKNOWN_MODEL, f"{model} does not exist", [fix])
-
-
-def is_missing_folder(model: str) -> bool:
-    """True for a path, not a name on the hub, at which there is nothing."""
-    return model.startswith(("/", "./", "../", "~")) and not os.path.exists(model)
+    what, fix = wrong
+    fixes = [fix[0].lower() + fix[1:]]
+    return refusal(model, ModelVerdict.UNKNOWN_MODEL, f"{model} {what}", fixes)
 
 
 def ask_vllm(model: str, flags: list[str]) -> Report:

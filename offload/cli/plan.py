@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from offload.cli.common import AsJson, Problems, give_up, make_app, print_json, progress_bar, screen
-from offload.cli.doctor import PASS_FLAGS_ON, ask_vllm, missing_folder
+from offload.cli.doctor import PASS_FLAGS_ON, ask_vllm, refused_early
 from offload.cli.numbers import share_text, size_text, speed_text
 
 if TYPE_CHECKING:
@@ -166,9 +166,10 @@ def _size_of(model: str, flags: list[str], given: int, parameters: float) -> Mod
 
     if given:
         return ModelSize("", given, BLOCK_TOKENS, parameters=parameters)
-    report = missing_folder(model) or ask_vllm(model, flags)
+    report = refused_early(model, flags) or ask_vllm(model, flags)
     if not report.groups or not report.token_bytes:
         why = "; ".join(report.refused) or "it has no KV caches that can be offloaded"
+        why += "".join(f"; {fix}" for fix in report.fixes)
         give_up("plan", f"MODEL {model}: {why}", EXIT_CODES[report.verdict] or 1)
     return ModelSize(
         model,

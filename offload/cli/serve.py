@@ -13,7 +13,8 @@ from typing import Annotated, Any
 import typer
 
 from offload.cli.common import Problems, make_app
-from offload.cli.doctor import MODEL_FIX, PASS_FLAGS_ON, is_missing_folder
+from offload.cli.doctor import PASS_FLAGS_ON
+from offload.cli.model_names import has_flag, wrong_path
 from offload.errors import ConfigError, Problem
 
 app = make_app()
@@ -62,8 +63,8 @@ def serve(
     problems = Problems()
     if model.startswith("-"):
         problems.add(model, "comes before the model", "Write kvtiers serve MODEL [flags].")
-    elif is_missing_folder(model):  # vLLM would need half a minute to say so
-        problems.add(model, "does not exist", f"{MODEL_FIX}.")
+    elif wrong := wrong_path(model, context.args):
+        problems.add(model, wrong[0], f"{wrong[1]}.")
     added = flags_to_add(context.args, kv_cpu, kv_disk or [], os.environ, problems)
     problems.refuse("serve")
     command = [*VLLM, model, *added, *context.args]
@@ -115,12 +116,6 @@ def _say_unused(environment: Mapping[str, str]) -> None:
 
 def _say(line: str) -> None:
     print(f"kvtiers serve: {line}", file=sys.stderr, flush=True)
-
-
-def has_flag(flags: list[str], name: str) -> bool:
-    """True if a flag is given in one of vLLM's spellings: ``--a-b``, ``--a_b=x``, ``--a-b.c``."""
-    heads = {flag.split("=")[0].split(".")[0].replace("_", "-") for flag in flags}
-    return name in heads
 
 
 def tiers_wanted(

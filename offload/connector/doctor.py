@@ -34,9 +34,6 @@ def examine_model(
 
     An error raised by vLLM is reported in vLLM's words.
     """
-    if model.startswith("-"):
-        reason = "the model comes first: kvtiers doctor MODEL [vllm flags]"
-        return refusal(model, ModelVerdict.WRONG_FLAGS, reason)
     try:
         found, given = _ask(model, flags, transfer)
     except ConfigError as error:  # vLLM has called the connector to get the layout

@@ -15,6 +15,7 @@ from vllm.platforms import current_platform
 
 from offload.admin.doctor import EXIT_CODES, ModelVerdict
 from offload.cli import app
+from offload.connector.doctor import examine_model
 from tests.models.families import FAMILIES, write_model
 from tests.models.inspection import inspect_models_here
 from tests.offload.connector.model.tiny_configs import config_of, make_model, namespace_of
@@ -223,6 +224,7 @@ def test_warnings_of_a_server_start_are_noted(tmp_path):
     ],
 )
 def test_unknown_flags_are_named(flags, words, tmp_path):
+    (tmp_path / "config.json").write_text("{}")
     code, report = ask(tmp_path, *flags)
     assert (code, report["verdict"]) == (2, ModelVerdict.WRONG_FLAGS)
     assert "vLLM does not understand these flags: " in report["refused"][0]
@@ -301,8 +303,15 @@ def test_a_missing_model_is_reported(tmp_path):
     assert report["refused"] == [f"{tmp_path / 'nothing'} does not exist"]
     (tmp_path / "empty").mkdir()
     code, report = ask(tmp_path / "empty")
-    assert code == 3, report["refused"]
-    assert report["refused"][0].startswith("vLLM itself refuses: ")
+    assert code == 3
+    assert report["refused"] == [f"{tmp_path / 'empty'} has no config.json"]
+
+
+def test_a_model_that_only_vllm_finds_missing_is_reported(tmp_path):
+    """For example a name on a hub that answers too late."""
+    report = examine_model(str(tmp_path), [])
+    assert report.verdict == ModelVerdict.UNKNOWN_MODEL
+    assert report.refused[0].startswith("vLLM itself refuses: ")
 
 
 def test_a_model_that_vllm_refuses_with_these_flags(tmp_path):

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 import offload
-from offload.cli.serve import has_flag
+from offload.cli.model_names import has_flag
 from tests.offload.cli.stores import Result, kvtiers
 from tests.patience import PATIENCE_S
 
