@@ -21,14 +21,23 @@ from policies.simulation.jobs import (
     SimulationJob,
     TraceSource,
     list_jobs,
+    list_timed_jobs,
     load,
     parse_part,
     parse_spec,
     rounding_note,
     run_jobs,
 )
-from policies.simulation.report import Outcome, json_text, table, write_csv, write_plot
+from policies.simulation.report import (
+    Outcome,
+    json_text,
+    table,
+    timing_table,
+    write_csv,
+    write_plot,
+)
 from policies.simulation.simulator import HINT_LEVELS
+from policies.simulation.timing import Speeds
 from policies.simulation.trace_formats import FORMATS
 from policies.simulation.two_tiers import MODES
 
@@ -36,6 +45,10 @@ EPILOG = f"Policies: {', '.join(policy_names())}, or module:Class."
 
 WRONG = 2
 """Exit code for an invalid command line, as in the other commands."""
+TIMING_HELP = (
+    "Use the arrival times, at these speeds in tokens/s: prefill=10000,decode=50,read=20000,"
+    "in_flight=16,rate=1 (the defaults). Needs --lower-capacity."
+)
 PLOT_SUFFIXES = (".png", ".svg", ".pdf")
 
 
@@ -63,36 +76,36 @@ def simulate(
     block_bytes: Annotated[
         int, typer.Option(help="Bytes of a block, for capacities in bytes.")
     ] = 0,
+    timing: Annotated[str, typer.Option(help=TIMING_HELP)] = "",
+    look_ahead: Annotated[
+        float, typer.Option(min=0, max=0.5, help="With --timing: share of the upper tier.")
+    ] = 0.5,
     part: Annotated[str, typer.Option(help="Only this part of each trace, as 0.5:1.")] = "0:1",
     jobs: Annotated[int, typer.Option(min=0, help="Processes (0: one per core).")] = 0,
     csv: Annotated[Path | None, typer.Option(help="Write the rows as CSV.")] = None,
     plot: Annotated[Path | None, typer.Option(help="Plot hit ratios (needs matplotlib).")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
-    """Run eviction policies on request traces, with Belady's optimum and an infinite cache."""
+    """Run eviction policies on request traces, with Belady's optimum and an infinite cache.
+
+    With --timing, follow the arrival times, without and with look-ahead.
+    """
     sys.path.append(str(Path.cwd()))  # for module:Class; last, so that it hides no other module
     lower = Lower(lower_capacity, lower_policy, mode) if lower_capacity else None
     capacities = capacity or ["1%", "5%", "10%"]
     _refuse(
         *_wrong_words(mode, hints, format),
         *_wrong_tiers(mode, lower, admission),
+        *_wrong_timing(timing, mode, lower, plot),
         *_wrong_policies([*(policy or []), lower_policy], admission),
     )
-    wanted: list[SimulationJob] = []
-    notes: list[str] = []
+    options: dict[str, Any] = {"block_bytes": block_bytes, "hints": hints, "lower": lower}
+    kind = {"timing": timing, "look_ahead": look_ahead} if timing else {"admission": admission}
     try:
-        for trace in traces:
-            source = TraceSource(str(trace), format, block_tokens or None, parse_part(part))
-            wanted += list_jobs(
-                source,
-                policy or ["lru", "adaptive"],
-                capacities,
-                block_bytes=block_bytes,
-                lower=lower,
-                admission=admission,
-                hints=hints,
-            )
-            notes += _rounded(source, [*capacities, *filter(None, [lower_capacity])], block_bytes)
+        chosen = (format, block_tokens or None, parse_part(part))
+        sources = [TraceSource(str(trace), *chosen) for trace in traces]
+        wanted = _list(sources, policy, capacities, options | kind)
+        notes = _rounded(sources, [*capacities, *filter(None, [lower_capacity])], block_bytes)
         _check_outputs(csv, plot)
         outcomes = _run(wanted, jobs or os.cpu_count() or 1)
     except (ValueError, OSError) as error:
@@ -101,12 +114,24 @@ def simulate(
     _write(outcomes, csv, plot)
 
 
+def _list(
+    sources: list[TraceSource],
+    policies: list[str] | None,
+    capacities: list[str],
+    options: dict[str, Any],
+) -> list[SimulationJob]:
+    jobs_of = list_timed_jobs if "timing" in options else list_jobs
+    names = policies or ["lru", "adaptive"]
+    return [job for each in sources for job in jobs_of(each, names, capacities, **options)]
+
+
 def _show(outcomes: list[Outcome], notes: list[str], as_json: bool) -> None:
     if as_json:
         print(json_text(outcomes, notes))
         return
     screen = _screen()
-    screen.print(table(outcomes))
+    is_timed = any(job.timing for job, _ in outcomes)
+    screen.print(timing_table(outcomes) if is_timed else table(outcomes))
     for note in notes:
         screen.print(f"note: {note}", markup=False, highlight=False, soft_wrap=True)
 
@@ -136,6 +161,21 @@ def _wrong_tiers(mode: str, lower: Lower | None, admission: str) -> Iterator[str
         )
 
 
+def _wrong_timing(timing: str, mode: str, lower: Lower | None, plot: Path | None) -> Iterator[str]:
+    if not timing:
+        return
+    try:
+        Speeds.parse(timing)
+    except ValueError as error:
+        yield f"--timing: {error}"
+    if lower is None:
+        yield "--timing: needs a lower tier. Give --lower-capacity."
+    if mode != MODES[0]:
+        yield f"--mode: --timing knows only {MODES[0]} (got {mode})."
+    if plot:
+        yield "--plot: plots hit ratios, which --timing does not compare. Use --csv."
+
+
 def _wrong_policies(specs: list[str], admission: str) -> Iterator[str]:
     for text in specs:
         if problem := _problem_of(text, make_policy):
@@ -152,12 +192,15 @@ def _problem_of(text: str, make: Callable[[Any], object]) -> str:
     return ""
 
 
-def _rounded(source: TraceSource, capacities: list[str], block_bytes: int) -> list[str]:
+def _rounded(sources: list[TraceSource], capacities: list[str], block_bytes: int) -> list[str]:
     """Report capacities that differ from the requested ones."""
-    trace = load(source)
-    unique = trace.unique_blocks()
-    found = [rounding_note(text, unique, block_bytes) for text in dict.fromkeys(capacities)]
-    return [f"{trace.name}: {note}" for note in found if note]
+    found = []
+    for source in sources:
+        trace = load(source)
+        unique = trace.unique_blocks()
+        notes = [rounding_note(text, unique, block_bytes) for text in dict.fromkeys(capacities)]
+        found += [f"{trace.name}: {note}" for note in notes if note]
+    return found
 
 
 def _refuse(*problems: str) -> None:

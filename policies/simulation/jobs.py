@@ -21,7 +21,8 @@ from typing import Any
 
 from policies.registry import make_admission, make_policy
 from policies.simulation.belady import next_uses
-from policies.simulation.simulator import Result, bound, simulate
+from policies.simulation.simulator import Result, SimTier, bound, simulate
+from policies.simulation.timing import Speeds, simulate_timed
 from policies.simulation.trace import Trace
 from policies.simulation.trace_formats import read_trace
 from policies.simulation.two_tiers import simulate_two
@@ -30,6 +31,8 @@ ROUNDED_SILENTLY = 0.01
 """Rounding to whole blocks may change a capacity by this share without being reported."""
 
 OPTIMUM, INFINITE = "optimum", "infinite"
+NOTHING, ALL_ABOVE = "nothing stored", "all in the upper tier"
+"""The limits of runs with arrival times."""
 
 _UNITS = {"": 1, "B": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
 _counter: Synchronized[int] | None = None
@@ -47,7 +50,10 @@ class TraceSource:
 
 @dataclass(frozen=True, slots=True)
 class SimulationJob:
-    """One run. ``policy`` is a text spec, ``optimum`` or ``infinite``. Capacities are in blocks."""
+    """One run. ``policy`` is a text spec or the name of a limit. Capacities are in blocks.
+
+    A run with arrival times has ``timing``, the engine's speeds, and its share for look-ahead.
+    """
 
     source: TraceSource
     policy: str
@@ -58,6 +64,8 @@ class SimulationJob:
     mode: str = "write-through"
     admission: str = ""
     hints: str = "none"
+    timing: str = ""
+    look_ahead: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -173,6 +181,36 @@ def list_jobs(
     return jobs
 
 
+def list_timed_jobs(
+    source: TraceSource,
+    policies: Sequence[str],
+    capacities: Sequence[str],
+    lower: Lower,
+    *,
+    timing: str,
+    look_ahead: float,
+    block_bytes: int = 0,
+    hints: str = "none",
+) -> list[SimulationJob]:
+    """The jobs of one trace with its arrival times: every policy at every capacity of the upper
+    tier, without and with look-ahead, and two limits."""
+    unique = load(source).unique_blocks()
+    below = parse_capacity(lower.capacity, unique, block_bytes)
+
+    def job(policy: str, above: int, below: int, look_ahead: float = 0.0) -> SimulationJob:
+        return SimulationJob(
+            source, policy, above, above / unique, lower.policy, below, lower.mode,
+            hints=hints, timing=timing, look_ahead=look_ahead,
+        )  # fmt: skip
+
+    jobs = [job(NOTHING, 0, 0)]
+    for text in capacities:
+        above = parse_capacity(text, unique, block_bytes)
+        for policy in policies:
+            jobs += [job(policy, above, below, share) for share in sorted({0.0, look_ahead})]
+    return [*jobs, job(ALL_ABOVE, unique, 0)]
+
+
 @lru_cache(maxsize=4)
 def load(source: TraceSource) -> Trace:
     """Read a trace; the most recent ones are cached."""
@@ -193,6 +231,8 @@ def _uses(source: TraceSource) -> Any:
 def run_job(job: SimulationJob, progress: Callable[[int], None] | None = None) -> Result:
     """Run one job in this process."""
     trace = load(job.source)
+    if job.timing:
+        return _run_timed(job, trace, progress)
     if job.policy == OPTIMUM:
         return bound(trace, job.capacity, uses=_uses(job.source))
     if job.policy == INFINITE:
@@ -210,6 +250,22 @@ def run_job(job: SimulationJob, progress: Callable[[int], None] | None = None) -
     capacities = (job.capacity, job.lower_capacity)
     name = f"{job.policy} / {job.lower_policy}"
     return simulate_two(trace, policy, lower, capacities, job.mode, name=name, **common)
+
+
+def _run_timed(job: SimulationJob, trace: Trace, progress: Callable[[int], None] | None) -> Result:
+    is_limit = job.policy in (NOTHING, ALL_ABOVE)
+    upper = make_policy(parse_spec("lru" if is_limit else job.policy))
+    lower = make_policy(parse_spec(job.lower_policy))
+    return simulate_timed(
+        trace,
+        SimTier(upper, job.capacity),
+        SimTier(lower, job.lower_capacity),
+        Speeds.parse(job.timing),
+        look_ahead=job.look_ahead,
+        name=job.policy if is_limit else f"{job.policy} / {job.lower_policy}",
+        hints=job.hints,
+        progress=progress,
+    )
 
 
 def run_jobs(

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from policies.simulation.jobs import INFINITE, OPTIMUM, SimulationJob
+from policies.simulation.jobs import ALL_ABOVE, INFINITE, NOTHING, OPTIMUM, SimulationJob
 from policies.simulation.simulator import Result
 from policies.simulation.tables import FittingTable
 
@@ -37,10 +37,12 @@ def rows(outcomes: Sequence[Outcome]) -> list[dict[str, Any]]:
             "ns_per_op": round(result.ns_per_op, 1),
             "requests": result.requests,
         }
-        if job.lower_capacity:
+        if job.lower_capacity and not job.timing:
             row["mode"] = job.mode
         row.update({name: round(value, 6) for name, value in result.extra.items()})
         found.append(row)
+    if any(job.timing for job, _ in outcomes):
+        return found  # in the order of the jobs: without and with look-ahead
     return sorted(found, key=lambda r: (r["trace"], r["capacity_share"], -r["token_hit_ratio"]))
 
 
@@ -63,6 +65,29 @@ def table(outcomes: Sequence[Outcome]) -> FittingTable:
             shown.add_section()
         last = group
         shown.add_row(*_cells(row, two))
+    return shown
+
+
+def timing_table(outcomes: Sequence[Outcome]) -> FittingTable:
+    """All runs with arrival times as a table for a terminal."""
+    numbers = ["token hits", "TTFT mean", "TTFT p99", "total", "read/needed", "ahead", "wasted"]
+    headings = ["trace", "capacity", "policy", "look-ahead", *numbers]
+    title = "Time to the first token and total time, in seconds"
+    shown = FittingTable(headings, right=numbers, title=title)
+    for row in rows(outcomes):
+        limit = row["policy"] in (NOTHING, ALL_ABOVE)
+        shown.add_row(
+            row["trace"],
+            "" if limit else f"{row['capacity_share']:.1%}",
+            row["policy"],
+            f"{row['look_ahead']:.0%}" if row["look_ahead"] else "off",
+            f"{row['token_hit_ratio']:.1%}",
+            *(f"{row[name]:,.3g}" if row[name] < 1000 else f"{row[name]:,.0f}"
+              for name in ("ttft_mean_s", "ttft_p99_s", "total_s")),
+            f"{row['read_per_needed']:.2f}",
+            f"{row['read_ahead_blocks']:,.0f}",
+            f"{row['wasted_blocks']:,.0f}",
+        )  # fmt: skip
     return shown
 
 
