@@ -32,13 +32,18 @@ class JobKind(enum.Enum):
 class LoadTokens:
     """The tokens of a load by source tier (``CPU`` or the lower tier's number): an estimate until
     every part of the load is planned. The load planner sets the mapping, which itself never
-    changes."""
+    changes. ``seconds`` is the load's time on the slowest rank, once it has ended."""
 
     by_tier: Mapping[int, int] = field(default_factory=dict)
+    seconds: float | None = None
 
     def set(self, by_tier: Mapping[int, int]) -> None:
         """Replace the mapping."""
         self.by_tier = by_tier
+
+    def ended(self, seconds: float) -> None:
+        """Note how long the load took."""
+        self.seconds = seconds
 
 
 Pins = tuple[int, Sequence[bytes]]

@@ -149,6 +149,8 @@ class LoadPlanner:
         """Finish a load that every rank has answered."""
         failed = job.answer.failed or bool(job.answer.bad)
         tokens = job.tokens_by_tier
+        if job.tokens is not None:
+            job.tokens.ended(job.answer.seconds)
         self._stats.loaded(tokens, failed=failed)
         if failed:
             self._failed.append((job.request, job.answer))

@@ -135,7 +135,7 @@ class Lookups:
         """
         started = time.perf_counter()
         lookup, identity = state.lookup, state.identity
-        lookup.begin(computed_tokens)
+        lookup.begin(computed_tokens, started)
         is_waiting = False
         if not identity.no_load:
             identity.extend(request.block_hashes)
@@ -258,6 +258,7 @@ class Lookups:
             wanted,
             hit,
             miss=self._miss(state, wanted, hit, limits),
+            lookup_s=time.perf_counter() - lookup.asked_s,
             trace_headers=request.trace_headers,
         )
         self._planner.stats.missed(wanted - hit)
@@ -290,7 +291,10 @@ class Lookups:
                 self.log.failed(state.lookup.logged, failed(results.get(state.identity.request)))
         for state in ended:
             if state.lookup.logged is not None and not state.lookup.logged.final:
-                loaded = None if state.outcome.failures else self._loaded(state)
+                loaded = None
+                if not state.outcome.failures:
+                    loaded = self._loaded(state)
+                    state.lookup.logged.took(state.outcome.load_seconds)
                 self._known(state.lookup.logged, loaded)
 
     def _loaded(self, state: RequestState) -> dict[str, int]:

@@ -114,8 +114,9 @@ class LoggedRequest:
     Token counts: ``gpu_tokens`` came from vLLM's own cache, ``wanted_tokens`` were looked up beyond
     them, and ``hit_tokens`` of those were found; ``loaded`` has the tokens loaded by tier, of which
     ``ahead_tokens`` were read into the CPU tier while the request waited. ``time_s`` is Unix time.
-    A ``final`` entry no longer changes. ``trace_headers`` name the span of the client, if vLLM
-    traces.
+    ``lookup_s`` is the time from the request's first lookup until vLLM accepted the result, and
+    ``load_s`` that of its load on the slowest rank; ``None`` if nothing was loaded. A ``final``
+    entry no longer changes. ``trace_headers`` name the span of the client, if vLLM traces.
     """
 
     request: str
@@ -126,6 +127,8 @@ class LoggedRequest:
     hit_tokens: int = 0
     loaded: Mapping[str, int] = field(default_factory=dict)
     ahead_tokens: int = 0
+    lookup_s: float = 0.0
+    load_s: float | None = None
     miss: Miss = field(default_factory=lambda: Miss(Reason.COMPLETE))
     final: bool = False
     trace_headers: Mapping[str, str] | None = None
@@ -133,6 +136,10 @@ class LoggedRequest:
     def was_read_ahead(self, tokens: int) -> None:
         """Note how many tokens of the load were read while the request waited."""
         self.ahead_tokens = tokens
+
+    def took(self, load_s: float | None) -> None:
+        """Note the time of a load that has succeeded."""
+        self.load_s = load_s
 
     def as_json(self) -> dict[str, Any]:
         """The entry as plain values, as written to the file."""

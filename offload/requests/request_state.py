@@ -75,7 +75,8 @@ class RequestIdentity:
 class LookupState:
     """The last lookup of a request. Used by `offload.requests.lookup`.
 
-    The lookup began at ``start`` and its hit ends at ``hit_end_tokens``. ``known`` caches the
+    The lookup began at ``start`` and its hit ends at ``hit_end_tokens``. ``asked_s`` is the time of
+    the request's first lookup (``time.perf_counter``). ``known`` caches the
     results of all lookups; ``wait`` is the last query to shared tiers. ``is_promised`` means that a
     hit was reported to vLLM and that vLLM has not allocated blocks for it yet. ``refused`` means
     that too many loads were under way, ``shortened`` that a tail not worth loading was cut off.
@@ -84,6 +85,7 @@ class LookupState:
     """
 
     __slots__ = (
+        "asked_s",
         "hit_end_tokens",
         "is_promised",
         "known",
@@ -97,6 +99,7 @@ class LookupState:
     )
 
     def __init__(self) -> None:
+        self.asked_s = 0.0
         self.start = 0
         self.hit_end_tokens = 0
         self.known = PartialLookup()
@@ -109,8 +112,10 @@ class LookupState:
         # the LoggedRequest of offload.requests.miss_reasons made from this lookup
         self.logged: Any = None
 
-    def begin(self, start: int) -> None:
+    def begin(self, start: int, now_s: float) -> None:
         """Begin a lookup, which has found nothing yet."""
+        if not self.asked_s:
+            self.asked_s = now_s
         self.start = self.hit_end_tokens = self.load_end_tokens = start
         self.load = ()
         self.refused = self.is_promised = False
@@ -221,6 +226,11 @@ class RequestOutcome:
     def tokens_by_tier(self) -> Mapping[int, int]:
         """The tokens of the last load by source tier."""
         return self._tokens.by_tier if self._tokens is not None else {}
+
+    @property
+    def load_seconds(self) -> float | None:
+        """The time of the last load on the slowest rank, once every rank has reported its end."""
+        return self._tokens.seconds if self._tokens is not None else None
 
     def begin_load(self, tokens: LoadTokens) -> None:
         """Note that a load of these tokens was planned."""

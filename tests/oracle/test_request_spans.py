@@ -2,33 +2,44 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from vllm.tracing import is_tracing_available
 
-from offload.connector.scheduler.request_spans import RequestSpans
-from offload.requests.miss_reasons import LoggedRequest
+from offload.connector.scheduler.request_spans import RequestSpans, attributes_of
+from offload.planner.jobs import Job
+from offload.planner.loads import LoadPlanner
+from offload.requests.lookup import Lookups
+from offload.requests.miss_reasons import LoggedRequest, Miss, Reason
 from tests.collector import PROTOCOL, Collector, accounted_tokens, attributes, collecting
 from tests.oracle import serving as oracle_world
 from tests.oracle.models import MODELS
 from tests.oracle.serving import Conditions, OracleEngine
 from tests.oracle.test_miss_reasons import PROMPT, serve
 from tests.oracle.test_requests_reported import _request
+from tests.patience import PATIENCE_S
 
 if not is_tracing_available():
     pytest.skip(
         "needs OpenTelemetry: pip install opentelemetry-exporter-otlp", allow_module_level=True
     )
 
+PATIENCE_MS = int(PATIENCE_S * 1000)
 TRACE, PARENT = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
 
 
 @pytest.fixture
 def collector(monkeypatch: pytest.MonkeyPatch) -> Iterator[Collector]:
     """Every engine traces to it."""
+    from opentelemetry import trace
+    from opentelemetry.util._once import Once
+    from vllm.tracing import init_tracer
+
     make = oracle_world.make_config
     with collecting() as server:
 
@@ -38,17 +49,36 @@ def collector(monkeypatch: pytest.MonkeyPatch) -> Iterator[Collector]:
             return config, kv_cache_config
 
         monkeypatch.setattr(oracle_world, "make_config", tracing)
+        monkeypatch.setattr(trace, "_TRACER_PROVIDER", None)  # of an earlier test
+        monkeypatch.setattr(trace, "_TRACER_PROVIDER_SET_ONCE", Once())
         monkeypatch.setenv("OTEL_EXPORTER_OTLP_TRACES_ENDPOINT", server.url)
         for name, value in PROTOCOL.items():
             monkeypatch.setenv(name, value)
+        init_tracer("kvtiers.test", server.url)
         yield server
+        provider: Any = trace.get_tracer_provider()
+        provider.shutdown()
 
 
-def test_spans_account_for_every_token_of_the_prompt(collector: Collector, tmp_path: Path) -> None:
+def sent() -> None:
+    """Make vLLM's exporter send what waits."""
     from opentelemetry import trace
-    from vllm.tracing import init_tracer
 
-    init_tracer("kvtiers.test", collector.url)
+    provider: Any = trace.get_tracer_provider()
+    assert provider.force_flush(PATIENCE_MS)
+
+
+def test_spans_account_for_every_token_of_the_prompt(
+    collector: Collector, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    took: dict[str, float] = {}
+    loaded = LoadPlanner.ended
+
+    def spied(self: LoadPlanner, job: Job, now: float) -> None:
+        took[job.request] = job.answer.seconds
+        loaded(self, job, now)
+
+    monkeypatch.setattr(LoadPlanner, "ended", spied)
     with OracleEngine(MODELS["full"], Conditions(slots=100), tmp_path, 1) as world:
         serve(world, "cold", PROMPT)
         world.forget_locally()
@@ -58,8 +88,7 @@ def test_spans_account_for_every_token_of_the_prompt(collector: Collector, tmp_p
         world.drain()
         serve(world, "longer", [*PROMPT, *range(100, 120)])
         world.check_idle()
-    provider: Any = trace.get_tracer_provider()
-    provider.shutdown()  # sends what waits
+    sent()
     spans = {name: attributes(span) for name, span in collector.spans.items()}
     assert sorted(spans) == ["cold", "longer", "restored"]
     for name, found in spans.items():
@@ -70,13 +99,48 @@ def test_spans_account_for_every_token_of_the_prompt(collector: Collector, tmp_p
     assert restored["kv_cache.tier_hit"] == ["cpu"]
     assert restored["kv_cache.tokens_hit.cpu"] == 60
     assert restored["kv_cache.promotion_latency_seconds"] > 0
-    assert "kv_cache.promotion_latency_seconds" not in cold
+    assert restored["kv_cache.load_seconds"] == took["restored"] > 0
+    assert not {"kv_cache.promotion_latency_seconds", "kv_cache.load_seconds"} & cold.keys()
     assert longer["kv_cache.tier_hit"][0] == "gpu"
     span = collector.spans["restored"]
     assert (span.name, span.trace_id.hex(), span.parent_span_id.hex()) == (
         *("kv_cache", TRACE, PARENT),
     )
     assert span.end_time_unix_nano > span.start_time_unix_nano
+
+
+def test_the_time_of_a_lookup_begins_with_the_first_try(
+    collector: Collector, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two lookups without a result precede it, as if a shared tier had not replied yet. The clock
+    stands still except in these two, which take a second each."""
+    waits, now_s = [False, True, True], [1.0]
+
+    def is_waiting(*_: Any) -> bool:
+        found = bool(waits) and waits.pop(0)
+        now_s[0] += found
+        return found
+
+    clock = SimpleNamespace(perf_counter=lambda: now_s[0], monotonic=time.monotonic, time=time.time)
+    with OracleEngine(MODELS["full"], Conditions(slots=100), tmp_path, 1) as world:
+        monkeypatch.setattr(Lookups, "_is_waiting", is_waiting)
+        monkeypatch.setattr("offload.requests.lookup.time", clock)
+        at_once = serve(world, "at-once", PROMPT)
+        world.forget_locally()
+        late = serve(world, "late", PROMPT)
+    assert waits == []
+    sent()
+    found = {name: attributes(collector.spans[name]) for name in ("at-once", "late")}
+    times = [found[name]["kv_cache.lookup_seconds"] for name in ("at-once", "late")]
+    assert times == [at_once.lookup_s, late.lookup_s] == [0.0, 2.0]
+
+
+def test_a_load_that_failed_has_no_time() -> None:
+    logged = LoggedRequest("a", 0.0, 64, 0, 60, 60, miss=Miss(Reason.LOAD_FAILED))
+    found = attributes_of(logged, 1.0, 16)
+    assert found["kv_cache.promotion_latency_seconds"] == 1.0, "the request waited all the same"
+    assert "kv_cache.load_seconds" not in found
+    assert found["kv_cache.miss_reason"] == "load_failed"
 
 
 def test_a_fault_of_the_exporter_stays_outside(monkeypatch: pytest.MonkeyPatch) -> None:

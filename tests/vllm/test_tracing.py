@@ -60,3 +60,6 @@ def test_spans_of_a_server_account_for_every_token(llama: Path, tmp_path: Path) 
     assert first["kv_cache.miss_reason"] == "never_stored"
     assert second["kv_cache.tier_hit"] == ["cpu"]
     assert second["kv_cache.promotion_latency_seconds"] > 0
+    assert second["kv_cache.load_seconds"] > 0
+    assert second["kv_cache.lookup_seconds"] > 0
+    assert "kv_cache.load_seconds" not in first

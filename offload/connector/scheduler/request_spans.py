@@ -67,6 +67,9 @@ def attributes_of(logged: LoggedRequest, now_s: float, block_tokens: int) -> dic
         "kv_cache.blocks_missed": -(-logged.prompt_tokens // block_tokens) - hit // block_tokens,
     }
     found |= {f"kv_cache.tokens_hit.{tier}": tokens for tier, tokens in hits.items()}
+    found["kv_cache.lookup_seconds"] = logged.lookup_s
+    if logged.load_s is not None:
+        found["kv_cache.load_seconds"] = logged.load_s
     if logged.hit_tokens:
         found["kv_cache.promotion_latency_seconds"] = max(0.0, now_s - logged.time_s)
     if logged.miss.reason is not Reason.COMPLETE:
