@@ -81,8 +81,6 @@ class LruPolicy(EvictionPolicy):
 
     def touch(self, keys: Sequence[Key]) -> None:
         members = list(compress(keys, map(self._part_of.__contains__, keys)))
-        if len(set(members)) < len(members):
-            members = list(dict.fromkeys(members))  # the head must end up youngest
         self._append(members[::-1])
 
     def victims(self, count: int, evictable: Callable[[Key], bool]) -> list[Key]:
@@ -122,20 +120,23 @@ class LruPolicy(EvictionPolicy):
     # -- inside ------------------------------------------------------------------------------
 
     def _append(self, keys: list[Key]) -> None:
-        """Make these distinct keys the youngest; the last one is the youngest of all."""
+        """Make these keys the youngest; the last one is the youngest of all."""
         for first in range(0, len(keys), PART_MAX):
             some = keys[first : first + PART_MAX]
             is_few = len(some) < PART_MIN
             if is_few and 0 < len(self._open) < PART_MAX and self._open.isdisjoint(some):
                 part = self._parts[-1]
-                part += some
             else:
-                part = _Part(some)
+                part = _Part()
                 self._parts.append(part)
                 self._open.clear()
+            places = dict.fromkeys(some, part)
+            if len(places) < len(some):  # a key occurs twice: its last place counts
+                some = list(dict.fromkeys(some[::-1]))[::-1]
+            part += some
             if is_few:
                 self._open.update(some)
-            self._part_of.update(dict.fromkeys(some, part))
+            self._part_of.update(places)
             self._placed(len(some))
 
     def _placed(self, count: int) -> None:
