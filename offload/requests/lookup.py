@@ -139,7 +139,8 @@ class Lookups:
         is_waiting = False
         if not identity.no_load:
             identity.extend(request.block_hashes)
-            is_waiting = self._is_waiting(state, request, computed_tokens)
+            if self._planner.presence.tiers:
+                is_waiting = self._is_waiting(state, request, computed_tokens)
             if not is_waiting:
                 hit = self._find(state, request, computed_tokens)
                 end = hit.end_tokens
@@ -147,7 +148,7 @@ class Lookups:
                 if end is None:
                     end = computed_tokens
                     self._unfinished[identity.request] = (state, request)
-                else:
+                elif self._unfinished:
                     self.given_up(state)
                 if end > computed_tokens and not self._can_load(state, end):
                     lookup.refuse()
@@ -165,8 +166,6 @@ class Lookups:
         expire.
         """
         shared = self._planner.presence
-        if not shared.tiers:
-            return False
         now = time.monotonic()
         wait: PendingLookup | None = state.lookup.wait
         if wait is None or shared.is_stale(wait, now):
