@@ -69,6 +69,8 @@ class ChunkBatch:
 
     def part(self, first: int, end: int) -> ChunkBatch:
         """The chunks ``[first, end)`` of this batch."""
+        if first == 0 and end >= len(self):
+            return self
         width = self.width
         return ChunkBatch(
             self.keys[first:end],

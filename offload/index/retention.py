@@ -88,8 +88,10 @@ class OwnChunks:
 
     def isdisjoint(self, keys: Collection[Hashable]) -> bool:
         """True if all of these may be evicted."""
+        if self.keys.isdisjoint(keys):
+            return True
         mine = self.keys.intersection(keys)
-        for saved in self._saved if mine else ():
+        for saved in self._saved:
             mine.difference_update(saved.keys() & mine)
         return not mine
 
@@ -161,10 +163,11 @@ def _holds_any(names: Container[bytes], keys: Sequence[Hashable]) -> bool:
 
 
 class UnwrittenChunks:
-    """The chunks that wait to be written to any lower tier. Owned by the write-through.
+    """The resident chunks that wait to be written to any lower tier. Owned by the write-through.
 
     Such a chunk can be evicted like any other, but then its write is cancelled. The queue of each
-    lower tier keeps the set of that tier (``of_tier``); eviction removes chunks from all of them.
+    lower tier keeps the set of that tier (``of_tier``); the index removes chunks that leave it from
+    all of these sets.
     ``given_up`` counts the cancelled writes by tier; ``gave_up`` says that one was cancelled in the
     current step. ``is_behind`` means that writes were cancelled and that the disks have not yet
     written everything that waits: until they have, no store waits for them.
@@ -197,8 +200,18 @@ class UnwrittenChunks:
             return keys
         return keys[: next(at for at, key in enumerate(keys) if key in self)]
 
+    def discard(self, keys: Sequence[bytes]) -> None:
+        """Note that these chunks were dropped from the CPU tier, so nobody wants them written."""
+        for waiting in self._tiers.values():
+            waiting.difference_update(keys)
+
+    def clear(self) -> None:
+        """Note that the CPU tier has forgotten every chunk."""
+        for waiting in self._tiers.values():
+            waiting.clear()
+
     def give_up(self, keys: Sequence[bytes]) -> None:
-        """Note that these chunks have left the CPU tier: they cannot be written any more."""
+        """Note that these chunks were evicted: they cannot be written any more."""
         for tier, waiting in self._tiers.items():
             before = len(waiting)
             waiting.difference_update(keys)

@@ -155,18 +155,22 @@ class TierIndex:
         evict: bool = True,
         remember: bool = True,
         patient: bool = False,
+        checked: bool = False,
     ) -> Reservation:
         """ABSENT -> FILLING for a prefix of ``keys``; evicts the policy's victims.
 
         ``protect`` contains keys that must not be evicted for this; with ``evict`` false, nothing
         is evicted. If ``patient``, eviction stops at a victim that waits to be written to a lower
-        tier. The infos must be passed to ``commit`` as well, unless this index remembers them.
-        Stops at the first key without space, so the granted keys are a prefix without a hole.
+        tier. ``checked`` means that the caller has just found all keys absent. The infos must be
+        passed to ``commit`` as well, unless this index remembers them. Stops at the first key
+        without space, so the granted keys are a prefix without a hole.
         """
         evicted: list[bytes] = []
         sizes = sizes_of(infos)
         make_space = partial(self._make_space, protect=protect, patient=patient) if evict else None
-        granted = self._reserve_at_once(keys, sizes, make_space, evicted)
+        granted = None
+        if len(keys) >= BULK_KEYS_MIN and (checked or self.are_absent(keys)):
+            granted = self._reserve_at_once(keys, sizes, make_space, evicted)
         if granted is None:
             granted, take = [], self.space.take
             for key, size in zip(keys, sizes, strict=True):
@@ -192,10 +196,8 @@ class TierIndex:
         make_space: Callable[[int], list[bytes]] | None,
         evicted: list[bytes],
     ) -> Sequence[int] | None:
-        """``reserve`` for many keys that must all be absent; returns ``None`` if nothing was done.
-        Without ``make_space`` nothing is evicted."""
-        if len(keys) < BULK_KEYS_MIN or not self.are_absent(keys):
-            return None
+        """``reserve`` for many absent keys; returns ``None``, with nothing reserved, if one is
+        named twice. Without ``make_space`` nothing is evicted."""
         locations = self.space.take_all(sizes)
         if locations is None and make_space is not None:
             evicted += make_space(self.space.missing_all(sizes))
@@ -303,6 +305,7 @@ class TierIndex:
         self._move(keys, ChunkEvent.DROP, self._drops, dropped)
         self.policy.remove_all(dropped, RemoveCause.DROPPED)
         self._removals.note(dropped)
+        self.unwritten.discard(dropped)
         return dropped
 
     def evict(self, count_bytes: int) -> list[bytes]:
@@ -315,6 +318,7 @@ class TierIndex:
         self._move(list(pinned), ChunkEvent.DROP, self._drops, [])
         self.space.give_all(self._resident.values())
         self._resident.clear()
+        self.unwritten.clear()
         self._removals.note_all()
         self.policy.clear()
         self._infos.clear()

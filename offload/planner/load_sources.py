@@ -61,7 +61,9 @@ class LoadSources:
         Only tiers before the lower tier ``above`` count. A promotion under way counts, unless it
         may come from a tier that the request must not wait for.
         """
-        asked = [tier for tier in self._health.readable_tiers() if read is None or tier in read]
+        asked = self._health.readable_tiers()
+        if read is not None:
+            asked = [tier for tier in asked if tier in read]
         lower = [self._lower[tier].resident for tier in asked if above is None or tier < above]
         if read is not None and CPU not in read:
             return tuple(lower)
@@ -206,7 +208,8 @@ class LoadSources:
                 below = below.chosen(list(map(self._cpu.is_absent, below.keys)))
             keys += below.keys
             infos += self._groups[run.group].entries(below, 1)
-        grant = self._cpu.reserve(keys, infos, patient=not self._cpu.unwritten.is_behind)
+        patient = not self._cpu.unwritten.is_behind
+        grant = self._cpu.reserve(keys, infos, patient=patient, checked=True)
         if grant.evicted:
             self._stats.evicted(CPU, grant.evicted)
         promoted = dict(zip(keys, grant.locations, strict=False))

@@ -138,7 +138,13 @@ class StorePlanner:
         infos = self._groups[run.group].entries(fresh, 1)
         evict = run.origin.priority != LOW
         grant = self._cpu.reserve(
-            fresh.keys, infos, own or NOTHING, evict=evict, remember=False, patient=is_patient
+            fresh.keys,
+            infos,
+            protect=own or NOTHING,
+            evict=evict,
+            remember=False,
+            patient=is_patient,
+            checked=True,
         )
         if grant.evicted:
             self._stats.evicted(CPU, grant.evicted)

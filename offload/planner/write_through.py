@@ -388,7 +388,7 @@ class WriteThroughQueue:
         keys, infos = self._take(chunks_max, cpu)
         if not keys:
             return []
-        grant = self._index.reserve(keys, infos, remember=False)
+        grant = self._index.reserve(keys, infos, remember=False, checked=True)
         evicted += grant.evicted
         granted = len(grant.locations)
         self.skipped += len(keys) - granted
@@ -431,15 +431,15 @@ class WriteThroughQueue:
                 self._waiting.popleft()
         self._count -= len(keys)
         known = joined(infos)
-        held, index, unwritten = cpu.resident, self._index, cpu.unwritten.of_tier(self.tier)
-        is_due = unwritten.issuperset(keys) and all(map(held.__contains__, keys))
-        if is_due and len(set(keys)) == len(keys) and index.are_absent(keys):
-            unwritten.difference_update(keys)
+        unwritten = cpu.unwritten.of_tier(self.tier)
+        due = unwritten.intersection(keys)
+        unwritten -= due
+        if len(due) == len(keys) and self._index.are_absent(keys):
             return tuple(keys), known
         flags = []
         for key in keys:  # a chunk that was evicted and stored again is queued twice
-            flags.append(key in unwritten and key in held and index.is_absent(key))
-            unwritten.discard(key)
+            flags.append(key in due and self._index.is_absent(key))
+            due.discard(key)
         return tuple(compress(keys, flags)), chosen(known, flags)
 
     def ended(

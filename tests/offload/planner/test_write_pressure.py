@@ -3,6 +3,7 @@ up receives all of a prompt that is longer than the CPU tier."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -272,3 +273,18 @@ def test_a_chunk_that_is_stored_again_while_its_first_entry_waits_is_written_onc
     jobs, _ = queue.due(cpu, JobTable(1))
     assert sorted(key for job in jobs for key in job.keys) == keys_of(0, 8)
     assert not len(queue)
+
+
+@pytest.mark.parametrize("leave", [lambda cpu: cpu.drop(keys_of(0, 4)), TierIndex.clear])
+def test_a_chunk_that_is_dropped_while_it_waits_is_not_written(
+    leave: Callable[[TierIndex], object],
+) -> None:
+    cpu = TierIndex("cpu", SlotCapacity(SLOTS), LruPolicy())
+    disk = TierIndex("disk", ByteCapacity(1 << 30), LruPolicy())
+    queue, groups = WriteThroughQueue(0, disk), {0: GroupInfo("full", 16, (1,))}
+    store_and_queue(cpu, queue, groups, keys_of(0, 8))
+    leave(cpu)
+    jobs, _ = queue.due(cpu, JobTable(1))
+    assert {key for job in jobs for key in job.keys} == set(cpu.resident)
+    assert not len(queue)
+    assert not cpu.unwritten.given_up[0]
