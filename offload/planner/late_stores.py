@@ -22,26 +22,23 @@ class LateStores:
     """Chunks that wait to be stored from blocks that no request holds any more, oldest first.
 
     Owned by the store planner. The head of a prompt comes first, and what lies behind a lost chunk
-    is dropped, because chunks behind a gap can never be hit.
+    is dropped, because chunks behind a gap can never be hit. ``chunks`` is the number of chunks
+    that wait.
     """
 
     def __init__(self) -> None:
+        self.chunks = 0
         self._runs: deque[tuple[ChunkBatch, OwnChunks | None]] = deque()
-        self._count = 0
-
-    def __len__(self) -> int:
-        """The number of chunks that wait."""
-        return self._count
 
     def add(self, run: ChunkBatch, own: OwnChunks | None) -> None:
         """Let these chunks of an ended request wait, as many as the bound allows. ``own`` has its
         other chunks, which must not be evicted for these."""
-        self._append(run.part(0, LATE_MAX - self._count), own)
+        self._append(run.part(0, LATE_MAX - self.chunks), own)
 
     def take(self) -> tuple[ChunkBatch, OwnChunks | None]:
         """Remove and return the chunks of the request that ended first."""
         run, own = self._runs.popleft()
-        self._count -= len(run)
+        self.chunks -= len(run)
         return run, own
 
     def put_back(self, run: ChunkBatch, own: OwnChunks | None) -> None:
@@ -52,14 +49,14 @@ class LateStores:
     def _append(self, run: ChunkBatch, own: OwnChunks | None) -> None:
         if run:
             self._runs.append((run, own))
-            self._count += len(run)
+            self.chunks += len(run)
 
     def overwritten(self, blocks: Iterable[int]) -> None:
         """Drop the chunks whose blocks are about to be overwritten, and those behind them."""
         lost = frozenset(blocks)
         if lost.isdisjoint(block for run, _ in self._runs for block in run.blocks):
             return
-        runs, self._runs, self._count = self._runs, deque(), 0
+        runs, self._runs, self.chunks = self._runs, deque(), 0
         for run, own in runs:
             first = next((at for at, block in zip(count(), run.blocks) if block in lost), None)
             self._append(run if first is None else run.part(0, first // run.width), own)
@@ -67,4 +64,4 @@ class LateStores:
     def clear(self) -> None:
         """Drop all chunks: their blocks can no longer be trusted."""
         self._runs.clear()
-        self._count = 0
+        self.chunks = 0

@@ -138,7 +138,7 @@ class Planner:
         return bool(
             len(self.jobs)
             or len(self.stores)
-            or self.stores.late
+            or self.stores.late.chunks
             or self.uses.behind
             or self.loads.planned
             or self.loads.queue
@@ -186,7 +186,8 @@ class Planner:
 
     def _take_loads(self) -> tuple[LoadJob, ...]:
         """The loads that were planned, after the reads ahead, which they may join."""
-        return (*self.look_ahead.take(), *self.loads.take())
+        ahead = self.look_ahead.take() if self.look_ahead.planned else ()
+        return (*ahead, *self.loads.take())
 
     def _note_uses(self) -> None:
         """Report deferred uses to the policies: at least one piece, more if the budget allows.

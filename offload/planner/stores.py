@@ -175,7 +175,7 @@ class StorePlanner:
     def plan_late(self) -> None:
         """Plan to store chunks of requests that have ended, before those of running requests,
         which can be offered again. Call this after the step's ``fence``."""
-        while self.late:
+        while self.late.chunks:
             run, own = self.late.take()
             settled = self.plan(run, own)
             if settled < len(run) and (settled or self.storing):  # else waiting makes no space
@@ -258,7 +258,7 @@ class StorePlanner:
         Stores that still read them are fenced. Stores that were planned but not sent are cancelled,
         because their source will be overwritten before the plan arrives.
         """
-        if self.late:
+        if self.late.chunks:
             blocks = tuple(blocks)
             self.late.overwritten(blocks)
         readers = self._jobs.readers(blocks)

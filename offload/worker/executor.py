@@ -231,7 +231,8 @@ class Executor:
         late = self._open.give_up_overdue(now)
         if late and self._loop is not None:
             self._health.suspect(self._loop.call_soon_threadsafe, late, now)
-        self._health.look(now)
+        if self._health.degraded:
+            self._health.look(now)
 
     # -- event loop thread -------------------------------------------------------------------------
 

@@ -54,9 +54,9 @@ def test_every_byte_is_right_when_few_stores_may_be_in_flight(
     overwritten = LateStores.overwritten
 
     def counted(late: LateStores, blocks: Iterable[int]) -> None:
-        before = len(late)
+        before = late.chunks
         overwritten(late, blocks)
-        lost[0] += before - len(late)
+        lost[0] += before - late.chunks
 
     monkeypatch.setattr(LateStores, "overwritten", counted)
     conditions = dataclasses.replace(

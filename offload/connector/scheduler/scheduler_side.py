@@ -313,7 +313,7 @@ class SchedulerSide:
             self._digest_completed(self._digests, output)
         if self._is_held:
             return
-        if self.planner.stores.late:
+        if self.planner.stores.late.chunks:
             self.planner.stores.plan_late()
         self._store_boundary_states(self._stores, output)
         for request_id, scheduled in output.num_scheduled_tokens.items():

@@ -71,7 +71,7 @@ def test_a_chunk_whose_block_is_overwritten_is_dropped_with_those_behind_it() ->
     planner.stores.late.add(run(0, 10, width=2), None)
     planner.stores.late.add(run(10, 12, width=2), None)
     planner.stores.fence(iter([13, 99]))
-    assert len(planner.stores.late) == 8
+    assert planner.stores.late.chunks == 8
     while planner.busy:
         step(planner)
     assert held(planner) == [*range(6), 10, 11]
@@ -108,7 +108,7 @@ def test_few_chunks_wait() -> None:
     planner.stores.late.add(run(0, LATE_MAX - 1), None)
     planner.stores.late.add(run(LATE_MAX, 2 * LATE_MAX), None)
     planner.stores.late.add(run(2 * LATE_MAX, 3 * LATE_MAX), None)
-    assert len(planner.stores.late) == LATE_MAX
+    assert planner.stores.late.chunks == LATE_MAX
 
 
 def test_chunks_that_another_request_has_stored_are_not_stored_again() -> None:
