@@ -14,13 +14,15 @@ import threading
 from collections.abc import Callable
 from concurrent.futures import Executor, Future
 from functools import partial
-from typing import Any, ParamSpec, Protocol, TypeVar
+from typing import Any, Generic, ParamSpec, Protocol, TypeVar
 
 from tiers.io.direct_io import Scratch
 
 P = ParamSpec("P")
 T = TypeVar("T")
 Waiters = list[tuple["Call", int]]
+REPORTED_MIN = 64
+"""Handling fewer records takes less time than a message to the event loop."""
 
 
 def in_thread(function: Callable[..., T], *arguments: object) -> asyncio.Future[T]:
@@ -186,16 +188,22 @@ class Call:
         self._left += 1
         waiters.append((self, position))
 
+    def expect_answers(self, records: int) -> None:
+        """Wait for this number of further records, whose outcomes come through ``answer`` and
+        ``answered``."""
+        self._left += records
+
     def answer(self, position: int, outcome: object) -> None:
-        """Set the outcome of a record that is not waited for."""
+        """Set the outcome of one record."""
         self.outcomes[position] = outcome
 
-    def _count_down(self) -> None:
-        self._left -= 1
+    def answered(self, records: int = 1) -> None:
+        """Count records that have their outcome."""
+        self._left -= records
         if not self._left:
             self.done.set_result(None)
 
-    begun = _count_down
+    begun = answered
     """Declare that no more records will be expected."""
 
     @staticmethod
@@ -203,7 +211,7 @@ class Call:
         """Pass the outcome of a finished record to all calls that wait for it."""
         for call, position in waiters:
             call.outcomes[position] = outcome
-            call._count_down()
+            call.answered()
         waiters.clear()
 
 
@@ -217,34 +225,52 @@ class IoJob(Protocol):
         """Report the result; called when the job counts as finished. Must not raise."""
 
 
-class Together:
-    """Jobs that report together when the last one has finished. Each message to the event loop
-    wakes the loop's thread, which costs more than a small job."""
+class Counted(Protocol):
+    """A job of a ``Together``, with the number of its records."""
 
-    def __init__(self, post: Callable[[Together], None]) -> None:
-        self.jobs: list[Any] = []
+    @property
+    def records(self) -> int: ...
+
+
+J = TypeVar("J", bound=Counted)
+
+
+class Together(Generic[J]):
+    """Jobs of one call, which report together: each message to the event loop wakes the loop's
+    thread, which costs more than a small job.
+
+    They report when those that have ended have as many records as the others, but at least
+    ``REPORTED_MIN``. So the loop handles most records of a long call while the device still works.
+    """
+
+    def __init__(self, post: Callable[[Together[J]], None], call: Call, records: int) -> None:
+        """``records`` are those of all jobs. ``post`` may be called from any thread."""
+        self.call = call
         self._post = post
-        self._ended = 0
+        self._left = records
+        self._unreported = 0
+        self._ended: list[J] = []
         self._lock = threading.Lock()
 
-    def expect(self, jobs: list[Any]) -> None:
-        """Set the jobs, before the first of them can end."""
-        self.jobs = jobs
-
-    def take(self) -> list[Any]:
-        """Return the jobs once, after all have finished. This breaks a cycle of references, so that
-        the views of the slab that the jobs hold are freed at once and not by garbage collection."""
-        jobs, self.jobs = self.jobs, []
-        return jobs
-
-    def one_ended(self) -> None:
-        """Count one finished job. Each job calls it once, from any thread, after ``jobs`` is
-        complete."""
+    def end(self, job: J) -> None:
+        """Count a finished job. Any thread may call."""
         with self._lock:
-            self._ended += 1
-            is_last = self._ended == len(self.jobs)
-        if is_last:
+            self._ended.append(job)
+            self._left -= job.records
+            self._unreported += job.records
+            is_due = self._unreported >= max(REPORTED_MIN, self._left) or not self._left
+            if is_due:
+                self._unreported = 0
+        if is_due:
             self._post(self)
+
+    def take(self) -> list[J]:
+        """Return the jobs that have ended, each of them once. This breaks a cycle of references,
+        so that the views of the slab that the jobs hold are freed at once and not by garbage
+        collection."""
+        with self._lock:
+            ended, self._ended = self._ended, []
+        return ended
 
 
 class IoThreads:

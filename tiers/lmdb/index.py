@@ -111,6 +111,7 @@ READER_CHECK_EVERY = 64
 """Number of transactions between checks for killed readers. A check takes microseconds."""
 
 _PAYLOAD_AT = USE_BYTES + 24
+_PAGES_AT = EXTENTS_AT + 8
 EXTENT = struct.Struct("<QI")
 assert EXTENT.size == EXTENT_BYTES, "the layout of an extent"
 
@@ -145,6 +146,11 @@ def header_of(value: bytes) -> bytes:
 def payload_bytes_of(value: bytes) -> int:
     """Return the length of the record's payload."""
     return int.from_bytes(value[_PAYLOAD_AT : _PAYLOAD_AT + 8], "little")
+
+
+def start_of(value: bytes) -> int:
+    """Return the first page of the record's stored bytes."""
+    return int.from_bytes(value[EXTENTS_AT:_PAGES_AT], "little")
 
 
 def extents_of(value: bytes) -> Extents:

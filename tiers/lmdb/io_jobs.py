@@ -21,13 +21,14 @@ from tiers.lmdb.index import header_of, pack_value
 from tiers.lmdb.options import LmdbOptions
 from tiers.record import flags_of, stored_bytes_of
 
-JOB_BYTES_MIN = 256 << 10
+JOB_BYTES_MIN = 1 << 20
+"""Smaller jobs keep no more bytes with the device, and cost more CPU time."""
 
 
-def job_bytes(options: LmdbOptions, total_bytes: int) -> int:
-    """Return the size of one job: small enough that every thread gets a share, large enough to
-    combine small records."""
-    share = total_bytes // options.io_threads
+def job_bytes(options: LmdbOptions, queued_bytes: int) -> int:
+    """Return the size of one job, given the bytes of all reads (or writes) in progress: small
+    enough that every thread gets a share, large enough to combine small records."""
+    share = queued_bytes // options.io_threads
     return min(options.job_bytes, max(JOB_BYTES_MIN, share))
 
 
@@ -123,13 +124,15 @@ class ReadItem:
     into: Buffer
     position: int
     """The key's position in its call."""
-    waiters: list[Any] = field(default_factory=list)
-    """The calls that wait for this record; only the event loop uses them."""
     outcome: ReadOutcome = ReadOutcome.CORRUPT
 
     def end(self, outcome: ReadOutcome) -> None:
         """Set its outcome."""
         self.outcome = outcome
+
+
+def _ignore(_job: ReadJob) -> None:
+    """The report of a job whose caller runs it."""
 
 
 @dataclass(slots=True, eq=False)
@@ -140,8 +143,17 @@ class ReadJob:
     epoch: int
     codec: Codec
     file: PayloadFile
-    notify: Callable[[], None]
+    report: Callable[[ReadJob], None] = _ignore
     io_errors: int = 0
+
+    @property
+    def records(self) -> int:
+        """The number of its records."""
+        return len(self.items)
+
+    def notify(self) -> None:
+        """Report the end."""
+        self.report(self)
 
     def run(self, scratch: Scratch) -> None:
         """Read and verify all records."""

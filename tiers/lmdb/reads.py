@@ -11,12 +11,14 @@ from tiers.base import Buffer, Key, ReadOutcome
 from tiers.io.threads import Call, IoThreads, Together, from_threads, settled
 from tiers.lmdb.contents import LmdbContents
 from tiers.lmdb.files import LmdbFiles
-from tiers.lmdb.index import extents_of, payload_bytes_of
+from tiers.lmdb.index import extents_of, payload_bytes_of, start_of
 from tiers.lmdb.io_jobs import ReadItem, ReadJob, job_bytes
 from tiers.lmdb.options import LmdbOptions
 from tiers.lmdb.recovery.record_table import USE_BYTES
 
 _COUNTERS = ("read_ok", "read_miss", "read_corrupt", "read_busy", "read_bytes", "io_errors")
+_Found = tuple[int, int, bytes]
+"""A present record: its first page, the key's position in the call, and its entry in the index."""
 
 
 class LmdbReads:
@@ -35,7 +37,7 @@ class LmdbReads:
         self.counts = dict.fromkeys(_COUNTERS, 0)
         self._threads = threads
         self._post = from_threads(self._end)
-        self._queued = 0
+        self._queued = self._queued_bytes = 0
 
     async def read(self, keys: Sequence[Key], into: Sequence[Buffer]) -> list[ReadOutcome]:
         """See ``Tier.read``."""
@@ -43,64 +45,79 @@ class LmdbReads:
             self.counts["read_busy"] += len(keys)
             return [ReadOutcome.BUSY] * len(keys)
         call = Call(ReadOutcome.MISS, len(keys))
-        items = self._find(call, keys, into)
-        size_max = job_bytes(self._options, sum(item.into.nbytes for item in items))
-        whole = Together(self._post)
-        jobs: list[ReadJob] = []
-        files, epoch, notify = self._files, self._contents.epoch, whole.one_ended
-        start = size = 0
-        for stop, item in enumerate(items, 1):
-            self._contents.allocations.pin(item.extents)
-            call.expect(item.waiters, item.position)
-            size += item.into.nbytes
-            if size >= size_max or stop == len(items):
-                jobs.append(ReadJob(items[start:stop], epoch, files.codec, files.file, notify))
-                start, size = stop, 0
-        self._queued += len(items)
-        whole.expect(jobs)
-        for job in jobs:
-            self._threads.submit(job)
+        found = self._find(call, keys, into)
+        call.expect_answers(len(found))
+        self._queued += len(found)
+        self._submit(Together(self._post, call, len(found)), found, keys, into)
         call.begun()
         await settled(call.done)
         return call.outcomes
 
-    def _find(self, call: Call, keys: Sequence[Key], into: Sequence[Buffer]) -> list[ReadItem]:
-        """Return the records that are present, in the order of their allocations. Settle the
+    def _find(self, call: Call, keys: Sequence[Key], into: Sequence[Buffer]) -> list[_Found]:
+        """Return the records that are present, in the order of their allocations. Answer the
         others."""
-        items = []
-        records = self._contents.records
+        found = []
+        get = self._contents.records.get
         for position, (key, data) in enumerate(zip(keys, into, strict=True)):
-            value = records.get(key)
+            value = get(key)
             if value is None:
                 self.counts["read_miss"] += 1
             elif payload_bytes_of(value) != data.nbytes:
                 self.counts["read_corrupt"] += 1
                 call.answer(position, ReadOutcome.CORRUPT)
             else:
-                items.append(ReadItem(key, value, extents_of(value), data, position))
-        items.sort(key=lambda item: item.extents[0].start)
-        return items
+                found.append((start_of(value), position, value))
+        found.sort()
+        return found
 
-    def _end(self, whole: Together) -> None:
-        for job in whole.take():
-            self._end_job(job)
+    def _submit(
+        self,
+        reading: Together[ReadJob],
+        found: Sequence[_Found],
+        keys: Sequence[Key],
+        into: Sequence[Buffer],
+    ) -> None:
+        """Read these records in jobs. A job begins while the next one is made."""
+        self._queued_bytes += sum(into[position].nbytes for _, position, _ in found)
+        size_max = job_bytes(self._options, self._queued_bytes)
+        files, epoch = self._files, self._contents.epoch
+        pin, submit = self._contents.allocations.pin, self._threads.submit
+        items: list[ReadItem] = []
+        size = 0
+        for count, (_, position, value) in enumerate(found, 1):
+            data, extents = into[position], extents_of(value)
+            pin(extents)
+            items.append(ReadItem(keys[position], value, extents, data, position))
+            size += data.nbytes
+            if size >= size_max or count == len(found):
+                submit(ReadJob(items, epoch, files.codec, files.file, reading.end))
+                items, size = [], 0
+
+    def _end(self, reading: Together[ReadJob]) -> None:
+        for job in reading.take():
+            self._end_job(job, reading.call)
         self._contents.notify_waiting()
 
-    def _end_job(self, job: ReadJob) -> None:
-        contents = self._contents
-        self._queued -= len(job.items)
-        self.counts["io_errors"] += job.io_errors
+    def _end_job(self, job: ReadJob, call: Call) -> None:
+        contents, counts = self._contents, self.counts
+        self._queued -= job.records
+        counts["io_errors"] += job.io_errors
         damaged = []
+        is_current = job.epoch == contents.epoch
         for item in job.items:
+            self._queued_bytes -= item.into.nbytes
             contents.allocations.unpin(item.extents)
-            if job.epoch != contents.epoch:
+            if not is_current:
                 item.end(ReadOutcome.MISS)
-            elif item.outcome is ReadOutcome.CORRUPT and self._is_still_there(item):
-                damaged.append(item.key)
-            self.counts[f"read_{item.outcome.value}"] += 1
             if item.outcome is ReadOutcome.OK:
-                self.counts["read_bytes"] += item.into.nbytes
-            Call.settle(item.waiters, item.outcome)
+                counts["read_ok"] += 1
+                counts["read_bytes"] += item.into.nbytes
+            else:
+                counts[f"read_{item.outcome.value}"] += 1
+                if is_current and self._is_still_there(item):
+                    damaged.append(item.key)
+            call.answer(item.position, item.outcome)
+        call.answered(job.records)
         contents.forget(damaged)  # makes room for an intact copy
 
     def _is_still_there(self, item: ReadItem) -> bool:

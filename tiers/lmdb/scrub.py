@@ -170,7 +170,7 @@ class LmdbScrub:
             return []
         for item in items:
             item.end(ReadOutcome.CORRUPT)
-        job = ReadJob(list(items), epoch, self._files.codec, self._files.file, _do_nothing)
+        job = ReadJob(list(items), epoch, self._files.codec, self._files.file)
         await self._in_thread(job.run)
         return [item for item in items if item.outcome is not ReadOutcome.OK]
 
@@ -224,7 +224,3 @@ class _ThreadCall:
             self.done.set_exception(self._error)
         else:
             self.done.set_result(self._result)
-
-
-def _do_nothing() -> None:
-    """Do nothing: the caller waits for the job itself."""

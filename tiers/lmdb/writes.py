@@ -38,6 +38,7 @@ class LmdbWrites:
         self._threads = threads
         self._fail = fail
         self._growing: asyncio.Future[int] | None = None
+        self._queued_bytes = 0
 
     async def write(self, keys: Sequence[Key], buffers: Sequence[Buffer]) -> list[WriteOutcome]:
         """See ``Tier.write``."""
@@ -45,8 +46,16 @@ class LmdbWrites:
         if filling and len(filling) + len(keys) > self._options.queue_records:
             self.counts["write_failed"] += len(keys)
             return [WriteOutcome.FAILED] * len(keys)
+        size = sum(data.nbytes for data in buffers)
+        self._queued_bytes += size
+        try:
+            return await self._write(keys, buffers)
+        finally:
+            self._queued_bytes -= size
+
+    async def _write(self, keys: Sequence[Key], buffers: Sequence[Buffer]) -> list[WriteOutcome]:
         call = Call(WriteOutcome.FAILED, len(keys))
-        batch = _PutBatch(self, job_bytes(self._options, sum(data.nbytes for data in buffers)))
+        batch = _PutBatch(self, job_bytes(self._options, self._queued_bytes))
         try:
             for position, (key, data) in enumerate(zip(keys, buffers, strict=True)):
                 if not self._begin(batch, call, position, key, data):

@@ -164,7 +164,7 @@ class LmdbReader:
             for position, (one, data) in enumerate(zip(found, into, strict=True))
         ]
         good = [False] * len(items)
-        ReadJob(items, self.epoch, self._codec, self._file, _do_nothing).run(self._scratch)
+        ReadJob(items, self.epoch, self._codec, self._file).run(self._scratch)
         for item in items:
             good[item.position] = item.outcome.value == "ok"
         return good
@@ -199,10 +199,6 @@ def _place(item: tuple[bytes, bytes]) -> bytes:
 
 def _runs(found: Found) -> Any:
     return extents_of(bytes(USE_BYTES) + found.mark)
-
-
-def _do_nothing() -> None:
-    """Do nothing: the caller runs the job itself."""
 
 
 def _inode(path: Path) -> tuple[int, int]:

@@ -217,7 +217,7 @@ async def test_the_device_gets_exactly_the_configured_number_of_requests(tmp_pat
     """There are more threads, and more jobs than threads. While the device holds all reads, every
     thread is followed until it can get no further."""
     io = CountingIo()
-    size = 256 << 10  # one job each
+    size = 1 << 20  # one job each
     tier = LmdbTier(tmp_path / "tier", 16 << 20, reserve_bytes=0, io=io, io_threads=3)
     await tier.open()
     assert await put(tier, KEYS, size) == [WriteOutcome.OK] * len(KEYS)

@@ -86,7 +86,7 @@ class SharedReadJob:
     ) -> list[int]:
         """Return the records to look up again: neither read nor known to be damaged."""
         items.sort(key=lambda item: item.extents[0].start)
-        job = ReadJob(items, epoch, self.codec, self.file, _do_nothing)
+        job = ReadJob(items, epoch, self.codec, self.file)
         job.run(scratch)
         self.io_errors += job.io_errors
         again = []
@@ -103,7 +103,3 @@ class SharedReadJob:
                 failed[number] = mark
                 again.append(number)
         return again
-
-
-def _do_nothing() -> None:
-    """Do nothing: the caller runs the job in its thread."""
