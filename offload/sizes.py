@@ -51,8 +51,8 @@ def format_size(size: int) -> str:
     """Return a short text for a size.
 
     It is exact if two decimals or the next smaller unit allow that (``8GiB``, ``5.75GiB``,
-    ``1537MiB``), else it has two decimals. It is never rounded up, so that a limit quoted in a hint
-    is a valid value.
+    ``1537MiB``), else it has three significant digits, or the digits of a whole number. It is never
+    rounded up, so that a limit quoted in a hint is a valid value.
     """
     if size < KIB:
         return f"{size}B"
@@ -60,12 +60,12 @@ def format_size(size: int) -> str:
     hundredths, rest = divmod(size * 100, 1024**power)
     if rest and power > 1 and size % 1024 ** (power - 1) == 0:
         return f"{size // 1024 ** (power - 1)}{_PREFIXES[power - 2]}iB"
-    decimals = (
-        f".{hundredths % 100:02d}".rstrip("0").rstrip(".")
-        if not rest
-        else (f".{hundredths % 100:02d}")
-    )
-    return f"{hundredths // 100}{decimals}{_PREFIXES[power - 1]}iB"
+    whole, decimals = hundredths // 100, f"{hundredths % 100:02d}"
+    if rest:
+        decimals = decimals[: 2 if whole < 10 else 1 if whole < 100 else 0]
+    else:
+        decimals = decimals.rstrip("0")
+    return f"{whole}{'.' if decimals else ''}{decimals}{_PREFIXES[power - 1]}iB"
 
 
 def _from_text(text: str) -> int:

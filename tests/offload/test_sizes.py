@@ -68,4 +68,17 @@ def test_round_sizes_are_shown_exactly(number: int, unit: str) -> None:
 def test_sizes_between_units_are_exact_where_a_short_text_can_be() -> None:
     assert format_size(5888 * 2**20) == "5.75GiB"
     assert format_size(1537 * 2**20) == "1537MiB"
-    assert format_size(123456789) == "117.73MiB"
+
+
+@pytest.mark.parametrize(
+    ("size", "shown"),
+    [
+        (123456789, "117MiB"),
+        (12345678, "11.7MiB"),
+        (8 * 2**30 + 1, "8.00GiB"),
+        (1234567, "1.17MiB"),
+        (1023 * 2**30 + 1, "1023GiB"),
+    ],
+)
+def test_other_sizes_have_three_digits_and_are_not_rounded_up(size: int, shown: str) -> None:
+    assert format_size(size) == shown
