@@ -30,6 +30,10 @@ Where = Annotated[
 ]
 
 
+class RepeatedNameError(ValueError):
+    """An object of JSON has two values of this name."""
+
+
 @app.command()
 def check(where: Where, as_json: AsJson = False) -> None:
     """Check a configuration against this machine: options, memory, folders, disks, other servers.
@@ -59,13 +63,21 @@ def _transfer(problems: Problems, where: str) -> dict[str, Any]:
     """The transfer configuration in a file or a text, or an empty one with a problem."""
     from offload.config.kv_transfer_config import EXTRA, NAME, ours, transfer_config
 
+    if not where.strip():
+        problems.add(
+            "FILE|JSON", "is empty", 'Name a file, or write {"cpu": {...}, "tiers": [...]}.'
+        )
+        return {}
     is_text = where.lstrip().startswith(("{", "["))
     shown = "the JSON" if is_text else where
     text = where if is_text else _read(problems, where)
     if text is None:
         return {}
     try:
-        found = json.loads(text)
+        found = json.loads(text, object_pairs_hook=_without_repeats)
+    except RepeatedNameError as error:
+        problems.add(shown, f'has "{error}" twice in one object', "Remove one of them.")
+        return {}
     except ValueError as error:
         problems.add(shown, f"is not JSON: {error}", "Write one object in JSON.")
         return {}
@@ -80,6 +92,16 @@ def _transfer(problems: Problems, where: str) -> dict[str, Any]:
     if not any(ours(found)):
         what = f'names another connector (got "{found["kv_connector"]}")'
         problems.add(shown, what, f'Use "kv_connector": "{NAME}".')
+    return found
+
+
+def _without_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """An object of JSON. vLLM would silently use the last of several values."""
+    found: dict[str, Any] = {}
+    for name, value in pairs:
+        if name in found:
+            raise RepeatedNameError(name)
+        found[name] = value
     return found
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import difflib
 import json
 import math
 import os
@@ -135,6 +136,15 @@ def refuse(command: str, problems: list[Problem]) -> NoReturn:
         head = f"kvtiers {command}: {count} problems:\n{lines}"
     print(head, file=sys.stderr)
     raise typer.Exit(WRONG_USAGE)
+
+
+def check_spelling(problems: Problems, command: str, known: list[str], flags: list[str]) -> None:
+    """Report flags that would be passed on to vLLM but look like a command's own."""
+    for name in (flag.split("=")[0] for flag in flags if flag.startswith("--")):
+        near = difflib.get_close_matches(name.replace("_", "-"), known, n=1, cutoff=0.8)
+        if near:
+            fix = f"Did you mean {near[0]}?"
+            problems.add(name, f"is not an option of kvtiers {command}", fix)
 
 
 def give_up(command: str, text: str, code: int = 1) -> NoReturn:

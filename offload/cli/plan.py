@@ -2,13 +2,21 @@
 
 from __future__ import annotations
 
-import difflib
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from offload.cli.common import AsJson, Problems, give_up, make_app, print_json, progress_bar, screen
+from offload.cli.common import (
+    AsJson,
+    Problems,
+    check_spelling,
+    give_up,
+    make_app,
+    print_json,
+    progress_bar,
+    screen,
+)
 from offload.cli.doctor import PASS_FLAGS_ON, ask_vllm, refused_early
 from offload.cli.numbers import share_text, size_text, speed_text
 
@@ -114,15 +122,8 @@ def _check(problems: Problems, model: str, given: str, flags: list[str], cpu: st
     elif flags and not model:
         problems.add(flags[0], "is not an option", "Flags of vLLM come after MODEL; see --help.")
     elif model:
-        _check_spelling(problems, flags)
-
-
-def _check_spelling(problems: Problems, flags: list[str]) -> None:
-    """Flags that are passed on to vLLM and look like ours."""
-    known = [option for parameter in _parameters() for option in parameter.opts]
-    for name in (flag.split("=")[0] for flag in flags if flag.startswith("--")):
-        if near := difflib.get_close_matches(name, known, n=1, cutoff=0.8):
-            problems.add(name, "is not an option of kvtiers plan", f"Did you mean {near[0]}?")
+        known = [option for parameter in _parameters() for option in parameter.opts]
+        check_spelling(problems, "plan", known, flags)
 
 
 def _parameters() -> list[Any]:

@@ -12,7 +12,7 @@ from typing import Annotated, Any
 
 import typer
 
-from offload.cli.common import Problems, make_app
+from offload.cli.common import Problems, check_spelling, make_app
 from offload.cli.doctor import PASS_FLAGS_ON
 from offload.cli.model_names import has_flag, wrong_path
 from offload.errors import ConfigError, Problem
@@ -65,6 +65,7 @@ def serve(
         problems.add(model, "comes before the model", "Write kvtiers serve MODEL [flags].")
     elif wrong := wrong_path(model, context.args):
         problems.add(model, wrong[0], f"{wrong[1]}.")
+    check_spelling(problems, "serve", ["--kv-cpu", "--kv-disk", "--dry-run"], context.args)
     added = flags_to_add(context.args, kv_cpu, kv_disk or [], os.environ, problems)
     problems.refuse("serve")
     command = [*VLLM, model, *added, *context.args]

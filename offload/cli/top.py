@@ -6,6 +6,7 @@ import itertools
 import time
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Annotated
+from urllib.parse import urlsplit
 
 import typer
 
@@ -72,7 +73,15 @@ def top(
             _follow(address, max(interval, 0.2))
     except PageError as error:
         text = str(error)
-        give_up("top", text if text.startswith("http") else f"{shown_url(address)}: {text}")
+        hint = "" if has_port(address) else f". Did you mean {url.rstrip('/')}:8000?"
+        text = text if text.startswith("http") else f"{shown_url(address)}: {text}"
+        give_up("top", f"{text}{hint}")
+
+
+def has_port(address: str) -> bool:
+    """True if an address names its port, or a path, as behind a proxy."""
+    parts = urlsplit(address)
+    return parts.port is not None or parts.path != "/metrics"
 
 
 def _look(address: str) -> Page:

@@ -235,6 +235,8 @@ def _end(text: str, code: int) -> NoReturn:
 def _text_of(error: Exception) -> str:
     if isinstance(error, FileNotFoundError):
         return f"{error.filename}: does not exist. Name a trace (.jsonl or .jsonl.gz)"
+    if isinstance(error, IsADirectoryError):
+        return f"{error.filename}: is a folder. Name a trace in it (.jsonl or .jsonl.gz)"
     return str(error)
 
 

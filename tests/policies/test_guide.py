@@ -10,8 +10,6 @@ from pathlib import Path
 
 import pytest
 
-from policies.simulation.trace import TraceWriter
-from policies.testing import synthetic_trace
 from tests.patience import PATIENCE_S
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -20,14 +18,12 @@ GUIDE = ROOT / "docs/guides/write-a-policy.md"
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """A folder with the guide's files and a trace."""
+    """A folder with the guide's files, and the trace that one of them makes."""
     blocks = re.findall(r"```python\n(.*?)```", GUIDE.read_text(), re.DOTALL)
     for block in blocks:
         named = re.match(r"# (\w+\.py)\n", block)
         (tmp_path / (named[1] if named else "from_python.py")).write_text(block)
-    with TraceWriter(tmp_path / "trace.jsonl.gz", "guide", 16) as writer:
-        for request in synthetic_trace(1).requests:
-            writer.write(request)
+    run(tmp_path, "make_trace.py")
     return tmp_path
 
 
