@@ -290,9 +290,8 @@ class Lookups:
                 self.log.failed(state.lookup.logged, failed(results.get(state.identity.request)))
         for state in ended:
             if state.lookup.logged is not None and not state.lookup.logged.final:
-                loaded = None
-                if not state.outcome.failures:
-                    loaded = self._loaded(state)
+                loaded = None if state.outcome.failures else self._loaded(state)
+                if loaded is not None:
                     state.lookup.logged.took(state.outcome.load_seconds)
                 self._known(state.lookup.logged, loaded)
 
