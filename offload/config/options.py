@@ -220,7 +220,8 @@ TOP_FIELDS = (
         flag(),
         True,
         "Leave a lower tier out of lookups while measurements show that loading from it is "
-        "slower than computing.",
+        "slower than computing, and out of one lookup if computing is faster than waiting for "
+        "the tier's other loads.",
     ),
     Field(
         "look_ahead",

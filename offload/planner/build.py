@@ -57,11 +57,7 @@ def make_planner(
     space = SlotCapacity(slots, first.first_slot, min(usable.values()))
     cpu = TierIndex("cpu", space, make_policy(config.cpu.policy.spec))
     lower = [_lower_index(config, ranks, tier) for tier in range(len(first.tiers))]
-    chunk_tokens = max(group.chunk_tokens for group in layouts)
-    health = TierHealths(
-        [index.name for index in lower],
-        HealthLimits(config.breaker_failures, config.break_even, chunk_tokens),
-    )
+    health = TierHealths([index.name for index in lower], _health_limits(config, layouts))
     queues = [
         WriteThroughQueue(
             tier,
@@ -91,6 +87,13 @@ def make_planner(
     for tier in range(len(lower)):
         _recover(planner, tier, ranks, groups)
     return planner
+
+
+def _health_limits(config: OffloadConfig, layouts: Sequence[GroupLayout]) -> HealthLimits:
+    chunk_tokens = max(group.chunk_tokens for group in layouts)
+    return HealthLimits(
+        config.breaker_failures, config.break_even, chunk_tokens, config.load_timeout_s
+    )
 
 
 def unit_bytes(ranks: Sequence[RankState]) -> dict[str, int]:

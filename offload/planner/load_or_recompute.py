@@ -1,14 +1,18 @@
 """Decides whether loading is faster than computing, from measured rates and with hysteresis.
 
-Rates are in tokens per second as one request experiences them: computed tokens over the time to its
-first token, and loaded tokens over the time of its load. Both include the effect of other requests
-at the same time. Pure: times come from the caller.
+Rates are in tokens per second: the tokens that a request computes over the time to its first token,
+which includes the effect of other requests, and the tokens that a tier delivers during a load, to
+this load and to those that were in flight before it. Pure: times come from the caller.
 """
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections import deque
+from enum import Enum
+
+from offload.planner.read_queue import ReadQueue
 
 TOKENS_MIN = 256
 """Minimum length of a computation or load that is measured: shorter ones show fixed costs rather
@@ -21,6 +25,17 @@ RETRY_S = 5.0
 RETRY_MAX_S = 60.0
 FORGET_S = 60.0
 """Time for which the durations of short loads are remembered."""
+DEADLINE_SHARE = 0.5
+"""Share of the time allowed for a load within which its reads are expected to end."""
+
+
+class Cut(Enum):
+    """Why less is loaded than the tiers hold, as a note for ``kvtiers why``."""
+
+    NOTHING = ""
+    SHORT = "too few tokens to query that tier for"
+    QUEUE = "computing is faster than waiting for the other loads from that tier"
+    DEADLINE = "the rest cannot be read within load_timeout_s"
 
 
 class Rate:
@@ -54,12 +69,23 @@ class LoadOrRecompute:
 
     ``chunk_tokens`` is the maximum number of tokens in a chunk: a load of two chunks is short,
     whatever their size. A tier that pays may still be too slow for a few tokens: ``tokens_min``.
-    ``short`` has the times and durations of the last short loads.
+    ``short`` has the times and durations of the last short loads. ``reads`` are the loads in
+    flight. No load is planned that would probably take longer than ``timeout_s``.
     """
 
-    def __init__(self, prefill: Rate, *, enabled: bool = True, chunk_tokens: int = 0) -> None:
+    def __init__(
+        self,
+        prefill: Rate,
+        *,
+        enabled: bool = True,
+        chunk_tokens: int = 0,
+        timeout_s: float = math.inf,
+    ) -> None:
         self.pays = True
         self.rate = Rate()
+        self.reads = ReadQueue()
+        self._probed: float | None = None
+        self._timeout_s = timeout_s
         self._prefill = prefill
         self._enabled = enabled
         self._wait_s = RETRY_S
@@ -81,14 +107,50 @@ class LoadOrRecompute:
             return 0.0
         return STOP_BELOW * prefill * statistics.median(took for _, took in self.short)
 
+    def _speed(self) -> float | None:
+        """Tokens that the tier delivers per second: that of loads or, while too few have been
+        measured since the tier pays again, that of the probe."""
+        return self.rate.value() or self._probed
+
+    def may_cut(self, tokens: int) -> bool:
+        """False if a hit of ``tokens`` is loaded in any case."""
+        speed = self._speed()
+        if speed is None:
+            return self.tokens_min > 0
+        is_long = tokens > DEADLINE_SHARE * self._timeout_s * speed
+        return is_long or len(self.reads) > 0 or self.tokens_min > 0
+
+    def part(self, tokens: int, computing: int) -> tuple[int, Cut]:
+        """The number of ``tokens`` that are worth reading from this tier for a request.
+
+        ``computing`` is the number of tokens that vLLM computes for others first. The answer is
+        all, none, or as much as can be read in time: with each token read, the rest takes less time
+        to compute, so nothing in between is best (decision 0093).
+        """
+        speed, prefill = self._speed(), self._prefill.value()
+        if speed is not None:
+            before = self.reads.before(tokens)
+            read_s = (before + tokens) / speed
+            if self._enabled and before and prefill is not None:
+                compute_s = (computing + tokens) / (STOP_BELOW * prefill)
+                if read_s > compute_s:
+                    return 0, Cut.QUEUE
+            allowed_s = DEADLINE_SHARE * self._timeout_s
+            if read_s > allowed_s:
+                in_time = min(tokens, self.reads.part(allowed_s * speed))
+                return (in_time, Cut.DEADLINE) if in_time >= self.tokens_min else (0, Cut.DEADLINE)
+        return (tokens, Cut.NOTHING) if tokens >= self.tokens_min else (0, Cut.SHORT)
+
     def tick(self, now: float) -> None:
         """Set the time. This forgets old durations of short loads, so loading is tried again."""
         while self.short and self.short[0][0] < now - FORGET_S:
             self.short.popleft()
 
-    def observe_load(self, tokens: int, seconds: float, now: float) -> None:
-        """Count a successful load from this tier."""
-        self.rate.observe(tokens, seconds)
+    def observe_load(self, tokens: int, seconds: float, now: float, before: int = 0) -> None:
+        """Count a successful load from this tier; meanwhile the tier delivered ``before`` tokens to
+        other loads."""
+        if tokens >= TOKENS_MIN:
+            self.rate.observe(before + tokens, seconds)
         if tokens <= self._short_tokens:
             self.short.append((now, seconds))
         prefill, mine = self._prefill.value(), self.rate.value()
@@ -116,6 +178,7 @@ class LoadOrRecompute:
         if tokens and (prefill is None or tokens / max(seconds, 1e-9) > RESUME_ABOVE * prefill):
             self.pays = True
             self.rate.clear()
+            self._probed = tokens / max(seconds, 1e-9)
         else:
             self._retry_at = now + self._wait_s
 

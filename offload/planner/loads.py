@@ -35,7 +35,8 @@ class _Load(Job):
 
     ``parts`` is the number of planned parts. ``rest`` is not planned yet, from chunk ``at`` of its
     first run on. The load reads the tiers ``read`` (``None``: all). ``counts`` are the planned
-    chunks by group and tier.
+    chunks by group and tier; ``before`` are the tokens by tier that loads in flight receive while
+    this one is read (``ReadQueue.before``).
     """
 
     fills: list[bytes] = field(default_factory=list)
@@ -46,6 +47,7 @@ class _Load(Job):
     at: int = 0
     parts: int = 0
     counts: Counter[tuple[int, int]] = field(default_factory=Counter)
+    before: dict[int, int] = field(default_factory=dict)
 
     def take(self, chunks_max: int) -> list[ChunkBatch]:
         """Return up to ``chunks_max`` chunks of the rest."""
@@ -161,7 +163,8 @@ class LoadPlanner:
             if job.answer.late:
                 self._health[slowest].too_late(tokens[slowest], job.answer.seconds, now)
             elif not failed:
-                self._health[slowest].loaded(tokens[slowest], job.answer.seconds, now)
+                before = job.before.get(slowest, 0) if isinstance(job, _Load) else 0
+                self._health[slowest].loaded(tokens[slowest], job.answer.seconds, now, before)
         if self._waited_for.get(job.request) is job:
             self.request_ended(job.request)
 
@@ -173,6 +176,8 @@ class LoadPlanner:
         if load is not None:
             self.loading -= load.chunks
             self.holding -= load.holds
+            for tier in self._health.tiers:
+                tier.reads_in_flight.end(load.job)
             if load.rest:
                 self._cut(load, NOBODY)
 
@@ -219,6 +224,11 @@ class LoadPlanner:
         self._waited_for[request] = load
         self.loading += load.chunks
         self.holding += load.holds
+        load.before = {
+            tier: self._health[tier].reads_in_flight.begin(load.job, tokens)
+            for tier, tokens in load.tokens.by_tier.items()
+            if tier != CPU
+        }
         return load.tokens
 
     def advance(self) -> None:

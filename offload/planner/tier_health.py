@@ -8,12 +8,14 @@ the log. Pure.
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from offload.messages.report import Observed
 from offload.planner.circuit_breaker import BreakerState, CircuitBreaker
-from offload.planner.load_or_recompute import LoadOrRecompute, Rate
+from offload.planner.load_or_recompute import Cut, LoadOrRecompute, Rate
+from offload.planner.read_queue import ReadQueue
 
 logger = logging.getLogger(__name__)
 
@@ -22,11 +24,12 @@ logger = logging.getLogger(__name__)
 class HealthLimits:
     """``failures`` consecutive failures open a circuit breaker. With ``break_even``, the speed of
     loading is compared with that of computing; ``chunk_tokens`` is the maximum length of a
-    chunk."""
+    chunk. Loads fail after ``load_timeout_s``."""
 
     failures: int = 3
     break_even: bool = True
     chunk_tokens: int = 0
+    load_timeout_s: float = math.inf
 
 
 class TierHealth:
@@ -39,7 +42,10 @@ class TierHealth:
         self.reads = CircuitBreaker(limits.failures)
         self.writes = CircuitBreaker(limits.failures)
         self.break_even = LoadOrRecompute(
-            prefill, enabled=limits.break_even, chunk_tokens=limits.chunk_tokens
+            prefill,
+            enabled=limits.break_even,
+            chunk_tokens=limits.chunk_tokens,
+            timeout_s=limits.load_timeout_s,
         )
         self.probe: int | None = None
         self.name = name
@@ -86,6 +92,19 @@ class TierHealth:
         return self.break_even.tokens_min
 
     @property
+    def reads_in_flight(self) -> ReadQueue:
+        """The loads that this tier is serving."""
+        return self.break_even.reads
+
+    def may_cut(self, tokens: int) -> bool:
+        """See ``LoadOrRecompute.may_cut``."""
+        return self.break_even.may_cut(tokens)
+
+    def part(self, tokens: int, computing: int) -> tuple[int, Cut]:
+        """See ``LoadOrRecompute.part``."""
+        return self.break_even.part(tokens, computing)
+
+    @property
     def load_rate(self) -> float | None:
         """Tokens per second of loads from this tier, once measured."""
         return self.break_even.rate.value()
@@ -112,9 +131,10 @@ class TierHealth:
             self.writes.judge(now, good=good)
             self._log()
 
-    def loaded(self, tokens: int, seconds: float, now: float) -> None:
-        """Count a successful load whose slowest source was this tier."""
-        self.break_even.observe_load(tokens, seconds, now)
+    def loaded(self, tokens: int, seconds: float, now: float, before: int = 0) -> None:
+        """Count a successful load whose slowest source was this tier; see
+        ``LoadOrRecompute.observe_load``."""
+        self.break_even.observe_load(tokens, seconds, now, before)
         self._log()
 
     def too_late(self, tokens: int, seconds: float, now: float) -> None:

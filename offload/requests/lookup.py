@@ -2,7 +2,7 @@
 
 Runs on vLLM's scheduler thread. A lookup is repeated while its request waits; its log entry is made
 once, when vLLM has accepted the hit. The part to load is the longest hit, without any tail that is
-faster to compute than to load.
+faster to compute than to load, or that cannot be loaded in time.
 """
 
 from __future__ import annotations
@@ -10,11 +10,13 @@ from __future__ import annotations
 import logging
 import operator
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 from offload.index.chunk_batch import UNKNOWN, ChunkBatch, RequestOrigin
 from offload.layout.prefix_match import PrefixMatcher, present_in
+from offload.planner.load_or_recompute import Cut
+from offload.planner.load_sources import SAMPLE
 from offload.planner.planner import Planner
 from offload.planner.presence import PendingLookup
 from offload.requests.lookup_cache import PartialLookup
@@ -29,12 +31,16 @@ class Hit(NamedTuple):
     """The end of the longest prefix that can be restored.
 
     It equals the start of the lookup if nothing can be restored, and is ``None`` if the step's
-    lookup allowance is used up (try again in the next step). ``is_shortened`` means that a longer
-    prefix is available but not worth loading.
+    lookup allowance is used up (try again in the next step). ``cut`` says why a longer prefix,
+    which is available, is not loaded.
     """
 
     end_tokens: int | None
-    is_shortened: bool = False
+    cut: Cut = Cut.NOTHING
+
+
+def _nothing() -> int:
+    return 0
 
 
 def tokens_to_load(
@@ -45,36 +51,62 @@ def tokens_to_load(
     limit: int,
     known: PartialLookup,
     origin: RequestOrigin = UNKNOWN,
+    computing: Callable[[], int] = _nothing,
 ) -> Hit:
     """Find the longest prefix that is worth restoring.
 
     Takes the arguments of `PrefixMatcher.longest_match`; ``known`` holds the results of earlier
-    lookups of this request, ``origin`` says what the request may read. If only a lower tier holds
-    the tail of the prefix, and the tail has fewer tokens than are worth loading from that tier, the
-    tail is computed instead. Chunks of the tail that are in the tiers above it are still loaded.
+    lookups of this request, ``origin`` says what the request may read, ``computing`` counts the
+    tokens that vLLM computes for others first. If only a lower tier holds the tail of the prefix,
+    and the tail is not worth loading from that tier, or only a part of it, the rest is computed
+    instead. Chunks of the tail that are in the tiers above it are still loaded.
     """
     known.begin()
 
-    def longest_match(above: int | None = None) -> int:
+    def longest_match(above: int | None = None, end: int = limit) -> int:
         holders = planner.sources.holders(origin.controls.read, above)
         runs = known.runs_in(above, holders, planner.removals, planner.budget.lookups)
-        return matcher.longest_match(keys, present_in(*holders), start, limit, runs)
+        return matcher.longest_match(keys, present_in(*holders), start, end, runs)
 
     tokens_max = origin.controls.max_load_tokens
     limit = limit if tokens_max is None else min(limit, start + tokens_max)
-    hit, is_shorter = longest_match(), False
+    hit, why = longest_match(end=limit), Cut.NOTHING
     for tier in reversed(range(len(planner.lower))):
-        if hit <= start or known.is_partial:
+        if hit <= start or known.is_partial or not planner.health[tier].may_cut(hit - start):
             break
-        tokens_min = planner.health[tier].tokens_min
-        if not tokens_min:
+        shorter = longest_match(above=tier, end=limit)
+        if shorter >= hit:
+            continue
+        read = _tokens_read(matcher, planner, keys, range(shorter, hit), tier, origin)
+        part, cut = planner.health[tier].part(read, computing())
+        if part >= read:
             break
-        shorter = longest_match(above=tier)
-        if hit - shorter >= tokens_min:
+        why = cut
+        if part:
+            hit = max(shorter, longest_match(end=shorter + part))
             break
-        is_shorter = is_shorter or hit > shorter
         hit = shorter
-    return Hit(None) if known.is_partial else Hit(hit, is_shorter)
+    return Hit(None) if known.is_partial else Hit(hit, why)
+
+
+def _tokens_read(
+    matcher: PrefixMatcher,
+    planner: Planner,
+    keys: Sequence[Sequence[bytes]],
+    tail: range,
+    tier: int,
+    origin: RequestOrigin,
+) -> int:
+    """The number of tokens of this tail that nearer tiers do not hold, estimated from a sample."""
+    present = present_in(*planner.sources.holders(origin.controls.read, above=tier))
+    most = 0
+    chunks_of = matcher.load_ranges(tail.start, tail.stop)
+    for group, mine, chunks in zip(matcher.layout.groups, keys, chunks_of, strict=True):
+        sample = mine[chunks.start : chunks.stop : 1 + len(chunks) // SAMPLE]
+        if sample:
+            absent = present(sample).count(0) * len(chunks) // len(sample)
+            most = max(most, absent * group.chunk_tokens)
+    return min(most, len(tail))
 
 
 logger = logging.getLogger(__name__)
@@ -83,7 +115,10 @@ NAME_MAX = 128
 
 
 class Lookups:
-    """Looks requests up in one planner's tiers. ``seconds`` and ``count`` cover all lookups."""
+    """Looks requests up in one planner's tiers. ``seconds`` and ``count`` cover all lookups.
+
+    ``computing`` counts the tokens that vLLM computes before it begins with another request.
+    """
 
     def __init__(
         self,
@@ -91,6 +126,7 @@ class Lookups:
         planner: Planner,
         log: RequestLog,
         neighbours: Sequence[str] = (),
+        computing: Callable[[], int] = _nothing,
     ) -> None:
         self.seconds = 0.0
         self.count = 0
@@ -101,6 +137,7 @@ class Lookups:
         self._asked: set[str] = set()  # in this step
         self._chunk_blocks = [group.chunk_blocks for group in matcher.layout.groups]
         self._explainer = Explainer(matcher, neighbours)
+        self._computing = computing
         self._names = {-1: "cpu"} | {t: index.name for t, index in enumerate(planner.lower)}
 
     def advance(self) -> None:
@@ -152,7 +189,7 @@ class Lookups:
                     self.given_up(state)
                 if end > computed_tokens and not self._can_load(state, end):
                     lookup.refuse()
-                lookup.end(end, is_shortened=hit.is_shortened)
+                lookup.end(end, hit.cut.value)
                 self._asked.add(identity.request)
         self.seconds += time.perf_counter() - started
         self.count += 1
@@ -202,8 +239,9 @@ class Lookups:
             _limits(state, request).stop,
             state.lookup.known,
             state.identity.origin,
+            self._computing,
         )
-        if hit.is_shortened:
+        if hit.cut is not Cut.NOTHING:
             self._planner.stats.shortened()
         return hit
 
@@ -279,7 +317,7 @@ class Lookups:
         if hit < end - start:
             return Miss(Reason.FILTERED, note="vLLM accepted fewer tokens than were found")
         if lookup.shortened:
-            return Miss(Reason.BREAK_EVEN, note="too few tokens to query that tier for")
+            return Miss(Reason.BREAK_EVEN, note=lookup.shortened)
         return self._explainer.why(self._planner, identity, start, end, limits)
 
     def ended(self, ended: Iterable[RequestState], failures: Iterable[RequestState]) -> None:

@@ -79,9 +79,9 @@ class LookupState:
     the request's first lookup (``time.perf_counter``). ``known`` caches the
     results of all lookups; ``wait`` is the last query to shared tiers. ``is_promised`` means that a
     hit was reported to vLLM and that vLLM has not allocated blocks for it yet. ``refused`` means
-    that too many loads were under way, ``shortened`` that a tail not worth loading was cut off.
-    ``load`` has the chunks to load by group, for a hit that ends at ``load_end_tokens``. ``logged``
-    is the request's log entry, once vLLM has accepted the hit.
+    that too many loads were under way; ``shortened`` says why a tail that the tiers hold was cut
+    off. ``load`` has the chunks to load by group, for a hit that ends at ``load_end_tokens``.
+    ``logged`` is the request's log entry, once vLLM has accepted the hit.
     """
 
     __slots__ = (
@@ -105,7 +105,7 @@ class LookupState:
         self.known = PartialLookup()
         self.is_promised = False
         self.refused = False
-        self.shortened = False
+        self.shortened = ""
         self.load: tuple[range, ...] = ()
         self.load_end_tokens = 0
         self.wait: Any = None  # offload.planner.presence.PendingLookup
@@ -128,10 +128,10 @@ class LookupState:
         """Note that this request's load was refused because too many loads are in progress."""
         self.refused = True
 
-    def end(self, hit_end_tokens: int, *, is_shortened: bool) -> None:
+    def end(self, hit_end_tokens: int, shortened: str) -> None:
         """End the lookup with this hit, which is promised to vLLM unless it was refused."""
         self.hit_end_tokens = hit_end_tokens
-        self.shortened = is_shortened
+        self.shortened = shortened
         self.is_promised = not self.refused and hit_end_tokens > self.start
 
     def choose(self, load: tuple[range, ...], end_tokens: int) -> None:

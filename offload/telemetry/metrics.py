@@ -83,7 +83,7 @@ MOVED = {
     "load_timeouts": Metric("Loads that took longer than load_timeout_s."),
     "load_refusals": Metric("Lookups whose hit was not used because the load budget was spent."),
     "short_loads": Metric(
-        "Lookups whose hit was shortened because a slow tier held only a few of its tokens."
+        "Lookups whose hit was shortened because its tail is computed sooner than it is loaded."
     ),
     "ahead_read_bytes": Metric(
         "Bytes read from lower tiers while their requests waited (look_ahead)."

@@ -31,7 +31,7 @@ class PacedTier(MemoryTier):
     they were read."""
 
     def __init__(self, **options: Any) -> None:
-        super().__init__(1 << 20, **options)
+        super().__init__(1 << 22, **options)
         self.granted = 0.0
         self.order: list[bytes] = []
 
@@ -47,10 +47,12 @@ class PacedTier(MemoryTier):
 
 
 class Backlog(OracleEngine):
-    """A world whose lower tier reads ``reads_per_step`` records in a step, from ``begin`` on."""
+    """A world whose lower tier reads ``reads_per_step`` records in a step, from ``begin`` on, where
+    answers have ``answer_tokens_again`` tokens."""
 
     reads_per_step = 1e9
     answer_tokens = 2
+    answer_tokens_again = 24
     steps = 0
 
     def _make_tier(self, spec: Any) -> Tier:
@@ -86,7 +88,7 @@ class Backlog(OracleEngine):
         self.disk.order.clear()
         self.reads_per_step = reads_per_step
         self.steps = 0
-        self.answer_tokens = 24
+        self.answer_tokens = self.answer_tokens_again
         for number, prompt in enumerate(prompts):
             self.ask(f"again{number}", prompt, -number if last_first else 0)
 

@@ -1,4 +1,5 @@
-"""Measures how fast vLLM computes prompts, from the requests' point of view."""
+"""Measures how fast vLLM computes prompts, from the requests' point of view, and how much it has to
+compute before it begins with another prompt."""
 
 from __future__ import annotations
 
@@ -17,7 +18,25 @@ class PrefillRate:
 
     def __init__(self, observe: Callable[[int, float], None]) -> None:
         self._observe = observe
-        self._running: dict[str, tuple[float, int]] = {}
+        self._running: dict[str, tuple[float, int, Request]] = {}
+        self._accepted: list[tuple[Request, int]] = []
+
+    def accepted(self, request: Request, computed_tokens: int) -> None:
+        """Note that vLLM will compute the request in the coming step, from this token on."""
+        self._accepted.append((request, computed_tokens))
+
+    def step_begins(self) -> None:
+        """Note that the requests accepted so far are part of the step that begins."""
+        self._accepted.clear()
+
+    def left_tokens(self) -> int:
+        """The prompt tokens that requests which have begun still have to compute."""
+        running = (
+            request.num_prompt_tokens - request.num_computed_tokens
+            for _, _, request in self._running.values()
+        )
+        accepted = (request.num_prompt_tokens - computed for request, computed in self._accepted)
+        return sum(left for left in (*running, *accepted) if left > 0)
 
     def scheduled(self, request: Request, now: float) -> bool:
         """Note that the request is part of the step that begins at ``now`` (monotonic seconds).
@@ -28,12 +47,12 @@ class PrefillRate:
             self.ended(request, now)
             return True
         if request.request_id not in self._running:
-            self._running[request.request_id] = (now, request.num_computed_tokens)
+            self._running[request.request_id] = (now, request.num_computed_tokens, request)
         return False
 
     def ended(self, request: Request, now: float) -> None:
         """End the measurement: the request has its first token, or will never have one."""
         started = self._running.pop(request.request_id, None)
         if started is not None and request.num_output_tokens:
-            since, computed = started
+            since, computed, _ = started
             self._observe(request.num_prompt_tokens - computed, now - since)

@@ -107,7 +107,9 @@ class SchedulerSide:
         self._stores = StoreProgress(
             self.layout, self._matcher, self._wanted, planner, self._digests
         )
-        self.lookups = Lookups(self._matcher, planner, self.log, neighbours)
+        self.lookups = Lookups(
+            self._matcher, planner, self.log, neighbours, self._clock.left_tokens
+        )
         if planner.look_ahead.is_on:
             self._waiting = WaitingRequests(
                 planner,
@@ -175,6 +177,10 @@ class SchedulerSide:
             return
         self._explain(request, external_tokens)
         if external_tokens <= 0:
+            state = self._states.get(request.request_id)
+            if state is not None and not state.outcome.has_answered:
+                computed = max(request.num_computed_tokens, state.lookup.start)
+                self._clock.accepted(request, computed)
             self._waits_no_more(request)
             return
         self._unseen.begin(request.request_id)
@@ -298,6 +304,7 @@ class SchedulerSide:
         assert self._endings is not None
         assert self._stores is not None
         now = time.monotonic()
+        self._clock.step_begins()
         self.planner.tick(now)
         self._endings.pins.tick(now, EXPIRED_MAX)
         for request_id in output.preempted_req_ids or ():

@@ -7,6 +7,7 @@ import itertools
 import pytest
 
 from offload.planner.load_or_recompute import (
+    DEADLINE_SHARE,
     FORGET_S,
     RESUME_ABOVE,
     RETRY_MAX_S,
@@ -15,6 +16,7 @@ from offload.planner.load_or_recompute import (
     SAMPLES_MIN,
     STOP_BELOW,
     TOKENS_MIN,
+    Cut,
     LoadOrRecompute,
     Rate,
 )
@@ -200,3 +202,49 @@ def test_times_of_short_loads_are_forgotten_so_that_they_are_tried_again() -> No
     assert pace.tokens_min > 0
     pace.tick(10.1 + FORGET_S)
     assert pace.tokens_min == 0
+
+
+def test_a_tier_is_measured_by_all_that_it_delivers_during_a_load() -> None:
+    """Four loads share a tier that alone is twice as fast as computing."""
+    pace = LoadOrRecompute(prefill_of(1000))
+    for _ in range(SAMPLES_MIN):
+        pace.observe_load(TOKENS, 4 * TOKENS / 2000, 0.0, before=3 * TOKENS)
+    assert pace.rate.value() == pytest.approx(2000)
+    assert pace.pays
+
+
+def test_a_short_load_behind_long_ones_is_no_sample() -> None:
+    pace = LoadOrRecompute(prefill_of(1000))
+    for _ in range(SAMPLES_MIN):
+        pace.observe_load(TOKENS_MIN - 1, 1.0, 0.0, before=TOKENS)
+    assert pace.rate.value() is None
+
+
+def test_a_tier_that_pays_again_has_the_speed_of_its_probe() -> None:
+    pace = LoadOrRecompute(prefill_of(1000), timeout_s=10.0)
+    load_at(pace, 500.0)
+    probe_at(pace, 5000.0, 100.0)
+    in_time = 10 * DEADLINE_SHARE * 5000
+    assert pace.part(10**6, 0) == (in_time, Cut.DEADLINE)
+    load_at(pace, 2000.0, 101.0)
+    assert pace.part(10**6, 0) == (10 * DEADLINE_SHARE * 2000, Cut.DEADLINE)
+
+
+def test_what_can_be_read_in_time_may_be_too_little() -> None:
+    pace = LoadOrRecompute(prefill_of(1000), timeout_s=1.0)
+    load_at(pace, 2000)
+    short_loads(pace, 2.0, 0.0)
+    assert pace.tokens_min > 1000
+    assert pace.part(5000, 0) == (0, Cut.DEADLINE)
+    assert pace.part(500, 0) == (0, Cut.SHORT)
+
+
+def test_a_hit_is_looked_at_only_if_something_could_cut_it() -> None:
+    pace = LoadOrRecompute(prefill_of(1000), timeout_s=10.0)
+    assert not pace.may_cut(10**9), "the tier was not measured yet"
+    load_at(pace, 2000)
+    in_time = int(10 * DEADLINE_SHARE * 2000)
+    assert not pace.may_cut(in_time)
+    assert pace.may_cut(in_time + 1)
+    pace.reads.begin(1, 1)
+    assert pace.may_cut(1)

@@ -11,9 +11,9 @@ from offload.index.tier_index import TierIndex
 from offload.layout.groups import FULL, GroupLayout, ModelLayout
 from offload.layout.keys import group_suffix
 from offload.layout.prefix_match import PrefixMatcher
-from offload.planner.load_or_recompute import SAMPLES_MIN, STOP_BELOW
+from offload.planner.load_or_recompute import DEADLINE_SHARE, SAMPLES_MIN, STOP_BELOW, Cut
 from offload.planner.planner import Planner
-from offload.planner.tier_health import TierHealths
+from offload.planner.tier_health import HealthLimits, TierHealths
 from offload.requests.lookup import Hit, tokens_to_load
 from offload.requests.lookup_cache import PartialLookup
 from policies.base import EntryInfo
@@ -27,7 +27,7 @@ LAYOUT = ModelLayout(1024, 1, CHUNK, (GroupLayout(0, FULL, CHUNK, 1, ("layer",),
 KEYS = [bytes([n]) + group_suffix(0) for n in range(CHUNKS)]
 
 
-def planner_with(cpu: int, *below: int) -> Planner:
+def planner_with(cpu: int, *below: int, limits: HealthLimits | None = None) -> Planner:
     """The first ``cpu`` chunks are in the CPU tier, the next ``below[0]`` in the first lower tier,
     and so on. Short loads from a lower tier take as long as computing 10 chunks."""
     holds = TierIndex("cpu", SlotCapacity(CHUNKS), LruPolicy())
@@ -37,7 +37,7 @@ def planner_with(cpu: int, *below: int) -> Planner:
         keys = KEYS[first : first + count]
         index.recover(keys, [EntryInfo(0, size_bytes=1)] * count)
         first += count
-    gates = TierHealths([index.name for index in lower])
+    gates = TierHealths([index.name for index in lower], limits)
     planner = Planner({0: GroupInfo("full", CHUNK, (1,) * len(below))}, holds, lower, health=gates)
     for _ in range(SAMPLES_MIN):
         planner.health.computed(1000, 1000 / RATE)
@@ -50,16 +50,32 @@ def slow(planner: Planner, tier: int) -> None:
         planner.health[tier].loaded(CHUNK, 10 * CHUNK / RATE / STOP_BELOW, 0.0)
 
 
-def hit(planner: Planner, start: int = 0, origin: RequestOrigin = UNKNOWN) -> Hit:
+def hit(
+    planner: Planner, start: int = 0, origin: RequestOrigin = UNKNOWN, computing: int = 0
+) -> Hit:
     first, limit = start * CHUNK, CHUNKS * CHUNK
-    known = PartialLookup()
-    return tokens_to_load(PrefixMatcher(LAYOUT), planner, [KEYS], first, limit, known, origin)
+    return tokens_to_load(
+        PrefixMatcher(LAYOUT),
+        planner,
+        [KEYS],
+        first,
+        limit,
+        PartialLookup(),
+        origin,
+        lambda: computing,
+    )
 
 
 def chunks_to_load(planner: Planner, start: int = 0, origin: RequestOrigin = UNKNOWN) -> int:
     found = hit(planner, start, origin)
     assert found.end_tokens is not None
     return found.end_tokens // CHUNK
+
+
+def delivers(planner: Planner, tier: int, rate: float) -> None:
+    """This tier delivers ``rate`` times as many tokens per second as can be computed."""
+    for _ in range(SAMPLES_MIN):
+        planner.health[tier].loaded(1000, 1000 / RATE / rate, 0.0)
 
 
 @pytest.mark.parametrize(
@@ -77,7 +93,7 @@ def test_a_slow_tier_is_not_used_for_a_few_tokens(cpu: int, below: int, loaded: 
     assert chunks_to_load(planner) == cpu + below, "the tier was not measured yet"
     slow(planner, 0)
     assert chunks_to_load(planner) == loaded
-    assert hit(planner).is_shortened == (loaded < cpu + below)
+    assert hit(planner).cut is (Cut.SHORT if loaded < cpu + below else Cut.NOTHING)
 
 
 def test_tokens_in_the_gpus_cache_do_not_count() -> None:
@@ -113,3 +129,85 @@ def test_a_read_under_way_is_joined_from_any_tier() -> None:
     slow(planner, 0)
     planner.loads.plan("r", [ChunkBatch(KEYS[:9], 0, list(range(9)), range(1, 10))])
     assert chunks_to_load(planner) == 9
+
+
+@pytest.mark.parametrize(
+    ("others", "computing", "loaded"),
+    [
+        ([], 0, 30),
+        ([20, 20], 0, 20),  # a third of the speed is too slow
+        ([20, 20], 6, 30),  # but not if the GPU has to compute for others first
+        ([20, 20], 4, 20),
+        ([8], 0, 30),  # the other load ends before
+        ([8, 3], 0, 20),
+        ([4, 4], 0, 30),
+        ([4, 7], 0, 20),
+    ],
+)
+def test_a_request_does_not_wait_behind_other_loads(
+    others: list[int], computing: int, loaded: int
+) -> None:
+    """Ten chunks lie below the CPU tier. Alone, they take half the time of computing them."""
+    planner = planner_with(20, 10)
+    delivers(planner, 0, 2 * STOP_BELOW)
+    reads = planner.health[0].reads_in_flight
+    for job, chunks in enumerate(others):
+        reads.begin(job, chunks * CHUNK)
+    tokens = computing * CHUNK
+    found = hit(planner, computing=tokens)
+    assert found.end_tokens == loaded * CHUNK
+    assert found.cut is (Cut.QUEUE if loaded == 20 else Cut.NOTHING)
+    for job in range(len(others)):
+        reads.end(job)
+    assert hit(planner).end_tokens == 30 * CHUNK
+
+
+def test_without_break_even_a_request_waits_behind_other_loads() -> None:
+    planner = planner_with(20, 10, limits=HealthLimits(break_even=False))
+    delivers(planner, 0, 0.1)
+    planner.health[0].reads_in_flight.begin(1, 10**6)
+    assert hit(planner).end_tokens == 30 * CHUNK
+
+
+@pytest.mark.parametrize(
+    ("others", "loaded"),
+    [
+        ([], 15),
+        ([12], 5 + 5),  # the two share the tier
+        ([3], 5 + 7),  # the other load ends before
+        ([20, 20], 5 + 3),
+    ],
+)
+def test_of_a_long_prefix_the_part_is_loaded_that_can_be_read_in_time(
+    others: list[int], loaded: int
+) -> None:
+    """Twenty-five chunks lie below the CPU tier, which holds five; ten can be read in time."""
+    timeout_s = 10 * CHUNK / (2 * RATE) / DEADLINE_SHARE
+    planner = planner_with(5, 25, limits=HealthLimits(load_timeout_s=timeout_s, break_even=False))
+    assert chunks_to_load(planner) == 30, "the tier was not measured yet"
+    delivers(planner, 0, 2)
+    for job, chunks in enumerate(others):
+        planner.health[0].reads_in_flight.begin(job, chunks * CHUNK)
+    found = hit(planner)
+    assert found.end_tokens == loaded * CHUNK
+    assert found.cut is Cut.DEADLINE
+
+
+def test_chunks_of_nearer_tiers_behind_the_first_gap_need_no_read() -> None:
+    timeout_s = 10 * CHUNK / (2 * RATE) / DEADLINE_SHARE
+    planner = planner_with(5, 25, limits=HealthLimits(load_timeout_s=timeout_s))
+    delivers(planner, 0, 2)
+    planner.cpu.recover(KEYS[15:30], [EntryInfo(0, size_bytes=1)] * 15)
+    assert hit(planner) == Hit(30 * CHUNK)
+
+
+def test_a_load_counts_until_its_request_stops_waiting() -> None:
+    planner = planner_with(0, 9)
+    reads = planner.health[0].reads_in_flight
+    batch = [ChunkBatch(KEYS[:9], 0, list(range(9)), range(1, 10))]
+    planner.loads.plan("r", batch)
+    assert reads.before(10**6) == 9 * CHUNK
+    planner.loads.plan("r", batch)
+    assert len(reads) == 0, "the chunks are being read already, so the second load reads nothing"
+    planner.loads.request_ended("r")
+    assert len(reads) == 0
