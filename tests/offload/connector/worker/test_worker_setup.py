@@ -168,6 +168,8 @@ def test_an_idle_worker_finds_damage_and_reports_it(
             damaged |= seen.damaged
         for name, value in one.counters({}).items():
             counted[name] = counted.get(name, 0) + value
+    for seen in one.drain(idle=True).report.tiers.values():  # found after the last drain
+        damaged |= seen.damaged
     one.shutdown()
     if scrub == "off":
         assert scrub_limits(config, 1) == {}
