@@ -86,6 +86,7 @@ def test_interrupting_doctor_although_a_library_catches_it(
     wait = "try:\n    print('importing')\n    time.sleep(1e6)\nexcept BaseException:\n    pass\n"
     (package / "__init__.py").write_text(f"import time\n{wait}")
     monkeypatch.setenv("PYTHONPATH", str(package.parent))
+    (tmp_path / "config.json").write_text("{}")  # without it, vLLM would not be imported
     with on_a_terminal("doctor", tmp_path) as terminal:
         terminal.wait_for("importing")
         terminal.press(CTRL_C)
@@ -94,6 +95,7 @@ def test_interrupting_doctor_although_a_library_catches_it(
 
 
 def test_interrupting_doctor_while_it_queries_vllm(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text("{}")  # without it, vLLM would not be queried
     with on_a_terminal("doctor", tmp_path) as terminal:
         terminal.wait_for("querying vLLM")
         terminal.press(CTRL_C)
