@@ -185,7 +185,7 @@ def write(carry: Path, files: list[Entry], facts: str, limit: int) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n\n")[0])
     parser.add_argument("--out", type=Path, default=HERE.parents[1] / ".gpu_box")
     parser.add_argument("--wheel", type=Path, help="vLLM's wheel for CUDA, if it is already here")
     parser.add_argument("--wheels", type=Path, help="folder for downloads")

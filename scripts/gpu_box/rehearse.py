@@ -107,7 +107,7 @@ def stand_in(folder: Path) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n\n")[0])
     parser.add_argument("--wheels", type=Path, help="take packages only from here")
     parser.add_argument("--keep", type=Path, help="create the environment here and keep it")
     options = parser.parse_args()

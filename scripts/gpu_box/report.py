@@ -85,13 +85,15 @@ def page(results: list[dict[str, Any]]) -> str:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n\n")[0])
     parser.add_argument("results", type=Path)
     parser.add_argument("--to", type=Path, default=ROOT / "bench/results")
     parser.add_argument("--guide", type=Path, default=ROOT / "docs/guides/gpu.md")
     parser.add_argument("--schedule", type=Path, default=HERE / "schedule.toml")
     options = parser.parse_args(arguments)
     source = options.results / RESULTS if options.results.is_dir() else options.results
+    if not source.is_file():
+        parser.error(f"{source} is missing: give the folder or the results.json of run.py")
     found = json.loads(source.read_text())
     results = []
     for probe in schedule(options.schedule):

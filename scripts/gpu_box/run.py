@@ -249,13 +249,13 @@ def run_all(options: argparse.Namespace, probes: list[Probe], results: Results) 
 
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("out", type=Path)
-    parser.add_argument("names", nargs="*")
+    parser.add_argument("out", type=Path, help="folder for the results")
+    parser.add_argument("names", nargs="*", help="probes; all of the schedule if none is named")
     parser.add_argument("--schedule", type=Path, default=HERE / "schedule.toml")
     parser.add_argument("--budget", type=float, default=float("inf"), help="seconds in total")
     parser.add_argument("--resume", type=Path, help="file with the results of an earlier run")
     parser.add_argument("--again", action="store_true", help="also repeat probes that have failed")
-    options = parser.parse_args(arguments)
+    options = parser.parse_intermixed_args(arguments)  # names may also come after options
     probes = schedule(options.schedule)
     if unknown := sorted(set(options.names) - {probe.name for probe in probes}):
         parser.error(f"{options.schedule} has no probe {', '.join(unknown)}")

@@ -183,6 +183,18 @@ def test_a_name_that_is_no_probe_is_refused(tmp_path: Path) -> None:
     assert "has no probe b" in done.stderr
 
 
+def test_a_name_may_come_after_options(tmp_path: Path) -> None:
+    plan = schedule(tmp_path / "plan.toml", ("a", "pass", 60, []), ("b", "pass", 60, []))
+    assert box("run", tmp_path / "out", "--schedule", plan, "b").returncode == 0
+    assert list(results(tmp_path / "out")) == ["b"]
+
+
+def test_a_report_without_results_says_what_to_give(tmp_path: Path) -> None:
+    done = box("report", tmp_path / "out")
+    assert (done.returncode, "Traceback" in done.stderr) == (2, False)
+    assert "give the folder or the results.json of run.py" in done.stderr
+
+
 def test_no_process_of_a_probe_is_left(tmp_path: Path) -> None:
     """Not even in another session, as the engines of ``bench serve`` are."""
     plan = schedule(tmp_path / "plan.toml", ("leaves", LEAVES_A_CHILD, 60, []))
