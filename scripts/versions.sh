@@ -8,8 +8,6 @@
 # if no package index answers.
 setup_version() {
     local asked=$1 base=$VENV
-    [[ $asked =~ ^[0-9]+\.[0-9]+(\.[0-9]+)?((a|b|rc|\.post|\.dev)[0-9]+)?$ ]] \
-        || fail "--vllm takes a version such as 0.33 or 0.33.0, not '$asked'"
     [[ "$(installed_vllm).0" =~ ^"$asked"(\.|$) ]] && return
     VENV=$base/versions/$asked
     local stamp

@@ -133,11 +133,14 @@ def _counted(outcomes: dict[str, int]) -> str:
 
 def main(words: list[str]) -> int:
     """Print the arguments or the table."""
-    if words[:1] == ["--table"]:
+    if len(words) == 2 and words[0] == "--table":
         print(table(Path(words[1])))
         print(not_run(Path(words[1])), end="")
-    else:
+    elif len(words) == 2 and words[1] in ("v1", "v2"):
         print("\n".join(arguments(*words)))
+    else:
+        print(__doc__, file=sys.stderr)
+        return 2
     return 0
 
 

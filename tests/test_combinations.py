@@ -135,3 +135,11 @@ def test_an_import_under_type_checking_does_not_count(
     (tmp_path / "t/test_typed.py").write_text("if TYPE_CHECKING:\n    import vllm\n")
     (tmp_path / "t/test_name.py").write_text("import vllm_like\n")
     assert [path.name for path in files_that_import("vllm", "t")] == ["test_far.py"]
+
+
+@pytest.mark.parametrize("words", [[], ["0.33"], ["0.33", "v3"], ["--table"]])
+def test_wrong_arguments_get_the_usage(
+    words: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert combinations.main(words) == 2
+    assert "python -m tests.combinations 0.33 v2" in capsys.readouterr().err

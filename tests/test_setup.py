@@ -431,3 +431,37 @@ def test_programs_that_were_unpacked_are_found_by_every_command(checkout: Path) 
     )
     assert found.stdout == f"{checkout}/.venv/extras/lib:/already/there\n"
     assert "\nuse_extras\n" in (ROOT / "run").read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ("setup everything", "setup does not take 'everything'"),
+        ("check --vllm 0.33", "check does not take '--vllm'"),
+        ("setup --vllm", "--vllm takes a version such as 0.33 or 0.33.0, not ''"),
+        (
+            "test --vllm --runner v2",
+            "--vllm takes a version such as 0.33 or 0.33.0, not '--runner'",
+        ),
+        ("test --vllm=main", "--vllm takes a version such as 0.33 or 0.33.0, not 'main'"),
+        ("test --runner v3", "--runner takes v1 or v2, not 'v3'"),
+        ("tests", "unknown command 'tests'"),
+    ],
+)
+def test_wrong_arguments_are_refused_before_anything_is_installed(
+    checkout: Path, words: str, message: str
+) -> None:
+    python = str(checkout / "bin/python")  # makes no environment
+    done = bash(checkout, f"./run {words}", PYTHON=python, KVTIERS_NO_UV="1")
+    assert done.returncode == 2
+    assert f"run: {message}\n" in done.stderr
+    assert not (checkout / ".venv").exists()
+
+
+@pytest.mark.parametrize("command", ["setup", "check"])
+def test_asking_for_help_installs_nothing(checkout: Path, command: str) -> None:
+    python = str(checkout / "bin/python")  # makes no environment
+    done = bash(checkout, f"./run {command} --help", PYTHON=python, KVTIERS_NO_UV="1")
+    assert done.returncode == 0
+    assert "usage: ./run COMMAND" in done.stdout
+    assert not (checkout / ".venv").exists()
