@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from offload.cli import INTERRUPTED
-from offload.cli.model_names import wrong_name, wrong_path
+from offload.cli.model_names import flag_values, wrong_name, wrong_path
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -39,7 +39,10 @@ def doctor(
     """
     from offload.admin.doctor import EXIT_CODES, to_json, to_text
 
-    report = refused_early(model, context.args) or ask_vllm(model, context.args)
+    report = refused_early(model, context.args)
+    if report is None:
+        _say_what_is_wrong(context.args)
+        report = ask_vllm(model, context.args)
     print(json.dumps(to_json(report)) if as_json else to_text(report))
     raise typer.Exit(EXIT_CODES[report.verdict])
 
@@ -57,6 +60,27 @@ def refused_early(model: str, flags: list[str]) -> Report | None:
     what, fix = wrong
     fixes = [fix[0].lower() + fix[1:]]
     return refusal(model, ModelVerdict.UNKNOWN_MODEL, f"{model} {what}", fixes)
+
+
+def _say_what_is_wrong(flags: list[str]) -> None:
+    """Name the problems of --kv-transfer-config at once. The report repeats them below the model's
+    geometry, for which vLLM needs a quarter of a minute."""
+    from offload.config.kv_transfer_config import check_transfer
+    from offload.errors import ConfigError
+
+    for text in flag_values(flags, "--kv-transfer-config"):
+        try:
+            transfer = json.loads(text)
+            if isinstance(transfer, dict):
+                check_transfer(transfer)
+        except ConfigError as error:
+            lines = [str(problem) for problem in error.problems]
+        except ValueError as error:
+            lines = [f"--kv-transfer-config: is not JSON: {error}"]
+        else:
+            continue
+        for line in lines:
+            print(f"kvtiers doctor: {line}", file=sys.stderr, flush=True)
 
 
 def ask_vllm(model: str, flags: list[str]) -> Report:

@@ -29,6 +29,16 @@ def has_flag(flags: list[str], name: str) -> bool:
     return name in heads
 
 
+def flag_values(flags: list[str], name: str) -> list[str]:
+    """The values of a flag in ``--a-b x`` or ``--a_b=x``; not those of single fields."""
+    found = []
+    for flag, following in zip(flags, [*flags[1:], ""], strict=True):
+        head, is_joined, value = flag.partition("=")
+        if head.replace("_", "-") == name:
+            found.append(value if is_joined else following)
+    return found
+
+
 def wrong_path(model: str, flags: list[str]) -> tuple[str, str] | None:
     """Say why there is no model at this path, and what to do. ``None`` for a name on the hub."""
     path = Path(model)

@@ -87,7 +87,7 @@ def plan(
     lifetime = problems.size("--endurance", endurance)
     machine = Machine(
         cpu_bytes=problems.size("--cpu", cpu, is_positive=True),
-        disk_bytes=problems.size("--disk", disk),
+        disk_bytes=_disk_size(problems, disk),
         link_bytes_per_s=problems.size("--link", link),
         disk_bytes_per_s=problems.size("--disk-read", disk_read),
         prefill_tokens_per_s=prefill_tokens_per_s,
@@ -124,6 +124,21 @@ def _check(problems: Problems, model: str, given: str, flags: list[str], cpu: st
     elif model:
         known = [option for parameter in _parameters() for option in parameter.opts]
         check_spelling(problems, "plan", known, flags)
+
+
+def _disk_size(problems: Problems, text: str) -> int:
+    """The size of the disk tier, which must be larger than its smallest index. Whether records of
+    the model fit beside it is known only when the model is."""
+    from tiers.lmdb.files import payload_capacity_bytes
+
+    found = problems.size("--disk", text)
+    try:
+        if found > 0:
+            payload_capacity_bytes(found, record_bytes=found)
+    except ValueError as error:
+        what, _, fix = str(error).partition(". ")
+        problems.add("--disk", f'{what} (got "{text}")', f"{fix}.")
+    return found
 
 
 def _parameters() -> list[Any]:
@@ -192,12 +207,27 @@ def _work_out(
         trace = requests
     block_tokens = trace.block_tokens if trace else size.chunk_tokens
     try:
+        _check_tiers(size, machine, block_tokens)
         simulated = _simulate(trace, size, machine, policy, disk_policy) if trace else None
         return make_plan(size, machine, block_tokens, simulated)
-    except ValueError as error:  # the text already begins with the CPU tier's name
+    except ValueError as error:  # the text may already begin with the option's name
         text = str(error)
         where = "" if text.startswith("--") else f"--disk {size_text(machine.disk_bytes)}: "
         give_up("plan", f"{where}{text}")
+
+
+def _check_tiers(size: ModelSize, machine: Machine, block_tokens: int) -> None:
+    """Raise ``ValueError`` if a tier would always be empty."""
+    from offload.admin.capacity_plan import capacity_blocks
+
+    given = {"--cpu": machine.cpu_bytes, "--disk": machine.disk_bytes}
+    for (name, given_bytes), blocks in zip(
+        given.items(), capacity_blocks(size, machine, block_tokens), strict=True
+    ):
+        if given_bytes and not blocks:
+            what = f"holds no block of {block_tokens} tokens"
+            needed = size_text(size.token_bytes * block_tokens)
+            raise ValueError(f"{name} {size_text(given_bytes)} {what} ({needed}). Give more")
 
 
 def _simulate(
@@ -210,8 +240,6 @@ def _simulate(
     from policies.simulation.two_tiers import simulate_two
 
     cpu, disk = capacity_blocks(size, machine, trace.block_tokens)
-    if not cpu:
-        raise ValueError(f"--cpu holds no block of {trace.block_tokens} tokens. Give more")
     upper = make_policy(parse_spec(policy))
     with progress_bar(is_bytes=False) as bar:
         task = bar.add_task("simulated requests", total=len(trace.requests))

@@ -40,6 +40,7 @@ BAD: list[tuple[int, str, str]] = [
     (3, "plan /no/such/model --cpu 1GiB", "MODEL /no/such/model: "),
     (2, "plan", "--cpu: is required"),
     (2, "plan m --cpu 1GiB --dsik 1TiB", "Did you mean --disk?"),
+    (2, "plan ./llama --cpu 1GiB --disk 10", "--disk: a capacity of 10 bytes leaves no room for"),
     (2, "plan --token-bytes x --cpu 1GiB", "--token-bytes: is not a size"),
     (2, "plan --token-bytes 1KiB --cpu 1GiB --mix user=3", '--mix: has "user=3"'),
     (2, "plan --token-bytes 1KiB --cpu 1GiB --trace /no/such", "--trace: cannot be read"),
@@ -80,6 +81,8 @@ print(json.dumps({"found": found, "imported": sorted({"torch", "vllm"} & sys.mod
 
 def test_forty_bad_inputs(tmp_path: Path) -> None:
     assert len({line for _, line, _ in BAD}) >= 40
+    (tmp_path / "llama").mkdir()
+    (tmp_path / "llama/config.json").write_text("{}")  # so that vLLM would be queried about it
     done = subprocess.run(
         [sys.executable, "-c", PROGRAM],
         input=json.dumps([line for _, line, _ in BAD]),

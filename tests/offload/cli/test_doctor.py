@@ -297,6 +297,31 @@ def test_every_problem_of_the_configuration_is_listed(tmp_path):
     assert report["groups"], "the geometry is shown all the same"
 
 
+@pytest.mark.parametrize(
+    ("name", "text", "words"),
+    [
+        ("--kv-transfer-config", json.dumps(transfer({"tires": []})), "$.tires: unknown option"),
+        ("--kv_transfer_config", "{", "--kv-transfer-config: is not JSON: "),
+    ],
+)
+@pytest.mark.parametrize("joined", [False, True])
+def test_a_wrong_configuration_is_reported_before_vllm_is_queried(
+    name, text, words, joined, tmp_path, monkeypatch
+):
+    def ask_vllm(*_):
+        raise SystemExit(99)
+
+    monkeypatch.setattr("offload.cli.doctor.ask_vllm", ask_vllm)
+    folder = FAMILIES["llama"].make(tmp_path / "llama")
+    flags = [f"{name}={text}"] if joined else ["--port", "8000", name, text]
+    result = CliRunner().invoke(app, ["doctor", str(folder), *flags])
+    assert result.exit_code == 99
+    assert result.stderr.startswith(f"kvtiers doctor: {words}")
+    assert result.stdout == ""
+    right = json.dumps(transfer({}))
+    assert CliRunner().invoke(app, ["doctor", str(folder), name, right]).stderr == ""
+
+
 def test_a_missing_model_is_reported(tmp_path):
     code, report = ask(tmp_path / "nothing")
     assert code == 3

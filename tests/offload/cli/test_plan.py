@@ -226,15 +226,18 @@ def test_bad_input_is_reported(words: list[str], texts: list[str]) -> None:
         assert text in result.err
 
 
-def test_a_tier_that_is_too_small_is_reported() -> None:
-    sizes = ["--token-bytes", "1MiB", "--mix", "users=1"]
+@pytest.mark.parametrize("requests", [[], ["--mix", "users=1"]])
+def test_a_tier_that_is_too_small_is_reported(requests: list[str]) -> None:
+    sizes = ["--token-bytes", "1MiB", *requests]
     result = kvtiers("plan", *sizes, "--cpu", "3MiB")
-    assert result.code == 1
-    assert "holds no block of 16 tokens" in result.err
-    result = kvtiers("plan", *sizes, "--cpu", "1GiB", "--disk", "1MiB")
-    assert result.code == 1
-    assert "--disk 1MiB: " in result.err
-    assert "leaves no room for records" in result.err
+    assert (result.code, result.out) == (1, "")
+    assert "--cpu 3MiB holds no block of 16 tokens (16MiB). Give more" in result.err
+    result = kvtiers("plan", *sizes, "--cpu", "1GiB", "--disk", "16MiB")
+    assert (result.code, result.out) == (1, "")
+    assert "--disk 16MiB holds no block of 16 tokens (16MiB). Give more" in result.err
+
+
+def test_a_model_that_does_not_exist_is_reported() -> None:
     result = kvtiers("plan", "/no/such/model", "--cpu", "1GiB")
     assert (result.code, result.out) == (3, "")
     assert "MODEL /no/such/model: /no/such/model does not exist" in result.err
