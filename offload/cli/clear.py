@@ -135,7 +135,7 @@ def _print_plan(removals: list[Removal]) -> None:
     from policies.simulation.tables import FittingTable
 
     if not removals:
-        print("nothing fits")
+        print("nothing matches these options")
         return
     headings = ("namespace", "model", "what", "size", "last used", "in use by")
     table = FittingTable(headings, right=("size", "last used"))

@@ -217,6 +217,14 @@ def screen() -> Console:
     return found if found.is_terminal else Console(width=FILES_WIDTH, highlight=False)
 
 
+def print_line(out: Console, text: str, style: str = "") -> None:
+    """Print text, on a terminal broken between words; a word that fits on no line, such as a long
+    path, stays whole."""
+    fits = all(len(word) <= out.width for word in text.split())
+    is_broken = out.is_terminal and fits
+    out.print(text, style=style, markup=False, soft_wrap=not is_broken)
+
+
 def progress_bar(*, is_bytes: bool) -> Progress:
     """A progress bar on stderr if that is a terminal, with bytes per second or with a count."""
     from rich.console import Console

@@ -15,6 +15,7 @@ from offload.cli.common import (
     guarded_work,
     make_app,
     print_json,
+    print_line,
     progress_bar,
     screen,
 )
@@ -104,32 +105,27 @@ def _hits(address: str) -> list[TierHits]:
 
 
 def _print(namespaces: list[NamespaceSummary], hits: list[TierHits]) -> None:
-    from rich.markup import escape
-
     out = screen()
     for namespace in namespaces:
-        out.print(
-            f"[bold]{namespace.name or 'one tier'}[/bold]  {escape(_about(namespace))}",
-            soft_wrap=True,
-        )
+        print_line(out, f"{namespace.name or 'one tier'}  {_about(namespace)}", style="bold")
         for path, here, newest in namespace.differs:
             line = f"  differs from the namespace used last: {path} is {here}, not {newest}"
-            out.print(line, markup=False, soft_wrap=True)
+            print_line(out, line)
         out.print(_table(namespace.ranks))
         for summary in namespace.ranks:
             aside = f"{size_text(summary.aside_bytes)} were moved aside as damaged"
             remarks = (summary.problem, summary.remark, aside if summary.aside_bytes else "")
             for text in filter(None, remarks):
                 line = f"  replica {summary.replica} rank {summary.rank}: {text}"
-                out.print(line, markup=False, soft_wrap=True)
+                print_line(out, line)
     for tier in hits:
         line = (
             f"server: {tier.name}: {tier.hit_tokens:,.0f} tokens hit, "
             f"{tier.loaded_tokens:,.0f} loaded, {tier.missed_tokens:,.0f} missed"
         )
-        out.print(line, markup=False, soft_wrap=True)
+        print_line(out, line)
     if not hits:
-        out.print(NO_HITS, style="dim", soft_wrap=True)
+        print_line(out, NO_HITS, style="dim")
 
 
 def _about(namespace: NamespaceSummary) -> str:

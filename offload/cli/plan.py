@@ -14,6 +14,7 @@ from offload.cli.common import (
     give_up,
     make_app,
     print_json,
+    print_line,
     progress_bar,
     screen,
 )
@@ -33,8 +34,8 @@ YEARS = 5.0
 MixText = Annotated[
     str,
     typer.Option(
-        help="Requests without a trace: users=200,turns=6,system=1000,prompt=300,answer=400,"
-        "gap=90,hours=4"
+        help="Requests without a trace, joined by commas: users=200 turns=6 system=1000 "
+        "prompt=300 answer=400 gap=90 hours=4"
     ),
 ]
 Prefill = Annotated[
@@ -283,7 +284,7 @@ def _print(found: Plan) -> None:
         )
     out.print(table)
     for line in _lines(found):
-        out.print(line, markup=False, soft_wrap=True)
+        print_line(out, line)
 
 
 def _lines(found: Plan) -> list[str]:

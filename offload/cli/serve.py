@@ -97,13 +97,12 @@ def flags_to_add(
         _say_unused(environment)
         return []
     wanted = tiers_wanted(cpu, disks, environment, problems)
-    if problems:
-        return []
-    try:
-        transfer = transfer_config(wanted.extra)
-        check_transfer(transfer, Patience(_say))
+    transfer = transfer_config(wanted.extra)
+    try:  # do not wait for the folders of a server that will not start
+        check_transfer(transfer, None if problems else Patience(_say))
     except ConfigError as error:
         problems += [_named(problem, wanted.sources) for problem in error.problems]
+    if problems:
         return []
     hashing = [] if has_flag(flags, HASH) or has_flag(flags, FILE) else [HASH, STABLE_HASH]
     return [TRANSFER, json.dumps(transfer), *hashing]
@@ -130,13 +129,15 @@ def tiers_wanted(
         wanted.sources["$.cpu.capacity"] = name
     name = "--kv-disk" if disks else DISK_VARIABLE
     texts = disks or [text for text in environment.get(DISK_VARIABLE, "").split(",") if text]
-    tiers = []
-    for number, text in enumerate(texts):
+    tiers: list[dict[str, str]] = []
+    for text in texts:
         path, colon, capacity = text.rpartition(":")
         if not (path and colon and capacity):
             problems.add(name, f'must be PATH:SIZE (got "{text}")', "Write /data/kv:200GiB.")
-        tiers.append({"type": "lmdb", "path": path, "capacity": capacity})
-        wanted.sources |= {f"$.tiers[{number}].{key}": f"{name} {text}" for key in tiers[-1]}
+            continue
+        tier = {"type": "lmdb", "path": path, "capacity": capacity}
+        wanted.sources |= {f"$.tiers[{len(tiers)}].{key}": f"{name} {text}" for key in tier}
+        tiers.append(tier)
     if tiers:
         wanted.extra["tiers"] = tiers
     return wanted

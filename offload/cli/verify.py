@@ -14,6 +14,7 @@ from offload.cli.common import (
     guarded_work,
     make_app,
     print_json,
+    print_line,
     progress_bar,
     screen,
 )
@@ -148,7 +149,7 @@ def _print(results: list[VerifyResult], problems: list[str]) -> None:
     lines = [line for result in results for line in _remarks(result)] + problems
     lines += [line for result in results for line in _damaged(result)]
     for line in lines[:LINES_MAX]:
-        out.print(line, markup=False, soft_wrap=True)
+        print_line(out, line)
     if len(lines) > LINES_MAX:
         out.print(f"and {len(lines) - LINES_MAX:,} more lines (--json has everything)")
 

@@ -129,7 +129,7 @@ def test_clear_records_by_age(tmp_path: Path, kind: str) -> None:
     else:
         assert {p.name for p in folder.glob("epoch-0/*")} == {record_name(key) for key in kept}
     assert kvtiers("verify", tmp_path, "--json").json["stores"][0]["good"] == 6
-    assert "nothing fits" in clear(tmp_path, "--unused-for", "1d").out
+    assert "nothing matches these options" in clear(tmp_path, "--unused-for", "1d").out
 
 
 def test_records_of_unknown_age_stay(tmp_path: Path) -> None:
@@ -139,7 +139,7 @@ def test_records_of_unknown_age_stay(tmp_path: Path) -> None:
     edits = {key: with_use(value, 7) for key, value in values.items()}
     index.apply(Changes(edits=dict(edits)))
     index.close()
-    assert "nothing fits" in clear(tmp_path, "--unused-for", "1d").out
+    assert "nothing matches these options" in clear(tmp_path, "--unused-for", "1d").out
 
 
 def test_clear_beside_a_writer(root: Path) -> None:

@@ -18,6 +18,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from rich.console import Console
 
 from demo.tiny_model import make_llama
 from offload.cli import app
@@ -25,7 +26,7 @@ from offload.namespaces.manifest import Namespace
 from offload.requests.miss_reasons import LoggedRequest
 from policies.simulation.trace import TraceWriter
 from tests.models.inspection import inspect_models_here
-from tests.offload.cli.stores import FIELDS, OTHER, ROOT, kvtiers, make_store
+from tests.offload.cli.stores import FIELDS, OTHER, ROOT, kvtiers, make_store, writer
 from tests.offload.cli.test_plan import alternating
 from tests.offload.cli.test_top import Server, serving
 from tests.patience import PATIENCE_S
@@ -132,6 +133,52 @@ def test_a_command_of_a_guide_runs(
     else:
         assert program == "kvtiers", "a command that this test cannot run"
         run_kvtiers(line, tmp_path, model)
+
+
+def sample_after(command: str) -> list[str]:
+    """The lines of the output that the guide on operating shows after a command."""
+    after = PAGES["operate.md"].partition(f"\n$ {command}")[2].split("```\n")
+    return [line.rstrip() for line in after[2].splitlines()]
+
+
+def on_80_columns(monkeypatch: pytest.MonkeyPatch, module: str, *words: object) -> list[str]:
+    """The output of a command on a terminal of 80 columns, without colours."""
+    terminal = Console(width=80, force_terminal=True, color_system=None, highlight=False)
+    monkeypatch.setattr(f"offload.cli.{module}.screen", lambda: terminal)
+    result = kvtiers(*words)
+    assert result.code == 0, result.err
+    return [line.rstrip() for line in result.out.splitlines()]
+
+
+def test_samples_fit_80_columns() -> None:
+    blocks = [text for kind, text in BLOCK.findall(PAGES["operate.md"]) if not kind]
+    lines = [line for text in blocks for line in text.splitlines()]
+    assert len(lines) > 40
+    assert [line for line in lines if len(line) > 80] == []
+
+
+@pytest.mark.thorough
+def test_the_sample_of_plan_is_its_output(monkeypatch: pytest.MonkeyPatch) -> None:
+    [command] = [c for c in commands_in(PAGES["operate.md"]) if c.startswith("kvtiers plan --tok")]
+    shown = on_80_columns(monkeypatch, "plan", *command.split()[1:])
+    assert shown == sample_after(command)
+
+
+@pytest.mark.thorough
+def test_the_sample_of_inspect_has_the_lines_of_its_output(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    make_store(tmp_path, range(20))
+    with writer(tmp_path, records=20) as server:
+        shown = on_80_columns(monkeypatch, "inspect", "inspect", tmp_path)
+        server.stop()
+    sample = sample_after("kvtiers inspect /var/cache/kv")
+    assert [line.split("  ")[0] for line in shown[2:]] == [
+        line.split("  ")[0] for line in sample[2:]
+    ]
+    for lines in (shown, sample):
+        assert lines[0].startswith(f"{Namespace.of(FIELDS).name}  tiny/llama, ")
+        assert lines[1].startswith("in use by pid ")
 
 
 def run_program(words: list[str]) -> None:

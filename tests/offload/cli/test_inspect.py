@@ -189,12 +189,14 @@ def test_help_does_not_import_the_heavy_parts() -> None:
     assert out == "[]\n"
 
 
-def test_no_command_imports_torch_or_vllm_to_show_its_help() -> None:
+def test_the_help_of_commands_is_whole_in_80_columns_and_imports_neither_torch_nor_vllm() -> None:
     code = (
         "import sys; from typer.testing import CliRunner; from offload.cli import COMMANDS, app\n"
         "for name in set(COMMANDS) - {'bench'}:\n"
-        "    result = CliRunner().invoke(app, [name, '--help'])\n"
+        "    result = CliRunner().invoke(app, [name, '--help'], env={'TERMINAL_WIDTH': '80'})\n"
         "    assert result.exit_code == 0, (name, result.output)\n"
+        "    assert max(map(len, result.output.splitlines())) <= 80, name\n"
+        "    assert '\u2026' not in result.output, (name, result.output)\n"
         "print([n for n in ('torch', 'vllm') if n in sys.modules])"
     )
     command = [sys.executable, "-c", code]

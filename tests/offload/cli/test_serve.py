@@ -111,6 +111,10 @@ def test_all_spellings_of_vllm_flags_are_recognised() -> None:
         (["--kv-cpu", "8G"], ["--kv-cpu: has an ambiguous unit"]),
         (["--kv-cpu", "900TiB"], ["--kv-cpu: 900TiB does not fit into the memory limit"]),
         (["--kv-disk", "/data"], ['--kv-disk: must be PATH:SIZE (got "/data"). Write /data/kv']),
+        (
+            ["--kv-cpu", "8G", "--kv-disk", "/data", "--kv-disk", "kv:1GiB"],
+            ["3 problems", "--kv-cpu: has an", "--kv-disk: must be PATH:SIZE", "kv:1GiB: must be"],
+        ),
         (["--kv-disk", "kv:1GiB"], ["--kv-disk kv:1GiB: must be absolute"]),
         (["--kv-disk", "/proc/kv:1GiB"], ["--kv-disk /proc/kv:1GiB: "]),
         (["--kv-disk", "/tmp/k:9EiB", "--kv-cpu", "x"], ["2 problems", "--kv-cpu: is not a size"]),

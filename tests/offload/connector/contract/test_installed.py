@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import json
 import logging
+import re
 import subprocess
 import sys
 from functools import cache
@@ -25,7 +26,8 @@ from offload.connector.plugin import end_if_wrong
 from offload.connector.startup import ServerSetup
 from tests.offload.connector.contract.sources import Edited
 
-COMPAT = Path(__file__).resolve().parents[4] / "offload/connector/compat"
+ROOT = Path(__file__).resolve().parents[4]
+COMPAT = ROOT / "offload/connector/compat"
 BASE = "vllm/distributed/kv_transfer/kv_connector/v1/base.py"
 MIXIN = "vllm/v1/worker/kv_connector_model_runner_mixin.py"
 V1, V2 = "vllm/v1/worker/gpu_model_runner.py", "vllm/v1/worker/gpu/kv_connector.py"
@@ -324,3 +326,20 @@ def test_the_command_reports_what_it_cannot_read(capsys: pytest.CaptureFixture[s
     assert "there is no such file" in capsys.readouterr().err
     assert main(["installed", "--against", "0.1"]) == UNREADABLE
     assert "no contract of vLLM 0.1 is kept" in capsys.readouterr().err
+
+
+def test_the_page_on_versions_shows_a_true_comparison() -> None:
+    """The number of facts, and differences between two kept contracts. The whole output needs the
+    wheel of 0.31."""
+    page = (ROOT / "docs/versions.md").read_text(encoding="utf-8")
+    shown = re.findall(r"^vLLM (\S+) \(.*\), compared with (\S+): (\d+) things", page, re.M)
+    [(version, against, count)] = shown
+    before, now = load(minor_of(against)), load(minor_of(version))
+    assert int(count) == len(before.facts)
+    gone = re.findall(r"^(?:STOPS |breaks) (\S+): is gone\n +(\S+):\d+$", page, re.M)
+    assert gone
+    for name, place in gone:
+        keys = [key for key in before.facts if key.endswith(name)]
+        assert keys, name
+        assert not [key for key in keys if now.facts.get(key) is not None], name
+        assert (ROOT / place).is_file()
