@@ -180,3 +180,17 @@ def test_no_command_asks_vllm_about_a_folder_without_a_model(
     assert result.code == (2 if command.startswith("serve") else 3)
     assert NO_CONFIG in result.out + result.err
     assert "ive a folder with a config.json" in result.out + result.err
+
+
+@pytest.mark.parametrize(
+    ("flags", "values"),
+    [
+        ([], []),
+        (["--port", "1"], []),
+        (["--kv-a"], []),
+        (["--kv-a", "x", "--port", "1", "--kv_a=y=z"], ["x", "y=z"]),
+        (["--kv-a.b", "x"], []),
+    ],
+)
+def test_the_values_of_a_flag(flags: list[str], values: list[str]) -> None:
+    assert model_names.flag_values(flags, "--kv-a") == values
