@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import math
 import os
 import random
 import shutil
@@ -36,6 +37,10 @@ from bench.serve_numbers import CONFIDENCE, interval, ratios_of
 from bench.serve_systems import BLOCK_TOKENS, MODELS, SYSTEMS, Room, Start
 from bench.slow_disk import SlowDisk, SlowDiskError
 from demo.tiny_model import BYTE_TOKENS, make_llama
+from policies.registry import make_policy
+from policies.simulation.simulator import FlopModel, Infos, SimTier
+from policies.simulation.timing import Speeds, simulate_timed
+from policies.simulation.trace import Request, Trace
 
 Prompts = list[list[int]]
 PLAIN = "nothing stored"
@@ -97,6 +102,7 @@ def run(config: Config, progress: Progress) -> Report:
         shutil.rmtree(root, ignore_errors=True)
     report.rows += rows(config, batches)
     report.notes += verdicts(config, batches)
+    report.notes += predictions(config, batches)
     return report
 
 
@@ -284,6 +290,69 @@ def verdicts(config: Config, batches: Mapping[str, Sequence[Batch]]) -> list[str
     return notes
 
 
+def predictions(config: Config, batches: Mapping[str, Sequence[Batch]]) -> list[str]:
+    """What ``kvtiers simulate --timing`` predicts for the ratios that ``verdicts`` measured.
+
+    Its speeds are those of the world with nothing stored and the disk's limit; without a limit
+    nothing is predicted.
+    """
+    if not config.disk_mb_s:
+        return []
+    speeds = measured_speeds(config, batches[PLAIN])
+    host = _predict(config, speeds, cpu_share=1.0, look_ahead=0.0)
+    disk = _predict(config, speeds, config.cpu_share, look_ahead=0.0)
+    ahead = _predict(config, speeds, config.cpu_share, config.look_ahead)
+    found = []
+    for name, key in (("TTFT mean", "ttft_mean_s"), ("total", "total_s")):
+        measure = MEASURES[name]
+        off = median(ratios_of(measure, batches[AHEAD], batches[DISK]))
+        near = median(ratios_of(measure, batches[AHEAD], batches[HOST]))
+        found.append(
+            f"simulate --timing predicts for {name} with look-ahead {ahead[key] / disk[key]:.3f} "
+            f"of that without (measured {off:.3f}) and {ahead[key] / host[key]:.3f} of that with "
+            f"all in the CPU tier (measured {near:.3f})"
+        )
+    return found
+
+
+def measured_speeds(config: Config, plain: Sequence[Batch]) -> Speeds:
+    """The engine's speeds for the simulator, from the batches with nothing stored. The prompts that
+    run at a time are computed together and then answered together, again and again."""
+    turns = math.ceil(config.prompts / config.in_flight)
+    first = median([sorted(batch.ttft_s)[config.in_flight - 1] for batch in plain])
+    answer = median([batch.seconds for batch in plain]) / turns - first
+    token_bytes = MODELS[config.model].kv_bytes_per_token
+    return Speeds(
+        prefill=config.in_flight * config.size / first,
+        decode=max(1, config.output_tokens - 1) / max(answer, 1e-6),
+        read=config.disk_mb_s * 1e6 / token_bytes,
+        in_flight=config.in_flight,
+    )
+
+
+def _predict(
+    config: Config, speeds: Speeds, cpu_share: float, look_ahead: float
+) -> Mapping[str, float]:
+    """Simulate one world: a CPU tier that holds the share ``cpu_share`` of all prompts, over a disk
+    that holds them all. All of them are in the CPU tier if it has the space."""
+    chunks = config.restorable // BLOCK_TOKENS
+    requests = [
+        Request(0.0, config.size, ((chunks * number, chunks),), config.output_tokens)
+        for number in range(config.prompts)
+    ]
+    everything = config.prompts * chunks
+    upper = SimTier(make_policy("lru"), max(1, int(cpu_share * everything)))
+    lower = SimTier(make_policy("lru"), 2 * everything)
+    infos = Infos(BLOCK_TOKENS, FlopModel())
+    for request in requests:
+        stored = [infos.plain(depth) for depth in range(chunks)]
+        lower.insert(request.blocks(), stored)
+        if cpu_share >= 1:
+            upper.insert(request.blocks(), stored)
+    trace = Trace("backlog", BLOCK_TOKENS, requests)
+    return simulate_timed(trace, upper, lower, speeds, look_ahead=look_ahead).extra
+
+
 def _notes(config: Config) -> list[str]:
     rate = f"{config.disk_mb_s:g} MB/s by the kernel" if config.disk_mb_s else "nothing"
     return [
@@ -363,5 +432,5 @@ def register(app: typer.Typer) -> None:
             command="python -m bench " + " ".join(sys.argv[1:]),
             as_json=as_json,
             keep=keep,
-            name="backlog",
+            name=f"backlog-of-{prompts}-prompts-of-{size}-tokens",
         )

@@ -3,6 +3,7 @@ kernel's limit on reads."""
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import signal
 import subprocess
@@ -18,7 +19,9 @@ from bench import backlog, slow_disk
 from bench.backlog import AHEAD, DISK, HOST, PLAIN, Config
 from bench.report import Chart, save
 from bench.serve_engine import Batch, Engine
+from bench.serve_systems import MODELS
 from bench.slow_disk import SlowDisk, SlowDiskError
+from policies.simulation.timing import Speeds
 
 
 @pytest.mark.thorough
@@ -100,6 +103,28 @@ def test_a_world_without_its_hits_is_named() -> None:
     notes = backlog.verdicts(Config(), _batches(FAST, restored=SHARE / 2))
     wrong = [note.split(":")[1].strip() for note in notes if note.startswith("INVALID")]
     assert wrong == [HOST, DISK, AHEAD]
+
+
+def test_the_simulation_is_given_measured_speeds() -> None:
+    """Two at a time, of 96 tokens each: 2 s to compute both, 3 s for the other 30 tokens."""
+    config = Config(4, 96, 2, 31, disk_mb_s=16.384, model="small")
+    plain = Batch(10.0, (2.0, 2.0, 7.0, 7.0), 384, 124, {})
+    speeds = backlog.measured_speeds(config, [plain])
+    token_bytes = MODELS["small"].kv_bytes_per_token
+    assert speeds == Speeds(prefill=96, decode=10, read=16.384e6 / token_bytes, in_flight=2)
+
+
+def test_predictions_stand_beside_measurements() -> None:
+    """The disk reads a prompt in 1 s and an answer takes 3 s, in each of two places. Without
+    look-ahead a place alternates between the two; with it only the first two prompts wait."""
+    config = Config(8, 97, 2, 31, disk_mb_s=3 * 32 * 16384 / 1e6)
+    plain = Batch(20.0, (2.0,) * 2 + (7.0,) * 2 + (12.0,) * 2 + (17.0,) * 2, 776, 248, {})
+    mean, total = backlog.predictions(config, _batches(FAST) | {PLAIN: [plain]})
+    assert "of that without (measured 0.550)" in mean
+    ratio = float(total.split("look-ahead ")[1].split(" ")[0])
+    without, with_it = 1 + 4 * (1 + 3), 2 + 4 * 3
+    assert ratio == pytest.approx(with_it / without, rel=0.02)
+    assert backlog.predictions(dataclasses.replace(config, disk_mb_s=0), {}) == []
 
 
 def test_a_kernel_that_cannot_slow_the_disk_gives_the_reason(
