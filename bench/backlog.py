@@ -278,6 +278,12 @@ def verdicts(config: Config, batches: Mapping[str, Sequence[Batch]]) -> list[str
             f"{low:.3f} to {high:.3f}), lower in {better} of {len(off)} rounds; {host:.3f} of that "
             f"with all in the CPU tier (goal {GOAL}: {'met' if host <= GOAL else 'MISSED'})"
         )
+    if config.disk_mb_s:
+        notes.append(
+            f"No order of reads gets the mean TTFT much below {least_ttft(config, batches):.3f} of "
+            "that with all in the CPU tier: the prompts that run first wait until they have been "
+            "read, one after the other, and all others queue behind them."
+        )
     for world in (world for world in WORLDS if world in batches):
         mine = batches[world]
         wanted = 0.0 if world == PLAIN else config.restorable / config.size
@@ -288,6 +294,18 @@ def verdicts(config: Config, batches: Mapping[str, Sequence[Batch]]) -> list[str
                 f"{median(wrong):.2f} instead of {wanted:.2f}"
             )
     return notes
+
+
+def least_ttft(config: Config, batches: Mapping[str, Sequence[Batch]]) -> float:
+    """The mean TTFT if only the first reads delay anybody, as a ratio to all in the CPU tier.
+
+    The first of the ``in_flight`` places begins when one prompt has been read, the second when two
+    have, and so on; the requests that follow in a place are as late as its first one.
+    """
+    seconds = config.prompt_bytes / (config.disk_mb_s * 1e6)
+    places = min(config.in_flight, config.prompts)
+    delay = seconds * (places + 1) / 2
+    return 1 + delay / median([mean_ttft(batch) for batch in batches[HOST]])
 
 
 def predictions(config: Config, batches: Mapping[str, Sequence[Batch]]) -> list[str]:
