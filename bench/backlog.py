@@ -309,7 +309,7 @@ def least_ttft(config: Config, batches: Mapping[str, Sequence[Batch]]) -> float:
 
 
 def predictions(config: Config, batches: Mapping[str, Sequence[Batch]]) -> list[str]:
-    """What ``kvtiers simulate --timing`` predicts for the ratios that ``verdicts`` measured.
+    """Predict the ratios that ``verdicts`` measured, as ``kvtiers simulate --timing`` does.
 
     Its speeds are those of the world with nothing stored and the disk's limit; without a limit
     nothing is predicted.

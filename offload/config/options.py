@@ -226,7 +226,7 @@ TOP_FIELDS = (
     Field(
         "look_ahead",
         number(0, 0.5),
-        0.0,
+        0.25,
         "Share of the CPU tier for chunks that are read from lower tiers while their requests "
         "still wait to be run; 0 turns that off.",
     ),
