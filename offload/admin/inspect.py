@@ -67,7 +67,7 @@ class NamespaceSummary:
     disk_bytes: int
     last_used_s: float
     owners: list[Owner]
-    ranks: list[RankSummary]
+    rank_folders: list[RankSummary]
     differs: list[tuple[str, str, str]] = field(default_factory=list)
 
 
@@ -164,8 +164,5 @@ def _age(use_ns: int, now_ns: int) -> str:
 
 
 def to_json(namespaces: list[NamespaceSummary]) -> list[dict[str, Any]]:
-    """Plain values. The ranks are under ``stores``, which is part of the command's interface."""
-    return [
-        {"stores" if name == "ranks" else name: value for name, value in asdict(one).items()}
-        for one in namespaces
-    ]
+    """Plain values, for ``--json``."""
+    return [asdict(one) for one in namespaces]

@@ -142,7 +142,7 @@ def _report(chosen: NamespaceFolder, file: Path, found: list[Exported], as_json:
     if as_json:
         rank_folders = [asdict(one) for one in found]
         print_json({"namespace": chosen.name, "model": chosen.model, "file": str(file),
-                    "file_bytes": file.stat().st_size, "stores": rank_folders})  # fmt: skip
+                    "file_bytes": file.stat().st_size, "rank_folders": rank_folders})  # fmt: skip
     else:
         records = sum(one.records for one in found)
         size = size_text(sum(one.payload_bytes for one in found))

@@ -113,7 +113,7 @@ def _report(source: Import, found: list[Imported], as_json: bool) -> None:
     if as_json:
         print_json({
             "namespace": source.namespace.name, "complete": complete, "problem": source.problem,
-            "lost_frames": source.damaged_frames, "stores": [one.to_json() for one in found],
+            "lost_frames": source.damaged_frames, "rank_folders": [one.to_json() for one in found],
         })  # fmt: skip
     else:
         for one in found:

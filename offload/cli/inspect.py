@@ -87,7 +87,7 @@ def inspect(
         about for namespace, about in zip(namespaces, found, strict=True) if namespace.is_served
     ]
     if any(
-        namespace.problem or any(summary.problem for summary in namespace.ranks)
+        namespace.problem or any(summary.problem for summary in namespace.rank_folders)
         for namespace in served
     ):
         raise SystemExit(1)
@@ -111,8 +111,8 @@ def _print(namespaces: list[NamespaceSummary], hits: list[TierHits]) -> None:
         for path, here, newest in namespace.differs:
             line = f"  differs from the namespace used last: {path} is {here}, not {newest}"
             print_line(out, line)
-        out.print(_table(namespace.ranks))
-        for summary in namespace.ranks:
+        out.print(_table(namespace.rank_folders))
+        for summary in namespace.rank_folders:
             aside = f"{size_text(summary.aside_bytes)} were moved aside as damaged"
             remarks = (summary.problem, summary.remark, aside if summary.aside_bytes else "")
             for text in filter(None, remarks):

@@ -75,8 +75,8 @@ def verify(
     faulty = {namespace.name: namespace.problem for namespace in namespaces if namespace.problem}
     ok = not faulty and all(result.is_ok for result in results)
     if as_json:
-        rank_folders = [result.to_json() for result in results]
-        print_json({"folder": str(folder), "ok": ok, "stores": rank_folders, "namespaces": faulty})
+        found = [result.to_json() for result in results]
+        print_json({"folder": str(folder), "ok": ok, "rank_folders": found, "namespaces": faulty})
     else:
         _print(results, [f"{folder / name}: {problem}" for name, problem in faulty.items()])
     raise SystemExit(0 if ok else 1)

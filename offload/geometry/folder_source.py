@@ -141,14 +141,14 @@ def _same_model(root: Path, namespace: Namespace) -> Iterator[tuple[str, Namespa
             yield name, other
 
 
-def _neighbour_folders(home: Path) -> Iterator[NeighbourFolder]:
+def _neighbour_folders(namespace: Path) -> Iterator[NeighbourFolder]:
     """The replicas of a namespace that contain records.
 
     A replica is left out if it is damaged, or if its weights were replaced while it ran (an odd
     epoch).
     """
-    for replica in entries(home):
-        folder = home / replica
+    for replica in entries(namespace):
+        folder = namespace / replica
         if not REPLICA.fullmatch(replica) or folder.is_symlink():
             continue
         ranks = sorted(

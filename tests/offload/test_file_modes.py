@@ -14,7 +14,7 @@ from offload.requests.request_log import RequestFile
 from offload.requests.trace_recorder import RecordedPrompt, TraceRecorder
 from offload.worker.tier_factory import make_tier
 from policies.simulation.trace_formats import read_trace
-from tests.offload.cli.stores import kvtiers, make_store
+from tests.offload.cli.rank_folders import kvtiers, make_rank_folder
 from tests.offload.worker.reopening_child import KEYS, SIZE, places
 from tiers.testing import put
 
@@ -80,7 +80,7 @@ def test_recordings_are_private(tmp_path: Path, name: str, old: str) -> None:
 
 def test_an_export_is_private(tmp_path: Path) -> None:
     root, folder = tmp_path / "kv", tmp_path / "exports"
-    make_store(root, range(3))
+    make_rank_folder(root, range(3))
     assert_private(root)
     folder.mkdir(0o700)
     assert kvtiers("export", root, folder / "blocks.kvt").code == 0

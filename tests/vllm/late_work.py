@@ -67,13 +67,13 @@ def write_late(worker: Any) -> None:
     def pre_forward(scheduled: Any, *args: Any, **options: Any) -> None:
         real.pre_forward(connector, scheduled, *args, **options)
         step["before"] = memory.clone()
-        step["stores"] = len(scheduled.kv_connector_metadata.plan.stores)
+        step["rank_folders"] = len(scheduled.kv_connector_metadata.plan.stores)
 
     def post_forward(finished: Any) -> Any:
         written = memory.clone()
         memory.copy_(step["before"])
         output = real.post_forward(connector, finished)
-        for _ in range(step["stores"]):
+        for _ in range(step["rank_folders"]):
             assert copied.acquire(timeout=PATIENCE_S), "a store was not copied"
         memory.copy_(written)
         return output

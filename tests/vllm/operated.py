@@ -6,33 +6,33 @@ from __future__ import annotations
 from pathlib import Path
 
 from demo.server import VllmServer
-from tests.offload.cli.stores import kvtiers
+from tests.offload.cli.rank_folders import kvtiers
 
 
 def operate(server: VllmServer, root: Path, export: Path) -> None:
     """Inspect the store of a running server with every command."""
     looked = kvtiers("inspect", root, "--json")
-    [home] = looked.json["namespaces"]
-    [store] = home["stores"]
+    [namespace] = looked.json["namespaces"]
+    [found] = namespace["rank_folders"]
     assert looked.code == 0
-    assert store["records"] > 0
-    assert home["model"]
-    assert store["owner_pid"] > 0
-    assert store["capacity_bytes"] > 0
-    assert store["ages"]["1h"] == store["records"]
+    assert found["records"] > 0
+    assert namespace["model"]
+    assert found["owner_pid"] > 0
+    assert found["capacity_bytes"] > 0
+    assert found["ages"]["1h"] == found["records"]
     verified = kvtiers("verify", root, "--json", "--rate", "0")
     assert (verified.code, verified.json["ok"]) == (0, True)
-    [scrubbed] = verified.json["stores"]
+    [scrubbed] = verified.json["rank_folders"]
     assert scrubbed["good"] > 0
-    assert scrubbed["owner_pid"] == store["owner_pid"]
+    assert scrubbed["owner_pid"] == found["owner_pid"]
     exported = kvtiers("export", root, export, "--json", "--overwrite")
-    assert exported.json["stores"][0]["records"] > 0
+    assert exported.json["rank_folders"][0]["records"] > 0
     refused = kvtiers("clear", root, "--all", "--yes")
     assert refused.code == 1
-    assert f"in use by pid {store['owner_pid']}" in refused.err
+    assert f"in use by pid {found['owner_pid']}" in refused.err
     refused = kvtiers("import", export, root)
     assert refused.code == 1
-    assert f"in use by pid {store['owner_pid']}" in refused.err
+    assert f"in use by pid {found['owner_pid']}" in refused.err
     seen = kvtiers("top", f"127.0.0.1:{server.port}", "--json", "--interval", "0.5").json
     tiers = {tier["name"]: tier for tier in seen["tiers"]}
     assert tiers.keys() == {"cpu", "lmdb"}

@@ -1,10 +1,9 @@
-"""A tier over stores of another geometry: it reads and translates their records and never writes
-them.
+"""A tier over records of another geometry: it reads and translates them, and never writes.
 
-``open_sources`` finds the stores when the tier opens; each source translates its records into
-payloads of this engine's geometry. Nothing is ever written, deleted or touched there: a record that
-disappears is a miss. ``ReadOnlyTier`` lists the records at its start and ignores later ones.
-``SharedReadOnlyTier`` is for stores that other engines still write to.
+``open_sources`` finds the other engines' records when the tier opens; each source translates its
+records into payloads of this engine's geometry. Nothing is ever written, deleted or touched there:
+a record that disappears is a miss. ``ReadOnlyTier`` lists the records at its start and ignores
+later ones. ``SharedReadOnlyTier`` is for sources to which other engines still write.
 
 Ownership: the sources belong to one thread of the tier, which does everything that blocks;
 everything else belongs to the event loop's thread.
@@ -105,8 +104,8 @@ class ReadOnlyTier(Tier):
             try:
                 held = source.keys()
             except Exception as error:
-                # a damaged store of another engine must not prevent the start
-                logger.warning("kvtiers: a store of another engine cannot be read: %r", error)
+                # damaged records of another engine must not prevent the start
+                logger.warning("kvtiers: records of another engine cannot be read: %r", error)
                 continue
             for key, use_ns, size in held:
                 rows.setdefault(key, (use_ns, number, size))
@@ -117,7 +116,7 @@ class ReadOnlyTier(Tier):
         return payload_bytes
 
     async def write(self, keys: Sequence[Key], buffers: Sequence[Buffer]) -> list[WriteOutcome]:
-        """Fail, because the store belongs to other engines."""
+        """Fail, because the records belong to other engines."""
         self._check_open()
         self._counts["write_attempts"] += len(keys)
         return [WriteOutcome.FAILED] * len(keys)
@@ -134,13 +133,13 @@ class ReadOnlyTier(Tier):
         self._counts["misses"] += outcomes.count(ReadOutcome.MISS)
 
     async def delete(self, keys: Sequence[Key]) -> None:
-        """Forget the keys here. The records stay in the store."""
+        """Forget the keys here. The records stay where they are."""
         self._check_open()
         for key in keys:
             self._found.pop(key, None)
 
     async def touch(self, keys: Sequence[Key]) -> None:
-        """Do nothing: the store's owner tracks recency."""
+        """Do nothing: the owner of the records tracks their recency."""
         self._check_open()
 
     async def keys(self) -> AsyncIterator[StoredKeys]:

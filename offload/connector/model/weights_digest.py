@@ -46,13 +46,13 @@ def find_model(model: str, revision: str | None, cache: str | None) -> Path | No
         return Path(model)
     if not re.fullmatch(r"[\w.\-]+(/[\w.\-]+)?", model, re.ASCII) or _is_other_hub():
         return None
-    home = Path(cache or _hub_cache()) / f"models--{model.replace('/', '--')}"
+    cached = Path(cache or _hub_cache()) / f"models--{model.replace('/', '--')}"
     wanted = revision or "main"
     try:
-        commit = (home / "refs" / wanted).read_text().strip()
+        commit = (cached / "refs" / wanted).read_text().strip()
     except (OSError, ValueError):
         commit = wanted
-    snapshot = home / "snapshots" / commit
+    snapshot = cached / "snapshots" / commit
     return snapshot if snapshot.is_dir() else None
 
 

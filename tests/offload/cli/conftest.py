@@ -10,7 +10,7 @@ import pytest
 
 
 @pytest.fixture
-def place() -> Iterator[Path]:
+def public_folder() -> Iterator[Path]:
     """A folder that every user may enter; pytest's own folders are open only to root."""
     with tempfile.TemporaryDirectory() as name:
         Path(name).chmod(0o755)

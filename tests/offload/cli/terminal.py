@@ -14,7 +14,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from tests.offload.cli.stores import ROOT
+from tests.offload.cli.rank_folders import ROOT
 from tests.patience import PATIENCE_S
 
 CTRL_C = b"\x03"

@@ -8,7 +8,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from tests.offload.cli.stores import ROOT
+from tests.offload.cli.rank_folders import ROOT
 
 BAD: list[tuple[int, str, str]] = [
     (2, "inspct kv", "No such command 'inspct'. Did you mean 'inspect'?"),
@@ -70,7 +70,7 @@ BAD: list[tuple[int, str, str]] = [
 
 PROGRAM = """
 import json, sys
-from tests.offload.cli.stores import kvtiers
+from tests.offload.cli.rank_folders import kvtiers
 found = []
 for line in json.load(sys.stdin):
     result = kvtiers(*line.split(" "))

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from offload.config.kv_transfer_config import NAME, transfer_config
-from tests.offload.cli.stores import ROOT, kvtiers
+from tests.offload.cli.rank_folders import ROOT, kvtiers
 
 GOOD = {"cpu": {"capacity": "64MiB"}}
 

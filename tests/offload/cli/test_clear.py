@@ -12,13 +12,13 @@ import pytest
 
 from offload.namespaces.folders import make_space, share_rank_folder
 from offload.namespaces.manifest import Namespace
-from tests.offload.cli.stores import (
+from tests.offload.cli.rank_folders import (
     FIELDS,
     OTHER,
     SIZE,
     Result,
     kvtiers,
-    make_store,
+    make_rank_folder,
     open_index,
     records_of,
     writer,
@@ -41,7 +41,7 @@ NOBODY = 65_534
 def root(tmp_path: Path) -> Path:
     """Three namespaces, two of them of one model."""
     for fields in (FIELDS, OTHER, THIRD):
-        make_store(tmp_path / "kv", range(4), fields=fields)
+        make_rank_folder(tmp_path / "kv", range(4), fields=fields)
     return tmp_path / "kv"
 
 
@@ -116,7 +116,7 @@ def grow_old(folder: Path, numbers: range) -> None:
 
 @pytest.mark.parametrize("kind", ["lmdb", "file"])
 def test_clear_records_by_age(tmp_path: Path, kind: str) -> None:
-    folder = make_store(tmp_path, range(10), kind=kind)
+    folder = make_rank_folder(tmp_path, range(10), kind=kind)
     grow_old(folder, range(3, 7))
     listed = kvtiers("clear", tmp_path, "--unused-for", "1d", "--dry-run", "--json").json
     assert listed["namespaces"][0]["records"] == 4
@@ -128,12 +128,12 @@ def test_clear_records_by_age(tmp_path: Path, kind: str) -> None:
         assert set(records_of(folder)) == kept
     else:
         assert {p.name for p in folder.glob("epoch-0/*")} == {record_name(key) for key in kept}
-    assert kvtiers("verify", tmp_path, "--json").json["stores"][0]["good"] == 6
+    assert kvtiers("verify", tmp_path, "--json").json["rank_folders"][0]["good"] == 6
     assert "nothing matches these options" in clear(tmp_path, "--unused-for", "1d").out
 
 
 def test_records_of_unknown_age_stay(tmp_path: Path) -> None:
-    folder = make_store(tmp_path, range(3))
+    folder = make_rank_folder(tmp_path, range(3))
     index = open_index(folder)
     values = {key: value for table in index.tables() for key, value in table.items()}
     edits = {key: with_use(value, 7) for key, value in values.items()}
@@ -194,7 +194,7 @@ def test_all_problems_at_once(tmp_path: Path) -> None:
 
 
 def test_the_folder_of_a_single_tier(tmp_path: Path) -> None:
-    folder = make_store(tmp_path / "kv", range(4))
+    folder = make_rank_folder(tmp_path / "kv", range(4))
     bare = tmp_path / "bare"
     shutil.copytree(folder, bare)
     assert "is the folder of a single tier" in clear(bare, "--all").err
@@ -204,7 +204,7 @@ def test_the_folder_of_a_single_tier(tmp_path: Path) -> None:
 
 
 def test_engines_that_share_get_no_advice_to_reset(tmp_path: Path) -> None:
-    make_store(tmp_path, range(2))
+    make_rank_folder(tmp_path, range(2))
     with share_rank_folder(tmp_path, Namespace.of(FIELDS), rank=0, engine="e"):
         result = kvtiers("clear", tmp_path, "--all", "--yes")
     assert result.code == 1
@@ -228,11 +228,11 @@ def as_nobody(root: Path) -> Iterator[None]:
             os.seteuid(0)
 
 
-def test_data_that_cannot_be_deleted_is_reported_and_tried_again(place: Path) -> None:
+def test_data_that_cannot_be_deleted_is_reported_and_tried_again(public_folder: Path) -> None:
     """A folder whose files cannot be deleted, as on a read-only or failing part of the disk."""
-    root = place / "kv"
-    folder = make_store(root, range(4))
-    make_store(root, range(4), fields=OTHER)
+    root = public_folder / "kv"
+    folder = make_rank_folder(root, range(4))
+    make_rank_folder(root, range(4), fields=OTHER)
     kvtiers("inspect", root)  # imports everything that the commands need
     with as_nobody(root):
         folder.chmod(0o500)
@@ -245,14 +245,14 @@ def test_data_that_cannot_be_deleted_is_reported_and_tried_again(place: Path) ->
         again = clear(root, "--namespace", NAMES["llama2"], "--json")
         assert again.code == 2, "there is no such namespace"
         seen = kvtiers("inspect", root, "--json")
-        size = {home["name"]: home["disk_bytes"] for home in seen.json["namespaces"]}[trash.name]
+        size = {one["name"]: one["disk_bytes"] for one in seen.json["namespaces"]}[trash.name]
         assert size >= 4 * SIZE
         assert f"{trash.name}" in kvtiers("inspect", root).out
         assert kvtiers("verify", root).code == 0
         again = clear(root, "--namespace", NAMES["qwen"], "--json")
-        told = {one["namespace"]: one for one in again.json["namespaces"]}
-        assert (again.code, told[trash.name]["left_bytes"]) == (1, size)
-        assert (told[NAMES["qwen"]]["removed"], told[trash.name]["removed"]) == (True, False)
+        removed = {one["namespace"]: one for one in again.json["namespaces"]}
+        assert (again.code, removed[trash.name]["left_bytes"]) == (1, size)
+        assert (removed[NAMES["qwen"]]["removed"], removed[trash.name]["removed"]) == (True, False)
         listed = kvtiers("clear", root, "--all", "--dry-run")
         assert "remains of a removal" in listed.out.replace("\n", " ")
         (trash / "replica-0" / "rank-0").chmod(0o700)
@@ -261,10 +261,10 @@ def test_data_that_cannot_be_deleted_is_reported_and_tried_again(place: Path) ->
 
 
 def test_data_that_cannot_be_deleted_counts_at_start(
-    place: Path, caplog: pytest.LogCaptureFixture
+    public_folder: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    root = place / "kv"
-    folder = make_store(root, range(4))
+    root = public_folder / "kv"
+    folder = make_rank_folder(root, range(4))
     own = Namespace.of(OTHER)
     capacity = 1 << 30
     with as_nobody(root):
@@ -297,11 +297,11 @@ def test_files_that_a_tier_moved_aside_are_shown_and_removed(root: Path) -> None
     """This also works inside a namespace that a server uses."""
     folder = root / NAMES["llama"] / "replica-0" / "rank-0"
     (folder / "data.mdb").write_bytes(b"x" * 8192)
-    make_store(root, range(2))
+    make_rank_folder(root, range(2))
     [aside] = folder.glob("quarantine-*")
     [found] = [h for h in kvtiers("inspect", root, "--json").json["namespaces"]
                if h["name"] == NAMES["llama"]]  # fmt: skip
-    assert found["stores"][0]["aside_bytes"] >= 8192
+    assert found["rank_folders"][0]["aside_bytes"] >= 8192
     assert "moved aside as damaged" in kvtiers("inspect", root).out
     assert clear(root, "--set-aside", "--model", "tiny/qwen").code == 0
     assert aside.exists()

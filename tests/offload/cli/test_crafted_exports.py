@@ -17,7 +17,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from offload.namespaces.manifest import Namespace
-from tests.offload.cli.stores import FIELDS, RECORD_NAMESPACE, kvtiers
+from tests.offload.cli.rank_folders import FIELDS, RECORD_NAMESPACE, kvtiers
 from tests.offload.cli.test_export_import import contents
 from tiers.offline import archive as portable
 from tiers.testing import key_of, payload_of

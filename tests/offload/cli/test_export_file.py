@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from offload.admin.export import ExportFileError, export_file
-from tests.offload.cli.stores import ROOT, kvtiers, make_store
+from tests.offload.cli.rank_folders import ROOT, kvtiers, make_rank_folder
 from tests.offload.cli.test_export_import import export, frames
 from tests.patience import PATIENCE_S
 
@@ -30,7 +30,7 @@ def until(process: subprocess.Popen[bytes], is_done: Callable[[], object]) -> No
 
 
 def test_one_export_at_a_time_writes_a_file(tmp_path: Path) -> None:
-    make_store(tmp_path / "a", range(120))
+    make_rank_folder(tmp_path / "a", range(120))
     words = (
         "export",
         tmp_path / "a",
@@ -56,7 +56,7 @@ def test_one_export_at_a_time_writes_a_file(tmp_path: Path) -> None:
         process.kill()
         process.wait()
     assert part.exists()  # and delays no other
-    assert export(tmp_path / "a", tmp_path / "f")["stores"][0]["records"] == 120
+    assert export(tmp_path / "a", tmp_path / "f")["rank_folders"][0]["records"] == 120
     assert [frame.kind for frame in frames(tmp_path / "f")] == ["M", "S", *"R" * 120, "E"]
     assert sorted(path.name for path in tmp_path.iterdir()) == ["a", "f"]
 
@@ -95,7 +95,7 @@ def test_an_export_that_ends_while_another_starts(
 def test_an_interrupted_export_leaves_no_file(
     number: signal.Signals, without: tuple[signal.Signals, ...], tmp_path: Path
 ) -> None:
-    make_store(tmp_path / "a", range(40))
+    make_rank_folder(tmp_path / "a", range(40))
     part = tmp_path / "f.part"
     part.write_bytes(b"")
     part.chmod(0o644)  # left by another export
@@ -116,7 +116,7 @@ def test_an_interrupted_export_leaves_no_file(
 
 
 def test_a_link_is_not_followed(tmp_path: Path) -> None:
-    make_store(tmp_path / "a", range(2))
+    make_rank_folder(tmp_path / "a", range(2))
     (tmp_path / "precious").write_text("precious")
     (tmp_path / "f.part").symlink_to(tmp_path / "precious")
     assert kvtiers("export", tmp_path / "a", tmp_path / "f").code == 1
@@ -124,7 +124,7 @@ def test_a_link_is_not_followed(tmp_path: Path) -> None:
 
 
 def test_a_path_that_is_not_a_regular_file_is_not_replaced(tmp_path: Path) -> None:
-    make_store(tmp_path / "a", range(1))
+    make_rank_folder(tmp_path / "a", range(1))
     os.mkfifo(tmp_path / "pipe")
     os.mkfifo(tmp_path / "f.part")
     assert kvtiers("export", tmp_path / "a", tmp_path / "f").code == 1

@@ -16,7 +16,7 @@ from offload.admin.verify import RateLimit
 from offload.namespaces.folders import bump_epoch, read_epoch, replica_folder
 from offload.namespaces.inventory import find_namespaces
 from offload.namespaces.manifest import Namespace
-from tests.offload.cli.stores import (
+from tests.offload.cli.rank_folders import (
     CAPACITY,
     FIELDS,
     OTHER,
@@ -25,9 +25,9 @@ from tests.offload.cli.stores import (
     damage,
     flip,
     kvtiers,
-    make_store,
-    place_in_file,
-    place_of,
+    make_rank_folder,
+    payload_offset,
+    rank_folder_of,
     writer,
 )
 from tests.offload.cli.test_verify import RESET
@@ -42,8 +42,8 @@ NAME = Namespace.of(FIELDS).name
 def contents(root: Path, key_file: str = "") -> dict[tuple[int, bytes], bytes]:
     """Payloads by rank and key, in the order of use; verifies every record."""
     found: list[tuple[int, int, bytes, bytes]] = []
-    [home] = find_namespaces(root)
-    for rank_folder in home.rank_folders:
+    [namespace] = find_namespaces(root)
+    for rank_folder in namespace.rank_folders:
         outside = rank_folder.open(key_file)
         checker = Checker(outside, has_key=bool(key_file))
         for batch in outside.batches():
@@ -68,33 +68,32 @@ def frames(file: Path) -> list[Frame]:
 @pytest.mark.parametrize("kind", ["lmdb", "file"])
 @pytest.mark.parametrize("into", ["lmdb", "file"])
 def test_round_trip(tmp_path: Path, kind: str, into: str) -> None:
-    make_store(tmp_path / "a", [5, 3, 8, 1], kind=kind)
-    make_store(tmp_path / "a", range(6), kind=kind, rank=1)
+    make_rank_folder(tmp_path / "a", [5, 3, 8, 1], kind=kind)
+    make_rank_folder(tmp_path / "a", range(6), kind=kind, rank=1)
     file = tmp_path / "kv.export"
-    told = export(tmp_path / "a", file)
-    assert [one["records"] for one in told["stores"]] == [4, 6]
-    assert told["file_bytes"] == file.stat().st_size
+    exported = export(tmp_path / "a", file)
+    assert [one["records"] for one in exported["rank_folders"]] == [4, 6]
+    assert exported["file_bytes"] == file.stat().st_size
     assert file.stat().st_mode & 0o777 == 0o600
     result = kvtiers(
         "import", file, tmp_path / "b", "--capacity", "24MiB", "--type", into, "--json"
     )
     assert (result.code, result.json["complete"]) == (0, True)
-    assert [one["written"] for one in result.json["stores"]] == [4, 6]
+    assert [one["written"] for one in result.json["rank_folders"]] == [4, 6]
     before, after = contents(tmp_path / "a"), contents(tmp_path / "b")
     assert list(before) == list(after), "the order of use has changed"
     assert before == after
     assert {key for _, key in after} >= {key_of(8)}
     assert after[0, key_of(8)] == payload_of(key_of(8), SIZE).tobytes()
     assert kvtiers("verify", tmp_path / "b").code == 0
-    again = kvtiers("import", file, tmp_path / "b", "--json")  # the store has its capacity recorded
-    assert [one["present"] for one in again.json["stores"]] == [4, 6]
+    again = kvtiers("import", file, tmp_path / "b", "--json")  # the folder records its capacity
+    assert [one["present"] for one in again.json["rank_folders"]] == [4, 6]
     assert contents(tmp_path / "b") == after
 
 
 def test_a_server_finds_what_was_imported(tmp_path: Path) -> None:
-    """The child opens the store as a server does, and reads back everything that the store
-    holds."""
-    make_store(tmp_path / "a", range(20))
+    """The child opens the folder as a server does, and reads back everything that it holds."""
+    make_rank_folder(tmp_path / "a", range(20))
     export(tmp_path / "a", tmp_path / "f")
     assert kvtiers("import", tmp_path / "f", tmp_path / "b", "--capacity", CAPACITY).code == 0
     assert not list((tmp_path / "b").rglob("quarantine*"))
@@ -106,13 +105,13 @@ def test_a_server_finds_what_was_imported(tmp_path: Path) -> None:
 
 
 def test_export_beside_a_writer(tmp_path: Path) -> None:
-    make_store(tmp_path / "a", range(10))
+    make_rank_folder(tmp_path / "a", range(10))
     with writer(tmp_path / "a") as live:
         for number in range(3):
-            told = export(tmp_path / "a", tmp_path / f"f{number}", "--rate", "0")
-            [store] = told["stores"]
-            assert store["damaged"] == 0
-            assert store["records"] >= 10
+            exported = export(tmp_path / "a", tmp_path / f"f{number}", "--rate", "0")
+            [found] = exported["rank_folders"]
+            assert found["damaged"] == 0
+            assert found["records"] >= 10
         rounds, reads, wrong, failures = live.stop()
     assert (wrong, failures) == (0, 0)
     assert rounds > 0
@@ -122,13 +121,13 @@ def test_export_beside_a_writer(tmp_path: Path) -> None:
             expected = payload_of(frame.record.key, SIZE)
             assert np.array_equal(frame.record.payload, expected)
     assert kvtiers("import", tmp_path / "f2", tmp_path / "b", "--capacity", "24MiB").code == 0
-    assert len(contents(tmp_path / "b")) == store["records"]
+    assert len(contents(tmp_path / "b")) == found["records"]
 
 
 def test_an_export_interrupted_by_a_reset_leaves_no_file(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    folder = make_store(tmp_path / "a", range(40))
+    folder = make_rank_folder(tmp_path / "a", range(40))
 
     def reset_once(rate_limit: RateLimit, byte_count: int) -> None:
         monkeypatch.undo()
@@ -142,7 +141,7 @@ def test_an_export_interrupted_by_a_reset_leaves_no_file(
 
 
 def test_an_import_does_not_wait_for_a_server(tmp_path: Path) -> None:
-    make_store(tmp_path / "a", range(3))
+    make_rank_folder(tmp_path / "a", range(3))
     export(tmp_path / "a", tmp_path / "f")
     with writer(tmp_path / "b") as live:
         result = kvtiers("import", tmp_path / "f", tmp_path / "b", "--capacity", "24MiB")
@@ -153,25 +152,25 @@ def test_an_import_does_not_wait_for_a_server(tmp_path: Path) -> None:
 
 
 def test_damaged_records_are_left_out_of_the_export(tmp_path: Path) -> None:
-    damage(make_store(tmp_path / "a", range(5)), 2)
+    damage(make_rank_folder(tmp_path / "a", range(5)), 2)
     result = kvtiers("export", tmp_path / "a", tmp_path / "f", "--json")
     assert result.code == 1
-    [store] = result.json["stores"]
-    assert (store["records"], store["damaged"]) == (4, 1)
+    [found] = result.json["rank_folders"]
+    assert (found["records"], found["damaged"]) == (4, 1)
     keys = {frame.record.key for frame in frames(tmp_path / "f") if frame.record}
     assert keys == {key_of(number) for number in (0, 1, 3, 4)}
 
 
 def test_one_damaged_record_of_an_export_is_refused(tmp_path: Path) -> None:
-    make_store(tmp_path / "a", range(6))
+    make_rank_folder(tmp_path / "a", range(6))
     export(tmp_path / "a", tmp_path / "f")
     records = [frame for frame in frames(tmp_path / "f") if frame.kind == "R"]
     flip(tmp_path / "f", records[2].at + HEAD_BYTES + 2000)  # payload
     flip(tmp_path / "f", records[4].at + HEAD_BYTES + 20)  # key
     result = kvtiers("import", tmp_path / "f", tmp_path / "b", "--capacity", "24MiB", "--json")
     assert (result.code, result.json["complete"]) == (1, False)
-    [store] = result.json["stores"]
-    assert (store["written"], store["damaged"]) == (4, 2)
+    [found] = result.json["rank_folders"]
+    assert (found["written"], found["damaged"]) == (4, 2)
     before, after = contents(tmp_path / "a"), contents(tmp_path / "b")
     assert {key for _, key in after} == {key_of(number) for number in (0, 1, 3, 5)}
     assert all(before[where] == payload for where, payload in after.items())
@@ -179,7 +178,7 @@ def test_one_damaged_record_of_an_export_is_refused(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("where", ["head", "middle", "end"])
 def test_everything_after_a_damaged_header_is_lost(tmp_path: Path, where: str) -> None:
-    make_store(tmp_path / "a", range(6))
+    make_rank_folder(tmp_path / "a", range(6))
     export(tmp_path / "a", tmp_path / "f")
     records = [frame for frame in frames(tmp_path / "f") if frame.kind == "R"]
     if where == "head":
@@ -191,12 +190,12 @@ def test_everything_after_a_damaged_header_is_lost(tmp_path: Path, where: str) -
     result = kvtiers("import", tmp_path / "f", tmp_path / "b", "--capacity", "24MiB", "--json")
     assert result.code == 1
     assert str(records[3].at) in result.json["problem"]
-    assert result.json["stores"][0]["written"] == 3
+    assert result.json["rank_folders"][0]["written"] == 3
     assert len(contents(tmp_path / "b")) == 3
 
 
 def test_any_flipped_bit_of_an_export_is_detected(tmp_path: Path) -> None:
-    make_store(tmp_path / "a", range(2))
+    make_rank_folder(tmp_path / "a", range(2))
     export(tmp_path / "a", tmp_path / "f")
     whole = (tmp_path / "f").read_bytes()
     step = max(1, len(whole) // 150)
@@ -211,17 +210,17 @@ def test_any_flipped_bit_of_an_export_is_detected(tmp_path: Path) -> None:
 
 
 def test_records_from_before_a_reset_are_refused(tmp_path: Path) -> None:
-    make_store(tmp_path / "a", range(3))
+    make_rank_folder(tmp_path / "a", range(3))
     export(tmp_path / "a", tmp_path / "old")
     bump_epoch(replica_folder(tmp_path / "a", Namespace.of(FIELDS)))
-    make_store(tmp_path / "a", range(10, 12))
+    make_rank_folder(tmp_path / "a", range(10, 12))
     export(tmp_path / "a", tmp_path / "new")
     for capacity in ([], ["--capacity", "24MiB"]):
         result = kvtiers("import", tmp_path / "old", tmp_path / "a", "--json", *capacity)
         assert result.code == 1
-        assert "a reset in between" in result.json["stores"][0]["refused"]
+        assert "a reset in between" in result.json["rank_folders"][0]["refused"]
     assert len(contents(tmp_path / "a")) == 2
-    # A store that is created for an import begins at the epoch of the records.
+    # A folder that is created for an import begins at the epoch of the records.
     result = kvtiers("import", tmp_path / "new", tmp_path / "b", "--capacity", "24MiB")
     assert result.code == 0, result.out
     assert read_epoch(replica_folder(tmp_path / "b", Namespace.of(FIELDS))) == 1
@@ -232,15 +231,15 @@ def test_encrypted_stores_are_exported_and_imported(tmp_path: Path) -> None:
     key_file = tmp_path / "key"
     key_file.write_text("cd" * 32)
     key_file.chmod(0o600)
-    make_store(tmp_path / "a", range(3), key_file=str(key_file), compress=True)
-    make_store(tmp_path / "plain", range(3))
+    make_rank_folder(tmp_path / "a", range(3), key_file=str(key_file), compress=True)
+    make_rank_folder(tmp_path / "plain", range(3))
     left_out = export(tmp_path / "a", tmp_path / "nothing")
-    assert left_out["stores"][0]["unread"] == 3
+    assert left_out["rank_folders"][0]["unread"] == 3
     export(tmp_path / "a", tmp_path / "f", "--key-file", key_file)
     for root, key, words in (("a", [], "encrypted: give"), ("plain", [key_file], "not encrypted")):
         options = ["--key-file", *key] if key else []
         result = kvtiers("import", tmp_path / "f", tmp_path / root, *options, "--json")
-        assert words in result.json["stores"][0]["refused"]
+        assert words in result.json["rank_folders"][0]["refused"]
     assert len(contents(tmp_path / "plain")) == 3
     assert len(contents(tmp_path / "a", str(key_file))) == 3
     options = ["--capacity", "24MiB", "--key-file", key_file, "--compress"]
@@ -258,13 +257,13 @@ def test_encrypted_stores_are_exported_and_imported(tmp_path: Path) -> None:
 def test_an_import_that_would_harm_a_store_is_refused(
     tmp_path: Path, options: list[str], words: str
 ) -> None:
-    make_store(tmp_path / "a", range(3))
-    make_store(tmp_path / "b", range(50, 54))
+    make_rank_folder(tmp_path / "a", range(3))
+    make_rank_folder(tmp_path / "b", range(50, 54))
     export(tmp_path / "a", tmp_path / "f")
     result = kvtiers("import", tmp_path / "f", tmp_path / "b", "--json", *options)
-    [store] = result.json["stores"]
-    assert (result.code, store["left"]) == (1, 3)
-    assert words in store["refused"]
+    [found] = result.json["rank_folders"]
+    assert (result.code, found["left"]) == (1, 3)
+    assert words in found["refused"]
     assert len(contents(tmp_path / "b")) == 4
     assert kvtiers("import", tmp_path / "f", tmp_path / "b").code == 0
     assert len(contents(tmp_path / "b")) == 7
@@ -278,20 +277,20 @@ def everything(root: Path) -> dict[Path, bytes]:
 
 @pytest.mark.parametrize(
     ("there", "capacity"),
-    [("nothing", ""), ("nothing", "1EiB"), ("a store", "1EiB"), ("a store", "1GiB")],
+    [("nothing", ""), ("nothing", "1EiB"), ("a tier", "1EiB"), ("a tier", "1GiB")],
 )
 def test_an_impossible_capacity_changes_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capacity: str, there: str
 ) -> None:
     """An index for 1 EiB fits nowhere, and one for 1 GiB does not fit on a disk that is nearly
     full."""
-    make_store(tmp_path / "a", range(3))
-    make_store(tmp_path / "a", range(3), rank=1)
+    make_rank_folder(tmp_path / "a", range(3))
+    make_rank_folder(tmp_path / "a", range(3), rank=1)
     export(tmp_path / "a", tmp_path / "f")
     (tmp_path / "b").mkdir()
-    if there == "a store":
-        make_store(tmp_path / "b", range(50, 54))
-        make_store(tmp_path / "b", range(50, 54), rank=1)
+    if there == "a tier":
+        make_rank_folder(tmp_path / "b", range(50, 54))
+        make_rank_folder(tmp_path / "b", range(50, 54), rank=1)
     before = everything(tmp_path / "b")
     options = ["--capacity", capacity] if capacity else []
     if capacity == "1GiB":
@@ -300,41 +299,41 @@ def test_an_impossible_capacity_changes_nothing(
         monkeypatch.setattr(os, "statvfs", lambda _path: os.statvfs_result(nearly_full))
     result = kvtiers("import", tmp_path / "f", tmp_path / "b", "--json", *options)
     assert result.code == 1
-    assert [store["left"] for store in result.json["stores"]] == [3, 3]
-    for store in result.json["stores"]:
-        assert "--capacity: the index" in store["refused"] or "give --capacity" in store["refused"]
+    assert [found["left"] for found in result.json["rank_folders"]] == [3, 3]
+    for found in result.json["rank_folders"]:
+        assert "--capacity: the index" in found["refused"] or "give --capacity" in found["refused"]
     monkeypatch.undo()
     assert everything(tmp_path / "b") == before
     assert capacity or list((tmp_path / "b").iterdir()) == []
-    options = [] if there == "a store" else ["--capacity", CAPACITY]
+    options = [] if there == "a tier" else ["--capacity", CAPACITY]
     assert kvtiers("import", tmp_path / "f", tmp_path / "b", *options).code == 0
 
 
 def test_records_of_another_form_are_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    make_store(tmp_path / "a", range(3))
+    make_rank_folder(tmp_path / "a", range(3))
     export(tmp_path / "a", tmp_path / "f")
-    monkeypatch.setattr("tests.offload.cli.stores.RECORD_NAMESPACE", b"another form....")
-    make_store(tmp_path / "b", range(2))
+    monkeypatch.setattr("tests.offload.cli.rank_folders.RECORD_NAMESPACE", b"another form....")
+    make_rank_folder(tmp_path / "b", range(2))
     result = kvtiers("import", tmp_path / "f", tmp_path / "b", "--json")
-    assert "another form" in result.json["stores"][0]["refused"]
+    assert "another form" in result.json["rank_folders"][0]["refused"]
 
 
 def test_a_full_store_reports_how_many_records_were_left_out(tmp_path: Path) -> None:
-    make_store(tmp_path / "a", range(150))
+    make_rank_folder(tmp_path / "a", range(150))
     export(tmp_path / "a", tmp_path / "f")
     result = kvtiers("import", tmp_path / "f", tmp_path / "b", "--capacity", "4MiB", "--json")
-    [store] = result.json["stores"]
+    [found] = result.json["rank_folders"]
     assert result.code == 1
-    assert store["written"] + store["left"] == 150
-    assert 50 < store["written"] < 110
-    assert len(contents(tmp_path / "b")) == store["written"]
+    assert found["written"] + found["left"] == 150
+    assert 50 < found["written"] < 110
+    assert len(contents(tmp_path / "b")) == found["written"]
 
 
 def test_choosing_a_namespace(tmp_path: Path) -> None:
-    make_store(tmp_path / "a", range(2))
-    make_store(tmp_path / "a", range(3), fields=OTHER)
+    make_rank_folder(tmp_path / "a", range(2))
+    make_rank_folder(tmp_path / "a", range(3), fields=OTHER)
     result = kvtiers("export", tmp_path / "a", tmp_path / "f")
     assert result.code == 2
     assert "2 of them match" in result.err
@@ -371,8 +370,8 @@ def test_bad_input_is_reported(tmp_path: Path) -> None:
 
 
 def test_offsets_in_the_test_files_are_right(tmp_path: Path) -> None:
-    folder = make_store(tmp_path, range(2))
-    assert folder == place_of(tmp_path)
-    at = place_in_file(folder, 1)
+    folder = make_rank_folder(tmp_path, range(2))
+    assert folder == rank_folder_of(tmp_path)
+    at = payload_offset(folder, 1)
     content = (folder / PAYLOAD_NAME).read_bytes()
     assert content[at : at + SIZE] == payload_of(key_of(1), SIZE).tobytes()

@@ -1,4 +1,4 @@
-"""Runs every command of the README and the guides, as printed, on a store like the one described.
+"""Runs every command of the README and the guides, as printed, on a tier like the one described.
 
 A command is the text after ``$`` in a ``console`` block. ``kvtiers`` runs as it is; ``vllm serve``
 goes through ``kvtiers doctor``, which reads its flags and its configuration as vLLM does; programs
@@ -26,7 +26,7 @@ from offload.namespaces.manifest import Namespace
 from offload.requests.miss_reasons import LoggedRequest
 from policies.simulation.trace import TraceWriter
 from tests.models.inspection import inspect_models_here
-from tests.offload.cli.stores import FIELDS, OTHER, ROOT, kvtiers, make_store, writer
+from tests.offload.cli.rank_folders import FIELDS, OTHER, ROOT, kvtiers, make_rank_folder, writer
 from tests.offload.cli.test_plan import alternating
 from tests.offload.cli.test_top import Server, serving
 from tests.patience import PATIENCE_S
@@ -168,7 +168,7 @@ def test_the_sample_of_plan_is_its_output(monkeypatch: pytest.MonkeyPatch) -> No
 def test_the_sample_of_inspect_has_the_lines_of_its_output(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    make_store(tmp_path, range(20))
+    make_rank_folder(tmp_path, range(20))
     with writer(tmp_path, records=20) as server:
         shown = on_80_columns(monkeypatch, "inspect", "inspect", tmp_path)
         server.stop()
@@ -208,7 +208,7 @@ def check_serve(flags: list[str], model: Path, folder: Path) -> None:
 def run_kvtiers(line: str, tmp_path: Path, model: Path) -> None:
     root, other = tmp_path / "kv", tmp_path / "other"
     for fields in (FIELDS, OTHER):
-        make_store(root, range(4), fields=fields)
+        make_rank_folder(root, range(4), fields=fields)
     if "--namespace" in line:
         assert Namespace.of(FIELDS).name.startswith("be57bd0d"), "the name in the guide"
     if " import " in line:

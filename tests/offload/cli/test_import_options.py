@@ -6,12 +6,12 @@ from pathlib import Path
 
 import pytest
 
-from tests.offload.cli.stores import kvtiers, make_store, place_of
+from tests.offload.cli.rank_folders import kvtiers, make_rank_folder, rank_folder_of
 
 
 @pytest.fixture
 def export(tmp_path: Path) -> Path:
-    make_store(tmp_path / "a", range(3))
+    make_rank_folder(tmp_path / "a", range(3))
     assert kvtiers("export", tmp_path / "a", tmp_path / "f").code == 0
     return tmp_path / "f"
 
@@ -25,13 +25,13 @@ def test_a_file_tier_does_not_store_encrypted_records_unencrypted(
     key.write_text("cd" * 32)
     key.chmod(0o600)
     if there:
-        make_store(tmp_path / "b", range(7, 9), kind="file")
+        make_rank_folder(tmp_path / "b", range(7, 9), kind="file")
     options = [option, *([key] if option == "--key-file" else [])]
     words = ["--type", "file", "--capacity", "24MiB", *options]
     result = kvtiers("import", export, tmp_path / "b", *words, "--json")
-    [store] = result.json["stores"]
-    assert (result.code, store["written"], store["left"]) == (1, 0, 3)
-    assert "encrypt" in store["refused"]
+    [found] = result.json["rank_folders"]
+    assert (result.code, found["written"], found["left"]) == (1, 0, 3)
+    assert "encrypt" in found["refused"]
     assert there or not (tmp_path / "b").exists()
 
 
@@ -46,7 +46,7 @@ def test_a_missing_key_file_is_reported(export: Path, tmp_path: Path, command: s
 
 
 def test_a_folder_that_is_not_a_tiers_path_is_refused(export: Path, tmp_path: Path) -> None:
-    rank = place_of(tmp_path / "a")
+    rank = rank_folder_of(tmp_path / "a")
     before = sorted(path.name for path in tmp_path.rglob("*"))
     for folder, words in (
         (rank, "is a namespace, or is inside one"),

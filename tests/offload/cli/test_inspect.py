@@ -1,4 +1,4 @@
-"""``kvtiers inspect`` on idle stores and on one to which another process writes."""
+"""``kvtiers inspect`` on idle folders and on one to which another process writes."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from pathlib import Path
 import pytest
 from prometheus_client import Counter
 
-from tests.offload.cli.stores import (
+from tests.offload.cli.rank_folders import (
     CAPACITY,
     FIELDS,
     OTHER,
     ROOT,
     SIZE,
     kvtiers,
-    make_store,
+    make_rank_folder,
     open_index,
-    place_of,
+    rank_folder_of,
     writer,
 )
 from tests.offload.cli.test_top import Server, serving
@@ -31,17 +31,17 @@ from tiers.lmdb.recovery.record_table import with_use
 from tiers.testing import key_of
 
 
-def only_store(root: Path) -> dict:
-    [home] = kvtiers("inspect", root, "--json").json["namespaces"]
-    [store] = home["stores"]
-    return store
+def only_rank_folder(root: Path) -> dict:
+    [namespace] = kvtiers("inspect", root, "--json").json["namespaces"]
+    [found] = namespace["rank_folders"]
+    return found
 
 
 @pytest.mark.parametrize("kind", ["lmdb", "file"])
-def test_counts_and_sizes_of_an_idle_store(tmp_path: Path, kind: str) -> None:
+def test_counts_and_sizes_of_an_idle_folder(tmp_path: Path, kind: str) -> None:
     began_ns = time.time_ns()
-    make_store(tmp_path, range(7), kind=kind)
-    found = only_store(tmp_path)
+    make_rank_folder(tmp_path, range(7), kind=kind)
+    found = only_rank_folder(tmp_path)
     assert (found["kind"], found["records"], found["payload_bytes"]) == (kind, 7, 7 * SIZE)
     assert (found["smallest_bytes"], found["largest_bytes"]) == (SIZE, SIZE)
     assert found["capacity_bytes"] == CAPACITY
@@ -56,20 +56,20 @@ def test_counts_and_sizes_of_an_idle_store(tmp_path: Path, kind: str) -> None:
 def test_a_file_tier_without_a_recorded_capacity(tmp_path: Path, content: bytes | None) -> None:
     """A tier of an earlier version, or with a damaged file: the capacity is unknown, and nothing
     else is affected."""
-    file = make_store(tmp_path, range(3), kind="file") / "capacity"
+    file = make_rank_folder(tmp_path, range(3), kind="file") / "capacity"
     if content is None:
         file.unlink()
     else:
         file.write_bytes(content)
-    found = only_store(tmp_path)
+    found = only_rank_folder(tmp_path)
     assert (found["capacity_bytes"], found["records"], found["problem"]) == (None, 3, "")
     assert " ? " in kvtiers("inspect", tmp_path).out
-    make_store(tmp_path, range(4), kind="file")  # the process that opens it records the time
-    assert only_store(tmp_path)["capacity_bytes"] == CAPACITY
+    make_rank_folder(tmp_path, range(4), kind="file")  # the process that opens it records the time
+    assert only_rank_folder(tmp_path)["capacity_bytes"] == CAPACITY
 
 
 def test_hits_are_read_from_the_server(tmp_path: Path) -> None:
-    make_store(tmp_path, range(2))
+    make_rank_folder(tmp_path, range(2))
     server = Server()
     server.fill()
     server.add(Counter, "vllm:kvtiers_hit_tokens", 400, "lmdb")
@@ -87,14 +87,14 @@ def test_hits_are_read_from_the_server(tmp_path: Path) -> None:
 
 
 def test_namespaces_say_how_they_differ_from_the_one_used_last(tmp_path: Path) -> None:
-    older = make_store(tmp_path, range(2))
-    newer = make_store(tmp_path, range(3), fields=OTHER)
+    older = make_rank_folder(tmp_path, range(2))
+    newer = make_rank_folder(tmp_path, range(3), fields=OTHER)
     for path in (older.parents[1], *older.parents[1].rglob("*")):
         os.utime(path, (1, 1))
     result = kvtiers("inspect", tmp_path, "--json")
     # inspecting does not count as a use: the order stays
     result = kvtiers("inspect", tmp_path, "--json")
-    by_model = {home["model"]: home for home in result.json["namespaces"]}
+    by_model = {namespace["model"]: namespace for namespace in result.json["namespaces"]}
     assert by_model["tiny/llama"]["differs"] == [["model.name", "'tiny/llama'", "'tiny/qwen'"]]
     assert by_model["tiny/qwen"]["differs"] == []
     assert by_model["tiny/qwen"]["name"] == newer.parents[1].name
@@ -104,37 +104,37 @@ def test_namespaces_say_how_they_differ_from_the_one_used_last(tmp_path: Path) -
 
 
 def test_every_folder_inside_a_path_works(tmp_path: Path) -> None:
-    folder = make_store(tmp_path, range(4))
-    make_store(tmp_path, range(9), rank=1)
-    for place in (folder, folder.parent, folder.parents[1], tmp_path):
-        [home] = kvtiers("inspect", place, "--json").json["namespaces"]
-        ranks = {store["rank"]: store["records"] for store in home["stores"]}
-        assert ranks == ({0: 4} if place == folder else {0: 4, 1: 9})
+    folder = make_rank_folder(tmp_path, range(4))
+    make_rank_folder(tmp_path, range(9), rank=1)
+    for path in (folder, folder.parent, folder.parents[1], tmp_path):
+        [namespace] = kvtiers("inspect", path, "--json").json["namespaces"]
+        ranks = {found["rank"]: found["records"] for found in namespace["rank_folders"]}
+        assert ranks == ({0: 4} if path == folder else {0: 4, 1: 9})
     bare = tmp_path / "bare"
     shutil.copytree(folder, bare)
-    [home] = kvtiers("inspect", bare, "--json").json["namespaces"]
-    assert home["stores"][0]["records"] == 4
+    [namespace] = kvtiers("inspect", bare, "--json").json["namespaces"]
+    assert namespace["rank_folders"][0]["records"] == 4
 
 
 def test_small_numbers_of_early_stores_are_not_shown_as_ages(tmp_path: Path) -> None:
-    folder = make_store(tmp_path, range(3))
+    folder = make_rank_folder(tmp_path, range(3))
     index = open_index(folder)
     values = {key: value for table in index.tables() for key, value in table.items()}
     index.apply(Changes(edits={key_of(0): with_use(values[key_of(0)], 17)}))
     index.close()
-    found = only_store(tmp_path)
+    found = only_rank_folder(tmp_path)
     assert found["ages"]["unknown"] == 1
     assert found["ages"]["1h"] == 2
 
 
 def test_a_damaged_index_is_reported_and_does_no_harm(tmp_path: Path) -> None:
-    folder = make_store(tmp_path, range(50))
+    folder = make_rank_folder(tmp_path, range(50))
     content = (folder / "data.mdb").read_bytes()
     for damaged in (content[:9000], content[:8192], b"x" * 20_000, content[:4096] + bytes(40_960)):
         (folder / "data.mdb").write_bytes(damaged)
         result = kvtiers("inspect", tmp_path, "--json")
         assert result.code == 1
-        assert "damaged: " in result.json["namespaces"][0]["stores"][0]["problem"]
+        assert "damaged: " in result.json["namespaces"][0]["rank_folders"][0]["problem"]
         assert (folder / "data.mdb").read_bytes() == damaged
 
 
@@ -157,22 +157,22 @@ def test_inspect_while_another_process_writes(tmp_path: Path, kind: str) -> None
     with writer(tmp_path, kind) as live:
         for _ in range(8):
             result = kvtiers("inspect", tmp_path, "--json")
-            [home] = result.json["namespaces"]
-            [store] = home["stores"]
+            [namespace] = result.json["namespaces"]
+            [found] = namespace["rank_folders"]
             assert result.code == 0
             # the latest deletions may not have been written yet
-            assert 150 <= store["records"] <= 300
-            assert store["owner_pid"] == live.pid
-            assert home["owners"][0]["engine"] == "child"
+            assert 150 <= found["records"] <= 300
+            assert found["owner_pid"] == live.pid
+            assert namespace["owners"][0]["engine"] == "child"
         rounds, reads, wrong, failures = live.stop()
     assert rounds > 0
     assert reads > 200
     assert (wrong, failures) == (0, 0)
-    assert only_store(tmp_path)["records"] == pytest.approx(200, abs=8)
+    assert only_rank_folder(tmp_path)["records"] == pytest.approx(200, abs=8)
 
 
 def test_inspecting_changes_nothing(tmp_path: Path) -> None:
-    folder = make_store(tmp_path, range(5))
+    folder = make_rank_folder(tmp_path, range(5))
     before = {p.name: p.read_bytes() for p in folder.iterdir() if p.name != "lock.mdb"}
     assert kvtiers("inspect", tmp_path).code == 0
     assert {p.name: p.read_bytes() for p in folder.iterdir() if p.name != "lock.mdb"} == before
@@ -221,8 +221,8 @@ def test_the_shell_completes_commands_and_their_options(words: str, found: str) 
 
 
 def test_the_namespace_folder_matches_the_manifest(tmp_path: Path) -> None:
-    folder = make_store(tmp_path, range(1))
-    assert place_of(tmp_path, FIELDS) == folder
+    folder = make_rank_folder(tmp_path, range(1))
+    assert rank_folder_of(tmp_path, FIELDS) == folder
     folder.parents[1].rename(tmp_path / ("0" * 32))
     result = kvtiers("inspect", tmp_path, "--json")
     assert result.code == 1

@@ -9,7 +9,7 @@ import pytest
 
 from policies.simulation.trace import TraceWriter
 from policies.testing import synthetic_trace
-from tests.offload.cli.stores import make_store
+from tests.offload.cli.rank_folders import make_rank_folder
 from tests.offload.cli.terminal import CTRL_C, on_a_terminal
 from tests.offload.cli.test_top import Server, serving
 
@@ -27,7 +27,7 @@ def test_interrupting_top() -> None:
 
 
 def test_interrupting_the_question_of_clear_removes_nothing(tmp_path: Path) -> None:
-    folder = make_store(tmp_path, range(3))
+    folder = make_rank_folder(tmp_path, range(3))
     with on_a_terminal("clear", tmp_path, "--all") as terminal:
         terminal.wait_for("Remove this? [y/N]: ")
         terminal.press(CTRL_C)
@@ -38,7 +38,7 @@ def test_interrupting_the_question_of_clear_removes_nothing(tmp_path: Path) -> N
 
 @pytest.mark.parametrize(("answer", "code"), [(b"y\n", 0), (b"n\n", 1), (b"\n", 1), (b"\x04", 1)])
 def test_clear_accepts_an_answer(tmp_path: Path, answer: bytes, code: int) -> None:
-    folder = make_store(tmp_path, range(3))
+    folder = make_rank_folder(tmp_path, range(3))
     with on_a_terminal("clear", tmp_path, "--all") as terminal:
         terminal.wait_for("Remove this? [y/N]: ")
         terminal.press(answer)
@@ -47,7 +47,7 @@ def test_clear_accepts_an_answer(tmp_path: Path, answer: bytes, code: int) -> No
 
 
 def test_interrupting_verify_at_one_byte_per_second(tmp_path: Path) -> None:
-    make_store(tmp_path, range(3))
+    make_rank_folder(tmp_path, range(3))
     with on_a_terminal("verify", tmp_path, "--rate", "1") as terminal:
         terminal.wait_for("rank-0")
         terminal.press(CTRL_C)

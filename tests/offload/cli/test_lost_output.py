@@ -11,7 +11,7 @@ from typing import IO
 import pytest
 
 from policies.simulation.trace import TraceWriter
-from tests.offload.cli.stores import ROOT, kvtiers, make_store
+from tests.offload.cli.rank_folders import ROOT, kvtiers, make_rank_folder
 from tests.offload.cli.test_plan import alternating
 
 FULL = "kvtiers: cannot write the output: No space left on device\n"
@@ -32,7 +32,7 @@ def run(output: int | IO[str], *words: object, unbuffered: str = "") -> tuple[in
     [(["inspect", "--json"], ""), (["inspect", "--json"], "1"), (["clear", "--all", "--yes"], "")],
 )
 def test_output_to_a_full_disk(tmp_path: Path, words: list[str], unbuffered: str) -> None:
-    folder = make_store(tmp_path, range(3))
+    folder = make_rank_folder(tmp_path, range(3))
     command, *options = words
     with open("/dev/full", "w") as full:
         found = run(full, command, tmp_path, *options, unbuffered=unbuffered)
@@ -42,7 +42,7 @@ def test_output_to_a_full_disk(tmp_path: Path, words: list[str], unbuffered: str
 
 @pytest.mark.parametrize("unbuffered", ["", "1"], ids=["buffered", "unbuffered"])
 def test_output_to_a_closed_pipe(tmp_path: Path, unbuffered: str) -> None:
-    make_store(tmp_path, range(3))
+    make_rank_folder(tmp_path, range(3))
     reader, pipe = os.pipe()
     os.close(reader)
     try:
@@ -66,20 +66,20 @@ def test_a_narrow_terminal_breaks_nothing(
 ) -> None:
     """A size without its unit, or a number that is broken or cut off, would be misread. Each row is
     a block of lines there."""
-    make_store(tmp_path / "kv", range(3))
+    make_rank_folder(tmp_path / "kv", range(3))
     trace = alternating(40)
     with TraceWriter(tmp_path / "t.jsonl", trace.name, trace.block_tokens) as file:
         for request in trace.requests:
             file.write(request)
     command, *options = words
     requests = ["--trace", tmp_path / "t.jsonl"]
-    place = {
+    arguments = {
         "simulate": [tmp_path / "t.jsonl", "--jobs", "1"],
         "plan": ["--token-bytes", "128KiB", "--cpu", "1GiB", *requests],
     }
     monkeypatch.setenv("TTY_COMPATIBLE", "1")  # this makes rich treat it as a terminal
     monkeypatch.setenv("COLUMNS", "60")
-    result = kvtiers(command, *place.get(command, [tmp_path / "kv"]), *options)
+    result = kvtiers(command, *arguments.get(command, [tmp_path / "kv"]), *options)
     assert result.code == 0, result.err
     assert f"\n{heading}  " in result.out
     assert "┃" not in result.out

@@ -13,7 +13,7 @@ from huggingface_hub import constants
 
 from offload.cli import doctor, model_names
 from offload.cli.model_names import wrong_name, wrong_path
-from tests.offload.cli.stores import kvtiers
+from tests.offload.cli.rank_folders import kvtiers
 
 NO_CONFIG = "has no config.json"
 

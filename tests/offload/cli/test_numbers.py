@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from offload.cli import numbers
-from tests.offload.cli.stores import ROOT, kvtiers
+from tests.offload.cli.rank_folders import ROOT, kvtiers
 
 KIB, MIB, GIB = 1 << 10, 1 << 20, 1 << 30
 

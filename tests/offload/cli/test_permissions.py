@@ -1,5 +1,5 @@
 """Commands of a user who may not read the server's files report that, instead of reporting an empty
-store."""
+folder."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.offload.cli.stores import kvtiers, make_store
+from tests.offload.cli.rank_folders import kvtiers, make_rank_folder
 
 NOBODY = 65_534
 
@@ -34,24 +34,24 @@ def without_rights(folder: Path) -> Iterator[None]:
 @pytest.mark.parametrize(
     "words",
     [
-        ("inspect", "STORE"),
-        ("verify", "STORE"),
-        ("clear", "STORE", "--all", "--dry-run"),
-        ("export", "STORE", "FILE"),
+        ("inspect", "FOLDER"),
+        ("verify", "FOLDER"),
+        ("clear", "FOLDER", "--all", "--dry-run"),
+        ("export", "FOLDER", "FILE"),
     ],
     ids=lambda words: words[0],
 )
 def test_an_unreadable_store_is_not_called_empty(
-    words: tuple[str, ...], inside: bool, place: Path
+    words: tuple[str, ...], inside: bool, public_folder: Path
 ) -> None:
     """The path itself is unreadable, or a folder above it."""
-    root = place / "above" / "kv"
+    root = public_folder / "above" / "kv"
     root.parent.mkdir(0o755)
-    make_store(root, range(2))
-    paths = {"STORE": root, "FILE": place / "blocks.kvt"}
+    make_rank_folder(root, range(2))
+    paths = {"FOLDER": root, "FILE": public_folder / "blocks.kvt"}
     command = [paths.get(word, word) for word in words]
     assert kvtiers(*command).code == 0  # which also imports what the command needs
-    (place / "blocks.kvt").unlink(missing_ok=True)
+    (public_folder / "blocks.kvt").unlink(missing_ok=True)
     with without_rights(root.parent if inside else root):
         result = kvtiers(*command)
     assert result.code == 2, result.err
@@ -60,14 +60,14 @@ def test_an_unreadable_store_is_not_called_empty(
 
 
 @pytest.mark.parametrize("command", ["inspect", "verify", "export"])
-def test_a_read_only_store_is_not_called_damaged(command: str, place: Path) -> None:
+def test_a_read_only_folder_is_not_called_damaged(command: str, public_folder: Path) -> None:
     """LMDB enters each reader into a table, so a reader needs the right to write one file."""
-    folder = make_store(place / "kv", range(2))
-    words = [command, place / "kv", *([place / "f"] if command == "export" else [])]
+    folder = make_rank_folder(public_folder / "kv", range(2))
+    words = [command, public_folder / "kv", *([public_folder / "f"] if command == "export" else [])]
     assert kvtiers(*words).code == 0  # which also imports what the command needs
-    (place / "f").unlink(missing_ok=True)
-    place.chmod(0o777)
-    for path in (place / "kv", *(place / "kv").rglob("*")):
+    (public_folder / "f").unlink(missing_ok=True)
+    public_folder.chmod(0o777)
+    for path in (public_folder / "kv", *(public_folder / "kv").rglob("*")):
         path.chmod(path.stat().st_mode | (0o055 if path.is_dir() else 0o044))
     (folder / "lock.mdb").chmod(0o444)
     is_root = os.geteuid() == 0
@@ -85,12 +85,14 @@ def test_a_read_only_store_is_not_called_damaged(command: str, place: Path) -> N
     assert "is damaged" not in said
 
 
-def test_an_unreadable_export_is_reported(place: Path) -> None:
-    make_store(place / "kv", range(2))
-    closed = place / "closed"
+def test_an_unreadable_export_is_reported(public_folder: Path) -> None:
+    make_rank_folder(public_folder / "kv", range(2))
+    closed = public_folder / "closed"
     closed.mkdir()
-    assert kvtiers("export", place / "kv", closed / "blocks.kvt").code == 0
+    assert kvtiers("export", public_folder / "kv", closed / "blocks.kvt").code == 0
     with without_rights(closed):
-        result = kvtiers("import", closed / "blocks.kvt", place / "b", "--capacity", "64MiB")
+        result = kvtiers(
+            "import", closed / "blocks.kvt", public_folder / "b", "--capacity", "64MiB"
+        )
     assert result.code == 2, result.err
     assert "may not be read by this user" in result.err

@@ -15,7 +15,7 @@ from offload.admin.capacity_plan import Machine, ModelSize, Simulated, capacity_
 from policies.simulation.simulator import bound
 from policies.simulation.synthetic_trace import Mix, mix_trace
 from policies.simulation.trace import Request, Trace, TraceWriter
-from tests.offload.cli.stores import ROOT, kvtiers
+from tests.offload.cli.rank_folders import ROOT, kvtiers
 
 GIB = 1 << 30
 

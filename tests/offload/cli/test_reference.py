@@ -13,7 +13,7 @@ from typing import Any
 import typer
 
 from offload.cli import COMMANDS
-from tests.offload.cli.stores import ROOT
+from tests.offload.cli.rank_folders import ROOT
 
 PAGE = ROOT / "docs" / "reference" / "command-line.md"
 HEAD = """# The command line

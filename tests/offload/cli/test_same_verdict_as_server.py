@@ -1,4 +1,4 @@
-"""``verify`` and ``inspect`` describe a store as a starting server would treat it."""
+"""``verify`` and ``inspect`` describe a rank's folder as a starting server would treat it."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from offload.errors import OffloadError
 from offload.namespaces.folders import EPOCH_NAME, bump_epoch
 from offload.namespaces.manifest import MANIFEST_NAME, Namespace, write_manifest
 from offload.worker.tier_factory import TierSpec, make_tier
-from tests.offload.cli.stores import kvtiers
+from tests.offload.cli.rank_folders import kvtiers
 from tests.offload.worker.reopening_child import NAMESPACE, places
 from tiers.base import TierInfo, TierIoError, WriteOutcome
 from tiers.lmdb.folder import PAYLOAD_NAME
@@ -161,15 +161,15 @@ def contents(root: Path) -> dict[str, bytes]:
 
 
 def judged(root: Path, command: str, *options: str) -> tuple[int, list[str]]:
-    """Exit code of a command, and the problems that it names for namespaces and stores."""
+    """Exit code of a command, and the problems that it names for namespaces and rank folders."""
     result = kvtiers(command, root, *options, "--json")
     found = result.json
     if command == "verify":
-        problems, stores = list(found["namespaces"].values()), found["stores"]
+        problems, folders = list(found["namespaces"].values()), found["rank_folders"]
     else:
-        problems = [home["problem"] for home in found["namespaces"]]
-        stores = [store for home in found["namespaces"] for store in home["stores"]]
-    return result.code, problems + [store["problem"] for store in stores]
+        problems = [namespace["problem"] for namespace in found["namespaces"]]
+        folders = [one for namespace in found["namespaces"] for one in namespace["rank_folders"]]
+    return result.code, problems + [folder["problem"] for folder in folders]
 
 
 @pytest.mark.parametrize("kind", ["lmdb", "file"])
@@ -258,13 +258,13 @@ async def test_records_of_replaced_weights_are_not_damage(tmp_path: Path, kind: 
     bump_epoch(tmp_path / NAMESPACE.name / REPLICA)
     for command in ("inspect", "verify"):
         result = kvtiers(command, tmp_path, "--json")
-        found = result.json["stores" if command == "verify" else "namespaces"][0]
-        [store] = [found] if command == "verify" else found["stores"]
-        assert (result.code, store["standing"], store["problem"]) == (0, "stale", "")
-        assert "none of its records will be used" in store["remark"]
+        found = result.json["rank_folders" if command == "verify" else "namespaces"][0]
+        [folder] = [found] if command == "verify" else found["rank_folders"]
+        assert (result.code, folder["standing"], folder["problem"]) == (0, "stale", "")
+        assert "none of its records will be used" in folder["remark"]
         assert "none of its records will be used" in kvtiers(command, tmp_path).out
     assert await start(tmp_path, type=kind, **_strict(kind)) is not None
-    assert kvtiers("verify", tmp_path, "--json").json["stores"][0]["standing"] == "whole"
+    assert kvtiers("verify", tmp_path, "--json").json["rank_folders"][0]["standing"] == "whole"
 
 
 def _strict(kind: str) -> dict[str, str]:

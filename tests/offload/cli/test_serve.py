@@ -14,7 +14,7 @@ import pytest
 
 import offload
 from offload.cli.model_names import has_flag
-from tests.offload.cli.stores import Result, kvtiers
+from tests.offload.cli.rank_folders import Result, kvtiers
 from tests.patience import PATIENCE_S
 
 HASHING = ["--prefix-caching-hash-algo", "sha256_cbor"]

@@ -14,14 +14,14 @@ from pathlib import Path
 import pytest
 
 from offload.namespaces.cleanup import remove_namespace
-from tests.offload.cli.stores import (
+from tests.offload.cli.rank_folders import (
     CAPACITY,
     RECORD_NAMESPACE,
     ROOT,
     SIZE,
     damage,
     kvtiers,
-    make_store,
+    make_rank_folder,
 )
 from tiers.files.members import CLOCKS_NS, SILENT_NS
 
@@ -82,18 +82,18 @@ def test_old_records_stay_while_an_engine_is_alive(tmp_path: Path) -> None:
 
 def test_a_namespace_stays_while_an_engine_is_alive(tmp_path: Path) -> None:
     """On a file system without locks, no process holds the namespace's claim."""
-    place = make_store(tmp_path, range(0), kind="file")
-    for path in place.iterdir():  # left by an exclusive tier
+    folder = make_rank_folder(tmp_path, range(0), kind="file")
+    for path in folder.iterdir():  # left by an exclusive tier
         path.unlink() if path.is_file() else path.rmdir()
-    with engine(place) as pid:
+    with engine(folder) as pid:
         result = kvtiers("clear", tmp_path, "--all", "--yes", "--json")
         [found] = result.json["namespaces"]
         assert (result.code, found["removed"], found["in_use_by"]) == (1, False, [pid])
-        name = place.relative_to(tmp_path).parts[0]
+        name = folder.relative_to(tmp_path).parts[0]
         assert not remove_namespace(tmp_path, name), "a server that starts and needs space"
-        assert records(place) == 6
+        assert records(folder) == 6
     assert kvtiers("clear", tmp_path, "--all", "--yes").code == 0
-    assert not place.exists()
+    assert not folder.exists()
 
 
 def test_damaged_records_stay_while_an_engine_is_alive(tmp_path: Path) -> None:

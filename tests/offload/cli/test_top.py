@@ -18,7 +18,7 @@ import pytest
 from prometheus_client import CollectorRegistry, Counter, Gauge, generate_latest
 
 from offload.admin.metrics_client import PageError, metrics_url, parse, view
-from tests.offload.cli.stores import ROOT, kvtiers, make_store
+from tests.offload.cli.rank_folders import ROOT, kvtiers, make_rank_folder
 from tests.patience import PATIENCE_S
 
 LABELS = ["model_name", "engine"]
@@ -310,7 +310,7 @@ def test_a_server_without_such_a_page() -> None:
 
 
 def test_a_password_is_sent_and_never_shown(tmp_path: Path) -> None:
-    make_store(tmp_path, range(2))
+    make_rank_folder(tmp_path, range(2))
     server = Server()
     server.fill()
     with serving([server.page], user="me:s/ecret") as address:

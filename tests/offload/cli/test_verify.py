@@ -1,4 +1,4 @@
-"""``kvtiers verify`` finds damaged records and nothing else, in idle stores and beside a live
+"""``kvtiers verify`` finds damaged records and nothing else, in idle folders and beside a live
 writer."""
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import pytest
 from offload.admin.verify import RateLimit, VerifyResult, repair, scrub
 from offload.cli.verify import LINES_MAX
 from offload.namespaces.inventory import RankFolder, find_namespaces
-from tests.offload.cli.stores import (
+from tests.offload.cli.rank_folders import (
     OTHER,
     RECORD_NAMESPACE,
     ROOT,
@@ -21,9 +21,9 @@ from tests.offload.cli.stores import (
     damage,
     flip,
     kvtiers,
-    make_store,
+    make_rank_folder,
     open_index,
-    place_in_file,
+    payload_offset,
     records_of,
     writer,
 )
@@ -37,28 +37,28 @@ Edit = Callable[[dict[bytes, bytes]], dict[bytes, bytes | None]]
 
 
 def verify(root: Path, *options: object) -> dict:
-    """The result for the only store below a path."""
+    """The result for the only rank folder below a path."""
     result = kvtiers("verify", root, "--json", *options)
     answer = result.json
-    [store] = answer["stores"]
+    [found] = answer["rank_folders"]
     assert result.err == "", "no progress bar without a terminal"
-    assert (result.code, answer["ok"]) == (0 if not store["damaged"] else 1, result.code == 0)
-    return store
+    assert (result.code, answer["ok"]) == (0 if not found["damaged"] else 1, result.code == 0)
+    return found
 
 
 def names(*numbers: int) -> set[str]:
     return {key_of(number).hex() for number in numbers}
 
 
-def only_store(root: Path) -> RankFolder:
-    [home] = find_namespaces(root)
-    [rank_folder] = home.rank_folders
+def only_rank_folder(root: Path) -> RankFolder:
+    [namespace] = find_namespaces(root)
+    [rank_folder] = namespace.rank_folders
     return rank_folder
 
 
 @pytest.mark.parametrize("kind", ["lmdb", "file"])
 def test_damaged_records_are_found_and_removed(tmp_path: Path, kind: str) -> None:
-    folder = make_store(tmp_path, range(40), kind=kind)
+    folder = make_rank_folder(tmp_path, range(40), kind=kind)
     assert verify(tmp_path)["good"] == 40
     for number in (3, 17, 39):
         damage(folder, number)
@@ -110,7 +110,7 @@ EDITS = {
 @pytest.mark.parametrize("name", EDITS)
 def test_the_content_of_the_index_is_checked_too(tmp_path: Path, name: str) -> None:
     edit, bad = EDITS[name]
-    folder = make_store(tmp_path, range(5))
+    folder = make_rank_folder(tmp_path, range(5))
     edits = edit(records_of(folder))
     index = open_index(folder)
     index.apply(Changes(edits=edits))
@@ -122,7 +122,7 @@ def test_the_content_of_the_index_is_checked_too(tmp_path: Path, name: str) -> N
 
 
 def test_a_file_record_with_a_damaged_header(tmp_path: Path) -> None:
-    folder = make_store(tmp_path, range(3), kind="file")
+    folder = make_rank_folder(tmp_path, range(3), kind="file")
     first, second, _ = sorted(folder.glob("epoch-0/*"))
     flip(first, 0)  # the magic
     flip(second, 90)  # its key
@@ -135,7 +135,7 @@ def test_a_file_record_with_a_damaged_header(tmp_path: Path) -> None:
 def test_without_the_check_of_payloads_damage_is_not_found(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    damage(make_store(tmp_path, range(5)), 2)
+    damage(make_rank_folder(tmp_path, range(5)), 2)
     monkeypatch.setattr(LmdbReader, "load", lambda self, found, into: [True] * len(found))
     assert verify(tmp_path)["damaged"] == []
     monkeypatch.undo()
@@ -145,7 +145,7 @@ def test_without_the_check_of_payloads_damage_is_not_found(
 REPLACE = """
 import asyncio, sys
 from tiers.lmdb.tier import LmdbTier
-from tests.offload.cli.stores import CAPACITY, RECORD_NAMESPACE, SIZE
+from tests.offload.cli.rank_folders import CAPACITY, RECORD_NAMESPACE, SIZE
 from tiers.testing import key_of, put
 async def main(folder):
     tier = LmdbTier(folder, CAPACITY, namespace=RECORD_NAMESPACE, reserve_bytes=0,
@@ -162,7 +162,7 @@ asyncio.run(main(sys.argv[1]))
 
 def test_an_overwritten_extent_is_not_damage(tmp_path: Path) -> None:
     """The record was found, then removed, and its extent overwritten, before it was read."""
-    folder = make_store(tmp_path, range(40))
+    folder = make_rank_folder(tmp_path, range(40))
     outside = LmdbReader(folder, is_owned=False)
     before = [record for batch in outside.batches() for record in batch]
     command = [sys.executable, "-c", REPLACE, str(folder)]
@@ -183,7 +183,7 @@ RESET = REPLACE.replace("delete([key_of(n) for n in range(40)])", "reset(1)")
 
 
 def test_a_concurrent_reset_is_not_damage(tmp_path: Path) -> None:
-    folder = make_store(tmp_path, range(40))
+    folder = make_rank_folder(tmp_path, range(40))
     outside = LmdbReader(folder, is_owned=False)
     before = [record for batch in outside.batches() for record in batch]
     assert RESET != REPLACE
@@ -222,8 +222,8 @@ def test_verify_beside_a_writer_reports_and_disturbs_nothing(tmp_path: Path, kin
 
 
 def test_damage_beside_a_writer_is_reported_and_left_to_it(tmp_path: Path) -> None:
-    folder = make_store(tmp_path, range(6))  # the writer has other records and never reads these
-    places = {number: place_in_file(folder, number) for number in range(6)}
+    folder = make_rank_folder(tmp_path, range(6))  # not read by the writer
+    places = {number: payload_offset(folder, number) for number in range(6)}
     with writer(tmp_path) as live:
         for number in (1, 4):
             flip(folder / PAYLOAD_NAME, places[number] + 7)
@@ -240,10 +240,10 @@ def test_damage_beside_a_writer_is_reported_and_left_to_it(tmp_path: Path) -> No
 
 
 def test_a_server_that_starts_during_verify_keeps_its_index(tmp_path: Path) -> None:
-    damage(make_store(tmp_path, range(6)), 2)
-    store = only_store(tmp_path)
-    outside = store.open()
-    result = VerifyResult(store)
+    damage(make_rank_folder(tmp_path, range(6)), 2)
+    rank_folder = only_rank_folder(tmp_path)
+    outside = rank_folder.open()
+    result = VerifyResult(rank_folder)
     scrub(result, outside, has_key=False, rate_limit=RateLimit(0), advance=lambda count: None)
     outside.close()
     assert len(result.damaged) == 1
@@ -259,7 +259,7 @@ def test_encrypted_records_need_their_key(tmp_path: Path) -> None:
     key_file.write_text("ab" * 32)
     key_file.chmod(0o600)
     root = tmp_path / "kv"
-    folder = make_store(root, range(4), key_file=str(key_file), compress=True)
+    folder = make_rank_folder(root, range(4), key_file=str(key_file), compress=True)
     found = verify(root)
     assert (found["unread"], found["good"], found["damaged"]) == (4, 0, [])
     damage(folder, 3)
@@ -269,18 +269,18 @@ def test_encrypted_records_need_their_key(tmp_path: Path) -> None:
 
 
 def test_every_store_below_a_path(tmp_path: Path) -> None:
-    make_store(tmp_path, range(3))
-    make_store(tmp_path, range(4), rank=1)
-    damage(make_store(tmp_path, range(5), fields=OTHER), 0)
+    make_rank_folder(tmp_path, range(3))
+    make_rank_folder(tmp_path, range(4), rank=1)
+    damage(make_rank_folder(tmp_path, range(5), fields=OTHER), 0)
     result = kvtiers("verify", tmp_path, "--json")
     assert result.code == 1
-    assert sorted(store["good"] for store in result.json["stores"]) == [3, 4, 4]
+    assert sorted(found["good"] for found in result.json["rank_folders"]) == [3, 4, 4]
 
 
-def test_many_damaged_stores_do_not_flood_the_screen(tmp_path: Path) -> None:
-    """Problems of a whole store come first; all stores together have a limit of lines."""
+def test_many_damaged_rank_folders_do_not_flood_the_screen(tmp_path: Path) -> None:
+    """Problems of a whole folder come first; all folders together have a limit of lines."""
     for name in ("a", "b", "c"):
-        folder = make_store(tmp_path, range(15), fields={"model": {"name": name}})
+        folder = make_rank_folder(tmp_path, range(15), fields={"model": {"name": name}})
         for number in range(12):
             damage(folder, number)
     (folder / PAYLOAD_NAME).unlink()
@@ -293,8 +293,8 @@ def test_many_damaged_stores_do_not_flood_the_screen(tmp_path: Path) -> None:
 
 
 def test_a_store_that_cannot_be_read_does_not_hide_the_others(tmp_path: Path) -> None:
-    folder = make_store(tmp_path, range(3))
-    other = make_store(tmp_path, range(4), fields=OTHER)
+    folder = make_rank_folder(tmp_path, range(3))
+    other = make_rank_folder(tmp_path, range(4), fields=OTHER)
     damage(other, 1)
     for break_it, words in (
         (lambda: flip(folder / PAYLOAD_NAME, 10), "is not the one that its index names"),
@@ -304,7 +304,7 @@ def test_a_store_that_cannot_be_read_does_not_hide_the_others(tmp_path: Path) ->
         break_it()
         result = kvtiers("verify", tmp_path, "--json", "--check-only")
         assert (result.code, result.json["ok"]) == (1, False)
-        found = {store["namespace"]: store for store in result.json["stores"]}
+        found = {one["namespace"]: one for one in result.json["rank_folders"]}
         assert words in found[folder.parents[1].name]["problem"]
         assert found[folder.parents[1].name]["damaged"] == []
         assert set(found[other.parents[1].name]["damaged"]) == names(1)
@@ -337,7 +337,7 @@ def test_pace_limits_the_rate() -> None:
 
 
 def test_the_records_of_these_tests_are_as_described(tmp_path: Path) -> None:
-    folder = make_store(tmp_path, range(2))
+    folder = make_rank_folder(tmp_path, range(2))
     outside = LmdbReader(folder, is_owned=False)
     found: list[Found] = [record for batch in outside.batches() for record in batch]
     assert {record.key for record in found} == {key_of(0), key_of(1)}

@@ -11,7 +11,7 @@ import pytest
 from offload.namespaces.manifest import Namespace
 from offload.requests.miss_reasons import LoggedRequest, Miss, Reason
 from offload.requests.request_log import RequestFile
-from tests.offload.cli.stores import FIELDS, kvtiers
+from tests.offload.cli.rank_folders import FIELDS, kvtiers
 from tiers.testing import key_of
 
 WHOLE = LoggedRequest("r", 1.0, 64, 0, 60).as_json()

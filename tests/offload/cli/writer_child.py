@@ -16,7 +16,7 @@ import numpy as np
 
 from offload.namespaces.folders import claim_rank_folder
 from offload.namespaces.manifest import Namespace
-from tests.offload.cli.stores import CAPACITY, FIELDS, RECORD_NAMESPACE, SIZE
+from tests.offload.cli.rank_folders import CAPACITY, FIELDS, RECORD_NAMESPACE, SIZE
 from tiers.base import ReadOutcome, Tier
 from tiers.files.tier import FileTier
 from tiers.lmdb.tier import LmdbTier
@@ -67,8 +67,8 @@ async def churn(tier: Tier, records: int, stop: asyncio.Event, counts: Counts) -
 
 
 async def main(root: str, kind: str, records: int) -> None:
-    place = claim_rank_folder(root, Namespace.of(FIELDS), replica=0, rank=0, engine="child")
-    tier = make_tier(kind, place.folder, place.epoch)
+    claimed = claim_rank_folder(root, Namespace.of(FIELDS), replica=0, rank=0, engine="child")
+    tier = make_tier(kind, claimed.folder, claimed.epoch)
     await tier.open()
     stop, counts = asyncio.Event(), Counts()
     loop = asyncio.get_running_loop()
@@ -78,7 +78,7 @@ async def main(root: str, kind: str, records: int) -> None:
         await check(tier, number, counts)
     stats = {name: tier.stats().get(name, 0) for name in ("read_corrupt", "write_failed")}
     await tier.aclose()
-    place.close()
+    claimed.close()
     print(json.dumps([counts.rounds, counts.reads, counts.wrong, sum(stats.values())]), flush=True)
 
 

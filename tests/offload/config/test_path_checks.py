@@ -10,7 +10,7 @@ import pytest
 from offload.config.machine_checks import load_config
 from offload.config.path_checks import location_problem, path_problem
 from offload.errors import ConfigError
-from tests.offload.cli.stores import kvtiers, make_store
+from tests.offload.cli.rank_folders import kvtiers, make_rank_folder
 from tests.offload.config.test_machine_checks import extra, problems_of, tier
 from tests.offload.worker.reopening_child import places
 
@@ -96,7 +96,7 @@ def test_a_former_tiers_folder_is_accepted(tmp_path: Path, kind: str) -> None:
 
 
 def test_an_import_refuses_the_same_paths(tmp_path: Path) -> None:
-    make_store(tmp_path / "kv", range(2))
+    make_rank_folder(tmp_path / "kv", range(2))
     assert kvtiers("export", tmp_path / "kv", tmp_path / "blocks.kvt").code == 0
     result = kvtiers("import", tmp_path / "blocks.kvt", "/etc", "--capacity", "64MiB")
     assert (result.code, "is among the system's files" in result.err) == (2, True)

@@ -20,7 +20,7 @@ from offload.namespaces import wait_for_owners
 from offload.namespaces.claims import live_owners
 from offload.namespaces.wait_for_owners import Patience
 from offload.worker import tier_folders
-from tests.offload.cli.stores import ROOT
+from tests.offload.cli.rank_folders import ROOT
 from tests.offload.worker.reopening_child import places
 from tests.patience import PATIENCE_S
 

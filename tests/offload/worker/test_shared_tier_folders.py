@@ -16,7 +16,7 @@ from offload.namespaces.claims import live_owners
 from offload.namespaces.cleanup import remove_namespace
 from offload.namespaces.inventory import find_namespaces
 from offload.worker.tier_factory import make_tier
-from tests.offload.cli.stores import kvtiers
+from tests.offload.cli.rank_folders import kvtiers
 from tests.offload.worker.reopening_child import NAMESPACE, places
 from tests.offload.worker.test_tier_folders import release, renew
 from tests.tiers.shared.child import RANGE

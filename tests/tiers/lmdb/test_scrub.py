@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.offload.cli.stores import flip
+from tests.offload.cli.rank_folders import flip
 from tests.patience import PATIENCE_S
 from tiers.base import ALIGNMENT, Buffer, ReadOutcome, Scrubbed, TierClosedError, WriteOutcome
 from tiers.io.direct_io import DiskIo
@@ -73,7 +73,7 @@ async def scrubbed(tier: LmdbTier, bytes_max: int = 5 * SIZE) -> list[Scrubbed]:
     return found
 
 
-def told(found: list[Scrubbed]) -> set[bytes]:
+def damaged_in(found: list[Scrubbed]) -> set[bytes]:
     return {key for one in found for key in one.damaged}
 
 
@@ -89,10 +89,10 @@ async def test_a_pass_reads_every_record_once_and_drops_damaged_ones(
     found = await scrubbed(tier)
     assert sum(one.records for one in found) == COUNT
     assert sum(one.payload_bytes for one in found) == COUNT * SIZE
-    assert told(found) == {key_of(number) for number in bad}
+    assert damaged_in(found) == {key_of(number) for number in bad}
     assert (tier.stats()["scrubbed"], tier.stats()["scrub_damaged"]) == (COUNT, len(bad))
     await assert_misses(tier, [key_of(number) for number in bad], SIZE)
-    left = [key for key in before if key not in told(found)]
+    left = [key for key in before if key not in damaged_in(found)]
     assert [one.key for one in await all_keys(tier)] == left, (
         "a scrub must not count as a use of the other records"
     )
@@ -107,7 +107,7 @@ async def test_a_pass_reads_every_record_once_and_drops_damaged_ones(
 async def test_damage_stays_removed_after_a_restart(tmp_path: Path) -> None:
     tier = await filled(tmp_path)
     damage(tier, tmp_path, 5)
-    assert told(await scrubbed(tier)) == {key_of(5)}
+    assert damaged_in(await scrubbed(tier)) == {key_of(5)}
     await tier.aclose()
     tier = tier_at(tmp_path)
     assert (await tier.open()).record_count == COUNT - 1
@@ -153,7 +153,7 @@ async def test_a_damaged_position_file_only_repeats_a_pass(tmp_path: Path, conte
     damage(tier, tmp_path, 5)
     found = await scrubbed(tier)
     if b"ff" * 600 not in content:
-        assert told(found) == {key_of(5)}
+        assert damaged_in(found) == {key_of(5)}
     mark = json.loads((tmp_path / "tier" / MARK_NAME).read_bytes())
     assert mark["last"] == ""
     assert mark["begun"] > 1e9
@@ -176,7 +176,7 @@ async def test_a_sector_that_cannot_be_read_is_damage(tmp_path: Path) -> None:
     value = tier._contents.records.get(key_of(9))
     assert value is not None
     io.pages.add(extents_of(value)[0].start)
-    assert told(await scrubbed(tier)) == {key_of(9)}
+    assert damaged_in(await scrubbed(tier)) == {key_of(9)}
     await tier.aclose()
 
 
@@ -191,7 +191,9 @@ async def test_a_failing_medium_loses_no_record(tmp_path: Path) -> None:
         assert (one.trouble, one.damaged) == ("its payload file cannot be read", ())
     assert len(await all_keys(tier)) == COUNT
     io.everywhere = False
-    assert told(await scrubbed(tier)) == {key_of(1)}, "the scrub continues at the same position"
+    assert damaged_in(await scrubbed(tier)) == {key_of(1)}, (
+        "the scrub continues at the same position"
+    )
     await tier.aclose()
 
 
@@ -206,7 +208,7 @@ async def test_a_single_wrong_read_is_not_damage(
         return False if lies and lies.pop() else real(*about)
 
     monkeypatch.setattr(type(tier._files.codec), "decode", lambda _, *about: once(*about))
-    assert told(await scrubbed(tier)) == set()
+    assert damaged_in(await scrubbed(tier)) == set()
     assert not lies
     await tier.aclose()
 

@@ -19,7 +19,7 @@ from offload.layout.registration import GroupCaches, Registration, register_kv_c
 from offload.namespaces.manifest import Namespace
 from offload.worker import idle_scrub, runtime
 from offload.worker.tier_factory import TierSpec, scrub_limits
-from tests.offload.cli.stores import flip
+from tests.offload.cli.rank_folders import flip
 from tests.offload.small_model import BLOCKS, kv_caches
 from tests.patience import PATIENCE_S
 from tiers.base import ALIGNMENT, WriteOutcome

@@ -1,4 +1,4 @@
-"""Stores for the tests of the command line, made by real tiers: idle, or with a live writer."""
+"""Makes rank folders for the tests of the command line with real tiers, and starts live writers."""
 
 from __future__ import annotations
 
@@ -54,12 +54,12 @@ def kvtiers(*words: object) -> Result:
     return Result(found.exit_code, found.stdout, found.stderr)
 
 
-def place_of(root: Path, fields: dict[str, Any] = FIELDS, rank: int = 0) -> Path:
+def rank_folder_of(root: Path, fields: dict[str, Any] = FIELDS, rank: int = 0) -> Path:
     """The folder of a rank."""
     return root / Namespace.of(fields).name / "replica-0" / f"rank-{rank}"
 
 
-def make_store(
+def make_rank_folder(
     root: Path,
     numbers: Iterable[int],
     *,
@@ -68,11 +68,11 @@ def make_store(
     rank: int = 0,
     **options: Any,
 ) -> Path:
-    """A closed store with these records; the folder of its rank."""
-    place = claim_rank_folder(root, Namespace.of(fields), replica=0, rank=rank, engine="t")
-    with place:
-        asyncio.run(_fill(place.folder, place.epoch, list(numbers), kind, rank, options))
-    return place.folder
+    """Write these records with a tier, close it, and return its folder."""
+    claimed = claim_rank_folder(root, Namespace.of(fields), replica=0, rank=rank, engine="t")
+    with claimed:
+        asyncio.run(_fill(claimed.folder, claimed.epoch, list(numbers), kind, rank, options))
+    return claimed.folder
 
 
 async def _fill(
@@ -91,21 +91,21 @@ async def _fill(
 
 
 def open_index(folder: Path, rank: int = 0) -> LmdbIndex:
-    """The index of an idle store."""
+    """The index in a folder that no process uses."""
     manifest = Manifest(Identity(RECORD_NAMESPACE, rank), "")
     return LmdbIndex(folder, os.path.getsize(folder / "data.mdb"), manifest)
 
 
 def records_of(folder: Path) -> dict[bytes, bytes]:
-    """Keys and values in the index of an idle store."""
+    """Keys and values of the index in a folder that no process uses."""
     index = open_index(folder)
     found = {key: value for table in index.tables() for key, value in table.items()}
     index.close()
     return found
 
 
-def place_in_file(folder: Path, number: int) -> int:
-    """The offset of a record's payload; it never moves. For an idle store."""
+def payload_offset(folder: Path, number: int) -> int:
+    """The offset of a record's payload, which never moves. No process may use the folder."""
     return extents_of(records_of(folder)[key_of(number)])[0].start * ALIGNMENT
 
 
@@ -121,7 +121,7 @@ def flip(path: Path, offset: int) -> None:
 def damage(folder: Path, number: int) -> None:
     """Flip one bit of a record's payload."""
     if (folder / PAYLOAD_NAME).exists():
-        flip(folder / PAYLOAD_NAME, place_in_file(folder, number) + 100)
+        flip(folder / PAYLOAD_NAME, payload_offset(folder, number) + 100)
     else:
         [path] = folder.glob(f"epoch-*/{record_name(key_of(number))}")
         flip(path, ALIGNMENT + 100)
@@ -147,7 +147,7 @@ class Writer:
 
 @contextlib.contextmanager
 def writer(root: Path, kind: str = "lmdb", records: int = 200) -> Iterator[Writer]:
-    """A process that writes to and reads from a store until the end of the block."""
+    """A process that writes and reads records below a path until the end of the block."""
     command = [
         sys.executable,
         "-m",
