@@ -93,8 +93,8 @@ def without_faults(shops: Sequence[Workshop], mutants: Iterable[Mutant]) -> Run:
             if run.code != 0:
                 whole.code, whole.output = run.code, whole.output + run.output
     counts = Counter(whole.outcomes.values())
-    told = ", ".join(f"{count} {outcome}" for outcome, count in sorted(counts.items()))
-    print(f"  {told} in {time.monotonic() - began:.0f} s", flush=True)
+    summary = ", ".join(f"{count} {outcome}" for outcome, count in sorted(counts.items()))
+    print(f"  {summary} in {time.monotonic() - began:.0f} s", flush=True)
     return whole
 
 
@@ -162,8 +162,8 @@ def report(results: Sequence[Result]) -> None:
 
 def as_json(result: Result) -> dict[str, object]:
     """A result with its fault, for ``--json``."""
-    told: dict[str, object] = {"verdict": result.verdict.value, "by": result.by}
-    return asdict(result.mutant) | told | {"seconds": round(result.seconds, 2)}
+    summary: dict[str, object] = {"verdict": result.verdict.value, "by": result.by}
+    return asdict(result.mutant) | summary | {"seconds": round(result.seconds, 2)}
 
 
 if __name__ == "__main__":
