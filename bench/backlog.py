@@ -34,7 +34,7 @@ from bench.report import Chart, deliver
 from bench.scenario import Report, Row, median, percentile, progress_bar
 from bench.serve_engine import Batch, Engine
 from bench.serve_numbers import CONFIDENCE, interval, ratios_of
-from bench.serve_systems import BLOCK_TOKENS, MODELS, SYSTEMS, Room, Start
+from bench.serve_systems import BLOCK_TOKENS, MODELS, SYSTEMS, Start, TierSizes
 from bench.slow_disk import SlowDisk, SlowDiskError
 from demo.tiny_model import BYTE_TOKENS, make_llama
 from policies.registry import make_policy
@@ -120,8 +120,8 @@ def _engines(config: Config, root: Path) -> Iterator[dict[str, Engine]]:
         for number, world in enumerate(worlds()):
             folder = root / f"disk{number}"
             folder.mkdir(mode=0o700)
-            room = Room(host, small, 2 * everything + (256 << 20), folder)
-            start = _start(world, config, room)
+            sizes = TierSizes(host, small, 2 * everything + (256 << 20), folder)
+            start = _start(world, config, sizes)
             arguments = _arguments(config, model) | {"kv_transfer_config": start.connector}
             threads = {"OMP_NUM_THREADS": str(config.threads)}
             engine = Engine(arguments, threads | start.env, root / f"engine{number}.log")
@@ -137,16 +137,16 @@ def worlds() -> tuple[str, ...]:
     return WORLDS if SYSTEMS["lmcache-server"].missing else (*WORLDS, RIVAL)
 
 
-def _start(world: str, config: Config, room: Room) -> Start:
+def _start(world: str, config: Config, sizes: TierSizes) -> Start:
     """The connector of a world."""
     if world == PLAIN:
         return Start()
     if world == RIVAL:
-        return SYSTEMS["lmcache-server"].start(room)
+        return SYSTEMS["lmcache-server"].start(sizes)
     on_disk = world in (DISK, AHEAD)
-    disk = {"type": "lmdb", "path": str(room.folder), "capacity": room.disk, "reserve": 0}
+    disk = {"type": "lmdb", "path": str(sizes.folder), "capacity": sizes.disk, "reserve": 0}
     extra = {
-        "cpu": {"capacity": room.small if on_disk else room.host},
+        "cpu": {"capacity": sizes.small if on_disk else sizes.host},
         "tiers": [disk] if on_disk else [],
         "look_ahead": config.look_ahead if world == AHEAD else 0.0,
         # What is compared is reading early or late, so nothing is computed that could be read.

@@ -41,7 +41,7 @@ from bench.serve_systems import (
     REAL,
     SYSTEMS,
     Model,
-    Room,
+    TierSizes,
     find_model,
 )
 from demo.tiny_model import BYTE_TOKENS, make_llama
@@ -111,7 +111,7 @@ def _engines(
                 continue
             folder = root / key
             folder.mkdir(mode=0o700)
-            start = system.start(room_for(config, model, folder))
+            start = system.start(sizes_for(config, model, folder))
             arguments = engine_arguments(config, model, weights) | config.engine
             arguments["kv_transfer_config"] = start.connector
             threads = {"OMP_NUM_THREADS": str(config.threads)}
@@ -151,7 +151,7 @@ def engine_arguments(config: Config, model: Model, weights: Path) -> dict[str, A
     }
 
 
-def room_for(config: Config, model: Model, folder: Path) -> Room:
+def sizes_for(config: Config, model: Model, folder: Path) -> TierSizes:
     """The size of a tier in bytes.
 
     A CPU tier alone can hold a whole round. Above a disk tier it holds two batches, so that all but
@@ -160,7 +160,7 @@ def room_for(config: Config, model: Model, folder: Path) -> Room:
     longest = max(config.sizes) + config.output_tokens
     batch = config.requests * longest * model.kv_bytes_per_token
     everything = (config.misses + len(config.hits) + 1) * len(config.sizes) * batch
-    return Room(everything, 2 * batch, everything + (256 << 20), folder)
+    return TierSizes(everything, 2 * batch, everything + (256 << 20), folder)
 
 
 # -- the script ----------------------------------------------------------------------------------

@@ -122,7 +122,7 @@ def find_model(name: str) -> Model:
 
 
 @dataclass(frozen=True, slots=True)
-class Room:
+class TierSizes:
     """Sizes of the tiers in bytes. A CPU tier alone has the size ``host``. Above a disk tier it has
     the size ``small``, so that hits must come from the disk. ``folder`` is on that disk."""
 
@@ -140,7 +140,7 @@ class Start:
     env: dict[str, str] = field(default_factory=dict)
 
 
-def _plain(_room: Room) -> Start:
+def _plain(_sizes: TierSizes) -> Start:
     return Start()
 
 
@@ -155,13 +155,13 @@ def _ours(extra: dict[str, Any]) -> Start:
     )
 
 
-def _cpu(room: Room) -> Start:
-    return _ours({"cpu": {"capacity": room.host, "policy": "lru"}, "tiers": []})
+def _cpu(sizes: TierSizes) -> Start:
+    return _ours({"cpu": {"capacity": sizes.host, "policy": "lru"}, "tiers": []})
 
 
-def _cpu_and_disk(room: Room) -> Start:
-    disk = {"type": "lmdb", "path": str(room.folder), "capacity": room.disk, "policy": "lru"}
-    return _ours({"cpu": {"capacity": room.small, "policy": "lru"}, "tiers": [disk]})
+def _cpu_and_disk(sizes: TierSizes) -> Start:
+    disk = {"type": "lmdb", "path": str(sizes.folder), "capacity": sizes.disk, "policy": "lru"}
+    return _ours({"cpu": {"capacity": sizes.small, "policy": "lru"}, "tiers": [disk]})
 
 
 def _native(extra: dict[str, Any]) -> Start:
@@ -174,29 +174,29 @@ def _native(extra: dict[str, Any]) -> Start:
     )
 
 
-def _vllm_cpu(room: Room) -> Start:
-    return _native({"cpu_bytes_to_use": room.host})
+def _vllm_cpu(sizes: TierSizes) -> Start:
+    return _native({"cpu_bytes_to_use": sizes.host})
 
 
-def _vllm_tiering(room: Room) -> Start:
-    tiers = [{"type": "fs", "root_dir": str(room.folder)}]
+def _vllm_tiering(sizes: TierSizes) -> Start:
+    tiers = [{"type": "fs", "root_dir": str(sizes.folder)}]
     return _native(
         {
             "spec_name": "TieringOffloadingSpec",
-            "cpu_bytes_to_use": room.small,
+            "cpu_bytes_to_use": sizes.small,
             "secondary_tiers": tiers,
         }
     )
 
 
-def _lmcache(room: Room) -> Start:
-    size_gb = room.host / (1 << 30)
+def _lmcache(sizes: TierSizes) -> Start:
+    size_gb = sizes.host / (1 << 30)
     env = {"LMCACHE_LOCAL_CPU": "True", "LMCACHE_MAX_LOCAL_CPU_SIZE": f"{size_gb:.3f}"}
     return Start({"kv_connector": "LMCacheConnectorV1", "kv_role": "kv_both"}, env)
 
 
-def _lmcache_server(room: Room) -> Start:
-    size_gb = room.host / (1 << 30)
+def _lmcache_server(sizes: TierSizes) -> Start:
+    size_gb = sizes.host / (1 << 30)
     server = (
         f"--l1-size-gb {size_gb:.3f} --eviction-policy LRU --supported-transfer-mode auto "
         f"--http-port {free_port()} "
@@ -221,7 +221,7 @@ class System:
     """One system: the name of its rows, how to start it, and the package that it needs."""
 
     name: str
-    start: Callable[[Room], Start]
+    start: Callable[[TierSizes], Start]
     package: str = ""
 
     @property

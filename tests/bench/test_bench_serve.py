@@ -16,7 +16,7 @@ from bench.__main__ import build
 from bench.report import Chart, save
 from bench.serve_engine import Batch
 from bench.serve_numbers import Case, Samples, interval, verdicts
-from bench.serve_systems import BASELINE, SYSTEMS, Room, Start, System, find_model
+from bench.serve_systems import BASELINE, SYSTEMS, Start, System, TierSizes, find_model
 from tests.bare_checkout import ROOT
 from tests.vllm.restored import PATIENT
 
@@ -33,18 +33,18 @@ def _with(start: Start, **extra: Any) -> Start:
     return dataclasses.replace(start, connector=connector)
 
 
-def _broken(room: Room) -> Start:
-    return _with(CPU.start(room), cpu={"capacity": "a lot"})
+def _broken(sizes: TierSizes) -> Start:
+    return _with(CPU.start(sizes), cpu={"capacity": "a lot"})
 
 
-def _cpu_always(room: Room) -> Start:
+def _cpu_always(sizes: TierSizes) -> Start:
     """A tiny model computes faster than a tier can be read, which the connector would detect; and
     no load is late on a busy machine."""
-    return _with(CPU.start(room), **PATIENT)
+    return _with(CPU.start(sizes), **PATIENT)
 
 
-def _disk_always(room: Room) -> Start:
-    return _with(DISK.start(room), **PATIENT)
+def _disk_always(sizes: TierSizes) -> Start:
+    return _with(DISK.start(sizes), **PATIENT)
 
 
 @pytest.mark.thorough

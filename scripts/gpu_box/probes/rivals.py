@@ -22,7 +22,7 @@ use_site()
 
 from common import result  # noqa: E402  # after the path
 
-from bench.serve import Config, engine_arguments, room_for  # noqa: E402  # after the path
+from bench.serve import Config, engine_arguments, sizes_for  # noqa: E402  # after the path
 from bench.serve_systems import Model, find_model  # noqa: E402  # after the path
 from tiers.slab.host_memory import available_bytes  # noqa: E402  # after the path
 
@@ -37,13 +37,18 @@ ENGINE = {"GPU": 5 * GIB, "host": 6 * GIB}
 
 def needs(config: Config, model: Model) -> dict[str, int]:
     """The bytes that all engines need together, by medium."""
-    room, engines = room_for(config, model, Path()), len(config.systems)
+    sizes, engines = sizes_for(config, model, Path()), len(config.systems)
     weights = int(model.flops_per_token) + 2 * model.vocabulary * model.shape.hidden
     cache = engine_arguments(config, model, Path())["kv_cache_memory_bytes"]
     batch = config.requests * max(config.sizes) * model.kv_bytes_per_token
     batches = config.rounds * (config.misses + len(config.hits)) + 2
-    tiers = {"cpu": room.host, "vllm": room.host, "disk": room.small, "vllm-tiering": room.small}
-    files = {"disk": room.disk, "vllm-tiering": batches * batch}  # vLLM's are not limited
+    tiers = {
+        "cpu": sizes.host,
+        "vllm": sizes.host,
+        "disk": sizes.small,
+        "vllm-tiering": sizes.small,
+    }
+    files = {"disk": sizes.disk, "vllm-tiering": batches * batch}  # vLLM's are not limited
     return {
         "GPU": engines * (weights + cache + ENGINE["GPU"]),
         "host": engines * ENGINE["host"] + sum(tiers.get(name, 0) for name in config.systems),
