@@ -92,7 +92,7 @@ def configuration(pages: Path, out: Path) -> dict[str, Any]:
 
 
 def mkdocs() -> list[str]:
-    """The command of mkdocs, which is installed if necessary."""
+    """Return the command that runs mkdocs. Installs mkdocs if necessary."""
     if importlib.util.find_spec("mkdocs"):
         return [sys.executable, "-m", "mkdocs"]
     python = WORK / "venv" / "bin" / "python"

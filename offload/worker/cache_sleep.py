@@ -1,9 +1,9 @@
 """Keeps every copy away from the KV cache while vLLM sleeps and has unmapped it.
 
 Part of the executor. ``begin`` and ``end`` belong to the thread that drives vLLM's model runner,
-which posts no plan in between. The states of loads and stores cross to the loop and are made for
-that (`offload.worker.unanswered_jobs`, `offload.worker.fences`): the thread that comes second sees
-what the first one did, so no copy begins after ``begin`` has looked.
+which posts no plan in between. This thread and the loop share the states of loads and stores, which
+are safe to share (`offload.worker.unanswered_jobs`, `offload.worker.fences`): whichever thread
+comes second sees what the first one did, so no copy begins after ``begin`` has looked.
 """
 
 from __future__ import annotations

@@ -245,8 +245,8 @@ class LoadTask:
     def time_left(self, timeout_s: float) -> float:
         """Seconds until the load is late, counted as ``timeout_s`` after its newest part arrived.
 
-        The clock does not run while the load only waits for its next part. That of a read ahead
-        runs from its turn on, or from the time when a request waits for it.
+        The clock does not run while the load only waits for its next part. For a read ahead, it
+        starts when the read gets its turn, or when a request waits for the read.
         """
         if not self._running and not self._news.is_set():
             return timeout_s

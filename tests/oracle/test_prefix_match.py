@@ -14,9 +14,8 @@ definition:
 * hits of a single group, and those of chunked local attention, cannot be aligned to more than a
   block (those of a single full group are rounded down here).
 
-Windows of one token are not generated (they read nothing before them). Chunked local attention
-whose span is not a multiple of the block is not generated either (vLLM cuts it in the middle of a
-span).
+The test generates no windows of one token, which depend on no earlier token, and no chunked local
+attention whose span is not a multiple of the block, because vLLM cuts it in the middle of a span.
 """
 
 import math

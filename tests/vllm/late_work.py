@@ -143,7 +143,7 @@ def release_stores(worker: Any) -> dict[str, set[int]]:
 
 
 def trust_late_fences(worker: Any, does_trust: bool) -> None:
-    """Commits stores from now on although their fence came too late, or no longer."""
+    """Decide whether stores are committed, from now on, although their fence came too late."""
     from vllm.distributed.kv_transfer import get_kv_transfer_group
 
     get_kv_transfer_group()._worker._fence_is_late = not does_trust

@@ -73,7 +73,8 @@ def kill_under_load(
     engine: Engine, reference: Reference, draw: random.Random, kinds: Set[str]
 ) -> set[str]:
     """Send known and new prompts, all in flight together, repeatedly. In the last round, kill the
-    engine while a job of one of these kinds is under way; return the kinds of all jobs then."""
+    engine while a job of one of these kinds is under way. Return the kinds of all jobs that were
+    under way at that moment."""
     for _ in range(draw.randrange(1, 3)):
         engine.reset_prefix_cache()
         engine.generate(known_and_new(reference, draw), max_tokens=4)

@@ -210,7 +210,7 @@ def test_a_mount_point_without_its_disk_gets_no_folders(
 def test_epochs_of_shared_tiers_are_unique_and_never_that_of_the_files(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Odd epochs mean weights that no file has."""
+    """An odd epoch stands for weights that are in no file."""
     drawn = [draw_epoch() for _ in range(200)]
     assert all(epoch % 2 == 1 for epoch in drawn)
     assert len(set(drawn)) == len(drawn)

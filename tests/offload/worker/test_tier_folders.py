@@ -261,7 +261,7 @@ def mounted(folder: Path) -> Iterator[None]:
     try:
         yield
     finally:
-        # Lazily, as when a disk is unplugged: the tier's files are open.
+        # The tier's files are open, as when a disk is unplugged, so only a lazy unmount works.
         subprocess.run(["umount", "--lazy", str(folder)], check=True)
 
 
