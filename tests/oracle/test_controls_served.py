@@ -31,10 +31,10 @@ def world(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[OracleEngi
         made.check_idle()
 
 
-def serve(world: OracleEngine, name: str, prompt: list[int], **told: Any) -> dict[str, Any]:
+def serve(world: OracleEngine, name: str, prompt: list[int], **options: Any) -> dict[str, Any]:
     """Serve one request alone; return the report to its client."""
-    params = serve_params(world, name, prompt, {"kvtiers": told} if told else None)
-    assert bool(params) == bool(told), "a client gets a report if it sent controls"
+    params = serve_params(world, name, prompt, {"kvtiers": options} if options else None)
+    assert bool(params) == bool(options), "a client gets a report if it sent controls"
     return dict(params["kvtiers_report"]) if params else {}
 
 

@@ -126,9 +126,9 @@ def test_long_steps_query_more(step_s: float, steps: int, monkeypatch: pytest.Mo
     server = Server(CHUNKS)
     plan = server.planner.step
 
-    def step(**told: Any) -> StepPlan:
+    def step(**kwargs: Any) -> StepPlan:
         server.planner.tick(next(clock) * step_s)
-        return plan(**told)
+        return plan(**kwargs)
 
     monkeypatch.setattr(server.planner, "step", step)
     for _ in range(8):
@@ -208,10 +208,10 @@ def test_an_aborted_load_is_not_measured_as_if_complete() -> None:
     server.side.finished(request, tables_of(request))
     assert server.step().loads[-1].is_last
     server.side.update(StepReport({parts[0].job: JobResult()}), [request.request_id], ())
-    told = server.planner.stats.tier(0).loaded_tokens
+    loaded = server.planner.stats.tier(0).loaded_tokens
     read = sum(len(part.items) for part in parts) * BLOCK
     assert read < len(server.keys) * BLOCK
-    assert told == read
+    assert loaded == read
 
 
 @pytest.mark.parametrize("full", [False, True])
@@ -225,9 +225,9 @@ def test_a_store_checks_each_chunk_about_once(full: bool, monkeypatch: pytest.Mo
     seen: list[int] = []
     plan_store = server.planner.stores.plan
 
-    def counted(run: Any, *args: Any, **told: Any) -> int:
+    def counted(run: Any, *args: Any, **kwargs: Any) -> int:
         seen.append(len(run))
-        return plan_store(run, *args, **told)
+        return plan_store(run, *args, **kwargs)
 
     monkeypatch.setattr(server.planner.stores, "plan", counted)
     request = server.came(random_hashes(chunks))
@@ -262,9 +262,9 @@ def test_present_chunks_are_skipped_in_few_pieces(
     pieces: list[int] = []
     plan_store = server.planner.stores.plan
 
-    def counted(run: Any, *args: Any, **told: Any) -> int:
+    def counted(run: Any, *args: Any, **kwargs: Any) -> int:
         pieces.append(len(run))
-        return plan_store(run, *args, **told)
+        return plan_store(run, *args, **kwargs)
 
     monkeypatch.setattr(server.planner.stores, "plan", counted)
     monkeypatch.setattr(server.planner.stores, "available", lambda **_: 1)

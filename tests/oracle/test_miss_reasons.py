@@ -35,9 +35,11 @@ def reason(record: LoggedRequest) -> Reason:
     return record.miss.reason
 
 
-def serve(world: OracleEngine, name: str, prompt: list[int], **told: Any) -> LoggedRequest:
+def serve(world: OracleEngine, name: str, prompt: list[int], **options: Any) -> LoggedRequest:
     """Serve one request alone; return the record of its lookup."""
-    world.scheduler.add_request(_request(world, name, prompt, {"kvtiers": told} if told else None))
+    world.scheduler.add_request(
+        _request(world, name, prompt, {"kvtiers": options} if options else None)
+    )
     world.drain()
     world.check()
     found = world.connector._scheduler.log.last[-1]
@@ -281,7 +283,7 @@ def test_window(name: str, recorded: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("told", "note"),
+    ("options", "note"),
     [
         ({"no_load": True}, "no_load"),
         ({"tiers": []}, "no_load"),
@@ -289,10 +291,10 @@ def test_window(name: str, recorded: Path, tmp_path: Path) -> None:
         ({"tiers": ["file"]}, "tiers"),
     ],
 )
-def test_filtered_by_the_request(world: OracleEngine, told: dict[str, Any], note: str) -> None:
+def test_filtered_by_the_request(world: OracleEngine, options: dict[str, Any], note: str) -> None:
     stored(world)
     world.planner.lower[0].drop(list(world.planner.lower[0].resident))
-    found = serve(world, "b", PROMPT, **told)
+    found = serve(world, "b", PROMPT, **options)
     assert reason(found) is Reason.FILTERED
     assert found.miss.note == note
 

@@ -43,22 +43,22 @@ class Spy(LruPolicy):
 
 
 def _request(
-    world: OracleEngine, name: str, prompt: list[int], told: Any, salt: str | None = None
+    world: OracleEngine, name: str, prompt: list[int], params: Any, salt: str | None = None
 ) -> Request:
     sampling = SamplingParams(
         max_tokens=4,
         ignore_eos=True,
         temperature=0.0,
-        extra_args={"kv_transfer_params": told} if told is not None else None,
+        extra_args={"kv_transfer_params": params} if params is not None else None,
     )
     world._salts[name] = salt
     return Request(name, prompt, sampling, None, cache_salt=salt, block_hasher=world._hasher)
 
 
 def _serve(
-    world: OracleEngine, name: str, prompt: list[int], told: Any, salt: str | None = None
+    world: OracleEngine, name: str, prompt: list[int], params: Any, salt: str | None = None
 ) -> None:
-    world.scheduler.add_request(_request(world, name, prompt, told, salt))
+    world.scheduler.add_request(_request(world, name, prompt, params, salt))
     world.drain()
     world.check()
 

@@ -112,11 +112,11 @@ WRONGS = {
 @pytest.mark.parametrize("shared", [False, True])
 @pytest.mark.parametrize("wrong", WRONGS)
 def test_a_fault_ends_in_lru_over_the_same_members(wrong, shared, caplog) -> None:
-    told: list[str] = []
+    faults: list[str] = []
     evil = Evil()
     resident: dict[int, None] = {}
     members = resident if shared else None
-    policy = GuardedPolicy(evil, told.append, members=members, patience=1, cpu_clock=Evil.clock)
+    policy = GuardedPolicy(evil, faults.append, members=members, patience=1, cpu_clock=Evil.clock)
     for key in range(5):
         resident[key] = None
         policy.insert(key, INFO)
@@ -135,7 +135,7 @@ def test_a_fault_ends_in_lru_over_the_same_members(wrong, shared, caplog) -> Non
             policy.clear()
             resident[3] = None
             policy.insert(3, INFO)
-    assert policy.faults == told == [WRONGS[wrong]]
+    assert policy.faults == faults == [WRONGS[wrong]]
     assert len(caplog.records) == 1
     assert "Evil is replaced by LRU" in caplog.text
     assert isinstance(policy.active, LruPolicy)
@@ -318,26 +318,26 @@ def test_hints_that_raise_are_contained() -> None:
 @pytest.mark.parametrize("one", ["insert", "remove"])
 def test_a_policy_that_overrides_single_keys_gets_each_of_many(one: str) -> None:
     """This includes a policy that is faster with many at once."""
-    told: list[object] = []
+    calls: list[object] = []
 
     def override(self: LruPolicy, key: int, what: object) -> None:
-        told.append(key)
+        calls.append(key)
         getattr(LruPolicy, one)(self, key, what)
 
     policy = type("Own", (LruPolicy,), {one: override})()
     keys = list(range(8))
     policy.insert_all(keys, [INFO] * len(keys))
     policy.remove_all(keys[:2], RemoveCause.EVICTED)
-    assert told == (keys if one == "insert" else keys[:2])
+    assert calls == (keys if one == "insert" else keys[:2])
     assert len(policy) == len(keys) - 2
-    told.clear()
+    calls.clear()
     mixed = type("Mixed", (type("Mixin", (), {one: override}), LruPolicy), {})()
     mixed.insert_all(keys, [INFO] * len(keys))
     mixed.remove_all(keys, RemoveCause.EVICTED)
-    assert told == keys
-    both = type("Both", (LruPolicy,), {one: override, f"{one}_all": lambda *_: told.clear()})()
+    assert calls == keys
+    both = type("Both", (LruPolicy,), {one: override, f"{one}_all": lambda *_: calls.clear()})()
     getattr(both, f"{one}_all")(keys, [])
-    assert told == []
+    assert calls == []
 
 
 def test_parts_are_accepted_if_the_policy_in_use_accepts_them() -> None:

@@ -30,7 +30,7 @@ from tiers.testing.memory_tier import MemoryTier
 FAILURES = 3
 
 
-LOOKED_AT, FEW = 4, 2
+LOOKUP_MAX, LOOKUP_MIN = 4, 2
 """Number of chunks that the lookups of a step may query, and that each may query in any case."""
 
 
@@ -164,7 +164,7 @@ class Server:
             look_ahead=setup.look_ahead,
         )
         lookups = self.planner.budget.lookups
-        lookups.chunks, lookups.chunks_min = LOOKED_AT, FEW
+        lookups.chunks, lookups.chunks_min = LOOKUP_MAX, LOOKUP_MIN
         lookups.renew()
         for tier in range(setup.tiers):
             await self._recover(tier)

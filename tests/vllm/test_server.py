@@ -144,8 +144,8 @@ def page_of(server: VllmServer) -> dict[str, set[str]]:
 def controls_are_answered(server: VllmServer) -> None:
     """A client's controls over HTTP are obeyed, and the answer reports the result."""
     server.reset_prefix_cache()
-    told = {"max_load_tokens": 64, "pin_s": 60, "no_load": "perhaps"}
-    answer = server.completion(ASKED[0], 1, kv_transfer_params={"kvtiers": told})
+    controls = {"max_load_tokens": 64, "pin_s": 60, "no_load": "perhaps"}
+    answer = server.completion(ASKED[0], 1, kv_transfer_params={"kvtiers": controls})
     report = answer["kv_transfer_params"]["kvtiers_report"]
     assert report["loaded_tokens"] == {"cpu": 64}
     assert report["pinned_tokens"] == 576  # whole chunks of 600 tokens

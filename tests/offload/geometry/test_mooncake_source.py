@@ -211,8 +211,8 @@ async def test_the_choices_of_the_option(
         with caplog.at_level(logging.INFO):
             async with opened(store_specs(master, 1, model=model), 0) as tier:
                 assert await tier.present(KEYS) == [False] * 6
-    [told] = [line for line in caplog.messages if "in another geometry" in line]
-    assert "parallel.tensor (2 there, 1 here)" in told
+    [line] = [line for line in caplog.messages if "in another geometry" in line]
+    assert "parallel.tensor (2 there, 1 here)" in line
 
 
 def test_a_missing_master_is_reported_at_once(tmp_path: Any) -> None:
@@ -244,8 +244,8 @@ async def test_engines_that_appear_later_are_read_or_logged(
                 for _ in range(2):
                     look_now(tier)
             assert await read(tier, KEYS[1], 1) is ReadOutcome.OK
-    [told] = [line for line in caplog.messages if "must not read" in line]
-    assert "parallel.tensor was 4 when stored and is 1 now" in told or "groups[0].split" in told
+    [line] = [line for line in caplog.messages if "must not read" in line]
+    assert "parallel.tensor was 4 when stored and is 1 now" in line or "groups[0].split" in line
 
 
 @quick

@@ -116,9 +116,9 @@ async def test_states_are_refused_and_nothing_is_created(tmp_path: Path) -> None
 
 async def test_stores_without_a_description_are_refused(tmp_path: Path) -> None:
     await write(tmp_path / "kv", 2)
-    home = tmp_path / "kv" / namespace_of(2).name / "replica-0"
+    replica = tmp_path / "kv" / namespace_of(2).name / "replica-0"
     for rank in range(2):
-        (home / f"rank-{rank}.geometry.json").write_text("{}")
+        (replica / f"rank-{rank}.geometry.json").write_text("{}")
     with pytest.raises(NamespaceError, match="does not describe the order of its records"):
         look(tmp_path / "kv")
 

@@ -25,7 +25,7 @@ HINTED = RequestOrigin(b"salt", RequestHints({"session": 3}, {}, 100.0))
 PINNED = RequestOrigin(b"salt", RequestHints({}, {}, 100.0))
 
 
-def told(info: GroupInfo, origin: RequestOrigin, depth: int, size: int) -> EntryInfo:
+def entry_info(info: GroupInfo, origin: RequestOrigin, depth: int, size: int) -> EntryInfo:
     """The facts of one chunk, computed in the simplest way."""
     slope = info.chunk_tokens / PAIR_TOKENS if info.kind == "full" else 0.0
     cost = info.chunk_tokens + slope * max(depth - info.chunk_tokens / 2, 0.0)
@@ -41,7 +41,7 @@ def test_columns_equal_single_facts(count: int, kind: str, origin: RequestOrigin
     depths = range(16, 16 * (count + 1), 16)
     run = ChunkBatch([b"%d" % n for n in depths], 2, list(depths), depths, origin)
     found = info.entries(run, 1)
-    naive = [told(info, origin, depth, 1) for depth in depths]
+    naive = [entry_info(info, origin, depth, 1) for depth in depths]
     assert list(found) == naive
     assert [found[n] for n in range(count)] == naive
     assert list(hints_among(found)) == list(hints_among(naive))

@@ -30,10 +30,10 @@ def test_a_key_is_the_hash_at_the_end_of_its_chunk_and_its_group() -> None:
 def test_groups_and_adapters_share_no_key() -> None:
     """An adapter's content is not part of vLLM's hash: two adapters of the same name have equal
     hashes."""
-    told = [(group, identity) for group in (0, 1, 256) for identity in (b"", b"one", b"other")]
-    keys = [chunk_keys(HASHES, group, 1, identity=identity) for group, identity in told]
-    assert len({key for mine in keys for key in mine}) == len(told) * len(HASHES)
-    assert [group_of(mine[0]) for mine in keys] == [group for group, _ in told]
+    owners = [(group, identity) for group in (0, 1, 256) for identity in (b"", b"one", b"other")]
+    keys = [chunk_keys(HASHES, group, 1, identity=identity) for group, identity in owners]
+    assert len({key for mine in keys for key in mine}) == len(owners) * len(HASHES)
+    assert [group_of(mine[0]) for mine in keys] == [group for group, _ in owners]
     assert keys[1] == chunk_keys(HASHES, 0, 1, identity=b"one"), "it is the same in each process"
 
 

@@ -41,7 +41,7 @@ TWO = Namespace.of({"model": "a", "tp": 2})
 THREE = Namespace.of({"model": "b", "tp": 2, "dtype": "bf16"})
 
 
-def place_of(root: Path, namespace: Namespace = ONE, rank: int = 0, notes: list[str] | None = None):
+def claim(root: Path, namespace: Namespace = ONE, rank: int = 0, notes: list[str] | None = None):
     on_damage = OnDamage(notes.append if notes is not None else print)
     return claim_rank_folder(
         root, namespace, replica=0, rank=rank, engine="test", on_damage=on_damage
@@ -70,7 +70,7 @@ import sys
 from offload.namespaces.manifest import Namespace
 from offload.namespaces.folders import claim_rank_folder
 fields = {"model": "a", "tp": int(sys.argv[2])}
-place = claim_rank_folder(sys.argv[1], Namespace.of(fields), replica=0, rank=0, engine="other")
+claimed = claim_rank_folder(sys.argv[1], Namespace.of(fields), replica=0, rank=0, engine="other")
 print("ready", flush=True)
 sys.stdin.read()
 """
@@ -78,12 +78,12 @@ sys.stdin.read()
 
 def test_opening_makes_private_folders_and_reopening_keeps_content(tmp_path: Path) -> None:
     root = tmp_path / "deep" / "kv"
-    with place_of(root) as place:
-        (place.folder / "data").write_bytes(b"x")
-        assert place.epoch == 0
-    with place_of(root) as place:
-        assert (place.folder / "data").read_bytes() == b"x"
-    assert place.folder == root / ONE.name / "replica-0" / "rank-0"
+    with claim(root) as claimed:
+        (claimed.folder / "data").write_bytes(b"x")
+        assert claimed.epoch == 0
+    with claim(root) as claimed:
+        assert (claimed.folder / "data").read_bytes() == b"x"
+    assert claimed.folder == root / ONE.name / "replica-0" / "rank-0"
     folders = [root, *(path for path in root.rglob("*") if path.is_dir())]
     assert all(path.stat().st_mode & 0o777 == 0o700 for path in folders)
     files = [path for path in root.rglob("*") if path.is_file() and path.name != "data"]
@@ -92,21 +92,21 @@ def test_opening_makes_private_folders_and_reopening_keeps_content(tmp_path: Pat
 
 
 def test_ranks_and_replicas_have_separate_folders(tmp_path: Path) -> None:
-    with place_of(tmp_path, rank=0) as a, place_of(tmp_path, rank=1) as b:
+    with claim(tmp_path, rank=0) as a, claim(tmp_path, rank=1) as b:
         other = claim_rank_folder(tmp_path, ONE, replica=1, rank=0, engine="test")
         with other as c:
             assert len({a.folder, b.folder, c.folder}) == 3
 
 
 def test_epochs_only_grow_and_survive(tmp_path: Path) -> None:
-    with place_of(tmp_path):
-        home = replica_folder(tmp_path, ONE)
-        assert read_epoch(home) == 0
-        assert [bump_epoch(home) for _ in range(3)] == [1, 3, 5]
-    with place_of(tmp_path) as place:
-        assert place.epoch == 5
-    with place_of(tmp_path, TWO) as place:
-        assert place.epoch == 0
+    with claim(tmp_path):
+        replica = replica_folder(tmp_path, ONE)
+        assert read_epoch(replica) == 0
+        assert [bump_epoch(replica) for _ in range(3)] == [1, 3, 5]
+    with claim(tmp_path) as claimed:
+        assert claimed.epoch == 5
+    with claim(tmp_path, TWO) as claimed:
+        assert claimed.epoch == 0
 
 
 def test_a_starting_server_does_not_use_records_of_changed_weights(tmp_path: Path) -> None:
@@ -115,20 +115,20 @@ def test_a_starting_server_does_not_use_records_of_changed_weights(tmp_path: Pat
     def start(rank: int = 0) -> ClaimedFolder:
         return claim_rank_folder(tmp_path, ONE, replica=0, rank=rank, engine="test", starts=True)
 
-    with start() as place:
-        assert place.epoch == 0
-    with start() as place:
-        assert place.epoch == 0, "the weights have not changed, so everything must be kept"
+    with start() as claimed:
+        assert claimed.epoch == 0
+    with start() as claimed:
+        assert claimed.epoch == 0, "the weights have not changed, so everything must be kept"
         assert bump_epoch(replica_folder(tmp_path, ONE)) == 1
-    with start() as place, start(rank=1) as other:
-        assert (place.epoch, other.epoch) == (2, 2), "all ranks must begin the same epoch"
+    with start() as claimed, start(rank=1) as other:
+        assert (claimed.epoch, other.epoch) == (2, 2), "all ranks must begin the same epoch"
         assert bump_epoch(replica_folder(tmp_path, ONE)) == 3
-        with place_of(tmp_path, rank=2) as renewed:
+        with claim(tmp_path, rank=2) as renewed:
             assert renewed.epoch == 3, "this must not count as a start"
-    with start() as place:
-        assert place.epoch == 4
-    with start() as place:
-        assert place.epoch == 4
+    with start() as claimed:
+        assert claimed.epoch == 4
+    with start() as claimed:
+        assert claimed.epoch == 4
 
 
 def test_a_bump_is_durable_before_it_returns(tmp_path: Path) -> None:
@@ -139,18 +139,18 @@ from offload.namespaces.folders import bump_epoch
 while True:
     print(bump_epoch(sys.argv[1]), flush=True)
 """
-    with place_of(tmp_path):
-        home = replica_folder(tmp_path, ONE)
+    with claim(tmp_path):
+        replica = replica_folder(tmp_path, ONE)
     for _ in range(5):
-        with child(code, str(home)) as process:
+        with child(code, str(replica)) as process:
             assert process.stdout is not None
             for _ in range(3):
                 answered = int(process.stdout.readline())
             process.send_signal(signal.SIGKILL)
             rest = process.stdout.read().split()
-        assert read_epoch(home) >= max([answered, *map(int, rest)])
-    with place_of(tmp_path) as place:
-        assert place.epoch == read_epoch(home)
+        assert read_epoch(replica) >= max([answered, *map(int, rest)])
+    with claim(tmp_path) as claimed:
+        assert claimed.epoch == read_epoch(replica)
 
 
 def test_two_concurrent_bumps_never_return_the_same_epoch(tmp_path: Path) -> None:
@@ -159,9 +159,9 @@ import sys
 from offload.namespaces.folders import bump_epoch
 print(*[bump_epoch(sys.argv[1]) for _ in range(20)])
 """
-    with place_of(tmp_path):
-        home = replica_folder(tmp_path, ONE)
-    args = [sys.executable, "-c", code, str(home)]
+    with claim(tmp_path):
+        replica = replica_folder(tmp_path, ONE)
+    args = [sys.executable, "-c", code, str(replica)]
     processes = [subprocess.Popen(args, stdout=subprocess.PIPE, text=True) for _ in range(2)]
     epochs = [int(word) for p in processes for word in p.communicate()[0].split()]
     assert sorted(epochs) == list(range(1, 81, 2))
@@ -174,13 +174,13 @@ def test_a_claim_names_its_owner_and_ends_with_kill_9(tmp_path: Path) -> None:
         with pytest.raises(
             TierUnavailableError, match=rf"in use by pid {process.pid} \(engine oth"
         ):
-            place_of(tmp_path)
+            claim(tmp_path)
         owners = live_owners(tmp_path)
         assert [(owner.pid, owner.engine) for owner in owners] == [(process.pid, "other")]
         process.send_signal(signal.SIGKILL)
         process.wait()
         assert live_owners(tmp_path) == []
-        place_of(tmp_path).close()
+        claim(tmp_path).close()
 
 
 @pytest.mark.parametrize("before", [b"", b'{"pid": 4194304999, "engine": "dead"}'])
@@ -199,8 +199,8 @@ def test_an_owner_that_has_not_written_its_name_yet_is_waited_for(
 
 
 def test_the_lock_of_a_tier_counts_as_a_claim(tmp_path: Path) -> None:
-    with place_of(tmp_path) as place:
-        folder = place.folder
+    with claim(tmp_path) as claimed:
+        folder = claimed.folder
     lock = OwnerLock(folder)
     assert [owner.pid for owner in live_owners(tmp_path)] == [os.getpid()]
     assert remove_namespace(tmp_path, ONE.name) is False
@@ -210,8 +210,8 @@ def test_the_lock_of_a_tier_counts_as_a_claim(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("damage", [b"", b"{", b"[" * 50_000, "missing", "other", "pipe"])
 def test_a_folder_that_cannot_be_trusted_is_moved_aside(damage: object, tmp_path: Path) -> None:
-    with place_of(tmp_path) as place:
-        (place.folder / "data").write_bytes(b"old")
+    with claim(tmp_path) as claimed:
+        (claimed.folder / "data").write_bytes(b"old")
     manifest = tmp_path / ONE.name / MANIFEST_NAME
     if isinstance(damage, bytes):
         manifest.write_bytes(damage)
@@ -223,8 +223,8 @@ def test_a_folder_that_cannot_be_trusted_is_moved_aside(damage: object, tmp_path
     if damage == "pipe":
         os.mkfifo(manifest)
     notes: list[str] = []
-    with place_of(tmp_path, notes=notes) as place:
-        assert list(place.folder.iterdir()) == []
+    with claim(tmp_path, notes=notes) as claimed:
+        assert list(claimed.folder.iterdir()) == []
     assert len(notes) == 1
     assert "starting empty" in notes[0]
     assert read_manifest(tmp_path / ONE.name) == ONE
@@ -237,9 +237,9 @@ def test_a_folder_that_cannot_be_trusted_is_moved_aside(damage: object, tmp_path
 def test_a_damaged_epoch_moves_the_records_below_it_aside(
     damage: bytes | None, tmp_path: Path
 ) -> None:
-    with place_of(tmp_path) as place:
+    with claim(tmp_path) as claimed:
         bump_epoch(replica_folder(tmp_path, ONE))
-        (place.folder / "data").write_bytes(b"old")
+        (claimed.folder / "data").write_bytes(b"old")
     epoch = replica_folder(tmp_path, ONE) / EPOCH_NAME
     if damage is None:
         epoch.unlink()
@@ -248,24 +248,24 @@ def test_a_damaged_epoch_moves_the_records_below_it_aside(
         with pytest.raises(NamespaceError, match="damaged"):
             read_epoch(epoch.parent)
     notes: list[str] = []
-    with place_of(tmp_path, notes=notes) as place:
-        assert list(place.folder.iterdir()) == []
-        assert place.epoch == 0
+    with claim(tmp_path, notes=notes) as claimed:
+        assert list(claimed.folder.iterdir()) == []
+        assert claimed.epoch == 0
     assert len(notes) == 1
 
 
 def test_a_flipped_bit_in_the_epoch_never_revives_an_older_one(tmp_path: Path) -> None:
-    with place_of(tmp_path):
-        home = replica_folder(tmp_path, ONE)
+    with claim(tmp_path):
+        replica = replica_folder(tmp_path, ONE)
         for _ in range(7):
-            bump_epoch(home)
-    whole = (home / EPOCH_NAME).read_bytes()
+            bump_epoch(replica)
+    whole = (replica / EPOCH_NAME).read_bytes()
     for bit in range(len(whole) * 8):
         damaged = bytearray(whole)
         damaged[bit // 8] ^= 1 << bit % 8
-        (home / EPOCH_NAME).write_bytes(damaged)
+        (replica / EPOCH_NAME).write_bytes(damaged)
         with pytest.raises(NamespaceError):
-            read_epoch(home)
+            read_epoch(replica)
 
 
 def test_a_newer_format_is_refused_and_left_alone(tmp_path: Path) -> None:
@@ -283,7 +283,7 @@ def test_a_folder_that_is_a_link_is_not_followed(tmp_path: Path) -> None:
     root.mkdir(mode=0o700)
     (root / ONE.name).symlink_to(outside)
     (root / TWO.name).symlink_to(outside)
-    with place_of(root):
+    with claim(root):
         assert not (root / ONE.name).is_symlink()
     assert other_namespaces(root, ONE) == []
     make_space(root, ONE, 1, others_share=0)
@@ -334,8 +334,8 @@ def test_neighbours_report_which_field_differs_with_both_values(tmp_path: Path) 
 
 
 def _fill(root: Path, namespace: Namespace, size: int, used: float) -> None:
-    with place_of(root, namespace) as place:
-        (place.folder / "data").write_bytes(b"x" * size)
+    with claim(root, namespace) as claimed:
+        (claimed.folder / "data").write_bytes(b"x" * size)
     for path in [root / namespace.name, *(root / namespace.name).rglob("*")]:
         os.utime(path, (used, used))
 

@@ -26,14 +26,14 @@ class Told(LruPolicy):
 
     def __init__(self) -> None:
         super().__init__()
-        self.told: list[str] = []
+        self.calls: list[str] = []
 
     def touch(self, keys):  # type: ignore[no-untyped-def]  # as in the base
-        self.told.append(f"touch {len(keys)}")
+        self.calls.append(f"touch {len(keys)}")
         super().touch(keys)
 
     def advise(self, keys, hints):  # type: ignore[no-untyped-def]  # as in the base
-        self.told.append(f"advise {len(keys)}")
+        self.calls.append(f"advise {len(keys)}")
 
 
 def index_of(policy: EvictionPolicy) -> TierIndex:
@@ -76,13 +76,13 @@ def test_a_step_reports_one_part_and_hints_come_last() -> None:
     index = index_of(policy)
     noted = RequestUses(index, (), into(index))
     noted.ended(KEYS[:7], {"session_end": True})
-    assert policy.told == ["touch 3"]
+    assert policy.calls == ["touch 3"]
     noted.step()
-    assert policy.told == ["touch 3", "touch 3"]
+    assert policy.calls == ["touch 3", "touch 3"]
     noted.step()
-    assert policy.told == ["touch 3", "touch 3", "touch 1", "advise 7"]
+    assert policy.calls == ["touch 3", "touch 3", "touch 1", "advise 7"]
     noted.step()
-    assert len(policy.told) == 4
+    assert len(policy.calls) == 4
 
 
 @pytest.mark.parametrize("make", [WholeRequests])
@@ -105,13 +105,13 @@ def test_each_tier_gets_uses_as_its_policy_accepts_them() -> None:
     cpu, disk = map(index_of, policies)
     noted = RequestUses(cpu, [disk], into(cpu, disk))
     noted.ended(KEYS[:7], {"session_end": True})
-    assert not policies[0].told
+    assert not policies[0].calls
     while noted.step():
         pass
-    assert policies[0].told == ["touch 7", "advise 7"]
-    assert policies[1].told == ["touch 3", "touch 3", "touch 1", "advise 7"]
+    assert policies[0].calls == ["touch 7", "advise 7"]
+    assert policies[1].calls == ["touch 3", "touch 3", "touch 1", "advise 7"]
     noted.ended(KEYS[:3], {})
-    assert policies[0].told[2:] == policies[1].told[4:] == ["touch 3"], (
+    assert policies[0].calls[2:] == policies[1].calls[4:] == ["touch 3"], (
         "short requests must be reported at once"
     )
 
@@ -124,7 +124,7 @@ def test_deferred_uses_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     for _ in range(10):
         noted.ended(KEYS, {})
     parts = 14 * 10
-    assert len(policy.told) == parts - 4
+    assert len(policy.calls) == parts - 4
 
 
 def test_a_reset_forgets_deferred_uses() -> None:
@@ -134,4 +134,4 @@ def test_a_reset_forgets_deferred_uses() -> None:
     noted.ended(KEYS, {})
     noted.clear()
     noted.step()
-    assert policy.told == ["touch 3"]
+    assert policy.calls == ["touch 3"]

@@ -159,8 +159,8 @@ def test_everything_within_the_budget_is_written_through(tiers: int) -> None:
 
 
 def test_prefills_of_8192_tokens_are_stored_completely_if_steps_are_long() -> None:
-    """Each step of 0.2 s stores 512 chunks into a full CPU tier and writes them through; short steps
-    store fewer."""
+    """Each step of 0.2 s stores 512 chunks into a full CPU tier and writes them through; short
+    steps store fewer."""
     stored = {}
     for step_s in (0.02, 0.2):
         bed = Bed(1, slots=20_000, step_chunks=step_budget.STEP_CHUNKS)

@@ -27,7 +27,7 @@ from policies.eviction.lru import LruPolicy
 CHUNK = 16
 CHUNKS = 24
 STEP = 5
-FEW = 2
+LOOKUP_MIN = 2
 ALONE = (GroupLayout(0, FULL, CHUNK, 1, ("layer",), 64),)
 SEVERAL = (
     GroupLayout(0, FULL, CHUNK, 1, ("layer",), 64),
@@ -59,7 +59,7 @@ class ChangingTiers:
         infos = {g.group: GroupInfo(g.kind, g.chunk_tokens, (1, 1)) for g in groups}
         self.planner = Planner(infos, self.cpu, [self.disk, self.other])
         self.allowance = self.planner.budget.lookups
-        self.allowance.chunks, self.allowance.chunks_min = STEP, FEW
+        self.allowance.chunks, self.allowance.chunks_min = STEP, LOOKUP_MIN
         self.allowance.renew()
         self.known = PartialLookup()
         self.limit = CHUNKS * CHUNK
@@ -259,7 +259,7 @@ def test_several_long_prompts_share_a_step() -> None:
     left = world.allowance.left
     world.known = PartialLookup()
     assert world.ask() is None, "another request"
-    assert left - world.allowance.left == FEW, "it may still query a few chunks"
+    assert left - world.allowance.left == LOOKUP_MIN, "it may still query a few chunks"
 
 
 @pytest.mark.parametrize("most", [3, 10**6])

@@ -34,25 +34,25 @@ def test_memory_is_bounded_by_the_limits() -> None:
     for number in range(10):
         log.add(LoggedRequest(str(number), 0.0, 0, 0))
     assert [record.request for record in log.last] == ["7", "8", "9"]
-    departures = RemovalCauses(keys_max=100)
+    causes = RemovalCauses(keys_max=100)
     for number in range(1000):
-        departures.note([b"%d" % number], Removed(Cause.EVICTED, 0, float(number)))
-        assert len(departures) <= 101
-    assert departures.find(b"999")
-    assert departures.find(b"950")
-    assert departures.find(b"1") is None
-    departures.note((b"x%d" % number for number in range(10**6)), Removed(Cause.LOST, 0, 0.0))
-    assert len(departures) <= 101
+        causes.note([b"%d" % number], Removed(Cause.EVICTED, 0, float(number)))
+        assert len(causes) <= 101
+    assert causes.find(b"999")
+    assert causes.find(b"950")
+    assert causes.find(b"1") is None
+    causes.note((b"x%d" % number for number in range(10**6)), Removed(Cause.LOST, 0, 0.0))
+    assert len(causes) <= 101
 
 
 @pytest.mark.parametrize("most", [24, 10_000])
 def test_the_cause_of_the_latest_removal_is_found(most: int) -> None:
     """With a shared part and without."""
-    departures = RemovalCauses(most)
+    causes = RemovalCauses(most)
     for number, cause in enumerate((Cause.NO_SPACE, Cause.EVICTED, Cause.CORRUPT)):
-        departures.note([b"k", b"%d" % number], Removed(cause, 0, float(number)))
-        departures.note([b"%d of %d" % (n, number) for n in range(5)], Removed(cause, 0, 0.0))
-    assert departures.find(b"k") == Removed(Cause.CORRUPT, 0, 2.0)
+        causes.note([b"k", b"%d" % number], Removed(cause, 0, float(number)))
+        causes.note([b"%d of %d" % (n, number) for n in range(5)], Removed(cause, 0, 0.0))
+    assert causes.find(b"k") == Removed(Cause.CORRUPT, 0, 2.0)
 
 
 def _record(number: int) -> LoggedRequest:

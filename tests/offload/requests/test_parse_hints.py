@@ -23,15 +23,15 @@ GROUP = 0
 KEYS = [bytes([n]) * 32 + bytes(4) for n in range(8)]
 
 
-def read(**told: Any) -> tuple[RequestHints, list[str]]:
-    return parse_hints({"kvtiers": told, "do_remote_prefill": True})
+def read(**options: Any) -> tuple[RequestHints, list[str]]:
+    return parse_hints({"kvtiers": options, "do_remote_prefill": True})
 
 
 def test_all_hints_are_read() -> None:
-    hints, wrong = read(
+    hints, rejected = read(
         session="c-17", session_end=True, one_shot=True, tool_call=True, return_s=17, pinned=64
     )
-    assert wrong == []
+    assert rejected == []
     assert hints.stored == {names.SESSION: "c-17", names.ONE_SHOT: True}
     assert hints.ended == {names.SESSION_END: True, names.TOOL_CALL: True, names.RETURN_S: 17}
     assert names.PINNED in hints.of_chunk(64)
@@ -39,14 +39,14 @@ def test_all_hints_are_read() -> None:
 
 
 def test_a_whole_prompt_can_be_pinned() -> None:
-    hints, wrong = read(pinned=True)
-    assert not wrong
+    hints, rejected = read(pinned=True)
+    assert not rejected
     assert hints.of_chunk(10**9) == hints.ended == {names.PINNED: True}
 
 
 def test_more_tokens_than_a_float_can_express_mean_all_tokens() -> None:
-    hints, wrong = read(pinned=10**400)
-    assert not wrong
+    hints, rejected = read(pinned=10**400)
+    assert not rejected
     assert hints.of_chunk(10**9) == {names.PINNED: True}
 
 
@@ -56,7 +56,7 @@ def test_no_hints(params: object) -> None:
 
 
 @pytest.mark.parametrize(
-    ("told", "part"),
+    ("options", "part"),
     [
         ({"sesion_end": True}, "no hint 'sesion_end'"),
         ({"session_end": "yes"}, "true or false"),
@@ -72,11 +72,11 @@ def test_no_hints(params: object) -> None:
         ({3: True}, "no hint 3"),
     ],
 )
-def test_a_wrong_hint_is_ignored_and_the_others_stay(told: dict[Any, Any], part: str) -> None:
-    hints, wrong = parse_hints({"kvtiers": {**told, "one_shot": True}})
+def test_a_wrong_hint_is_ignored_and_the_others_stay(options: dict[Any, Any], part: str) -> None:
+    hints, rejected = parse_hints({"kvtiers": {**options, "one_shot": True}})
     assert hints == RequestHints({names.ONE_SHOT: True})
-    assert len(wrong) == 1
-    assert part in wrong[0]
+    assert len(rejected) == 1
+    assert part in rejected[0]
 
 
 _json = st.recursive(
@@ -99,18 +99,18 @@ class Spy(LruPolicy):
 
     def __init__(self) -> None:
         super().__init__()
-        self.told: list[tuple[str, Any]] = []
+        self.calls: list[tuple[str, Any]] = []
 
     def insert(self, key: Any, info: EntryInfo) -> None:
-        self.told.append(("insert", (key, info)))
+        self.calls.append(("insert", (key, info)))
         super().insert(key, info)
 
     def touch(self, keys: Any) -> None:
-        self.told.append(("touch", list(keys)))
+        self.calls.append(("touch", list(keys)))
         super().touch(keys)
 
     def advise(self, keys: Any, hints: Any) -> None:
-        self.told.append(("advise", (list(keys), hints)))
+        self.calls.append(("advise", (list(keys), hints)))
 
 
 def _planner() -> tuple[Planner, Spy, Spy]:
@@ -140,7 +140,7 @@ def test_policies_get_all_facts_about_a_chunk_in_every_tier() -> None:
     _answer(planner)
     _answer(planner)
     for spy, size in ((above, 1), (below, 100)):
-        infos = dict(value for what, value in spy.told if what == "insert")
+        infos = dict(value for what, value in spy.calls if what == "insert")
         head, tail = infos[KEYS[0]], infos[KEYS[1]]
         assert (head.kind, head.depth_tokens, tail.depth_tokens) == ("full", 16, 32)
         assert (head.salt, head.size_bytes) == (b"salt", size)
@@ -155,11 +155,11 @@ def test_the_use_of_a_request_comes_after_its_last_chunk_and_with_its_hints() ->
     end = {names.SESSION_END: True}
     planner.stores.plan(_wanted(2, RequestOrigin()))
     planner.uses.ended(KEYS[:2], end)
-    assert above.told == []
+    assert above.calls == []
     _answer(planner)
-    assert [what for what, _ in above.told] == ["insert", "insert", "touch", "advise"]
-    assert above.told[-2:] == [("touch", KEYS[:2]), ("advise", (KEYS[:2], end))]
-    assert below.told == [("advise", (KEYS[:2], end))], "the tier holds none of the chunks yet"
+    assert [what for what, _ in above.calls] == ["insert", "insert", "touch", "advise"]
+    assert above.calls[-2:] == [("touch", KEYS[:2]), ("advise", (KEYS[:2], end))]
+    assert below.calls == [("advise", (KEYS[:2], end))], "the tier holds none of the chunks yet"
 
 
 def test_a_use_is_reported_even_if_the_store_is_cancelled() -> None:
@@ -167,4 +167,4 @@ def test_a_use_is_reported_even_if_the_store_is_cancelled() -> None:
     planner.stores.plan(_wanted(2, RequestOrigin()))
     planner.uses.ended(KEYS[:2])
     planner.stores.fence([0])
-    assert above.told == [("touch", KEYS[:2])]
+    assert above.calls == [("touch", KEYS[:2])]

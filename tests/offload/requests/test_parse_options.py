@@ -34,22 +34,22 @@ GROUP = 0
 KEYS = [bytes([n]) * 32 + bytes(4) for n in range(16)]
 
 
-def read(**told: Any) -> tuple[Controls, list[str]]:
-    return parse_controls({"kvtiers": told}, TIERS)
+def read(**options: Any) -> tuple[Controls, list[str]]:
+    return parse_controls({"kvtiers": options}, TIERS)
 
 
 def test_all_controls_are_read() -> None:
-    controls, wrong = read(
+    controls, rejected = read(
         no_store=True, no_load=True, max_load_tokens=64, tiers=["cpu", "file"], pin_s=3
     )
-    assert wrong == []
+    assert rejected == []
     both = frozenset({CPU, 1})
     assert controls == Controls(True, True, 64, both, both, 3.0)
 
 
 def test_reading_and_writing_are_separate() -> None:
-    controls, wrong = read(tiers={"read": ["lmdb"], "write": ["cpu"]})
-    assert not wrong
+    controls, rejected = read(tiers={"read": ["lmdb"], "write": ["cpu"]})
+    assert not rejected
     assert (controls.read, controls.write) == (frozenset({0}), frozenset({CPU}))
     assert not controls.no_store
     assert not controls.no_load
@@ -112,8 +112,8 @@ def test_no_controls(params: object) -> None:
 def test_possible_privacy_controls_keep_the_prompt_off_the_tiers(
     params: dict[str, Any], said: str
 ) -> None:
-    controls, [wrong] = parse_controls({**OF_OTHERS, **params}, TIERS)
-    assert said in wrong
+    controls, [rejected] = parse_controls({**OF_OTHERS, **params}, TIERS)
+    assert said in rejected
     assert controls == Controls(no_store=True, is_doubtful=True)
 
 
@@ -130,22 +130,22 @@ def test_possible_privacy_controls_keep_the_prompt_off_the_tiers(
     ],
 )
 def test_similar_names_without_a_privacy_meaning_are_only_reported(params: dict[str, Any]) -> None:
-    controls, wrong = parse_controls(params, TIERS)
-    assert (controls, len(wrong)) == (NO_CONTROLS, 1)
+    controls, rejected = parse_controls(params, TIERS)
+    assert (controls, len(rejected)) == (NO_CONTROLS, 1)
 
 
 @pytest.mark.parametrize(
-    "told",
+    "options",
     [{"no_stor": True}, {"foo": False}, {"pin_s": 3, "x": 1}, {3: 1}, 3, "no_store", [], True],
 )
-def test_an_unknown_name_in_our_object_stores_nothing(told: Any) -> None:
+def test_an_unknown_name_in_our_object_stores_nothing(options: Any) -> None:
     """It may have been intended to prevent storing."""
-    controls, wrong = parse_controls({"kvtiers": told}, TIERS)
+    controls, rejected = parse_controls({"kvtiers": options}, TIERS)
     assert controls.no_store
     assert controls.is_doubtful
-    assert controls.pin_s == (3 if isinstance(told, dict) and "pin_s" in told else 0)
-    assert wrong == [], "the parser of hints describes it"
-    assert len(parse_hints({"kvtiers": told})[1]) == 1
+    assert controls.pin_s == (3 if isinstance(options, dict) and "pin_s" in options else 0)
+    assert rejected == [], "the parser of hints describes it"
+    assert len(parse_hints({"kvtiers": options})[1]) == 1
 
 
 def test_the_nearest_name_is_reported() -> None:
@@ -170,7 +170,7 @@ def test_many_names_of_a_client_are_compared_within_a_limit(
 
 
 @pytest.mark.parametrize(
-    ("told", "part"),
+    ("options", "part"),
     [
         ({"no_store": "yes"}, "no_store must be true or false (got 'yes')"),
         ({"no_load": 1}, "no_load must be true or false"),
@@ -187,10 +187,10 @@ def test_many_names_of_a_client_are_compared_within_a_limit(
         ({"tiers": {"reed": ["cpu"]}}, "no part 'reed'"),
     ],
 )
-def test_a_wrong_control_is_described(told: dict[str, Any], part: str) -> None:
-    _, wrong = read(**told)
-    assert len(wrong) == 1
-    assert part in wrong[0]
+def test_a_wrong_control_is_described(options: dict[str, Any], part: str) -> None:
+    _, rejected = read(**options)
+    assert len(rejected) == 1
+    assert part in rejected[0]
 
 
 def test_a_wrong_list_of_tiers_allows_none() -> None:
@@ -222,17 +222,17 @@ _json = st.recursive(
 
 
 @given(_json)
-def test_no_json_raises_and_what_is_described_is_short(told: Any) -> None:
-    controls, wrong = parse_controls({"kvtiers": told}, TIERS)
-    _, more = parse_hints({"kvtiers": told})
-    assert all(len(text) < 250 for text in (*wrong, *more))
+def test_no_json_raises_and_what_is_described_is_short(options: Any) -> None:
+    controls, rejected = parse_controls({"kvtiers": options}, TIERS)
+    _, more = parse_hints({"kvtiers": options})
+    assert all(len(text) < 250 for text in (*rejected, *more))
     assert len(more) <= WRONG_MAX
     assert 0 <= controls.pin_s <= 86_400
 
 
 def test_thousands_of_names_are_described_briefly() -> None:
-    _, wrong = parse_hints({"kvtiers": {f"n{number}": 1 for number in range(10_000)}})
-    assert len(wrong) == WRONG_MAX
+    _, rejected = parse_hints({"kvtiers": {f"n{number}": 1 for number in range(10_000)}})
+    assert len(rejected) == WRONG_MAX
 
 
 # -- obeyed by the planner -----------------------------------------------------------------------
@@ -266,14 +266,14 @@ class Bed:
             admission=cpu_admission,
         )
 
-    def store(self, numbers: range, **told: Any) -> None:
-        origin = self.origin(**told)
+    def store(self, numbers: range, **options: Any) -> None:
+        origin = self.origin(**options)
         self.planner.stores.plan(run(numbers, origin))
         self.finish()
 
     @staticmethod
-    def origin(**told: Any) -> RequestOrigin:
-        params = {"kvtiers": told}
+    def origin(**options: Any) -> RequestOrigin:
+        params = {"kvtiers": options}
         return RequestOrigin(b"", parse_hints(params)[0], parse_controls(params, TIERS)[0])
 
     def finish(self) -> None:

@@ -145,8 +145,8 @@ def filled(text: str, labels: dict[str, str]) -> str:
 
 def run_cases(folder: Path, cases: list[dict[str, object]]) -> subprocess.CompletedProcess[str]:
     path = folder / "tests.yaml"
-    told = {"rule_files": [str(RULES)], "evaluation_interval": "5m", "tests": cases}
-    path.write_text(yaml.safe_dump(told))
+    suite = {"rule_files": [str(RULES)], "evaluation_interval": "5m", "tests": cases}
+    path.write_text(yaml.safe_dump(suite))
     return promtool("test", "rules", path)
 
 

@@ -47,8 +47,8 @@ def test_learns_which_conversations_continue() -> None:
 
 def test_ends_of_sessions_help() -> None:
     trace = _chat(2)
-    without, told = (_ratio(AdaptivePolicy(), trace, 300, level) for level in ("none", "end"))
-    assert told > 1.1 * without
+    without, hinted = (_ratio(AdaptivePolicy(), trace, 300, level) for level in ("none", "end"))
+    assert hinted > 1.1 * without
 
 
 def test_a_lying_hint_loses_its_effect() -> None:

@@ -41,15 +41,15 @@ class _Naive:
                 if not taken or taken[-1][0] is not span:
                     taken.append((span, []))
                 taken[-1][1].append(key)
-        told, end = [], 0
+        expected, end = [], 0
         for span, mine in taken:
             end += len(mine)
             self.spans[span] = [key for key in self.spans[span] if key not in mine]
             self.hanging.pop(span, None) if not self.spans[span] or not span.fresh else None
             if self.spans[span] and not span.fresh:
                 self.hanging[span] = mine[-1]
-            told.append((span, len(mine), end, bool(self.spans[span])))
-        return told
+            expected.append((span, len(mine), end, bool(self.spans[span])))
+        return expected
 
     def remove(self, key: int) -> None:
         span = self.owner(key)
@@ -123,9 +123,9 @@ class _TreeAndNaive:
         if self.draw.random() < 0.1:
             keys = keys[self.draw.randint(0, len(keys)) :]
         members = [key for key in dict.fromkeys(keys) if self.naive.owner(key)]
-        told = self.naive.take(keys)
+        expected = self.naive.take(keys)
         taken = self.tree.take(keys)
-        assert [part[:4] for part in taken] == told
+        assert [part[:4] for part in taken] == expected
         if not taken:
             return
         parts = self.draw.choice([len(taken), self.draw.randint(1, len(taken))])

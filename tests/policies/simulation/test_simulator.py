@@ -83,12 +83,12 @@ def test_hints_of_a_trace_reach_policies_by_level() -> None:
     assert Infos(16, model, "none").stored(request, 0).hints == {}
     assert Infos(16, model, "none").ended(request) == {}
     assert Infos(16, model, "end").ended(request) == {"session_end": True}
-    told = Infos(16, model, "all")
-    assert told.stored(request, 0).hints == {"session": 7, "one_shot": True, "pinned": True}
-    assert told.stored(request, 1).hints == {"session": 7, "one_shot": True}
-    assert told.ended(request) == {"session_end": True, "tool_call": True, "return_s": 9.0}
-    assert told.plain(3).depth_tokens == 64
-    assert told.plain(3).cost == pytest.approx(model.prefix(64) - model.prefix(48))
+    infos = Infos(16, model, "all")
+    assert infos.stored(request, 0).hints == {"session": 7, "one_shot": True, "pinned": True}
+    assert infos.stored(request, 1).hints == {"session": 7, "one_shot": True}
+    assert infos.ended(request) == {"session_end": True, "tool_call": True, "return_s": 9.0}
+    assert infos.plain(3).depth_tokens == 64
+    assert infos.plain(3).cost == pytest.approx(model.prefix(64) - model.prefix(48))
     with pytest.raises(ValueError, match="none, end, all"):
         Infos(16, model, "some")
 

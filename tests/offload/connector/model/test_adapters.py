@@ -102,7 +102,7 @@ def test_vllms_manager_reports_what_it_loads(
 # -- the scheduler -------------------------------------------------------------------------------
 
 
-def asker(name: str = "r", lora: tuple[str, str] | None = NAME) -> Any:
+def request_of(name: str = "r", lora: tuple[str, str] | None = NAME) -> Any:
     request = LoRARequest(lora[0], 1, lora[1]) if lora else None
     return SimpleNamespace(request_id=name, lora_request=request)
 
@@ -110,37 +110,37 @@ def asker(name: str = "r", lora: tuple[str, str] | None = NAME) -> Any:
 def test_an_adapter_is_known_when_every_rank_has_reported_the_same() -> None:
     book = AdapterBook()
     book.expect(2)
-    assert book.identity_of(asker(lora=None)) == b""
-    assert book.identity_of(asker()) is None
+    assert book.identity_of(request_of(lora=None)) == b""
+    assert book.identity_of(request_of()) is None
     book.take({NAME: (ONE,)})
-    assert book.identity_of(asker()) is None
+    assert book.identity_of(request_of()) is None
     book.take({NAME: (ONE,)})
-    assert book.identity_of(asker()) == ONE
-    assert book.identity_of(asker(lora=("adapter", "/elsewhere"))) is None
+    assert book.identity_of(request_of()) == ONE
+    assert book.identity_of(request_of(lora=("adapter", "/elsewhere"))) is None
 
 
 def test_reports_of_ranks_are_combined() -> None:
     book = AdapterBook()
     book.expect(2)
     book.take(joined({NAME: (ONE,)}, {NAME: (ONE,), ("b", "/b"): (TWO,)}))
-    assert book.identity_of(asker()) == ONE
-    assert book.identity_of(asker(lora=("b", "/b"))) is None
+    assert book.identity_of(request_of()) == ONE
+    assert book.identity_of(request_of(lora=("b", "/b"))) is None
 
 
 def test_ranks_that_have_loaded_different_files_are_not_trusted() -> None:
     book = AdapterBook()
     book.expect(2)
     book.take({NAME: (ONE, TWO)})
-    assert book.identity_of(asker()) is None
-    assert not book.may_come(asker())
+    assert book.identity_of(request_of()) is None
+    assert not book.may_come(request_of())
 
 
 def test_an_adapter_loaded_again_unchanged_stays_known() -> None:
     book = AdapterBook()
     book.take({NAME: (ONE,)})
-    book.begin(asker(), ONE)
+    book.begin(request_of(), ONE)
     assert book.take({NAME: (ONE,)}) == []
-    assert book.identity_of(asker()) == ONE
+    assert book.identity_of(request_of()) == ONE
     assert book.assumed == {NAME: ONE}
 
 
@@ -149,32 +149,34 @@ def test_a_changed_adapter_is_excluded_until_everything_is_forgotten(
 ) -> None:
     book = AdapterBook()
     book.take({NAME: (ONE,), ("b", "/b"): (ONE,)})
-    book.begin(asker("live"), ONE)
-    book.begin(asker("other", ("b", "/b")), ONE)
+    book.begin(request_of("live"), ONE)
+    book.begin(request_of("other", ("b", "/b")), ONE)
     assert book.take({NAME: (TWO,)}) == ["live"]
-    assert book.identity_of(asker()) is None
-    assert not book.may_come(asker())
+    assert book.identity_of(request_of()) is None
+    assert not book.may_come(request_of())
     book.take({NAME: (ONE,)})
-    assert book.identity_of(asker()) is None
+    assert book.identity_of(request_of()) is None
     assert sum("have changed" in line for line in caplog.messages) == 1
     book.end("live")
     book.forget()
-    assert book.identity_of(asker()) == ONE
+    assert book.identity_of(request_of()) == ONE
 
 
 def test_unknown_content_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:
     book = AdapterBook()
     for _ in range(3):
         book.take({NAME: (b"",)})
-    assert book.identity_of(asker()) is None
-    assert not book.may_come(asker())
+    assert book.identity_of(request_of()) is None
+    assert not book.may_come(request_of())
     assert sum("is unknown" in line for line in caplog.messages) == 1
 
 
 def test_a_request_is_looked_up_again_a_few_times() -> None:
     book = AdapterBook()
-    assert [book.may_come(asker("a")) for _ in range(ASKS_MAX + 1)] == [True] * ASKS_MAX + [False]
-    assert book.may_come(asker("b"))
+    assert [book.may_come(request_of("a")) for _ in range(ASKS_MAX + 1)] == [True] * ASKS_MAX + [
+        False
+    ]
+    assert book.may_come(request_of("b"))
 
 
 # -- both, under vLLM's scheduler ----------------------------------------------------------------

@@ -78,19 +78,21 @@ def test_only_our_own_records_are_trusted(
 ) -> None:
     """If records must be encrypted, only those encrypted with an available key are good; otherwise
     only unencrypted ones."""
-    told = {"identity": Identity(), "epoch": 3, "payload_bytes": 4096, **changed}
+    fields = {"identity": Identity(), "epoch": 3, "payload_bytes": 4096, **changed}
     if key_ids:
-        told |= {"flags": ENCRYPTED, "key_id": KEY_ID}
+        fields |= {"flags": ENCRYPTED, "key_id": KEY_ID}
         is_good = is_good or "key_id" in changed
-    value = pack_value(1, prefix(key=b"key", **told) + bytes(16), (Extent(1, 1),))
+    value = pack_value(1, prefix(key=b"key", **fields) + bytes(16), (Extent(1, 1),))
     found = recover(tables_of([(b"key", value)]), Expected(Identity(), 3, PAGES, key_ids))
     assert (len(found.records), found.bad) == ((1, []) if is_good else (0, [b"key"]))
 
 
-@pytest.mark.parametrize("told", [{}, {"flags": ENCRYPTED, "key_id": OTHER_KEY_ID}])
-def test_records_that_no_available_key_opens_are_not_trusted(told: dict[str, Any]) -> None:
+@pytest.mark.parametrize("fields", [{}, {"flags": ENCRYPTED, "key_id": OTHER_KEY_ID}])
+def test_records_that_no_available_key_opens_are_not_trusted(fields: dict[str, Any]) -> None:
     """Otherwise lookups would find them, and each load of them would fail."""
-    value = pack_value(1, prefix(Identity(), b"key", 3, 4096, **told) + bytes(16), (Extent(1, 1),))
+    value = pack_value(
+        1, prefix(Identity(), b"key", 3, 4096, **fields) + bytes(16), (Extent(1, 1),)
+    )
     expected = Expected(Identity(), 3, PAGES, frozenset([KEY_ID]))
     assert recover(tables_of([(b"key", value)]), expected).bad == [b"key"]
 
