@@ -32,8 +32,8 @@ from offload.namespaces.folders import describe_neighbours
 from offload.namespaces.geometry import Geometry
 from offload.namespaces.manifest import Namespace
 from offload.namespaces.wait_for_owners import Patience
-from offload.requests.miss_reasons import RequestLog, Sink
-from offload.requests.request_log import RequestFile
+from offload.requests.request_file import RequestFile
+from offload.requests.request_log import RequestLog, Sink
 from offload.requests.trace_recorder import TraceRecorder
 from offload.worker.tier_factory import TierSpec
 from offload.worker.tier_folders import TierFolders

@@ -18,9 +18,9 @@ from offload.layout.prefix_match import PrefixMatcher, present_in
 from offload.planner.load_or_recompute import Cut
 from offload.planner.load_sources import SAMPLE
 from offload.planner.planner import Planner
-from offload.planner.presence import PendingLookup
 from offload.requests.lookup_cache import PartialLookup
-from offload.requests.miss_reasons import Explainer, LoggedRequest, Miss, Reason, RequestLog, failed
+from offload.requests.miss_reasons import Explainer, Miss, Reason, failed
+from offload.requests.request_log import LoggedRequest, RequestLog
 from offload.requests.request_state import RequestState
 
 if TYPE_CHECKING:
@@ -154,7 +154,7 @@ class Lookups:
                 self._go_on(state, request)
 
     def _go_on(self, state: RequestState, request: Request) -> None:
-        wait: PendingLookup | None = state.lookup.wait
+        wait = state.lookup.wait
         if wait is not None and self._planner.presence.is_stale(wait, time.monotonic()):
             return  # the request's next lookup queries again before it uses the known results
         if self._find(state, request, state.lookup.start).end_tokens is not None:
@@ -204,7 +204,7 @@ class Lookups:
         """
         shared = self._planner.presence
         now = time.monotonic()
-        wait: PendingLookup | None = state.lookup.wait
+        wait = state.lookup.wait
         if wait is None or shared.is_stale(wait, now):
             keys, read = state.identity.keys, state.identity.origin.controls.read
             wanted = self._matcher.wanted(keys, start, _limits(state, request).start)

@@ -8,10 +8,8 @@ the prompt's length.
 from __future__ import annotations
 
 import enum
-from collections import deque
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any, Protocol
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 from offload.index.tier_index import TierIndex
 from offload.layout.groups import FULL
@@ -105,67 +103,6 @@ class Miss:
     policy: str = ""
     ago_s: float | None = None
     note: str = ""
-
-
-@dataclass(slots=True)
-class LoggedRequest:
-    """The result of one request's lookup.
-
-    Token counts: ``gpu_tokens`` came from vLLM's own cache, ``wanted_tokens`` were looked up beyond
-    them, and ``hit_tokens`` of those were found; ``loaded`` has the tokens loaded by tier, of which
-    ``ahead_tokens`` were read into the CPU tier while the request waited. ``time_s`` is Unix time.
-    ``lookup_s`` is the time from the request's first lookup until vLLM accepted the result, and
-    ``load_s`` that of its load on the slowest rank; ``None`` if nothing was loaded. A ``final``
-    entry no longer changes. ``trace_headers`` name the span of the client, if vLLM traces.
-    """
-
-    request: str
-    time_s: float
-    prompt_tokens: int
-    gpu_tokens: int
-    wanted_tokens: int = 0
-    hit_tokens: int = 0
-    loaded: Mapping[str, int] = field(default_factory=dict)
-    ahead_tokens: int = 0
-    lookup_s: float = 0.0
-    load_s: float | None = None
-    miss: Miss = field(default_factory=lambda: Miss(Reason.COMPLETE))
-    final: bool = False
-    trace_headers: Mapping[str, str] | None = None
-
-    def was_read_ahead(self, tokens: int) -> None:
-        """Note how many tokens of the load were read while the request waited."""
-        self.ahead_tokens = tokens
-
-    def took(self, load_s: float | None) -> None:
-        """Note the time of a load that has succeeded."""
-        self.load_s = load_s
-
-    def as_json(self) -> dict[str, Any]:
-        """The entry as plain values, as written to the file."""
-        miss = self.miss
-        found: dict[str, Any] = {
-            "request": self.request,
-            "time": round(self.time_s, 3),
-            "prompt_tokens": self.prompt_tokens,
-            "gpu_tokens": self.gpu_tokens,
-            "wanted_tokens": self.wanted_tokens,
-            "loaded_tokens": dict(self.loaded),
-            "reason": miss.reason.value,
-        }
-        if self.loaded and self.ahead_tokens:
-            found["ahead_tokens"] = self.ahead_tokens
-        if miss.key:
-            found["missing"] = {
-                "group": miss.group,
-                "at_token": miss.depth_tokens,
-                "key": miss.key.hex(),
-            }
-        more = {"tier": miss.tier, "policy": miss.policy, "note": miss.note}
-        found |= {name: value for name, value in more.items() if value}
-        if miss.ago_s is not None:
-            found["ago_s"] = round(miss.ago_s, 1)
-        return found
 
 
 class Explainer:
@@ -276,73 +213,3 @@ def failed(result: JobResult | None) -> Reason:
     if result.corrupt:
         return Reason.CORRUPT
     return Reason.LOST if result.lost else Reason.LOAD_FAILED
-
-
-class Sink(Protocol):
-    """Receives final entries. Never waits and never raises."""
-
-    @property
-    def dropped(self) -> int:
-        """Number of entries that were not accepted because the sink was too slow or had failed."""
-
-    def __call__(self, logged: LoggedRequest) -> None: ...
-
-    def close(self) -> None: ...
-
-
-class RequestLog:
-    """Keeps the last ``records_max`` requests and counts all of them.
-
-    ``changes`` counts how often the totals have changed. Each of ``sinks`` gets a request's entry
-    when its outcome is known.
-    """
-
-    def __init__(self, records_max: int = 256, *sinks: Sink) -> None:
-        self.last: deque[LoggedRequest] = deque(maxlen=records_max)
-        self.requests: dict[Reason, int] = dict.fromkeys(Reason, 0)
-        self.recomputed_tokens: dict[Reason, int] = dict.fromkeys(Reason, 0)
-        self.wanted_tokens = 0
-        self.changes = 0
-        self._sinks = sinks
-
-    def add(self, logged: LoggedRequest) -> None:
-        """Add the entry of a request whose lookup is complete."""
-        self.last.append(logged)
-        self.wanted_tokens += logged.wanted_tokens
-        self._count(logged, logged.wanted_tokens - logged.hit_tokens)
-
-    def failed(self, logged: LoggedRequest, reason: Reason) -> None:
-        """Count the request again under this reason, because its hit could not be loaded."""
-        logged.loaded = {}
-        logged.miss = Miss(reason)
-        self._count(logged, logged.hit_tokens)
-
-    def known(self, logged: LoggedRequest, loaded: Mapping[str, int] | None = None) -> None:
-        """Pass on the entry, which is final. ``loaded`` are the tokens by tier of a load that has
-        succeeded."""
-        if loaded is not None:
-            logged.loaded = loaded
-        logged.final = True
-        for sink in self._sinks:
-            sink(logged)
-
-    def close(self) -> None:
-        """Pass on all entries, because the server stops."""
-        for sink in self._sinks:
-            sink.close()
-
-    def _count(self, logged: LoggedRequest, tokens: int) -> None:
-        self.requests[logged.miss.reason] += 1
-        self.recomputed_tokens[logged.miss.reason] += tokens
-        self.changes += 1
-
-    def totals(self) -> dict[str, float]:
-        """Counters by flat name."""
-        totals: dict[str, float] = {"wanted_tokens": self.wanted_tokens}
-        for reason in Reason:
-            totals[f"misses:{reason.value}"] = self.requests[reason]
-            totals[f"recomputed_tokens:{reason.value}"] = self.recomputed_tokens[reason]
-        del totals["misses:complete"], totals["recomputed_tokens:complete"]
-        lost = sum(sink.dropped for sink in self._sinks)
-        complete = self.requests[Reason.COMPLETE]
-        return totals | {"complete_lookups": complete, "requests_lost": lost}

@@ -1,112 +1,145 @@
-"""Writes the results of request lookups to a small file that ``kvtiers why`` reads.
+"""The log of requests and their misses: the last entries, totals for the metrics, and the sinks
+that get each entry (``offload.requests.request_file``, vLLM's traces).
 
-Opt-in, because it needs threads in vLLM's scheduler process. `RequestFile` belongs to the
-scheduler's thread. The file belongs to its `BackgroundWriter`, which drops and counts entries that
-it cannot queue, and ends the recording if the file cannot be written.
+Part of the scheduler side, on its thread; pure.
 """
 
 from __future__ import annotations
 
-import json
-import stat
 from collections import deque
-from collections.abc import AsyncIterator
-from concurrent.futures import Executor
-from functools import partial
-from typing import Any
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Protocol
 
-import aiofiles
-import aiofiles.os
-
-from offload.requests.background_writer import BackgroundWriter, not_followed, private
-from offload.requests.miss_reasons import LoggedRequest
-
-EARLIER_MAX_BYTES = 16 << 20
-"""Maximum number of bytes that are read from an earlier server's file."""
+from offload.requests.miss_reasons import Miss, Reason
 
 
-class RequestFile:
-    """One JSON object per line, oldest first, each with the server's namespace.
+@dataclass(slots=True)
+class LoggedRequest:
+    """The result of one request's lookup.
 
-    The file holds at least the last ``records_max`` requests, including those of a server that used
-    it before, and at most twice that number. When it has grown to that number, a shorter file
-    replaces it, so that a reader who opens it by name always finds whole lines.
+    Token counts: ``gpu_tokens`` came from vLLM's own cache, ``wanted_tokens`` were looked up beyond
+    them, and ``hit_tokens`` of those were found; ``loaded`` has the tokens loaded by tier, of which
+    ``ahead_tokens`` were read into the CPU tier while the request waited. ``time_s`` is Unix time.
+    ``lookup_s`` is the time from the request's first lookup until vLLM accepted the result, and
+    ``load_s`` that of its load on the slowest rank; ``None`` if nothing was loaded. A ``final``
+    entry no longer changes. ``trace_headers`` name the span of the client, if vLLM traces.
     """
 
-    def __init__(self, path: str, records_max: int, namespace: str = "") -> None:
-        self._namespace = namespace
-        self._path = path
-        self._records_max = records_max
-        self._writer: BackgroundWriter[LoggedRequest] = BackgroundWriter(
-            "kvtiers-requests", f"recording requests to {path}", self._write
-        )
+    request: str
+    time_s: float
+    prompt_tokens: int
+    gpu_tokens: int
+    wanted_tokens: int = 0
+    hit_tokens: int = 0
+    loaded: Mapping[str, int] = field(default_factory=dict)
+    ahead_tokens: int = 0
+    lookup_s: float = 0.0
+    load_s: float | None = None
+    miss: Miss = field(default_factory=lambda: Miss(Reason.COMPLETE))
+    final: bool = False
+    trace_headers: Mapping[str, str] | None = None
+
+    def was_read_ahead(self, tokens: int) -> None:
+        """Note how many tokens of the load were read while the request waited."""
+        self.ahead_tokens = tokens
+
+    def took(self, load_s: float | None) -> None:
+        """Note the time of a load that has succeeded."""
+        self.load_s = load_s
+
+    def as_json(self) -> dict[str, Any]:
+        """The entry as plain values, as written to the file."""
+        miss = self.miss
+        found: dict[str, Any] = {
+            "request": self.request,
+            "time": round(self.time_s, 3),
+            "prompt_tokens": self.prompt_tokens,
+            "gpu_tokens": self.gpu_tokens,
+            "wanted_tokens": self.wanted_tokens,
+            "loaded_tokens": dict(self.loaded),
+            "reason": miss.reason.value,
+        }
+        if self.loaded and self.ahead_tokens:
+            found["ahead_tokens"] = self.ahead_tokens
+        if miss.key:
+            found["missing"] = {
+                "group": miss.group,
+                "at_token": miss.depth_tokens,
+                "key": miss.key.hex(),
+            }
+        more = {"tier": miss.tier, "policy": miss.policy, "note": miss.note}
+        found |= {name: value for name, value in more.items() if value}
+        if miss.ago_s is not None:
+            found["ago_s"] = round(miss.ago_s, 1)
+        return found
+
+
+class Sink(Protocol):
+    """Receives final entries. Never waits and never raises."""
 
     @property
     def dropped(self) -> int:
-        """Number of entries that were not written."""
-        return self._writer.dropped
+        """Number of entries that were not accepted because the sink was too slow or had failed."""
 
-    def adopt(self, namespace: str) -> None:
-        """Set the namespace; call it before the first entry."""
-        self._namespace = namespace
+    def __call__(self, logged: LoggedRequest) -> None: ...
 
-    def __call__(self, logged: LoggedRequest) -> None:
-        """Queue an entry, which must not change afterwards."""
-        self._writer.put(logged)
-
-    def close(self, timeout_s: float = 2.0) -> None:
-        """Write the waiting entries, within a time limit."""
-        self._writer.close(timeout_s)
-
-    async def _write(self, batches: AsyncIterator[list[LoggedRequest]], executor: Executor) -> None:
-        last = deque(await _earlier(self._path, executor), maxlen=self._records_max)
-        file, lines = await self._replace(last, executor), len(last)
-        try:
-            async for batch in batches:
-                added: list[str] = []
-                for line in map(self._line, batch):
-                    last.append(line)
-                    added.append(line)
-                    if lines + len(added) > 2 * self._records_max:
-                        await file.close()
-                        file, lines = await self._replace(last, executor), len(last)
-                        added.clear()
-                await file.write("".join(added))
-                await file.flush()
-                lines += len(added)
-        finally:
-            await file.close()
-
-    def _line(self, logged: LoggedRequest) -> str:
-        own = {"namespace": self._namespace} if self._namespace else {}
-        return json.dumps(logged.as_json() | own) + "\n"
-
-    async def _replace(self, lines: deque[str], executor: Executor) -> Any:
-        """Replace the file by a new one that begins with these lines."""
-        new = self._path + ".new"
-        file = await aiofiles.open(new, "w", encoding="utf-8", opener=private, executor=executor)
-        await file.write("".join(lines))
-        await file.flush()
-        await aiofiles.os.replace(new, self._path, executor=executor)
-        return file
+    def close(self) -> None: ...
 
 
-async def _earlier(path: str, executor: Executor) -> list[str]:
-    """Read the last whole lines that an earlier server wrote, so that ``kvtiers why`` works after a
-    crash.
+class RequestLog:
+    """Keeps the last ``records_max`` requests and counts all of them.
 
-    Returns no lines if the file was not written by kvtiers.
+    ``changes`` counts how often the totals have changed. Each of ``sinks`` gets a request's entry
+    when its outcome is known.
     """
-    open_file = partial(aiofiles.open, opener=not_followed, executor=executor)
-    try:
-        async with open_file(path, "rb") as file:
-            status = await aiofiles.os.stat(file.fileno(), executor=executor)
-            if not stat.S_ISREG(status.st_mode):
-                return []
-            start = max(0, status.st_size - EARLIER_MAX_BYTES)
-            await file.seek(start)
-            content = await file.read(EARLIER_MAX_BYTES)
-    except OSError:
-        return []
-    lines = content.decode(errors="replace").splitlines(keepends=True)
-    return [line for line in lines[1 if start else 0 :] if line[:1] == "{" and line[-2:] == "}\n"]
+
+    def __init__(self, records_max: int = 256, *sinks: Sink) -> None:
+        self.last: deque[LoggedRequest] = deque(maxlen=records_max)
+        self.requests: dict[Reason, int] = dict.fromkeys(Reason, 0)
+        self.recomputed_tokens: dict[Reason, int] = dict.fromkeys(Reason, 0)
+        self.wanted_tokens = 0
+        self.changes = 0
+        self._sinks = sinks
+
+    def add(self, logged: LoggedRequest) -> None:
+        """Add the entry of a request whose lookup is complete."""
+        self.last.append(logged)
+        self.wanted_tokens += logged.wanted_tokens
+        self._count(logged, logged.wanted_tokens - logged.hit_tokens)
+
+    def failed(self, logged: LoggedRequest, reason: Reason) -> None:
+        """Count the request again under this reason, because its hit could not be loaded."""
+        logged.loaded = {}
+        logged.miss = Miss(reason)
+        self._count(logged, logged.hit_tokens)
+
+    def known(self, logged: LoggedRequest, loaded: Mapping[str, int] | None = None) -> None:
+        """Pass on the entry, which is final. ``loaded`` are the tokens by tier of a load that has
+        succeeded."""
+        if loaded is not None:
+            logged.loaded = loaded
+        logged.final = True
+        for sink in self._sinks:
+            sink(logged)
+
+    def close(self) -> None:
+        """Pass on all entries, because the server stops."""
+        for sink in self._sinks:
+            sink.close()
+
+    def _count(self, logged: LoggedRequest, tokens: int) -> None:
+        self.requests[logged.miss.reason] += 1
+        self.recomputed_tokens[logged.miss.reason] += tokens
+        self.changes += 1
+
+    def totals(self) -> dict[str, float]:
+        """Counters by flat name."""
+        totals: dict[str, float] = {"wanted_tokens": self.wanted_tokens}
+        for reason in Reason:
+            totals[f"misses:{reason.value}"] = self.requests[reason]
+            totals[f"recomputed_tokens:{reason.value}"] = self.recomputed_tokens[reason]
+        del totals["misses:complete"], totals["recomputed_tokens:complete"]
+        lost = sum(sink.dropped for sink in self._sinks)
+        complete = self.requests[Reason.COMPLETE]
+        return totals | {"complete_lookups": complete, "requests_lost": lost}

@@ -13,6 +13,7 @@ from offload.index.retention import OwnChunks
 from offload.layout.groups import ModelLayout
 from offload.layout.request_keys import RequestKeys
 from offload.planner.jobs import LoadTokens
+from offload.planner.presence import PendingLookup
 from offload.requests.lookup_cache import PartialLookup
 
 
@@ -108,9 +109,8 @@ class LookupState:
         self.shortened = ""
         self.load: tuple[range, ...] = ()
         self.load_end_tokens = 0
-        self.wait: Any = None  # offload.planner.presence.PendingLookup
-        # the LoggedRequest of offload.requests.miss_reasons made from this lookup
-        self.logged: Any = None
+        self.wait: PendingLookup | None = None
+        self.logged: Any = None  # a LoggedRequest; its module needs this one
 
     def begin(self, start: int, now_s: float) -> None:
         """Begin a lookup, which has found nothing yet."""
@@ -120,7 +120,7 @@ class LookupState:
         self.load = ()
         self.refused = self.is_promised = False
 
-    def ask(self, wait: Any) -> None:
+    def ask(self, wait: PendingLookup | None) -> None:
         """Note the query to shared tiers that the request may wait for."""
         self.wait = wait
 

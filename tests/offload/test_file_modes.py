@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from offload.requests.request_log import RequestFile
+from offload.requests.request_file import RequestFile
 from offload.requests.trace_recorder import RecordedPrompt, TraceRecorder
 from offload.worker.tier_factory import make_tier
 from policies.simulation.trace_formats import read_trace

@@ -19,7 +19,8 @@ from offload.layout.keys import group_of
 from offload.layout.prefix_match import PrefixMatcher
 from offload.messages.report import JobResult
 from offload.requests import miss_reasons as why
-from offload.requests.miss_reasons import MEANINGS, LoggedRequest, Miss, Reason, RequestLog
+from offload.requests.miss_reasons import MEANINGS, Miss, Reason
+from offload.requests.request_log import LoggedRequest, RequestLog
 from offload.telemetry.removed_chunks import RemovalCauses
 from policies.base import AdmissionPolicy, EntryInfo
 from tests.oracle import serving as oracle_world

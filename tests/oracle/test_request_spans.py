@@ -15,7 +15,8 @@ from offload.connector.scheduler.request_spans import RequestSpans, attributes_o
 from offload.planner.jobs import Job
 from offload.planner.loads import LoadPlanner
 from offload.requests.lookup import Lookups
-from offload.requests.miss_reasons import LoggedRequest, Miss, Reason
+from offload.requests.miss_reasons import Miss, Reason
+from offload.requests.request_log import LoggedRequest
 from tests.collector import PROTOCOL, Collector, accounted_tokens, attributes, collecting
 from tests.oracle import serving as oracle_world
 from tests.oracle.models import MODELS

@@ -15,7 +15,8 @@ from typing import Any
 
 from vllm.tracing import SpanKind, extract_trace_context, instrument_manual
 
-from offload.requests.miss_reasons import LoggedRequest, Reason
+from offload.requests.miss_reasons import Reason
+from offload.requests.request_log import LoggedRequest
 
 logger = logging.getLogger(__name__)
 

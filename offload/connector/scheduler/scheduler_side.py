@@ -32,7 +32,7 @@ from offload.planner.build import copy_gauges, unit_bytes
 from offload.planner.planner import Planner
 from offload.planner.step_budget import EXPIRED_MAX
 from offload.requests.lookup import Lookups
-from offload.requests.miss_reasons import RequestLog
+from offload.requests.request_log import RequestLog
 from offload.requests.request_state import RequestState
 from offload.requests.trace_recorder import TraceRecorder
 

@@ -23,7 +23,7 @@ from rich.console import Console
 from demo.tiny_model import make_llama
 from offload.cli import app
 from offload.namespaces.manifest import Namespace
-from offload.requests.miss_reasons import LoggedRequest
+from offload.requests.request_log import LoggedRequest
 from policies.simulation.trace import TraceWriter
 from tests.models.inspection import inspect_models_here
 from tests.offload.cli.rank_folders import FIELDS, OTHER, ROOT, kvtiers, make_rank_folder, writer

@@ -9,8 +9,9 @@ from pathlib import Path
 import pytest
 
 from offload.namespaces.manifest import Namespace
-from offload.requests.miss_reasons import LoggedRequest, Miss, Reason
-from offload.requests.request_log import RequestFile
+from offload.requests.miss_reasons import Miss, Reason
+from offload.requests.request_file import RequestFile
+from offload.requests.request_log import LoggedRequest
 from tests.offload.cli.rank_folders import FIELDS, kvtiers
 from tiers.testing import key_of
 

@@ -71,8 +71,8 @@ def hang(*_):
     hangs.set()
     threading.Event().wait()
 os.replace = hang  # before aiofiles takes it
-from offload.requests.miss_reasons import LoggedRequest
-from offload.requests.request_log import RequestFile
+from offload.requests.request_log import LoggedRequest
+from offload.requests.request_file import RequestFile
 file = RequestFile(sys.argv[1], 8)
 file(LoggedRequest("r", 0.0, 1, 0))
 assert hangs.wait(float(sys.argv[2]))

@@ -10,8 +10,9 @@ import pytest
 from typer.testing import CliRunner
 
 from offload.cli import app
-from offload.requests.miss_reasons import MEANINGS, LoggedRequest, Miss, Reason, RequestLog
-from offload.requests.request_log import RequestFile
+from offload.requests.miss_reasons import MEANINGS, Miss, Reason
+from offload.requests.request_file import RequestFile
+from offload.requests.request_log import LoggedRequest, RequestLog
 from offload.telemetry.removed_chunks import Cause, RemovalCauses, Removed
 
 

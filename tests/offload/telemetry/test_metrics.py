@@ -12,7 +12,8 @@ import pytest
 
 from offload.messages.report import Observed
 from offload.planner.tier_health import TierHealths
-from offload.requests.miss_reasons import Reason, RequestLog
+from offload.requests.miss_reasons import Reason
+from offload.requests.request_log import RequestLog
 from offload.telemetry.counters import PlannerStats, WorkerStats
 from offload.telemetry.metrics import METRICS, SECTIONS, reference
 from offload.telemetry.removed_chunks import Cause, Removed

@@ -17,7 +17,8 @@ from vllm.lora.worker_manager import LRUCacheWorkerLoRAManager, WorkerLoRAManage
 from vllm.v1.request import Request
 
 from offload.connector.model.adapters import ASKS_MAX, AdapterBook, AdapterWatch, joined
-from offload.requests.miss_reasons import LoggedRequest, Reason
+from offload.requests.miss_reasons import Reason
+from offload.requests.request_log import LoggedRequest
 from tests.oracle.models import MODELS
 from tests.oracle.serving import Conditions, OracleEngine
 

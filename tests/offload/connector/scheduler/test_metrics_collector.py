@@ -16,7 +16,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from offload.connector.scheduler.metrics_collector import StatsCollector
 from offload.connector.scheduler.prometheus import OffloadPromMetrics, OffloadStats
-from offload.requests.miss_reasons import RequestLog
+from offload.requests.request_log import RequestLog
 from offload.telemetry.metrics import METRICS
 from offload.worker.tier_folders import TierFolders
 from tests.dashboards import alert_rules
