@@ -17,7 +17,7 @@ from tiers.base import Key
 from tiers.folders.folder import OwnerLock, prepare
 from tiers.offline.file_reader import FileReader
 from tiers.offline.lmdb_reader import LmdbReader
-from tiers.offline.offline_folder import Checker, Found, RecordHealth
+from tiers.offline.offline_folder import Checker, ListedRecord, RecordHealth
 from tiers.offline.remove import forget_files, forget_in_lmdb
 
 KEYS_PER_LOCK = 20_000
@@ -54,7 +54,7 @@ def root_of(rank_folder: RankFolder) -> Path:
     return rank_folder.folder.parents[2]
 
 
-def remove_damaged(rank_folder: RankFolder, damaged: Sequence[Found], key_file: str) -> int:
+def remove_damaged(rank_folder: RankFolder, damaged: Sequence[ListedRecord], key_file: str) -> int:
     """Check these records again while no other process can use the folder, and remove those that
     are still damaged.
 
@@ -87,7 +87,7 @@ def remove_unused(rank_folder: RankFolder, before_ns: int) -> int:
     return len(old)
 
 
-def is_older(record: Found, before_ns: int) -> bool:
+def is_older(record: ListedRecord, before_ns: int) -> bool:
     """True if a record's last use is known to be before that time."""
     return 0 < record.use_ns < before_ns
 

@@ -13,7 +13,7 @@ from typing import Any
 
 from offload.admin.offline_edits import RankFolderInUseError, remove_damaged
 from offload.namespaces.inventory import FolderVerdict, RankFolder, Standing
-from tiers.offline.offline_folder import Checker, Found, OfflineFolder, RecordHealth
+from tiers.offline.offline_folder import Checker, ListedRecord, OfflineFolder, RecordHealth
 
 
 class RateLimit:
@@ -55,7 +55,7 @@ class VerifyResult:
     good: int = 0
     gone: int = 0
     unread: int = 0
-    damaged: list[Found] = field(default_factory=list)
+    damaged: list[ListedRecord] = field(default_factory=list)
     removed: int = 0
     owner_pid: int | None = None
     standing: str = Standing.WHOLE.value
@@ -101,7 +101,7 @@ class VerifyResult:
         }
 
 
-def _name(found: Found) -> str:
+def _name(found: ListedRecord) -> str:
     """A record's key as hex. A file tier's record with a damaged header is named by its file."""
     return found.key.hex()
 

@@ -35,7 +35,7 @@ from offload.connector.log import adopt_vllm_logging
 from offload.connector.model.adapters import AdapterBook, AdapterWatch
 from offload.connector.model.loaded_weights import LoadedWeights
 from offload.connector.scheduler.kv_events import KvEvents
-from offload.connector.scheduler.metrics_collector import StatsCollector
+from offload.connector.scheduler.metrics_collector import MetricsCollector
 from offload.connector.scheduler.pending_epochs import PendingEpochs
 from offload.connector.scheduler.prometheus import OffloadPromMetrics, OffloadStats
 from offload.connector.scheduler.scheduler_side import SchedulerSide
@@ -85,7 +85,7 @@ class KvTiersConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  
         self._epochs: PendingEpochs | None = None
         self._scheduler: SchedulerSide | None = None
         self._worker: WorkerSide | None = None
-        self._collector: StatsCollector | None = None
+        self._collector: MetricsCollector | None = None
         self._events: KvEvents | None = None
         self._watch: AdapterWatch | None = None
         self._hold: SleepHold | None = None
@@ -106,7 +106,7 @@ class KvTiersConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  
                 verify=self._setup.config.verify == "device",
                 by_priority=vllm_config.scheduler_config.policy == "priority",
             )
-            self._collector = StatsCollector(self._scheduler, self.faults)
+            self._collector = MetricsCollector(self._scheduler, self.faults)
         else:
             self._worker = WorkerSide(
                 self._setup.config,

@@ -37,8 +37,8 @@ from tiers.copy.cuda_paths import (
     SAMPLE_BYTES,
     SAMPLE_COPIES,
     Choice,
+    CopyCapabilities,
     CopyPath,
-    Means,
     choose,
     possible_paths,
     rate_of,
@@ -230,13 +230,18 @@ class CudaCopyEngine(CopyEngine):
         # If registered memory has another address on the GPU (WSL2), the batched call and the
         # kernel both fail permanently.
         shared = self._driver.can_use_host_pointers(self._handle)
-        means = Means(batch=self._driver.has_batch_copy and shared, kernel=shared)
-        paths = {group: possible_paths(shape, means, wanted) for group, shape in shapes.items()}
+        capabilities = CopyCapabilities(batch=self._driver.has_batch_copy and shared, kernel=shared)
+        paths = {
+            group: possible_paths(shape, capabilities, wanted) for group, shape in shapes.items()
+        }
         if any(CopyPath.KERNEL in some for some in paths.values()):
             self._kernel = self._load_kernel()
         if self._kernel is None:
-            means = Means(batch=means.batch, kernel=False)
-            paths = {group: possible_paths(shape, means, wanted) for group, shape in shapes.items()}
+            capabilities = CopyCapabilities(batch=capabilities.batch, kernel=False)
+            paths = {
+                group: possible_paths(shape, capabilities, wanted)
+                for group, shape in shapes.items()
+            }
         return paths
 
     def _load_kernel(self) -> CopyKernel | None:

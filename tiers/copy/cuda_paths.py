@@ -44,7 +44,7 @@ class CopyPath(enum.Enum):
 
 
 @dataclass(frozen=True, slots=True)
-class Means:
+class CopyCapabilities:
     """The capabilities of this machine: the batched call (CUDA 12.8), and the kernel. Both also
     need registered memory that the GPU reaches at its host address."""
 
@@ -62,13 +62,13 @@ class Choice:
 
 
 def possible_paths(
-    shape: CopyShape, means: Means, wanted: CopyPath | None = None
+    shape: CopyShape, capabilities: CopyCapabilities, wanted: CopyPath | None = None
 ) -> tuple[CopyPath, ...]:
     """The paths worth comparing, starting with the one to use without a measurement. ``wanted``
     overrides the choice where possible."""
-    plain = CopyPath.BATCH if means.batch else CopyPath.EACH
-    kernel = means.kernel and shape.alignment % KERNEL_ALIGNMENT == 0
-    if wanted is CopyPath.EACH or (wanted is CopyPath.BATCH and means.batch):
+    plain = CopyPath.BATCH if capabilities.batch else CopyPath.EACH
+    kernel = capabilities.kernel and shape.alignment % KERNEL_ALIGNMENT == 0
+    if wanted is CopyPath.EACH or (wanted is CopyPath.BATCH and capabilities.batch):
         return (wanted,)
     if wanted is CopyPath.KERNEL and kernel:
         return (wanted,)

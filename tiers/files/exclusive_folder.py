@@ -25,7 +25,7 @@ from tiers.files.record_files import PREFIX, READ, Entry, RecordFiles, by_use, r
 from tiers.folders.folder import OwnerLock, prepare
 from tiers.record import Identity
 
-__all__ = ["EPOCH_NAME", "SHARED_NAME", "Entry", "RecordFolder", "judge_epoch", "record_name"]
+__all__ = ["EPOCH_NAME", "SHARED_NAME", "Entry", "ExclusiveFolder", "judge_epoch", "record_name"]
 
 logger = logging.getLogger(__name__)
 
@@ -36,7 +36,7 @@ SHARED_NAME = "shared"
 """Marks a folder that engines share (``shared_folder``)."""
 
 
-class RecordFolder(RecordFiles):
+class ExclusiveFolder(RecordFiles):
     """See the module's docstring. ``medium`` changes when the records are lost. ``found_epoch`` is
     the epoch that was on disk, ``epoch`` the present one. ``dropped`` counts files that were not
     complete records. ``was_quarantined`` is True if the folder began empty because the epoch of its

@@ -27,7 +27,7 @@ from tiers.base import (
     WriteOutcome,
     stored_keys,
 )
-from tiers.files.exclusive_folder import EPOCH_NAME, Entry, RecordFolder, record_name
+from tiers.files.exclusive_folder import EPOCH_NAME, Entry, ExclusiveFolder, record_name
 from tiers.folders.folder_tier import Ending, FolderTier, Open
 from tiers.io.direct_io import pages_for
 from tiers.io.threads import DaemonThreads, settled
@@ -67,17 +67,17 @@ class RecordFileTier(FolderTier[Open]):
         return (1 + pages_for(payload_bytes)) * ALIGNMENT
 
 
-class FileTier(RecordFileTier[RecordFolder]):
+class FileTier(RecordFileTier[ExclusiveFolder]):
     """A tier with one file per record. ``path`` is this rank's folder."""
 
     async def open(self) -> TierInfo:
         arguments = (self._folder, self._identity, self._wanted_epoch, self._capacity_bytes)
-        folder = await self._open_in_thread(RecordFolder, *arguments)
+        folder = await self._open_in_thread(ExclusiveFolder, *arguments)
         used, epochs = self._used_bytes, (folder.epoch, folder.found_epoch)
         count = len(self._entries)
         return TierInfo("file", self._capacity_bytes, used, count, True, folder.medium, *epochs)
 
-    def _begin(self, folder: RecordFolder, undo: ExitStack) -> None:
+    def _begin(self, folder: ExclusiveFolder, undo: ExitStack) -> None:
         super()._begin(folder, undo)
         self._epoch = folder.epoch
         self._entries = folder.take_entries()
@@ -129,7 +129,7 @@ class FileTier(RecordFileTier[RecordFolder]):
             return await self._finish(tasks)
 
     async def _write_one(
-        self, folder: RecordFolder, key: Key, data: Buffer, epoch: int, use_ns: int
+        self, folder: ExclusiveFolder, key: Key, data: Buffer, epoch: int, use_ns: int
     ) -> WriteOutcome:
         try:
             while (removing := self._removing.get(key)) is not None:
@@ -174,7 +174,7 @@ class FileTier(RecordFileTier[RecordFolder]):
                 self._counts[f"read_{outcome.value}"] += 1
             return outcomes
 
-    async def _read_one(self, folder: RecordFolder, key: Key, into: Buffer) -> ReadOutcome:
+    async def _read_one(self, folder: ExclusiveFolder, key: Key, into: Buffer) -> ReadOutcome:
         entry, epoch = self._entries.get(key), self._epoch
         if entry is None:
             return ReadOutcome.MISS
@@ -198,7 +198,7 @@ class FileTier(RecordFileTier[RecordFolder]):
                 await settled(asyncio.ensure_future(asyncio.wait(filling)))
             await self._finish([self._remove(folder, keys)])
 
-    def _remove(self, folder: RecordFolder, keys: Sequence[Key]) -> asyncio.Future[None]:
+    def _remove(self, folder: ExclusiveFolder, keys: Sequence[Key]) -> asyncio.Future[None]:
         """Remove keys from memory now and from the disk soon; the future completes after both."""
         gone = []
         for key in keys:
@@ -233,14 +233,14 @@ class FileTier(RecordFileTier[RecordFolder]):
             await self._finish([self._threads.run(folder.begin, self._epoch)])
             self._reclaim(folder, old_bytes)
 
-    def _reclaim(self, folder: RecordFolder, old_bytes: int) -> None:
+    def _reclaim(self, folder: ExclusiveFolder, old_bytes: int) -> None:
         """Remove folders of other epochs in the background, which frees ``old_bytes``."""
         before = self._reclaiming
         self._old_bytes += old_bytes
         self._reclaiming = asyncio.ensure_future(self._remove_old(folder, old_bytes, before))
 
     async def _remove_old(
-        self, folder: RecordFolder, old_bytes: int, before: asyncio.Future[None] | None
+        self, folder: ExclusiveFolder, old_bytes: int, before: asyncio.Future[None] | None
     ) -> None:
         if before is not None:
             await asyncio.wait([before])

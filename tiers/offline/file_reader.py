@@ -18,7 +18,7 @@ from tiers.base import ALIGNMENT, Buffer, Key
 from tiers.files.exclusive_folder import EPOCH_NAME, SHARED_NAME, judge_epoch
 from tiers.files.record_files import CAPACITY_NAME, PREFIX, record_name
 from tiers.folders.folder import FolderUnusableError
-from tiers.offline.offline_folder import FolderChangedError, Found
+from tiers.offline.offline_folder import FolderChangedError, ListedRecord
 from tiers.record import HEADER_BYTES, Identity, RecordError, parse, verify
 
 BATCH = 256
@@ -103,8 +103,8 @@ class FileReader:
     def count(self) -> int:
         return sum(1 for _path in self._files())
 
-    def batches(self) -> Iterator[list[Found]]:
-        batch: list[Found] = []
+    def batches(self) -> Iterator[list[ListedRecord]]:
+        batch: list[ListedRecord] = []
         for path in self._files():
             found = _read_head(path)
             if found is not None:
@@ -117,7 +117,7 @@ class FileReader:
         if self._stored_epoch() != self.epoch:
             raise FolderChangedError(f"{self.folder} began a new epoch")
 
-    def find(self, key: Key) -> Found | None:
+    def find(self, key: Key) -> ListedRecord | None:
         if self._stored_epoch() != self.epoch:
             raise FolderChangedError(f"{self.folder} began a new epoch")
         return _read_head(self.path_of(key))
@@ -128,10 +128,10 @@ class FileReader:
         name = key.decode("ascii") if _is_name(key) else record_name(key)
         return self.folder / f"epoch-{self.epoch}" / name
 
-    def load(self, found: Sequence[Found], into: Sequence[Buffer]) -> list[bool]:
+    def load(self, found: Sequence[ListedRecord], into: Sequence[Buffer]) -> list[bool]:
         return [self._load(one, data) for one, data in zip(found, into, strict=True)]
 
-    def _load(self, found: Found, into: Buffer) -> bool:
+    def _load(self, found: ListedRecord, into: Buffer) -> bool:
         if self.owner is None or _is_name(found.key):
             return False
         try:
@@ -165,7 +165,7 @@ def _identity(header: bytes) -> Identity | None:
     return Identity(found.namespace, found.rank)
 
 
-def _read_head(path: Path) -> Found | None:
+def _read_head(path: Path) -> ListedRecord | None:
     """Read the header of a file; ``None`` if the file is gone."""
     try:
         fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
@@ -184,6 +184,6 @@ def _read_head(path: Path) -> Found | None:
     key = page[HEADER_BYTES : HEADER_BYTES + header.key_bytes] if header else b""
     mark = page[:HEADER_BYTES] + identity
     if header is None or record_name(key) != path.name:
-        return Found(path.name.encode(), stat.st_mtime_ns, 0, stat.st_size, False, mark)
+        return ListedRecord(path.name.encode(), stat.st_mtime_ns, 0, stat.st_size, False, mark)
     size = header.payload_bytes
-    return Found(key, stat.st_mtime_ns, size, header.stored_bytes, False, mark)
+    return ListedRecord(key, stat.st_mtime_ns, size, header.stored_bytes, False, mark)

@@ -42,7 +42,7 @@ from tiers.lmdb.index import (
 from tiers.lmdb.io_jobs import ReadItem, ReadJob
 from tiers.lmdb.recovery.record_table import EXTENT_BYTES, EXTENTS_AT, USE_BYTES
 from tiers.lmdb.shared.index import READERS_MAX, epoch_of
-from tiers.offline.offline_folder import FolderChangedError, Found
+from tiers.offline.offline_folder import FolderChangedError, ListedRecord
 from tiers.record import ENCRYPTED, Identity
 
 _FIELDS = struct.Struct("<8s5xB18xQQ")
@@ -125,7 +125,7 @@ class LmdbReader:
         with self._begin(self._records) as txn:
             return int(txn.stat(self._records)["entries"])
 
-    def batches(self) -> Iterator[list[Found]]:
+    def batches(self) -> Iterator[list[ListedRecord]]:
         last: bytes | None = None
         while True:
             with self._begin(self._records) as txn, txn.cursor() as cursor:
@@ -144,7 +144,7 @@ class LmdbReader:
             if count < BATCH:
                 return
 
-    def find(self, key: Key) -> Found | None:
+    def find(self, key: Key) -> ListedRecord | None:
         with self._begin(self._records) as txn:
             self._see_epoch(txn)
             value = txn.get(key)
@@ -158,7 +158,7 @@ class LmdbReader:
     def _see_epoch(self, txn: Any) -> None:
         self.epoch = int.from_bytes(txn.get(b"epoch", db=self._meta) or b"", "little")
 
-    def load(self, found: Sequence[Found], into: Sequence[Buffer]) -> list[bool]:
+    def load(self, found: Sequence[ListedRecord], into: Sequence[Buffer]) -> list[bool]:
         items = [
             ReadItem(one.key, bytes(USE_BYTES) + one.mark, _runs(one), data, position)
             for position, (one, data) in enumerate(zip(found, into, strict=True))
@@ -175,13 +175,13 @@ class LmdbReader:
         self._file.close()
 
 
-def _found(key: bytes, value: bytes) -> Found:
+def _found(key: bytes, value: bytes) -> ListedRecord:
     """Decode one entry of the index; the fields are zero if kvtiers did not write it."""
     if len(value) < EXTENTS_AT or (len(value) - EXTENTS_AT) % EXTENT_BYTES:
-        return Found(key, 0, 0, 0, False, value[USE_BYTES:])
+        return ListedRecord(key, 0, 0, 0, False, value[USE_BYTES:])
     use, flags, payload_bytes, stored_bytes = _FIELDS.unpack_from(value)
     use_ns = int.from_bytes(use, "big")
-    return Found(
+    return ListedRecord(
         key,
         use_ns if use_ns >= DATED_FROM_NS else 0,
         payload_bytes,
@@ -197,7 +197,7 @@ def _place(item: tuple[bytes, bytes]) -> bytes:
     return item[1][EXTENTS_AT + 7 : EXTENTS_AT - 1 : -1]
 
 
-def _runs(found: Found) -> Any:
+def _runs(found: ListedRecord) -> Any:
     return extents_of(bytes(USE_BYTES) + found.mark)
 
 

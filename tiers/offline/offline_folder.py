@@ -32,7 +32,7 @@ class FolderChangedError(Exception):
     valid."""
 
 
-class Found(NamedTuple):
+class ListedRecord(NamedTuple):
     """A record as its tier lists it. ``use_ns`` is the time of its last use in ns since 1970, 0 if
     unknown. ``mark`` is equal as long as the same record is at the same location."""
 
@@ -79,15 +79,15 @@ class OfflineFolder(Protocol):
         """The approximate number of records."""
         ...
 
-    def batches(self) -> Iterator[list[Found]]:
+    def batches(self) -> Iterator[list[ListedRecord]]:
         """Iterate over all records in batches of some thousand. Raises ``FolderChangedError``."""
         ...
 
-    def find(self, key: Key) -> Found | None:
+    def find(self, key: Key) -> ListedRecord | None:
         """Return one record as it is now. Raises ``FolderChangedError``."""
         ...
 
-    def load(self, found: Sequence[Found], into: Sequence[Buffer]) -> list[bool]:
+    def load(self, found: Sequence[ListedRecord], into: Sequence[Buffer]) -> list[bool]:
         """Fill ``into[i]`` with the payload of ``found[i]``. Returns True for each payload that is
         intact and belongs to its record."""
         ...
@@ -106,7 +106,7 @@ class Checker:
         self._has_key = has_key
         self._scratch = Scratch()
 
-    def check(self, found: Found) -> tuple[RecordHealth, Buffer]:
+    def check(self, found: ListedRecord) -> tuple[RecordHealth, Buffer]:
         """Return the health of a record, and its payload if the record is intact. The payload is
         valid until the next call.
 

@@ -22,7 +22,7 @@ _BY_TIER = (
 """Worker counters, by tier number, that become metrics labelled with the tier's name."""
 
 
-class StatsCollector:
+class MetricsCollector:
     """Computes differences of counters since the previous call.
 
     Gauges, and counters that change at every step, are added about once a second.

@@ -30,7 +30,7 @@ from tests.offload.cli.rank_folders import (
 from tiers.lmdb.folder import PAYLOAD_NAME
 from tiers.lmdb.index import Changes
 from tiers.offline.lmdb_reader import LmdbReader
-from tiers.offline.offline_folder import Checker, Found, RecordHealth
+from tiers.offline.offline_folder import Checker, ListedRecord, RecordHealth
 from tiers.testing import key_of
 
 Edit = Callable[[dict[bytes, bytes]], dict[bytes, bytes | None]]
@@ -339,7 +339,7 @@ def test_pace_limits_the_rate() -> None:
 def test_the_records_of_these_tests_are_as_described(tmp_path: Path) -> None:
     folder = make_rank_folder(tmp_path, range(2))
     outside = LmdbReader(folder, is_owned=False)
-    found: list[Found] = [record for batch in outside.batches() for record in batch]
+    found: list[ListedRecord] = [record for batch in outside.batches() for record in batch]
     assert {record.key for record in found} == {key_of(0), key_of(1)}
     assert outside.owner.namespace == RECORD_NAMESPACE
     outside.close()

@@ -26,7 +26,7 @@ from tests.offload.geometry.engines_on_disk import (
 from tests.patience import PATIENCE_S
 from tests.tiers.shared.kills import killed
 from tiers.base import Buffer, ReadOutcome
-from tiers.offline.offline_folder import Checker, Found, RecordHealth
+from tiers.offline.offline_folder import Checker, ListedRecord, RecordHealth
 
 KILLS = 12
 SMALL = {False: "4700KiB", True: "2850KiB"}
@@ -61,7 +61,7 @@ async def test_translated_chunks_are_right_while_their_owners_are_killed(
 ) -> None:
     real = Checker.check
 
-    def late(checker: Checker, found: Found) -> tuple[RecordHealth, Buffer]:
+    def late(checker: Checker, found: ListedRecord) -> tuple[RecordHealth, Buffer]:
         """The owner is faster than a reader that has looked a record up."""
         time.sleep(0.02)
         return real(checker, found)

@@ -17,8 +17,8 @@ from tiers.copy.cuda_paths import (
     KERNEL_BELOW_BYTES,
     KERNEL_UP_TO_BYTES,
     Choice,
+    CopyCapabilities,
     CopyPath,
-    Means,
     choose,
     possible_paths,
 )
@@ -30,20 +30,25 @@ from tiers.slab.slab import HostSlab, SlabError
 
 BATCH, KERNEL, EACH = CopyPath.BATCH, CopyPath.KERNEL, CopyPath.EACH
 SMALL, LARGE, HUGE = KERNEL_BELOW_BYTES - 16, KERNEL_BELOW_BYTES, KERNEL_UP_TO_BYTES + 16
-ALL = Means(batch=True, kernel=True)
+ALL = CopyCapabilities(batch=True, kernel=True)
 
 
 @pytest.mark.parametrize(
-    ("shape", "means", "wanted", "paths"),
+    ("shape", "capabilities", "wanted", "paths"),
     [
         (CopyShape(32, LARGE, 4096), ALL, None, (BATCH, KERNEL)),
         (CopyShape(32, SMALL, 16), ALL, None, (KERNEL, BATCH)),
         (CopyShape(32, HUGE, 16), ALL, None, (BATCH,)),
         (CopyShape(32, SMALL, 8), ALL, None, (BATCH,)),
         (CopyShape(1, SMALL, 4096), ALL, None, (BATCH,)),
-        (CopyShape(32, SMALL, 4096), Means(batch=True, kernel=False), None, (BATCH,)),
-        (CopyShape(32, LARGE, 4096), Means(batch=False, kernel=True), None, (EACH, KERNEL)),
-        (CopyShape(32, SMALL, 4096), Means(batch=False, kernel=False), None, (EACH,)),
+        (CopyShape(32, SMALL, 4096), CopyCapabilities(batch=True, kernel=False), None, (BATCH,)),
+        (
+            CopyShape(32, LARGE, 4096),
+            CopyCapabilities(batch=False, kernel=True),
+            None,
+            (EACH, KERNEL),
+        ),
+        (CopyShape(32, SMALL, 4096), CopyCapabilities(batch=False, kernel=False), None, (EACH,)),
         (CopyShape(32, LARGE, 4096), ALL, KERNEL, (KERNEL,)),
         (CopyShape(32, SMALL, 8), ALL, KERNEL, (BATCH,)),
         (CopyShape(32, SMALL, 4096), ALL, BATCH, (BATCH,)),
@@ -51,9 +56,12 @@ ALL = Means(batch=True, kernel=True)
     ],
 )
 def test_the_compared_paths_depend_on_page_size_and_capabilities(
-    shape: CopyShape, means: Means, wanted: CopyPath | None, paths: tuple[CopyPath, ...]
+    shape: CopyShape,
+    capabilities: CopyCapabilities,
+    wanted: CopyPath | None,
+    paths: tuple[CopyPath, ...],
 ) -> None:
-    assert possible_paths(shape, means, wanted) == paths
+    assert possible_paths(shape, capabilities, wanted) == paths
 
 
 @pytest.mark.parametrize(

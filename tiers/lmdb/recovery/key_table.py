@@ -37,7 +37,7 @@ _Words = npt.NDArray[np.uint64]
 _LOW = (1 << 32) - 1
 
 
-class KeySlots:
+class KeyTable:
     """See the module's docstring. ``count`` is the number of keys, at most 2**32 - 2."""
 
     def __init__(self, rows: Rows, key_bytes: int, numbers: _Numbers | None = None) -> None:

@@ -17,7 +17,7 @@ import numpy.typing as npt
 
 from tiers.base import Key, StoredKeys
 from tiers.lmdb.recovery.key_order import Part, keys_by_use
-from tiers.lmdb.recovery.key_table import KeySlots
+from tiers.lmdb.recovery.key_table import KeyTable
 from tiers.lmdb.recovery.record_table import USE_BYTES, RecordTable, tables_of, with_use
 
 MOVED_AT_ONCE = 4
@@ -27,7 +27,7 @@ deleted."""
 _Numbers = npt.NDArray[np.int64]
 
 
-class Records:
+class RecordMap:
     """A mapping of keys to values."""
 
     def __init__(
@@ -51,7 +51,7 @@ class Records:
         self._table = table
         self._memory, self._width = table.memory.memory, table.memory.width
         self._key_bytes = table.key_bytes
-        self._slots = KeySlots(table.memory, table.key_bytes, rows)
+        self._slots = KeyTable(table.memory, table.key_bytes, rows)
 
     def __len__(self) -> int:
         return len(self._objects) + self._slots.count

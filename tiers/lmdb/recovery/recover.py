@@ -18,7 +18,7 @@ import numpy.typing as npt
 
 from tiers.base import ALIGNMENT, Key
 from tiers.io.extents import Extent
-from tiers.lmdb.recovery.record_map import Records
+from tiers.lmdb.recovery.record_map import RecordMap
 from tiers.lmdb.recovery.record_table import RecordTable
 from tiers.record import COMPRESSED, ENCRYPTED, MAGIC, VERSION, Identity
 
@@ -34,7 +34,7 @@ class Recovered:
     """The good ``records``, the ``free`` extents, the ``bad`` keys, which must be deleted, and the
     next time of use."""
 
-    records: Records
+    records: RecordMap
     free: list[Extent]
     bad: list[Key]
     next_use: int
@@ -71,7 +71,7 @@ def recover(found: Iterable[RecordTable], expected: Expected) -> Recovered:
         if not mask.all():
             bad += table.keys(~mask)
     free = _free_extents(starts, ends, expected.file_pages)
-    return Recovered(Records(tables, good), free, bad, last_use + 1)
+    return Recovered(RecordMap(tables, good), free, bad, last_use + 1)
 
 
 def _parts(table: RecordTable) -> Iterator[tuple[slice, npt.NDArray[Any]]]:

@@ -1,4 +1,5 @@
-"""The thread of a process that commits to a shared index, and the event loop's side of its queue.
+"""The thread of a process that commits to a shared index, and the client of its queue on the event
+loop.
 
 Requests queue up while a commit runs, and the next transaction carries out all of them, so the
 number of flushes adapts to the speed of the disk. LMDB lets one process write at a time: only this
@@ -23,7 +24,7 @@ from tiers.lmdb.shared.transaction import WriteTransaction, changing
 T = TypeVar("T")
 
 
-class Asking:
+class CommitClient:
     """The event loop's side of the queue. Belongs to the loop on which it was made; any thread may
     call ``post`` and ``ask_then``."""
 
@@ -47,7 +48,7 @@ class Asking:
             if not done.done():
                 done.set_result(result if error is None else None)
 
-        self.commits.submit(Ask(change, lambda *found: self.post(settle, *found)))
+        self.commits.submit(CommitRequest(change, lambda *found: self.post(settle, *found)))
         return done
 
     def ask_then(
@@ -63,7 +64,7 @@ class Asking:
             if call is not None:
                 self.post(call, error is None)
 
-        self.commits.submit(Ask(change, end, flushes))
+        self.commits.submit(CommitRequest(change, end, flushes))
 
 
 GATHER_S = 0.002
@@ -72,7 +73,7 @@ ASKED_MAX = 64
 
 
 @dataclass(slots=True, eq=False)
-class Ask:
+class CommitRequest:
     """A change to make in a transaction. With ``flushes``, payloads are made durable first. The
     commit thread calls ``post`` with the result of ``change`` or the exception."""
 
@@ -92,15 +93,15 @@ class SharedCommits:
         self._index = index
         self._number = number
         self._flush = flush
-        self._asked: queue.SimpleQueue[Ask | None] = queue.SimpleQueue()
+        self._asked: queue.SimpleQueue[CommitRequest | None] = queue.SimpleQueue()
         self.failure: Exception | None = None
         self.commits = self.sync_failures = 0
         self._thread = threading.Thread(target=self._run, name="tier-commit", daemon=True)
         self._thread.start()
 
-    def submit(self, ask: Ask) -> None:
+    def submit(self, request: CommitRequest) -> None:
         """Queue a change. Any thread may call."""
-        self._asked.put(ask)
+        self._asked.put(request)
 
     def stop(self) -> None:
         """Carry out the queued changes and end the thread. Blocks until it has ended."""
@@ -113,58 +114,58 @@ class SharedCommits:
             batch, is_stopping = self._collect()
             if batch:
                 self._do(batch)
-            for ask in batch:
-                ask.post(ask.result, ask.error)
+            for request in batch:
+                request.post(request.result, request.error)
 
-    def _collect(self) -> tuple[list[Ask], bool]:
+    def _collect(self) -> tuple[list[CommitRequest], bool]:
         """Return the changes of the next transaction, and True if the thread must end after
         them."""
-        batch: list[Ask] = []
+        batch: list[CommitRequest] = []
         deadline = 0.0
         while len(batch) < ASKED_MAX:
             try:
                 wait_s = deadline - time.monotonic()
-                ask = self._asked.get(timeout=max(0.0, wait_s)) if batch else self._asked.get()
+                request = self._asked.get(timeout=max(0.0, wait_s)) if batch else self._asked.get()
             except queue.Empty:
                 break
-            if ask is None:
+            if request is None:
                 return batch, True
             if not batch:
-                deadline = time.monotonic() + GATHER_S * ask.flushes
-            batch.append(ask)
+                deadline = time.monotonic() + GATHER_S * request.flushes
+            batch.append(request)
         return batch, False
 
-    def _do(self, batch: list[Ask]) -> None:
-        if any(ask.flushes for ask in batch):
+    def _do(self, batch: list[CommitRequest]) -> None:
+        if any(request.flushes for request in batch):
             try:
                 self._flush()
             except OSError as error:
                 self.sync_failures += 1
-                for ask in batch:
-                    ask.error = error if ask.flushes else None
-        self._change([ask for ask in batch if ask.error is None])
+                for request in batch:
+                    request.error = error if request.flushes else None
+        self._change([request for request in batch if request.error is None])
 
-    def _change(self, batch: list[Ask]) -> None:
+    def _change(self, batch: list[CommitRequest]) -> None:
         """Make all changes in one transaction, or each in a separate one if the index has no space
         for that."""
         if self.failure is not None or not batch:
-            for ask in batch:
-                ask.error = self.failure
+            for request in batch:
+                request.error = self.failure
             return
         try:
             with changing(self._index, self._number) as changes:
-                for ask in batch:
-                    ask.result = ask.change(changes)
+                for request in batch:
+                    request.result = request.change(changes)
             self.commits += 1
         except lmdb.MapFullError as error:
             if len(batch) == 1:
                 batch[0].error = error
                 return
-            for ask in batch:
-                self._change([ask])
+            for request in batch:
+                self._change([request])
         except Exception as error:
             # Whatever LMDB raises, the state on disk is unknown and its environment may be
             # dead (MDB_PANIC): nothing more is written until the tier is opened again.
             self.failure = error
-            for ask in batch:
-                ask.error = error
+            for request in batch:
+                request.error = error

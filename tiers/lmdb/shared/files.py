@@ -22,7 +22,7 @@ import lmdb
 from tiers.base import ALIGNMENT, TierIoError
 from tiers.folders.folder import MEMBERS_MAX
 from tiers.io.direct_io import DiskIo, PayloadFile
-from tiers.lmdb.files import LmdbFolder
+from tiers.lmdb.files import OpenLmdbFiles
 from tiers.lmdb.folder import (
     PAYLOAD_NAME,
     keep_good,
@@ -57,7 +57,7 @@ def _twin_hint() -> str:
     )
 
 
-class SharedLmdbFiles(LmdbFolder):
+class SharedLmdbFiles(OpenLmdbFiles):
     """The open files of one process. ``own_epoch`` is ``None`` while the process works under the
     common epoch. ``dropped`` counts damaged records that were dropped."""
 

@@ -46,7 +46,7 @@ from tiers.io.resets import Resets
 from tiers.io.threads import DaemonThreads, IoThreads, settled
 from tiers.lmdb.io_jobs import job_bytes
 from tiers.lmdb.options import TOUCH_FLUSH_S, LmdbOptions
-from tiers.lmdb.shared.commit_thread import Asking, SharedCommits
+from tiers.lmdb.shared.commit_thread import CommitClient, SharedCommits
 from tiers.lmdb.shared.files import SharedLmdbFiles
 from tiers.lmdb.shared.reads import SharedReadJob
 from tiers.lmdb.shared.writes import SharedWrites
@@ -118,8 +118,8 @@ class SharedLmdbTier(FolderTier[SharedLmdbFiles], SharedTier):
         undo.callback(self._lookups.stop)
         self._commits = SharedCommits(files.index, files.member.number, files.file.sync)
         undo.callback(self._commits.stop)
-        self._asking = Asking(self._commits)
-        self._writes = SharedWrites(files, self._asking, self._options, self._low_watermark)
+        self._client = CommitClient(self._commits)
+        self._writes = SharedWrites(files, self._client, self._options, self._low_watermark)
         self._write_counts = self._writes.counts
 
     def _index_failure(self) -> Exception | None:
@@ -222,7 +222,7 @@ class SharedLmdbTier(FolderTier[SharedLmdbFiles], SharedTier):
 
     def _run(self, job: SharedReadJob) -> asyncio.Future[None]:
         done: asyncio.Future[None] = self._loop.create_future()
-        job.when_done(lambda: self._asking.post(done.set_result, None))
+        job.when_done(lambda: self._client.post(done.set_result, None))
         self._read_threads.submit(job)
         return done
 
@@ -240,7 +240,7 @@ class SharedLmdbTier(FolderTier[SharedLmdbFiles], SharedTier):
                 if job.uses[n] < fresh_ns:
                     self._note_use(job.keys[n])
         if job.damaged:  # makes room for an intact copy
-            self._asking.ask(lambda changes: changes.remove_damaged(job.damaged))
+            self._client.ask(lambda changes: changes.remove_damaged(job.damaged))
 
     # -- deleting, recency, reset ----------------------------------------------------------
 
@@ -248,7 +248,7 @@ class SharedLmdbTier(FolderTier[SharedLmdbFiles], SharedTier):
         with self._working():
             await self._writes.ended(keys)
             own_epoch = self._own_epoch
-            gone = await settled(self._asking.ask(lambda changes: changes.remove(keys, own_epoch)))
+            gone = await settled(self._client.ask(lambda changes: changes.remove(keys, own_epoch)))
             self._counts["deleted"] += gone or 0
             self._check_index()
 
@@ -271,19 +271,19 @@ class SharedLmdbTier(FolderTier[SharedLmdbFiles], SharedTier):
             self._touch_timer = None
         keys, self._touched = list(self._touched), {}
         if keys:
-            self._asking.ask(lambda changes: changes.refresh(keys))
+            self._client.ask(lambda changes: changes.refresh(keys))
 
     async def _noted(self) -> None:
         """Wait until all changes requested so far are in the index."""
         self._flush_touches()
-        await settled(self._asking.ask(lambda changes: None))
+        await settled(self._client.ask(lambda changes: None))
 
     async def reset(self, epoch: int) -> None:
         """Begin an epoch. The index chooses its number and ignores the caller's."""
         with self._working():
             before, number = self._own_epoch, self._resets.begin()
             self._writes.end_epoch()
-            begun = await settled(self._asking.ask(lambda changes: changes.begin_epoch(before)))
+            begun = await settled(self._client.ask(lambda changes: changes.begin_epoch(before)))
             self._check_index()
             if begun is None:
                 raise TierIoError(f"an epoch cannot be begun in {self._folder}")

@@ -15,7 +15,7 @@ from tiers.io.extents import Extents
 from tiers.io.threads import Call, IoThreads, settled
 from tiers.lmdb.io_jobs import Put, WriteJob, job_bytes
 from tiers.lmdb.options import LmdbOptions
-from tiers.lmdb.shared.commit_thread import Asking
+from tiers.lmdb.shared.commit_thread import CommitClient
 from tiers.lmdb.shared.files import SharedLmdbFiles
 from tiers.lmdb.shared.transaction import ReservedExtents, WriteTransaction
 
@@ -34,12 +34,12 @@ class SharedWrites:
     def __init__(
         self,
         files: SharedLmdbFiles,
-        asking: Asking,
+        client: CommitClient,
         options: LmdbOptions,
         low_watermark: float,
     ) -> None:
         self._files = files
-        self._asking = asking
+        self._client = client
         self._options = options
         self._low_watermark = low_watermark
         self.counts = dict.fromkeys(_COUNTERS, 0)
@@ -127,7 +127,7 @@ class SharedWrites:
     ) -> asyncio.Future[ReservedExtents | None]:
         wanted = [(put.key, pages_for(data.nbytes)) for put, data in records]
         files = self._files
-        return self._asking.ask(
+        return self._client.ask(
             lambda changes: changes.reserve(wanted, own_epoch, files.records_max, files.grow)
         )
 
@@ -137,7 +137,7 @@ class SharedWrites:
         files = self._files
         has_unused = bool(self._unused)
         self._abandon([])
-        if await self._asking.ask(lambda changes: changes.roll_back(files.member.is_alive)):
+        if await self._client.ask(lambda changes: changes.roll_back(files.member.is_alive)):
             return True
         if has_unused and not self._unused:
             return True
@@ -146,7 +146,7 @@ class SharedWrites:
         # Not for all records of a long call at once, which might evict everything.
         free_pages = max(ahead, max(pages), min(sum(pages), pages_max // 2))
         records_max = int(files.records_max * self._low_watermark)
-        evicted = await self._asking.ask(lambda changes: changes.evict(free_pages, records_max))
+        evicted = await self._client.ask(lambda changes: changes.evict(free_pages, records_max))
         return evicted is not None
 
     def _send(
@@ -176,11 +176,11 @@ class SharedWrites:
 
     def _submit(self, job: list[tuple[Put, Buffer, int]], own_epoch: int | None) -> None:
         puts, data, uses = (list(column) for column in zip(*job, strict=True))
-        asking, files = self._asking, self._files
+        client, files = self._client, self._files
         allocations: list[Extents] = [put.extents for put in puts]
 
         def publish(_puts: Sequence[Put]) -> None:
-            asking.ask_then(lambda changes: changes.publish(puts, own_epoch), end, flushes=True)
+            client.ask_then(lambda changes: changes.publish(puts, own_epoch), end, flushes=True)
 
         def end(is_published: bool) -> None:
             if not is_published:
@@ -188,8 +188,8 @@ class SharedWrites:
             self._end_write(puts, is_published)
 
         def fail(_puts: Sequence[Put]) -> None:
-            asking.post(self._abandon, allocations)
-            asking.post(self._end_write, puts, True)  # the job has set the outcomes
+            client.post(self._abandon, allocations)
+            client.post(self._end_write, puts, True)  # the job has set the outcomes
 
         self.threads.submit(WriteJob(puts, data, uses, files.codec, files.file, publish, fail))
 
@@ -203,7 +203,7 @@ class SharedWrites:
                 self._unused += given
 
         if given:
-            self._asking.ask_then(partial(WriteTransaction.abandon, allocations=given), end)
+            self._client.ask_then(partial(WriteTransaction.abandon, allocations=given), end)
 
     def _end_write(self, puts: list[Put], is_done: bool) -> None:
         for put in puts:

@@ -14,7 +14,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 from prometheus_client.exposition import generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
-from offload.connector.scheduler.metrics_collector import StatsCollector
+from offload.connector.scheduler.metrics_collector import MetricsCollector
 from offload.connector.scheduler.prometheus import OffloadPromMetrics, OffloadStats
 from offload.requests.request_log import RequestLog
 from offload.telemetry.metrics import METRICS
@@ -208,14 +208,14 @@ def test_these_worlds_are_the_same_on_a_slow_machine(
 
 
 def _sent_again(patch: pytest.MonkeyPatch) -> None:
-    collect = StatsCollector.collect
+    collect = MetricsCollector.collect
 
     def forgetful(self: Any, others: Any) -> Any:
         found = collect(self, others)
         self._sent.pop("loads", None)
         return found
 
-    patch.setattr(StatsCollector, "collect", forgetful)
+    patch.setattr(MetricsCollector, "collect", forgetful)
 
 
 def _changes_unnoticed(patch: pytest.MonkeyPatch) -> None:

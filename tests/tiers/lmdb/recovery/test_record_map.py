@@ -10,8 +10,8 @@ import pytest
 from tiers.io.extents import Extent
 from tiers.lmdb.index import pack_value
 from tiers.lmdb.recovery.key_order import rising
-from tiers.lmdb.recovery.key_table import AT_ONCE, MODULUS, KeySlots, remainders
-from tiers.lmdb.recovery.record_map import Records
+from tiers.lmdb.recovery.key_table import AT_ONCE, MODULUS, KeyTable, remainders
+from tiers.lmdb.recovery.record_map import RecordMap
 from tiers.lmdb.recovery.record_table import tables_of
 from tiers.lmdb.recovery.rows import Rows
 from tiers.record import Identity, prefix
@@ -29,7 +29,7 @@ def some_key(rng: random.Random) -> bytes:
     return rng.randbytes(rng.choice([36] * 9 + [8]))
 
 
-def begun(rng: random.Random, count: int) -> tuple[Records, dict[bytes, bytes]]:
+def begun(rng: random.Random, count: int) -> tuple[RecordMap, dict[bytes, bytes]]:
     """Records as found in an index, some of them bad."""
     found = {}
     for use in rng.sample(range(1, 10 * count + 1), count):
@@ -43,7 +43,7 @@ def begun(rng: random.Random, count: int) -> tuple[Records, dict[bytes, bytes]]:
         for key, is_good in zip(table.keys(), mask.tolist(), strict=True)
         if is_good
     }
-    return Records(tables, good), model
+    return RecordMap(tables, good), model
 
 
 @pytest.mark.parametrize("count", [0, 1, 7, 300])
@@ -79,7 +79,7 @@ def test_the_record_map_agrees_with_a_dict(count: int, seed: int) -> None:
 def test_rows_are_released_when_most_are_deleted() -> None:
     keys = [key_of(number) for number in range(1000)]
     tables = tables_of((key, value_of(key, 1 + n)) for n, key in enumerate(keys))
-    records = Records(tables, [np.ones(1000, np.bool_)])
+    records = RecordMap(tables, [np.ones(1000, np.bool_)])
     assert records._table is tables[0]
     for gone in range(700):
         assert records.pop(keys[gone]) is not None
@@ -108,7 +108,7 @@ def test_keys_that_collide_are_found(step: int) -> None:
     keys = [(first + n * step + n * MODULUS).to_bytes(36, "little") for n in range(count)]
     rows = Rows(40)
     rows.extend(np.frombuffer(b"".join(key + bytes(4) for key in keys), "V40"))
-    slots = KeySlots(rows, 36, np.arange(count))
+    slots = KeyTable(rows, 36, np.arange(count))
     assert [slots.find(key) for key in keys] == [40 * n for n in range(count)]
     for number in range(0, count, 2):
         assert slots.remove(keys[number]) == 40 * number
@@ -138,7 +138,7 @@ def test_tables_of_several_parts_lose_no_key() -> None:
     rows = Rows(36)
     rows.extend(np.frombuffer(b"".join(keys), "V36"))
     for numbers in (None, np.arange(0, len(keys), 2)):
-        slots = KeySlots(rows, 36, numbers)
+        slots = KeyTable(rows, 36, numbers)
         chosen = range(len(keys)) if numbers is None else numbers.tolist()
         assert [slots.find(keys[n]) for n in chosen] == [36 * n for n in chosen]
         assert slots.numbers().tolist() == list(chosen)
