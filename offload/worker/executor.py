@@ -25,7 +25,7 @@ import numpy as np
 from offload.messages.plan import LoadJob, PresenceQuery, StepPlan, StoreJob
 from offload.messages.report import JobResult, Observed, PresenceReply, StepReport
 from offload.telemetry.counters import WorkerStats
-from offload.worker.cache_sleep import CacheSleep
+from offload.worker.copy_pause import CopyPause
 from offload.worker.fences import Fences, Reading
 from offload.worker.idle_scrub import IdleScrub, ScrubLimits
 from offload.worker.loads import LoadLane, LoadTask
@@ -110,7 +110,7 @@ class Executor:
         self._ended: deque[tuple[int, bool]] = deque()
         self._fences = Fences()
         self._open = OpenLoads()
-        self.sleep = CacheSleep(self._open, self._fences, verifier)
+        self.sleep = CopyPause(self._open, self._fences, verifier)
         self._health = RankHealth()
         self._tasks: set[asyncio.Future[Any]] = set()
         self._loop: asyncio.AbstractEventLoop | None = None

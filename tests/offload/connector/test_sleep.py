@@ -25,7 +25,7 @@ from offload.messages.plan import StoreJob
 from offload.messages.report import JobResult, StepReport
 from offload.namespaces.epochs import TierEpochs
 from offload.namespaces.folders import claim_rank_folder, read_epoch, replica_folder
-from offload.worker.cache_sleep import CacheSleep
+from offload.worker.copy_pause import CopyPause
 from offload.worker.fences import Fences
 from offload.worker.unanswered_jobs import OpenLoads
 from tests.offload.namespaces.test_epochs import NAMESPACE
@@ -154,7 +154,7 @@ def test_stores_that_have_not_begun_fail_and_others_end_first() -> None:
     fences = Fences()
     futures = fences.add([StoreJob(job, 0, (1,), (1,)) for job in (1, 2)])
     futures[1].set_running_or_notify_cancel()
-    sleep = CacheSleep(OpenLoads(), fences, None)
+    sleep = CopyPause(OpenLoads(), fences, None)
     ended = threading.Timer(0.05, futures[1].set_result, [None])
     ended.start()
     sleep.begin(PATIENCE_S)
@@ -171,7 +171,7 @@ def test_a_copy_that_hangs_refuses_the_sleep() -> None:
     fences = Fences()
     hanging: Future[None] = fences.add([StoreJob(1, 0, (1,), (1,))])[1]
     hanging.set_running_or_notify_cancel()
-    sleep = CacheSleep(OpenLoads(), fences, None)
+    sleep = CopyPause(OpenLoads(), fences, None)
     with pytest.raises(TransferError, match="have not ended within"):
         sleep.begin(0.0)
     assert not sleep.reason, "the server must stay awake"

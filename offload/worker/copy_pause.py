@@ -22,7 +22,7 @@ POLL_S = 0.001
 ASLEEP = "the KV cache is unmapped (sleep mode)"
 
 
-class CacheSleep:
+class CopyPause:
     """Ends all access to the KV cache, and allows it again."""
 
     def __init__(self, loads: OpenLoads, fences: Fences, verifier: Verifier | None) -> None:
