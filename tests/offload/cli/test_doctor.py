@@ -373,3 +373,4 @@ def test_the_command_as_a_program(tmp_path, monkeypatch):
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout)["model"] == str(folder)
     assert done.stderr.split()[-2:] == ["namespace", namespace_of(config_of(folder)).name]
+    assert "Triton" not in done.stderr, "a warning that says nothing about the model"

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from offload import cli
 from policies.simulation.trace import TraceWriter
 from policies.testing import synthetic_trace
 from tests.offload.cli.rank_folders import make_rank_folder
@@ -92,6 +93,16 @@ def test_interrupting_doctor_although_a_library_catches_it(
         terminal.press(CTRL_C)
         assert terminal.end() == 130
     assert TRACEBACK not in terminal.shown
+
+
+def test_interrupting_outside_the_part_that_typer_guards(monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted() -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(cli, "app", interrupted)
+    with pytest.raises(SystemExit) as end:
+        cli.main()
+    assert end.value.code == 130
 
 
 def test_interrupting_doctor_while_it_queries_vllm(tmp_path: Path) -> None:

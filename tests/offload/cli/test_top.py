@@ -18,6 +18,7 @@ import pytest
 from prometheus_client import CollectorRegistry, Counter, Gauge, generate_latest
 
 from offload.admin.metrics_client import PageError, metrics_url, parse, view
+from offload.cli.top import COUNT_NAMES
 from tests.offload.cli.rank_folders import ROOT, kvtiers, make_rank_folder
 from tests.patience import PATIENCE_S
 
@@ -197,6 +198,23 @@ def test_a_busy_server_is_readable_in_80_columns(monkeypatch: pytest.MonkeyPatch
     starts = [line.split()[0] for line in lines if line and not line.startswith(" ")]
     assert starts == ["requests", "hits", "misses", "faults", "cpu", "lmdb", "lmdb_translated"]
     assert sum("999GiB of 1.12TiB" in line for line in lines) == 3
+
+
+def test_a_line_that_is_too_long_is_continued(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No word of the wide output is missing on a terminal of 80 columns."""
+    server = Server()
+    server.fill()
+    for name in COUNT_NAMES:
+        server.add(Counter, f"vllm:kvtiers_{name.removesuffix('_total')}", 10**9)
+    with serving([server.page]) as address:
+        words = ("top", address, "--once", "--interval", "0")
+        wide = kvtiers(*words).out
+        monkeypatch.setenv("TTY_COMPATIBLE", "1")
+        monkeypatch.setenv("COLUMNS", "80")
+        text = re.sub("\x1b\\[[0-9;]*m", "", kvtiers(*words).out)
+    assert max(map(len, wide.splitlines())) > 80
+    assert max(map(len, text.splitlines())) <= 80
+    assert text.split() == wide.split()
 
 
 @pytest.mark.parametrize("interval", ["inf", "nan", "-1", "1e300"])
