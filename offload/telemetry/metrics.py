@@ -135,9 +135,12 @@ MOVED = {
     ),
 }
 HELD = {
-    "capacity_bytes": _gauge("Capacity of a tier, all ranks together.", "tier"),
+    "capacity_bytes": _gauge(
+        "Bytes that chunks may take in a tier, all ranks together (on a disk, to high_watermark).",
+        "tier",
+    ),
     "used_bytes": _gauge("Bytes of a tier in use, all ranks together.", "tier"),
-    "used_ratio": _gauge("Used share of a tier's capacity.", "tier"),
+    "used_ratio": _gauge("Used share of the bytes that chunks may take in a tier.", "tier"),
     "kept_ratio": _gauge("Share of a tier that clients have pinned for a time (pin_s).", "tier"),
     "resident_chunks": _gauge("Chunks that can be loaded from a tier.", "tier"),
     "queue_depth": _gauge("Chunks on their way into a tier, waiting or being written.", "tier"),
