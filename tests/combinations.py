@@ -3,6 +3,7 @@
     python -m tests.combinations 0.33 v2          # the arguments for pytest
     python -m tests.combinations --table FOLDER   # what ran, and what could not run here, from the
                                                   # files of tests.results
+    python -m tests.combinations --keep FOLDER    # keep these files, and show them in the docs
 
 The quick tests are those that import vLLM. Under V2, only tests that involve a model runner are
 included. Each combination runs a few of the tests on real engines. Together, these cover each kind
@@ -12,11 +13,13 @@ of KV cache, drafts, preemption, a kill and two ranks.
 from __future__ import annotations
 
 import json
+import shutil
 import sys
 from pathlib import Path
 from typing import Any
 
 from tests.imports import ROOT, files_that_import
+from tests.results import digest_of
 
 FOLDERS = ("offload", "tiers", "policies", "bench", "demo", "examples", "tests")
 OF_RUNNERS = ("tests/oracle/", "tests/offload/connector/")
@@ -66,6 +69,8 @@ BASE = "0.32.0-v1.json"
 """The results of ``./run test`` itself."""
 KEPT = ROOT / "tests/data/combinations"
 """The latest kept results of the combinations; docs/testing.md shows them."""
+DOCS = ROOT / "docs/testing.md"
+HEAD = "| vLLM | runner | quick tests | real engines | commit |"
 
 
 def quick_files(runner: str) -> list[str]:
@@ -88,15 +93,36 @@ def arguments(version: str, runner: str) -> list[str]:
 
 def table(folder: Path) -> str:
     """Returns the outcomes in Markdown: one line for each combination."""
-    lines = ["| vLLM | runner | quick tests | real engines |", "|---|---|---|---|"]
+    lines = [HEAD, "|---|---|---|---|---|"]
     files = sorted(folder.glob("*.json"))
     if not any(path.name.endswith(BASE) for path in files):
-        lines.append("| 0.32.0 | V1 | all | all |")
+        lines.append("| 0.32.0 | V1 | all | all | each |")
     for path in files:
         ran = json.loads(path.read_text(encoding="utf-8"))
         cells = (ran["vllm"], ran["runner"].upper(), _counted(ran["quick"]), _engines(ran))
-        lines.append(f"| {' | '.join(cells)} |")
+        lines.append(f"| {' | '.join(cells)} | {ran.get('commit') or 'several'} |")
     return "\n".join(lines)
+
+
+def keep(folder: Path) -> None:
+    """Keep the results of whole runs of combinations, and show them in the documentation.
+
+    Raises ``ValueError`` if a file was changed after its run, or lacks an engine test.
+    """
+    found = [path for path in sorted(folder.glob("*.json")) if path.name != BASE]
+    for path in found:
+        ran = json.loads(path.read_text(encoding="utf-8"))
+        if ran.get("digest") != digest_of(ran):
+            raise ValueError(f"{path} was changed after its run")
+        lost = engines_of(ran["vllm"], ran["runner"]).keys() - ran["engines"].keys()
+        if lost:
+            raise ValueError(f"{path} is not of a whole run: it lacks {', '.join(sorted(lost))}")
+    for path in found:
+        shutil.copy(path, KEPT)
+    text = DOCS.read_text(encoding="utf-8")
+    before, after = text.split(HEAD)
+    rest = after.partition("\n\n")[2]
+    DOCS.write_text(f"{before}{table(KEPT)}\n\n{rest}", encoding="utf-8")
 
 
 def not_run(folder: Path) -> str:
@@ -132,10 +158,12 @@ def _counted(outcomes: dict[str, int]) -> str:
 
 
 def main(words: list[str]) -> int:
-    """Print the arguments or the table."""
+    """Print the arguments or the table, or keep results."""
     if len(words) == 2 and words[0] == "--table":
         print(table(Path(words[1])))
         print(not_run(Path(words[1])), end="")
+    elif len(words) == 2 and words[0] == "--keep":
+        keep(Path(words[1]))
     elif len(words) == 2 and words[1] in ("v1", "v2"):
         print("\n".join(arguments(*words)))
     else:

@@ -1,7 +1,8 @@
 """A pytest plugin (``-p tests.results``) that writes down what a run has tested.
 
 With ``KVTIERS_TEST_RESULTS`` set to a folder, a run writes one JSON file there, named after vLLM's
-version and the model runner. ``tests.combinations`` makes its table of such files.
+version and the model runner. ``tests.combinations`` makes its table of such files. A file names the
+commit that was tested and has a digest, so that a file that was changed afterwards is found.
 
 A test that the machine cannot run is skipped with a reason that begins with ``needs``, for example
 ``needs strace: apt-get install strace``. The file holds these reasons, and a whole run ends with
@@ -10,8 +11,10 @@ them.
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
+import subprocess
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -21,6 +24,27 @@ import pytest
 ENGINE_TESTS = "tests/vllm/"
 NEEDS = "Skipped: needs "
 """How pytest reports a test that lacks something."""
+
+
+def digest_of(ran: dict[str, Any]) -> str:
+    """The digest of everything else in a file of results."""
+    rest = {name: value for name, value in ran.items() if name != "digest"}
+    return hashlib.sha256(json.dumps(rest, sort_keys=True).encode()).hexdigest()[:16]
+
+
+def commit_under_test() -> str:
+    """The commit of the tree, with a plus if the tree differs from it; empty without git."""
+    root = Path(__file__).resolve().parents[1]
+    found = []
+    for words in (["rev-parse", "--short=7", "HEAD"], ["status", "--porcelain"]):
+        command = ["git", *words]
+        try:
+            done = subprocess.run(command, cwd=root, capture_output=True, text=True, check=True)
+        except (OSError, subprocess.CalledProcessError):
+            return ""
+        found.append(done.stdout.strip())
+    commit, changes = found
+    return f"{commit}+" if changes else commit
 
 
 class Results:
@@ -67,13 +91,15 @@ class Results:
         quick = Counter(o for n, o in self._outcomes.items() if n not in engines)
         version = __version__.partition("+")[0]
         needs = {what: sorted(files) for what, files in self._needs.items()}
-        return {
+        found = {
             "vllm": version,
             "runner": RUNNER,
             "quick": dict(quick),
             "engines": engines,
             "needs": needs,
+            "commit": commit_under_test(),
         }
+        return found | {"digest": digest_of(found)}
 
 
 def pytest_configure(config: pytest.Config) -> None:

@@ -10,10 +10,9 @@ import pytest
 
 from tests import combinations
 from tests.imports import ROOT, files_that_import, python_files
+from tests.results import commit_under_test, digest_of
 
 pytest_plugins = ("pytester",)
-
-DOCS = ROOT / "docs/testing.md"
 
 
 def one_of_each() -> set[str]:
@@ -27,7 +26,50 @@ def one_of_each() -> set[str]:
 
 def test_the_docs_show_what_ran() -> None:
     """The last results that were kept. A whole run prints its own table."""
-    assert combinations.table(combinations.KEPT) in DOCS.read_text(encoding="utf-8")
+    shown = combinations.DOCS.read_text(encoding="utf-8")
+    assert combinations.table(combinations.KEPT) in shown
+    assert shown.count(combinations.HEAD) == 1
+
+
+@pytest.mark.parametrize("path", sorted(combinations.KEPT.iterdir()), ids=lambda path: path.name)
+def test_kept_results_are_those_of_one_whole_run(path: Path) -> None:
+    """They contain each chosen engine test, and nobody has changed them. Files without a commit are
+    older, and were put together from several runs."""
+    ran = json.loads(path.read_text(encoding="utf-8"))
+    assert path.name == f"{ran['vllm']}-{ran['runner']}.json"
+    assert set(ran["engines"]) == set(combinations.engines_of(ran["vllm"], ran["runner"]))
+    if "commit" in ran:
+        assert ran["digest"] == digest_of(ran)
+        assert "+" not in ran["commit"]
+
+
+def test_results_that_were_changed_or_are_not_whole_are_not_kept(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kept, docs, new = tmp_path / "kept", tmp_path / "testing.md", tmp_path / "new"
+    for folder in (kept, new):
+        folder.mkdir()
+    docs.write_text(f"before\n\n{combinations.HEAD}\n|---|\n| old |\n\nafter\n")
+    monkeypatch.setattr(combinations, "KEPT", kept)
+    monkeypatch.setattr(combinations, "DOCS", docs)
+    outcomes = dict.fromkeys(combinations.engines_of("0.33.0", "v2"), "passed")
+    ran = {"vllm": "0.33.0", "runner": "v2", "quick": {"passed": 3}, "commit": "abc1234"}
+    (new / combinations.BASE).write_text("{}")  # of the run itself; the table has a line for it
+    path = new / "0.33.0-v2.json"
+    whole = ran | {"engines": outcomes}
+    path.write_text(json.dumps(whole | {"digest": digest_of(whole), "quick": {"passed": 4}}))
+    with pytest.raises(ValueError, match="was changed after its run"):
+        combinations.main(["--keep", str(new)])
+    partial = ran | {"engines": dict(list(outcomes.items())[1:])}
+    path.write_text(json.dumps(partial | {"digest": digest_of(partial)}))
+    with pytest.raises(ValueError, match="is not of a whole run: it lacks tests/vllm/"):
+        combinations.main(["--keep", str(new)])
+    assert (list(kept.iterdir()), "| old |" in docs.read_text()) == ([], True)
+    path.write_text(json.dumps(whole | {"digest": digest_of(whole)}))
+    assert combinations.main(["--keep", str(new)]) == 0
+    assert [each.name for each in kept.iterdir()] == [path.name]
+    assert docs.read_text() == f"before\n\n{combinations.table(kept)}\n\nafter\n"
+    assert "| 3 passed |" in docs.read_text()
 
 
 def test_a_run_writes_down_what_it_tested(
@@ -55,6 +97,8 @@ def test_a_run_writes_down_what_it_tested(
     ran = json.loads(path.read_text())
     assert path.name == f"{ran['vllm']}-{ran['runner']}.json"
     assert ran["quick"] == {"passed": 1, "skipped": 2}
+    assert ran["digest"] == digest_of(ran)
+    assert ran["commit"].removesuffix("+") == commit_under_test().removesuffix("+")
     assert ran["needs"] == {"gold: dig": ["tests/test_three.py", "tests/test_two.py"]}
     assert ran["engines"] == {
         "tests/vllm/test_one.py::test_good": "passed",
