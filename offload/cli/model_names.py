@@ -88,7 +88,7 @@ def wrong_name(
     if not is_asked:
         return None
     try:
-        import huggingface_hub  # noqa: F401  # not on the thread: importing it may take long
+        from huggingface_hub import HfApi, errors  # noqa: F401  # this may take longer than _ask has
     except ImportError:
         return None  # it comes with vLLM, which is reported as missing next
     hub = environment.get("HF_ENDPOINT", "").rstrip("/") or HUB

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -13,7 +15,7 @@ from huggingface_hub import constants
 
 from offload.cli import doctor, model_names
 from offload.cli.model_names import wrong_name, wrong_path
-from tests.offload.cli.rank_folders import kvtiers
+from tests.offload.cli.rank_folders import ROOT, kvtiers
 
 NO_CONFIG = "has no config.json"
 
@@ -194,3 +196,20 @@ def test_no_command_asks_vllm_about_a_folder_without_a_model(
 )
 def test_the_values_of_a_flag(flags: list[str], values: list[str]) -> None:
     assert model_names.flag_values(flags, "--kv-a") == values
+
+
+IMPORTED = """
+import sys
+from offload.cli import model_names
+names = {"huggingface_hub.hf_api", "huggingface_hub.errors"}
+model_names._ask = lambda *_: print(sorted(names - sys.modules.keys()))
+model_names.wrong_name("a/b", [], {})
+"""
+
+
+def test_the_time_for_the_hub_does_not_include_imports() -> None:
+    """Otherwise vLLM is imported on a slow machine for a name that is no name."""
+    done = subprocess.run(
+        [sys.executable, "-c", IMPORTED], cwd=ROOT, capture_output=True, text=True, check=True
+    )
+    assert done.stdout == "[]\n"
