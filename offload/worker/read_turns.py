@@ -11,6 +11,8 @@ from collections.abc import AsyncIterator, Collection
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 
+from offload.worker.calls_in_flight import CallsInFlight
+
 
 @dataclass(slots=True, eq=False)
 class _Read:
@@ -21,12 +23,12 @@ class _Read:
 
 
 class ReadTurns:
-    """Gives ``count`` reads their turn. A read ahead gets its turn only while no other read of this
-    tier is in flight: reads that are in flight together share the device's speed, and a read that a
-    request waits for comes at any time."""
+    """Gives reads their turn, as many at a time as ``CallsInFlight`` allows. A read ahead gets its
+    turn only while no other read of this tier is in flight: reads that are in flight together share
+    the device's speed, and a read that a request waits for comes at any time."""
 
-    def __init__(self, count: int) -> None:
-        self._count = count
+    def __init__(self, count_max: int) -> None:
+        self._calls = CallsInFlight(count_max)
         self._awaited: deque[_Read] = deque()
         self._ahead: deque[_Read] = deque()
         self._running: list[_Read] = []
@@ -44,7 +46,10 @@ class ReadTurns:
             self._begin()
         try:
             await read.turn
+            began = loop.time()
             yield
+            if read in self._running:  # else it was passed by, and has read nothing
+                self._calls.ended(loop.time() - began)
         finally:
             for reads in (self._running, self._awaited, self._ahead):
                 if read in reads:
@@ -54,7 +59,7 @@ class ReadTurns:
 
     def _begin(self) -> None:
         """Give the next reads their turn."""
-        while len(self._running) < self._count and (queue := self._next()):
+        while len(self._running) < self._calls.limit and (queue := self._next()):
             read = queue.popleft()
             if not read.turn.done():  # else it was cancelled, and leaves in a moment
                 self._running.append(read)

@@ -20,6 +20,7 @@ from contextlib import suppress
 from offload.messages.plan import WriteThroughJob
 from offload.messages.report import JobResult
 from offload.telemetry.counters import WorkerStats
+from offload.worker.calls_in_flight import CallsInFlight
 from offload.worker.tier_monitor import TierMonitor
 from tiers.base import Tier, TierError, WriteOutcome
 from tiers.copy.base import GroupRegions
@@ -28,8 +29,6 @@ from tiers.slab.slab import HostSlab
 logger = logging.getLogger(__name__)
 
 Answer = Callable[[int, JobResult], None]
-
-WRITES_IN_FLIGHT = 4
 
 
 class TierWriter:
@@ -49,7 +48,7 @@ class TierWriter:
         self._groups = groups
         self._stats = stats
         self._queue: asyncio.Queue[Callable[[], Awaitable[None]]] = asyncio.Queue()
-        self._slots = asyncio.Semaphore(WRITES_IN_FLIGHT)
+        self._calls = CallsInFlight()
         self._writing: set[asyncio.Task[None]] = set()
         self._answer: Answer = lambda _job, _result: None
         self._task: asyncio.Task[None] | None = None
@@ -153,7 +152,8 @@ class TierWriter:
             self._report(error)
             for key in job.keys:
                 self._undeleted.pop(key, None)
-        await self._slots.acquire()
+        while len(self._writing) >= self._calls.limit:
+            await asyncio.wait(self._writing, return_when=asyncio.FIRST_COMPLETED)
         task = asyncio.ensure_future(self._write(job))
         self._writing.add(task)
         task.add_done_callback(self._writing.discard)
@@ -165,7 +165,8 @@ class TierWriter:
     async def _write(self, job: WriteThroughJob) -> None:
         result = JobResult(failed=True)
         nbytes = self._groups[job.group].record_bytes
-        started = time.perf_counter()
+        loop = asyncio.get_running_loop()
+        started, began = time.perf_counter(), loop.time()
         try:
             views = [self._slab.slot_view(slot, nbytes) for slot in job.slots]
             writing = self._tier.write(job.keys, views)
@@ -182,7 +183,7 @@ class TierWriter:
         except Exception as error:  # the job must be answered, whatever the tier does
             self._report(error)
         finally:
-            self._slots.release()
+            self._calls.ended(loop.time() - began)
             self._answer(job.job, result)
 
     def _report(self, error: Exception) -> None:

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 
 from offload.messages.plan import LoadJob, StepPlan
 from offload.messages.report import StepReport
+from offload.worker.calls_in_flight import CALLS_MAX
 from tiers.copy.base import Ticket
 
 
@@ -19,14 +20,14 @@ class ExecutorLimits:
 
     In seconds: the maximum time that a request waits for its load, the maximum delay of a step by a
     fence, and the time after which an operation of a lower tier is late. Then the maximum number of
-    chunks in one read, and of concurrent reads of one tier.
+    chunks in one read, and of concurrent reads of one tier (a slow tier gets fewer).
     """
 
     load_timeout_s: float = 10.0
     fence_timeout_s: float = 2.0
     tier_timeout_s: float = 5.0
     read_batch: int = 16
-    reads_in_flight: int = 4
+    reads_in_flight: int = CALLS_MAX
 
 
 class _Copy:

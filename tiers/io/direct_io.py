@@ -16,7 +16,7 @@ import errno
 import mmap
 import os
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -28,6 +28,9 @@ IOV_MAX = 1024
 _Transfer = Callable[[int, Sequence[Buffer], int], int]
 SCRATCH_BYTES = 1 << 20
 DEPTH_MAX = 1024
+BESIDE_READS = 1
+"""Number of writes in progress while reads are: a request waits for a read, but not for a write.
+Reads that never pause thus slow writes down, but do not stop them."""
 
 
 def pages_for(byte_count: int) -> int:
@@ -59,6 +62,43 @@ class DiskIo:
         return found.f_bavail * found.f_frsize
 
 
+class ReadsFirst:
+    """Limits the writes in progress while reads are in progress or about to begin."""
+
+    def __init__(self) -> None:
+        self._reads = self._writes = 0
+        self._changed = threading.Condition(threading.Lock())
+
+    @contextlib.contextmanager
+    def reading(self) -> Iterator[None]:
+        """Cover a read."""
+        with self._changed:
+            self._reads += 1
+        try:
+            yield
+        finally:
+            with self._changed:
+                self._reads -= 1
+                if not self._reads:
+                    self._changed.notify_all()
+
+    @contextlib.contextmanager
+    def writing(self) -> Iterator[None]:
+        """Cover a write, which may have to wait first."""
+        with self._changed:
+            self._changed.wait_for(self._is_free)
+            self._writes += 1
+        try:
+            yield
+        finally:
+            with self._changed:
+                self._writes -= 1
+                self._changed.notify()
+
+    def _is_free(self) -> bool:
+        return not self._reads or self._writes < BESIDE_READS
+
+
 class PayloadFile:
     """An open file of whole pages. Methods raise ``OSError``."""
 
@@ -76,6 +116,7 @@ class PayloadFile:
         time; further threads wait."""
         self._io = io
         self._reading, self._writing = threading.Semaphore(depth), threading.Semaphore(depth)
+        self._order = ReadsFirst()
         flags = os.O_RDONLY if read_only else os.O_RDWR | os.O_CREAT
         self.direct = direct
         try:
@@ -104,13 +145,13 @@ class PayloadFile:
         os.ftruncate(self.fd, size_bytes)
 
     def write(self, views: Sequence[Buffer], offset: int) -> None:
-        """Write all views consecutively."""
-        with self._writing:
+        """Write all views consecutively. Lets reads go first."""
+        with self._writing, self._order.writing():
             self._whole(self._io.pwritev, views, offset)
 
     def read(self, views: Sequence[Buffer], offset: int) -> None:
         """Fill all views. Reaching the end of the file also raises ``OSError``."""
-        with self._reading:
+        with self._order.reading(), self._reading:
             self._whole(self._io.preadv, views, offset)
 
     def _whole(self, call: _Transfer, views: Sequence[Buffer], offset: int) -> None:
