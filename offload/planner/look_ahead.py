@@ -40,8 +40,8 @@ FLYING_MAX = 64
 WANTED_SHARE = 2
 """The chunks that are evicted last are at most this part of the CPU tier."""
 LATE_S = 60.0
-"""A request that has not run this long after its first chunk was read loses what was read for
-it."""
+"""A request that has not come nearer to its turn for this long, since its first chunk was read,
+loses what was read for it."""
 AGAIN = 8
 """When the CPU tier had no space for a read ahead, the next one is tried after so many steps, or
 when a job has ended: each attempt looks at every chunk that must stay."""
@@ -55,7 +55,8 @@ COUNTED = ("read", "used", "late", "wasted")
 @dataclass(slots=True, eq=False)
 class _Want:
     """The chunks that a waiting request will load. Those before chunk ``at`` of run ``run`` need no
-    more attention; ``read`` are those that were read ahead for it."""
+    more attention; ``read`` are those that were read ahead for it. From the first of these on,
+    ``place`` is its place in the queue at the time ``seen``."""
 
     request: str
     order: tuple[Any, ...]
@@ -64,6 +65,8 @@ class _Want:
     run: int = 0
     at: int = 0
     read: set[bytes] = field(default_factory=set)
+    place: int = 0
+    seen: float = 0.0
 
     @property
     def is_open(self) -> bool:
@@ -101,7 +104,7 @@ class LookAhead:
         self._share = share
         self._wants: dict[str, _Want] = {}
         self._open: list[_Want] = []  # those of the queue that still need attention
-        self._since: dict[_Want, float] = {}  # when the first chunk was read, oldest first
+        self._since: dict[_Want, float] = {}  # when the first chunk was read, by ``seen``
         self._held: dict[bytes, _Want] = {}  # read ahead, with the request that waits for it
         self._took_s: dict[bytes, float] = {}  # of those: time of the read, once it has ended
         self._wanted: Counter[bytes] = Counter()  # by the first ``_wanting`` requests of the queue
@@ -206,7 +209,9 @@ class LookAhead:
     def _hold(self, keys: Collection[bytes], want: _Want) -> None:
         self._held.update(dict.fromkeys(keys, want))
         want.read.update(keys)
-        self._since.setdefault(want, self._now)
+        if want not in self._since:
+            self._since[want] = want.seen = self._now
+            want.place = _place(self.queue, want)
 
     def _count(self, what: str, keys: Collection[bytes]) -> None:
         if not keys:
@@ -235,10 +240,15 @@ class LookAhead:
 
     def _give_up_late(self) -> None:
         while self._since:
-            want, since = next(iter(self._since.items()))
-            if self._now - since <= LATE_S:
+            want = next(iter(self._since))
+            if self._now - want.seen <= LATE_S:
                 return
-            self.leave(want.request)
+            place = _place(self.queue, want)
+            if place >= want.place:
+                self.leave(want.request)
+                continue
+            want.place, want.seen = place, self._now
+            self._since[want] = self._since.pop(want)  # now the last
 
     def _may_have_space(self) -> bool:
         if self._full is not None:

@@ -169,6 +169,34 @@ def test_a_request_is_late_only_if_it_does_not_run_after_its_read() -> None:
     assert queue.ahead.counts["wasted"] == 10
 
 
+def test_in_a_queue_of_minutes_each_chunk_is_read_once_and_used() -> None:
+    """Twenty requests of twenty seconds each: what was read for one that comes nearer stays."""
+    queue = Queue(share=0.5)
+    prompts = {f"r{n}": range(5 * n, 5 * n + 5) for n in range(20)}
+    for place, (name, numbers) in enumerate(prompts.items()):
+        queue.wait(name, numbers, place)
+    for name, numbers in prompts.items():
+        for _ in range(20):
+            queue.step(look_ahead.LATE_S / 60)
+            queue.end()
+        queue.ahead.leave(name, [run(numbers)])
+    assert queue.ahead.counts == {"read": 100, "used": 100, "late": 0, "wasted": 0}
+
+
+def test_a_request_that_others_overtake_for_minutes_loses_what_was_read_for_it() -> None:
+    """As each urgent request runs, the next one comes: its place is never better than it was."""
+    queue = Queue(share=0.25)
+    queue.wait("patient", range(10), 9)
+    queue.wait("urgent0", (), 0)
+    queue.step()
+    queue.end()
+    for number in range(1, 6):
+        queue.ahead.leave(f"urgent{number - 1}")
+        queue.wait(f"urgent{number}", (), number)
+        queue.step(look_ahead.LATE_S / 4)
+    assert queue.held() == []
+
+
 def test_a_failed_read_is_given_up_and_not_repeated() -> None:
     queue = Queue()
     queue.wait("one", range(10), 1)
