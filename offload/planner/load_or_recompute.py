@@ -120,15 +120,16 @@ class LoadOrRecompute:
         is_long = tokens > DEADLINE_SHARE * self._timeout_s * speed
         return is_long or len(self.reads) > 0 or self.tokens_min > 0
 
-    def part(self, tokens: int, computing: int) -> tuple[int, Cut]:
+    def part(self, tokens: int, computing: int | None) -> tuple[int, Cut]:
         """The number of ``tokens`` that are worth reading from this tier for a request.
 
-        ``computing`` is the number of tokens that vLLM computes for others first. The answer is
-        all, none, or as much as can be read in time: with each token read, the rest takes less time
-        to compute, so nothing in between is best (decision 0093).
+        ``computing`` is the number of tokens that vLLM computes for others first, or ``None`` if
+        the request waits anyway: then the loads before it do not matter. The answer is all, none,
+        or as much as can be read in time: with each token read, the rest takes less time to
+        compute, so nothing in between is best (decision 0093).
         """
         speed, prefill = self._speed(), self._prefill.value()
-        if speed is not None:
+        if speed is not None and computing is not None:
             before = self.reads.before(tokens)
             read_s = (before + tokens) / speed
             if self._enabled and before and prefill is not None:

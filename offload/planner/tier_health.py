@@ -100,7 +100,7 @@ class TierHealth:
         """See ``LoadOrRecompute.may_cut``."""
         return self.break_even.may_cut(tokens)
 
-    def part(self, tokens: int, computing: int) -> tuple[int, Cut]:
+    def part(self, tokens: int, computing: int | None) -> tuple[int, Cut]:
         """See ``LoadOrRecompute.part``."""
         return self.break_even.part(tokens, computing)
 

@@ -43,6 +43,10 @@ def _nothing() -> int:
     return 0
 
 
+def _waits_anyway() -> None:
+    return None
+
+
 def tokens_to_load(
     matcher: PrefixMatcher,
     planner: Planner,
@@ -51,15 +55,16 @@ def tokens_to_load(
     limit: int,
     known: PartialLookup,
     origin: RequestOrigin = UNKNOWN,
-    computing: Callable[[], int] = _nothing,
+    computing: Callable[[], int | None] = _nothing,
 ) -> Hit:
     """Find the longest prefix that is worth restoring.
 
     Takes the arguments of `PrefixMatcher.longest_match`; ``known`` holds the results of earlier
     lookups of this request, ``origin`` says what the request may read, ``computing`` counts the
-    tokens that vLLM computes for others first. If only a lower tier holds the tail of the prefix,
-    and the tail is not worth loading from that tier, or only a part of it, the rest is computed
-    instead. Chunks of the tail that are in the tiers above it are still loaded.
+    tokens that vLLM computes for others first (``None``: see `LoadOrRecompute.part`). If only a
+    lower tier holds the tail of the prefix, and the tail is not worth loading from that tier, or
+    only a part of it, the rest is computed instead. Chunks of the tail that are in the tiers above
+    it are still loaded.
     """
     known.begin()
 
@@ -261,6 +266,7 @@ class Lookups:
             request.num_tokens - 1,
             state.lookup.known,
             identity.origin,
+            _waits_anyway,
         ).end_tokens
         if end is None:
             return None

@@ -13,6 +13,7 @@ import pytest
 from vllm import SamplingParams
 from vllm.v1.request import Request, RequestStatus
 
+from offload.planner.load_or_recompute import SAMPLES_MIN, LoadOrRecompute
 from offload.requests.request_state import RequestIdentity
 from policies.registry import make_policy
 from policies.simulation import trace
@@ -117,8 +118,15 @@ def prompts_of(count: int, tokens: int, seed: int = 0) -> list[list[int]]:
     return [[rng.randrange(VOCABULARY) for _ in range(tokens)] for _ in range(count)]
 
 
-def world(folder: Path, look_ahead: float, slots: int = 120, scheduling: str = "fcfs") -> Backlog:
-    options = {"look_ahead": look_ahead, "break_even": False, "max_load_gpu_share": 1.0}
+def world(
+    folder: Path,
+    look_ahead: float,
+    slots: int = 120,
+    scheduling: str = "fcfs",
+    *,
+    break_even: bool = False,
+) -> Backlog:
+    options = {"look_ahead": look_ahead, "break_even": break_even, "max_load_gpu_share": 1.0}
     conditions = Conditions(
         slots=slots, batched_tokens=32, late=20, scheduling=scheduling, options=options
     )
@@ -174,6 +182,28 @@ def test_the_simulation_agrees_with_vllms_scheduler(reads_per_step: int, tmp_pat
         assert 0.8 < simulated[share] / steps[share] < 1, (simulated, steps)
     saved = 1 - steps[0.5] / steps[0.0]
     assert 1 - simulated[0.5] / simulated[0.0] == pytest.approx(saved, abs=0.05)
+
+
+@pytest.mark.parametrize("reads_per_step", [9, 12])
+def test_what_waits_is_read_ahead_while_others_load_from_a_tier_that_pays(
+    reads_per_step: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Break-even is on, and both speeds are known: a request that could run would compute instead
+    of waiting for the loads before it, but these cannot."""
+    monkeypatch.setattr(LoadOrRecompute, "tokens_min", 0.0)  # short loads: not measured in steps
+    steps = {}
+    for share in (0.0, 0.5):
+        with world(tmp_path / str(share), share, break_even=True) as served:
+            served.begin(prompts_of(PROMPTS, TOKENS), reads_per_step)
+            for _ in range(SAMPLES_MIN):
+                served.planner.health[0].loaded(1000, 1000 / (4 * reads_per_step), 0.0)
+                served.planner.health.computed(1000, 1000 / 32)
+            served.drain()
+            steps[share] = served.steps
+            counts = served.counts()
+            assert (counts["used"] > 3 * CHUNKS) == (share > 0)
+            assert counts["wasted"] == 0
+    assert steps[0.5] < steps[0.0], steps
 
 
 def test_more_waits_than_the_cpu_tier_holds(tmp_path: Path) -> None:

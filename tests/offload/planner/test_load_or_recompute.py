@@ -239,6 +239,21 @@ def test_what_can_be_read_in_time_may_be_too_little() -> None:
     assert pace.part(500, 0) == (0, Cut.SHORT)
 
 
+def test_for_a_request_that_waits_anyway_the_queue_of_the_disk_does_not_matter() -> None:
+    """It gets what could not be read in time for a load, too, but still no short piece."""
+    pace = LoadOrRecompute(prefill_of(1000), timeout_s=1.0)
+    load_at(pace, 2000)
+    for job in (1, 2):
+        pace.reads.begin(job, 4000)
+    assert pace.part(4000, 0) == (0, Cut.QUEUE)
+    assert pace.part(4000, None) == (4000, Cut.NOTHING)
+    for job in (1, 2):
+        pace.reads.end(job)
+    assert pace.part(4000, 0) == (2000 * DEADLINE_SHARE, Cut.DEADLINE)
+    short_loads(pace, 2.0, 0.0)
+    assert pace.part(500, None) == (0, Cut.SHORT)
+
+
 def test_a_hit_is_looked_at_only_if_something_could_cut_it() -> None:
     pace = LoadOrRecompute(prefill_of(1000), timeout_s=10.0)
     assert not pace.may_cut(10**9), "the tier was not measured yet"
