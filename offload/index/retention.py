@@ -21,14 +21,19 @@ class Retention:
 
     def __init__(self, pins: Container[bytes] = NOTHING) -> None:
         self._pins = pins
-        self._kept: Container[bytes] = NOTHING
+        self._kept: Collection[bytes] = NOTHING
         self._held: Container[bytes] = NOTHING
         self._ahead: Container[bytes] = NOTHING
         self.wanted: Collection[bytes] = NOTHING
 
-    def keep(self, keys: Container[bytes]) -> None:
+    def keep(self, keys: Collection[bytes]) -> None:
         """Retain the chunks in this container: clients have pinned them."""
         self._kept = keys
+
+    @property
+    def kept(self) -> int:
+        """The number of chunks that clients have pinned."""
+        return len(self._kept)
 
     def hold(self, keys: Container[bytes]) -> None:
         """Retain the chunks in this container: loads are about to use them."""

@@ -84,12 +84,13 @@ def _place(wants: Sequence[_Want], want: _Want) -> int:
 class LookAhead:
     """Reads ahead for waiting requests. Owned by the planner; used on its thread.
 
-    ``share`` of the CPU tier may hold chunks that were read ahead and not used yet; 0 turns reading
-    ahead off. ``queue`` has the waiting requests in the order in which they will run. ``planned``
-    are the jobs that were not sent yet. ``counts`` are the chunks that were read, those loaded by
-    the requests that they were read for (``used``), those of them that were still being read when
-    the load was planned (``late``), and those given up (``wasted``). ``saved_s`` adds up the time
-    of the reads of used chunks that were not late.
+    ``share`` of the CPU tier may hold chunks that were read ahead and not used yet, but at most
+    half of what clients have not pinned; 0 turns reading ahead off. ``queue`` has the waiting
+    requests in the order in which they will run. ``planned`` are the jobs that were not sent yet.
+    ``counts`` are the chunks that were read, those loaded by the requests that they were read for
+    (``used``), those of them that were still being read when the load was planned (``late``), and
+    those given up (``wasted``). ``saved_s`` adds up the time of the reads of used chunks that were
+    not late.
     """
 
     def __init__(self, context: PlannerContext, sources: LoadSources, share: float) -> None:
@@ -278,7 +279,8 @@ class LookAhead:
     @property
     def _bound(self) -> int:
         """Chunks whose reads may begin now."""
-        most = int(self._cpu.space.capacity * self._share)
+        capacity = self._cpu.space.capacity
+        most = int(min(self._share * capacity, (capacity - self._cpu.retention.kept) / 2))
         return min(most - len(self._held), FLYING_MAX - self._flying)
 
     def _look(self, want: _Want, tiers: Sequence[int], most: int) -> tuple[int, bool]:

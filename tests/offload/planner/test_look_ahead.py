@@ -89,6 +89,13 @@ def test_chunks_are_read_in_the_order_of_the_requests_up_to_the_share() -> None:
     assert queue.step() == [], "they have not been used"
 
 
+def test_pins_of_clients_and_reads_ahead_leave_slots_for_stores() -> None:
+    queue = Queue(share=0.25)
+    queue.planner.cpu.retention.keep(set(map(key_of, range(1000, 1030))))
+    queue.wait("one", range(20), 1)
+    assert queue.step() == list(range(5)), "half of the ten slots that are not pinned"
+
+
 def test_what_the_request_loads_is_used_and_the_rest_is_given_up() -> None:
     """vLLM may take fewer tokens than were found."""
     queue = Queue()
