@@ -47,9 +47,11 @@ PLAIN = "nothing stored"
 HOST = "all in the CPU tier"
 DISK = "all on disk"
 AHEAD = "all on disk, look-ahead"
+WAITS = "all on disk, look-ahead, waits"
 RIVAL = SYSTEMS["lmcache-server"].name
-WORLDS = (PLAIN, HOST, DISK, AHEAD)
+WORLDS = (PLAIN, HOST, DISK, AHEAD, WAITS)
 """Where LMCache is installed, ``RIVAL`` follows: its server, with everything in its memory."""
+ON_DISK = (DISK, AHEAD, WAITS)
 GOAL = 1.15
 """Goal for the mean time to first token with look-ahead, relative to all in the CPU tier."""
 
@@ -101,7 +103,7 @@ def run(config: Config, progress: Progress) -> Report:
     finally:
         shutil.rmtree(root, ignore_errors=True)
     report.rows += rows(config, batches)
-    report.notes += verdicts(config, batches)
+    report.notes += verdicts(config, batches) + waits(batches)
     report.notes += predictions(config, batches)
     return report
 
@@ -143,12 +145,13 @@ def _start(world: str, config: Config, sizes: TierSizes) -> Start:
         return Start()
     if world == RIVAL:
         return SYSTEMS["lmcache-server"].start(sizes)
-    on_disk = world in (DISK, AHEAD)
+    on_disk = world in ON_DISK
     disk = {"type": "lmdb", "path": str(sizes.folder), "capacity": sizes.disk, "reserve": 0}
     extra = {
         "cpu": {"capacity": sizes.small if on_disk else sizes.host},
         "tiers": [disk] if on_disk else [],
-        "look_ahead": config.look_ahead if world == AHEAD else 0.0,
+        "look_ahead": config.look_ahead if world in (AHEAD, WAITS) else 0.0,
+        "wait_for_reads": "always" if world == WAITS else "never",
         # What is compared is reading early or late, so nothing is computed that could be read.
         "break_even": False,
         "max_load_gpu_share": 1.0,
@@ -204,7 +207,7 @@ def _measure(
         for world in rng.sample(list(engines), len(engines)):
             progress.update(task, advance=1, description=f"round {turn + 1}: {world}")
             engines[world].reset()
-            if world in (DISK, AHEAD):
+            if world in ON_DISK:
                 engines[world].empty_cpu_tier(len(prompts) * config.restorable // BLOCK_TOKENS)
             batch = engines[world].run(prompts, config.output_tokens, len(prompts))
             if turn >= 0:
@@ -371,6 +374,20 @@ def _predict(
     return simulate_timed(trace, upper, lower, speeds, look_ahead=look_ahead).extra
 
 
+def waits(batches: Mapping[str, Sequence[Batch]]) -> list[str]:
+    """Compare look-ahead with and without waits for reads."""
+    notes = []
+    for name, measure in MEASURES.items():
+        found = ratios_of(measure, batches[WAITS], batches[AHEAD])
+        low, high = interval(found)
+        better = sum(ratio < 1 for ratio in found)
+        notes.append(
+            f"{name}: with waits for reads {median(found):.3f} of that without ({CONFIDENCE:.0%} "
+            f"interval {low:.3f} to {high:.3f}), lower in {better} of {len(found)} rounds"
+        )
+    return notes
+
+
 def _notes(config: Config) -> list[str]:
     rate = f"{config.disk_mb_s:g} MB/s by the kernel" if config.disk_mb_s else "nothing"
     return [
@@ -381,6 +398,8 @@ def _notes(config: Config) -> list[str]:
         "read / needed: bytes read from the disk by bytes of the prompts' KV cache; read ahead: "
         "those that were read while their request waited; wasted: those of them read for nothing.",
         "blocks held: GPU blocks of requests that wait for a load, mean over the whole time.",
+        "waits: requests get no GPU blocks until their chunks have been read ahead (wait_for_reads "
+        "is always; it is never in the other worlds).",
         f"LMCache's server: {SYSTEMS['lmcache-server'].missing or 'all in its memory'}.",
         f"{config.in_flight} requests run at a time; the GPU's cache holds no more. A prompt has "
         f"{config.prompt_bytes / 1e6:.1f} MB of KV cache; reads of the disk are limited to {rate}; "

@@ -179,11 +179,11 @@ def main() -> int:
     place = Path(tempfile.mkdtemp(prefix="first-steps-", dir=parser.parse_args().folder))
     clock = Clock()
     load = os.getloadavg()[0]
-    commit = run("git", "rev-parse", "--short", "HEAD", folder=ROOT).strip()
     try:
         take_the_steps(clock, place)
     finally:
         shutil.rmtree(place, ignore_errors=True)
+    commit = run("git", "rev-parse", "--short", "HEAD", folder=ROOT).strip()
     print(clock.table())
     print(f"\nCommit `{commit}`, {os.cpu_count()} processors, load {load:.0f} at the beginning.")
     return 0

@@ -23,6 +23,7 @@ File = Annotated[Path, typer.Argument(help="The file of record_requests in the c
 FIX = 'Start the server with "record_requests": "/path/of/a/file.jsonl" and give that path.'
 LINE_MAX = 1 << 16
 NUMBERS = ("time", "prompt_tokens", "gpu_tokens", "wanted_tokens")
+OPTIONAL_NUMBERS = ("ago_s", "ahead_tokens", "waited_s")
 NUMBER_MAX = 1e15
 TEXTS = ("tier", "policy", "note", "namespace")
 _HEX = re.compile(r"(?:[0-9a-f]{2})+", re.ASCII)
@@ -101,7 +102,7 @@ def _is_record(record: Any) -> bool:
         texts.append(missing.get("key"))
         if not _HEX.fullmatch(str(missing.get("key"))):
             return False
-    numbers += [record[name] for name in ("ago_s", "ahead_tokens") if name in record]
+    numbers += [record[name] for name in OPTIONAL_NUMBERS if name in record]
     texts += [record[name] for name in TEXTS if name in record]
     return all(map(_is_number, numbers)) and all(isinstance(text, str) for text in texts)
 
@@ -137,6 +138,8 @@ def _loaded(record: dict[str, Any]) -> str:
     parts = [f"{tokens:,} {tier}" for tier, tokens in record["loaded_tokens"].items()]
     if "ahead_tokens" in record:
         parts.append(f"{record['ahead_tokens']:,} of them read ahead")
+    if "waited_s" in record:
+        parts.append(f"waited {record['waited_s']:,.1f} s for reads")
     return ", ".join(parts)
 
 

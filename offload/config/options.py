@@ -231,6 +231,15 @@ TOP_FIELDS = (
         "still wait to be run; 0 turns that off.",
     ),
     Field(
+        "wait_for_reads",
+        choice("auto", "always", "never"),
+        "never",
+        "With `look_ahead`: whether a request that vLLM could run gets no GPU blocks until its "
+        "chunks have been read into the CPU tier. Other requests do not wait. `auto` lets it wait "
+        "while others could use the blocks, if the reads take long enough at the measured speed. "
+        "A request whose own reads take more than `load_timeout_s` computes the rest.",
+    ),
+    Field(
         "lookup_timeout_s",
         number(0.001, 10, " s"),
         0.05,

@@ -93,6 +93,7 @@ class OffloadConfig(msgspec.Struct, frozen=True):
     breaker_failures: int = 3
     break_even: bool = True
     look_ahead: float = 0.25
+    wait_for_reads: str = "never"
     lookup_timeout_s: float = 0.05
     remember_s: float = 5.0
     max_load_gpu_share: float = 0.5

@@ -54,6 +54,7 @@ if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.forward_context import ForwardContext
     from vllm.v1.attention.backend import AttentionMetadata
+    from vllm.v1.core.block_pool import BlockPool
     from vllm.v1.core.kv_cache_manager import KVCacheBlocks, KVCacheManager
     from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.kv_cache_interface import KVCacheConfig
@@ -292,7 +293,9 @@ class KvTiersConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  
     def bind_kv_cache_manager(self, kv_cache_manager: KVCacheManager) -> None:
         super().bind_kv_cache_manager(kv_cache_manager)
         if self._scheduler is not None:
-            self._scheduler.bind_cache(partial(_cached_tokens, kv_cache_manager))
+            pool: BlockPool = kv_cache_manager.block_pool
+            cached_tokens = partial(_cached_tokens, kv_cache_manager)
+            self._scheduler.bind_cache(cached_tokens, pool.get_num_free_blocks)
 
     @guarded(lambda: None)
     def on_new_request(self, request: Request) -> None:

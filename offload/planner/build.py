@@ -83,6 +83,7 @@ def make_planner(
         shared_limits=SharedLimits(config.lookup_timeout_s, config.remember_s),
         slots=UsableSlots(space, usable),
         look_ahead=config.look_ahead,
+        wait_for_reads=config.wait_for_reads,
     )
     for tier in range(len(lower)):
         _recover(planner, tier, ranks, groups)

@@ -36,6 +36,7 @@ class Cut(Enum):
     SHORT = "too few tokens to query that tier for"
     QUEUE = "computing is faster than waiting for the other loads from that tier"
     DEADLINE = "the rest cannot be read within load_timeout_s"
+    LATE = "the rest was not read within load_timeout_s while the request waited"
 
 
 class Rate:
@@ -85,7 +86,7 @@ class LoadOrRecompute:
         self.rate = Rate()
         self.reads = ReadQueue()
         self._probed: float | None = None
-        self._timeout_s = timeout_s
+        self.timeout_s = timeout_s
         self._prefill = prefill
         self._enabled = enabled
         self._wait_s = RETRY_S
@@ -107,17 +108,18 @@ class LoadOrRecompute:
             return 0.0
         return STOP_BELOW * prefill * statistics.median(took for _, took in self.short)
 
-    def _speed(self) -> float | None:
+    @property
+    def speed(self) -> float | None:
         """Tokens that the tier delivers per second: that of loads or, while too few have been
         measured since the tier pays again, that of the probe."""
         return self.rate.value() or self._probed
 
     def may_cut(self, tokens: int) -> bool:
         """False if a hit of ``tokens`` is loaded in any case."""
-        speed = self._speed()
+        speed = self.speed
         if speed is None:
             return self.tokens_min > 0
-        is_long = tokens > DEADLINE_SHARE * self._timeout_s * speed
+        is_long = tokens > DEADLINE_SHARE * self.timeout_s * speed
         return is_long or len(self.reads) > 0 or self.tokens_min > 0
 
     def part(self, tokens: int, computing: int | None) -> tuple[int, Cut]:
@@ -128,19 +130,31 @@ class LoadOrRecompute:
         or as much as can be read in time: with each token read, the rest takes less time to
         compute, so nothing in between is best (decision 0093).
         """
-        speed, prefill = self._speed(), self._prefill.value()
+        speed = self.speed
         if speed is not None and computing is not None:
             before = self.reads.before(tokens)
             read_s = (before + tokens) / speed
-            if self._enabled and before and prefill is not None:
-                compute_s = (computing + tokens) / (STOP_BELOW * prefill)
-                if read_s > compute_s:
-                    return 0, Cut.QUEUE
-            allowed_s = DEADLINE_SHARE * self._timeout_s
+            compute_s = self.compute_s(tokens, computing) if before else None
+            if compute_s is not None and read_s > compute_s:
+                return 0, Cut.QUEUE
+            allowed_s = DEADLINE_SHARE * self.timeout_s
             if read_s > allowed_s:
                 in_time = min(tokens, self.reads.part(allowed_s * speed))
                 return (in_time, Cut.DEADLINE) if in_time >= self.tokens_min else (0, Cut.DEADLINE)
         return (tokens, Cut.NOTHING) if tokens >= self.tokens_min else (0, Cut.SHORT)
+
+    @property
+    def is_compared(self) -> bool:
+        """True if a request may compute instead of waiting for other loads."""
+        return self._enabled and self._prefill.value() is not None
+
+    def compute_s(self, tokens: int, computing: int) -> float | None:
+        """The time after which ``tokens`` would be computed, if vLLM computes ``computing`` tokens
+        for others first. ``None``: unknown, or computing is not compared with loading."""
+        prefill = self._prefill.value() if self._enabled else None
+        if prefill is None:
+            return None
+        return (computing + tokens) / (STOP_BELOW * prefill)
 
     def tick(self, now: float) -> None:
         """Set the time. This forgets old durations of short loads, so loading is tried again."""

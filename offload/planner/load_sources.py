@@ -58,9 +58,12 @@ class LoadSources:
         """Return the chunks that can be loaded now from the tiers ``read`` (``None``: all), nearest
         tier first.
 
-        Only tiers before the lower tier ``above`` count. A promotion under way counts, unless it
-        may come from a tier that the request must not wait for.
+        Only tiers before the lower tier ``above`` count; with ``CPU`` only what is in the CPU tier
+        now. Otherwise a promotion under way counts, unless it may come from a tier that the request
+        must not wait for.
         """
+        if above == CPU:
+            return (self._cpu.resident,) if read is None or CPU in read else ()
         asked = self._health.readable_tiers()
         if read is not None:
             asked = [tier for tier in asked if tier in read]

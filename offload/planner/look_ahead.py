@@ -49,14 +49,17 @@ ENTER_MAX = 2
 """The number of requests whose chunks become wanted at a time: a long prompt has thousands."""
 HEIRS_MAX = 8
 """The number of next requests that may take over what was read for one that has left."""
+NEAR_END = 8
+"""The reads of a request are near their end when this part of them is left: its load waits for
+them."""
 COUNTED = ("read", "used", "late", "wasted")
 
 
 @dataclass(slots=True, eq=False)
 class _Want:
     """The chunks that a waiting request will load. Those before chunk ``at`` of run ``run`` need no
-    more attention; ``read`` are those that were read ahead for it. From the first of these on,
-    ``place`` is its place in the queue at the time ``seen``."""
+    more attention; ``read`` are those that were read ahead for it, ``flying`` of them are being
+    read. From the first of these on, ``place`` is its place in the queue at the time ``seen``."""
 
     request: str
     order: tuple[Any, ...]
@@ -64,6 +67,7 @@ class _Want:
     keys: frozenset[bytes]
     run: int = 0
     at: int = 0
+    flying: int = 0
     read: set[bytes] = field(default_factory=set)
     place: int = 0
     seen: float = 0.0
@@ -72,6 +76,15 @@ class _Want:
     def is_open(self) -> bool:
         """True if some of the chunks still need attention."""
         return self.run < len(self.runs)
+
+
+@dataclass(frozen=True, slots=True)
+class ReadProgress:
+    """The state of one request's reads. ``is_read``: all that are read ahead for it are
+    there, or nearly; ``since`` is when the first was read, if any."""
+
+    is_read: bool
+    since: float | None
 
 
 _order_of = attrgetter("order")
@@ -111,6 +124,7 @@ class LookAhead:
         self._wanted: Counter[bytes] = Counter()  # by the first ``_wanting`` requests of the queue
         self._wanting = 0
         self._flying = 0
+        self._flights: dict[int, _Want] = {}  # by job: whose chunks it reads
         self._full: tuple[int, int] | None = None  # the jobs that had ended, and steps since
         self._now = 0.0
         context.cpu.retention.look_ahead(self._held, self._wanted)
@@ -121,6 +135,29 @@ class LookAhead:
         return self._share > 0 and bool(self._context.lower)
 
     # -- requests ----------------------------------------------------------------------------
+
+    @property
+    def is_reading(self) -> bool:
+        """True if some chunk is being read ahead."""
+        return self._flying > 0
+
+    def others_unread(self, request: str) -> int:
+        """The number of other waiting requests whose chunks are not all read or being read."""
+        want = self._wants.get(request)
+        return len(self._open) - (want is not None and want.is_open)
+
+    def runs(self, request: str) -> Sequence[ChunkBatch]:
+        """The chunks that a waiting request will load; none if it is not known."""
+        want = self._wants.get(request)
+        return () if want is None else want.runs
+
+    def progress(self, request: str) -> ReadProgress | None:
+        """The state of a waiting request's reads; ``None`` if the request is not known."""
+        want = self._wants.get(request)
+        if want is None:
+            return None
+        is_read = not want.is_open and NEAR_END * want.flying <= len(want.read)
+        return ReadProgress(is_read, self._since.get(want))
 
     def enter(self, request: str, order: tuple[Any, ...], runs: Sequence[ChunkBatch]) -> None:
         """A request waits that will load these chunks (without blocks, in prefix order). Requests
@@ -333,6 +370,8 @@ class LookAhead:
             self._lost(keys)
         self._hold(keys, want)
         self._flying += len(keys)
+        want.flying += len(keys)
+        self._flights[job] = want
         self._count("read", keys)
         return len(keys)
 
@@ -344,6 +383,7 @@ class LookAhead:
     def ended(self, job: Job) -> None:
         """Every rank has answered a read ahead."""
         self._flying -= len(job.fills)
+        self._flights.pop(job.job).flying -= len(job.fills)
         if job.answer.late:
             ((tier, keys),) = job.pins
             tokens = len(keys) * self._context.groups[group_of(keys[0])].chunk_tokens

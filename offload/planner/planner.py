@@ -24,6 +24,7 @@ from offload.planner.loads import LoadPlanner
 from offload.planner.look_ahead import LookAhead
 from offload.planner.pending_deletes import PendingDeletes
 from offload.planner.presence import PresenceCache, SharedLimits
+from offload.planner.read_waits import NEVER, ReadWaits
 from offload.planner.recency import Recency, RequestUses
 from offload.planner.step_budget import (
     TAKE_IN_COST,
@@ -57,7 +58,8 @@ class Planner:
     ``groups`` maps group ids to their geometry; ``ranks`` workers answer every job; ``admission``
     decides what may enter the CPU tier (``None``: everything); ``shared`` are the numbers of the
     lower tiers that other engines write to as well; ``look_ahead`` is the share of the CPU tier for
-    chunks that are read ahead (see ``LookAhead``).
+    chunks that are read ahead (see ``LookAhead``), ``wait_for_reads`` says which requests wait for
+    them (see ``ReadWaits``).
     """
 
     def __init__(
@@ -75,6 +77,7 @@ class Planner:
         shared_limits: SharedLimits | None = None,
         slots: UsableSlots | None = None,
         look_ahead: float = 0.0,
+        wait_for_reads: str = NEVER,
     ) -> None:
         limits = limits or WorkLimits()
         names = [index.name for index in lower]
@@ -105,6 +108,7 @@ class Planner:
         self.sources = LoadSources(context)
         self.loads = LoadPlanner(context, self.sources, self.presence)
         self.look_ahead = LookAhead(context, self.sources, look_ahead)
+        self.read_waits = ReadWaits(context, self.sources, self.look_ahead, wait_for_reads)
         self.recency = Recency(context)
         self.uses = RequestUses(cpu, self.lower, self.recency.note)
         self.stores = StorePlanner(context, self.sources, self.uses, admission)
@@ -332,7 +336,7 @@ class Planner:
         """All counters by flat name; those of a tier end in ``:`` and its name."""
         late: dict[str, float] = {"late_answers": self.jobs.late_answers}
         parts = self.write_through.totals() | self.health.totals() | self.presence.totals()
-        parts |= self.look_ahead.totals()
+        parts |= self.look_ahead.totals() | self.read_waits.totals()
         return self.stats.totals() | late | parts
 
     def check(self) -> None:

@@ -18,6 +18,11 @@ class ReadQueue:
         """The number of loads in flight."""
         return len(self._reads)
 
+    @property
+    def tokens(self) -> int:
+        """The tokens of all loads in flight."""
+        return sum(self._reads.values())
+
     def begin(self, job: int, tokens: int) -> int:
         """Note that this load begins to read ``tokens`` tokens; returns ``before`` for it."""
         before = self.before(tokens)

@@ -155,12 +155,14 @@ class StepBudget:
     A short step has ``units``, a long one ``times`` as many; ``left`` is the rest of the current
     step's budget. The allowances: ``loads`` counts chunks in the CPU tier, ``lookups`` the chunks
     that are queried, ``keys`` the keys made for requests that have ended, and ``stores`` the chunks
-    that running requests may store even when the budget is spent.
+    that running requests may store even when the budget is spent. ``step_s`` is the time of the
+    shortest of the last steps, once there were enough.
     """
 
     def __init__(self, step_chunks: int) -> None:
         self.units = self.left = UNITS_PER_CHUNK * step_chunks
         self.times = 1
+        self.step_s = 0.0
         self.loads = Allowance(step_chunks, scales=True)
         self.lookups = Allowance(
             LOOKUP_CHUNKS,
@@ -185,8 +187,8 @@ class StepBudget:
         """Begin the next step (monotonic seconds); ``half`` of its budget is reserved."""
         ends = self._ends
         ends.append(now)
-        shortest = min(map(sub, islice(ends, 1, None), ends)) if len(ends) > STEPS else 0.0
-        self.times = max(1, min(TIMES_MAX, int(shortest / LONG_S)))
+        self.step_s = min(map(sub, islice(ends, 1, None), ends)) if len(ends) > STEPS else 0.0
+        self.times = max(1, min(TIMES_MAX, int(self.step_s / LONG_S)))
         self.left = self.times * self.units // (2 if half else 1)
         for allowance in (self.loads, self.lookups, self.keys, self.stores):
             allowance.renew(self.times)

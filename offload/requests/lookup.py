@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 from offload.index.chunk_batch import UNKNOWN, ChunkBatch, RequestOrigin
+from offload.layout.keys import CPU
 from offload.layout.prefix_match import PrefixMatcher, present_in
 from offload.planner.load_or_recompute import Cut
 from offload.planner.load_sources import SAMPLE
@@ -56,6 +57,7 @@ def tokens_to_load(
     known: PartialLookup,
     origin: RequestOrigin = UNKNOWN,
     computing: Callable[[], int | None] = _nothing,
+    cut: Cut = Cut.NOTHING,
 ) -> Hit:
     """Find the longest prefix that is worth restoring.
 
@@ -64,7 +66,7 @@ def tokens_to_load(
     tokens that vLLM computes for others first (``None``: see `LoadOrRecompute.part`). If only a
     lower tier holds the tail of the prefix, and the tail is not worth loading from that tier, or
     only a part of it, the rest is computed instead. Chunks of the tail that are in the tiers above
-    it are still loaded.
+    it are still loaded. With a ``cut``, only what is in the CPU tier now is loaded.
     """
     known.begin()
 
@@ -76,6 +78,9 @@ def tokens_to_load(
     tokens_max = origin.controls.max_load_tokens
     limit = limit if tokens_max is None else min(limit, start + tokens_max)
     hit, why = longest_match(end=limit), Cut.NOTHING
+    if cut is not Cut.NOTHING and hit > start:
+        there = longest_match(above=CPU, end=limit)
+        return Hit(None) if known.is_partial else Hit(there, cut if there < hit else why)
     for tier in reversed(range(len(planner.lower))):
         if hit <= start or known.is_partial or not planner.health[tier].may_cut(hit - start):
             break
@@ -169,8 +174,15 @@ class Lookups:
         """Forget an unfinished lookup that is no longer needed."""
         self._unfinished.pop(state.identity.request, None)
 
-    def ask(self, state: RequestState, request: Request, computed_tokens: int) -> int | None:
-        """Return how many tokens beyond ``computed_tokens`` can be loaded now.
+    def ask(
+        self,
+        state: RequestState,
+        request: Request,
+        computed_tokens: int,
+        cut: Cut = Cut.NOTHING,
+    ) -> int | None:
+        """Return how many tokens beyond ``computed_tokens`` can be loaded now; with a ``cut``, only
+        from the CPU tier.
 
         ``None`` means: try again in the next step. Either a shared tier was queried and may reply
         soon, or the prompt is too long for one step's allowance. Does not change the tiers.
@@ -184,7 +196,7 @@ class Lookups:
             if self._planner.presence.tiers:
                 is_waiting = self._is_waiting(state, request, computed_tokens)
             if not is_waiting:
-                hit = self._find(state, request, computed_tokens)
+                hit = self._find(state, request, computed_tokens, cut)
                 end = hit.end_tokens
                 is_waiting = end is None
                 if end is None:
@@ -235,7 +247,13 @@ class Lookups:
             lookup.choose(self._matcher.load_ranges(lookup.start, end_tokens), end_tokens)
         return lookup.load
 
-    def _find(self, state: RequestState, request: Request, computed_tokens: int) -> Hit:
+    def _find(
+        self,
+        state: RequestState,
+        request: Request,
+        computed_tokens: int,
+        cut: Cut = Cut.NOTHING,
+    ) -> Hit:
         hit = tokens_to_load(
             self._matcher,
             self._planner,
@@ -245,6 +263,7 @@ class Lookups:
             state.lookup.known,
             state.identity.origin,
             self._computing,
+            cut,
         )
         if hit.cut is not Cut.NOTHING:
             self._planner.stats.shortened()
@@ -301,6 +320,7 @@ class Lookups:
             wanted,
             hit,
             miss=self._miss(state, wanted, hit, limits),
+            waited_s=lookup.waited_s,
             lookup_s=time.perf_counter() - lookup.asked_s,
             trace_headers=request.trace_headers,
         )

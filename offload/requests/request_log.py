@@ -20,7 +20,8 @@ class LoggedRequest:
 
     Token counts: ``gpu_tokens`` came from vLLM's own cache, ``wanted_tokens`` were looked up beyond
     them, and ``hit_tokens`` of those were found; ``loaded`` has the tokens loaded by tier, of which
-    ``ahead_tokens`` were read into the CPU tier while the request waited. ``time_s`` is Unix time.
+    ``ahead_tokens`` were read into the CPU tier while the request waited. For ``waited_s`` it got
+    no GPU blocks because of these reads. ``time_s`` is Unix time.
     ``lookup_s`` is the time from the request's first lookup until vLLM accepted the result, and
     ``load_s`` that of its load on the slowest rank; ``None`` if nothing was loaded. A ``final``
     entry no longer changes. ``trace_headers`` name the span of the client, if vLLM traces.
@@ -34,6 +35,7 @@ class LoggedRequest:
     hit_tokens: int = 0
     loaded: Mapping[str, int] = field(default_factory=dict)
     ahead_tokens: int = 0
+    waited_s: float = 0.0
     lookup_s: float = 0.0
     load_s: float | None = None
     miss: Miss = field(default_factory=lambda: Miss(Reason.COMPLETE))
@@ -62,6 +64,8 @@ class LoggedRequest:
         }
         if self.loaded and self.ahead_tokens:
             found["ahead_tokens"] = self.ahead_tokens
+        if self.waited_s:
+            found["waited_s"] = round(self.waited_s, 3)
         if miss.key:
             found["missing"] = {
                 "group": miss.group,

@@ -81,8 +81,9 @@ class LookupState:
     results of all lookups; ``wait`` is the last query to shared tiers. ``is_promised`` means that a
     hit was reported to vLLM and that vLLM has not allocated blocks for it yet. ``refused`` means
     that too many loads were under way; ``shortened`` says why a tail that the tiers hold was cut
-    off. ``load`` has the chunks to load by group, for a hit that ends at ``load_end_tokens``.
-    ``logged`` is the request's log entry, once vLLM has accepted the hit.
+    off. ``waited_s`` is the time for which the request got no GPU blocks because its chunks were
+    being read ahead. ``load`` has the chunks to load by group, for a hit that ends at
+    ``load_end_tokens``. ``logged`` is the request's log entry, once vLLM has accepted the hit.
     """
 
     __slots__ = (
@@ -97,6 +98,7 @@ class LookupState:
         "shortened",
         "start",
         "wait",
+        "waited_s",
     )
 
     def __init__(self) -> None:
@@ -107,6 +109,7 @@ class LookupState:
         self.is_promised = False
         self.refused = False
         self.shortened = ""
+        self.waited_s = 0.0
         self.load: tuple[range, ...] = ()
         self.load_end_tokens = 0
         self.wait: PendingLookup | None = None
@@ -123,6 +126,10 @@ class LookupState:
     def ask(self, wait: PendingLookup | None) -> None:
         """Note the query to shared tiers that the request may wait for."""
         self.wait = wait
+
+    def waited(self, seconds: float) -> None:
+        """Set the time for which the request waited for reads ahead."""
+        self.waited_s = seconds
 
     def refuse(self) -> None:
         """Note that this request's load was refused because too many loads are in progress."""

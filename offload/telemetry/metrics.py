@@ -99,6 +99,10 @@ MOVED = {
         "Time that the disk spent on the used bytes before their loads began; loads that read at "
         "a greater depth would have needed less."
     ),
+    "read_waits": Metric(
+        "Requests that got no GPU blocks until their chunks were read ahead (wait_for_reads)."
+    ),
+    "read_wait_seconds": Metric("Time for which these requests waited."),
     "store_bytes": Metric("Bytes copied from GPU blocks into the CPU tier."),
     "store_seconds": Metric("Time from the submission of a store to its end."),
     "store_refusals": Metric("Chunks that found no slot in the CPU tier."),

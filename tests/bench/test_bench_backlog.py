@@ -16,7 +16,7 @@ import pytest
 from rich.progress import Progress
 
 from bench import backlog, slow_disk
-from bench.backlog import AHEAD, DISK, HOST, PLAIN, Config
+from bench.backlog import AHEAD, DISK, HOST, ON_DISK, PLAIN, WAITS, Config
 from bench.report import Chart, save
 from bench.serve_engine import Batch, Engine
 from bench.serve_systems import MODELS
@@ -48,10 +48,11 @@ def test_real_engines_read_each_prompt_once_in_both_worlds_with_a_disk(tmp_path:
             continue
         assert row["restored"] == pytest.approx(0.0 if world == PLAIN else 64 / 96)
         assert row["total s"] >= row["TTFT p99 s"] >= row["TTFT mean s"] > 0.0
-        assert (row["read / needed"] > 0) == (world in (DISK, AHEAD))
-        assert (row["read ahead"] > 0) == (world == AHEAD)
+        assert (row["read / needed"] > 0) == (world in ON_DISK)
+        assert (row["read ahead"] > 0) == (world in (AHEAD, WAITS))
         assert (row["blocks held"] > 0) == (world != PLAIN)
-    assert rows[AHEAD]["read / needed"] == pytest.approx(rows[DISK]["read / needed"])
+    for world in (AHEAD, WAITS):
+        assert rows[world]["read / needed"] == pytest.approx(rows[DISK]["read / needed"])
     assert list(tmp_path.iterdir()) == []
     save(report, "command", Chart("TTFT mean s", more=("total s",)), tmp_path)
     assert {path.suffix for path in tmp_path.iterdir()} == {".json", ".md", ".png"}
@@ -74,7 +75,7 @@ def _batches(seconds: Mapping[str, float], restored: float = SHARE) -> dict[str,
     return found
 
 
-FAST = {PLAIN: 4.0, HOST: 1.0, DISK: 2.0, AHEAD: 1.1}
+FAST = {PLAIN: 4.0, HOST: 1.0, DISK: 2.0, AHEAD: 1.1, WAITS: 0.55}
 
 
 def test_rows_relate_times_to_the_cpu_tier_and_bytes_to_what_was_needed() -> None:
@@ -105,7 +106,14 @@ def test_look_ahead_can_cost() -> None:
 def test_a_world_without_its_hits_is_named() -> None:
     notes = backlog.verdicts(Config(), _batches(FAST, restored=SHARE / 2))
     wrong = [note.split(":")[1].strip() for note in notes if note.startswith("INVALID")]
-    assert wrong == [HOST, DISK, AHEAD]
+    assert wrong == [HOST, DISK, AHEAD, WAITS]
+
+
+def test_waits_are_compared_with_look_ahead_alone() -> None:
+    notes = backlog.waits(_batches(FAST))
+    assert len(notes) == len(backlog.MEASURES)
+    assert all("0.500 of that without" in note for note in notes)
+    assert all("lower in 8 of 8 rounds" in note for note in notes)
 
 
 def test_the_simulation_is_given_measured_speeds() -> None:

@@ -98,7 +98,7 @@ def test_alone_a_request_loads_all_that_it_can_in_time(tmp_path: Path) -> None:
     with world(tmp_path, 4, break_even=False) as served:
         served.begin(prompts_of(1, TOKENS), 5)
         measured(served, 5)
-        served.planner.health[0].break_even._timeout_s = 10.0
+        served.planner.health[0].break_even.timeout_s = 10.0
         serve_all(served)
         assert len(served.disk.order) == 25
         assert served.loaded()["file"] == 25 * CHUNK

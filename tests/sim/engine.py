@@ -11,8 +11,10 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
 from offload.index.chunk_batch import ChunkBatch
+from offload.layout.keys import CPU
 from offload.messages.plan import StepPlan
 from offload.messages.report import StepReport
+from offload.planner.read_waits import TOTAL_S, Answer, Room
 from offload.requests.lookup_cache import PartialLookup
 from tests.sim.content import (
     BLOCKS_PER_POSITION,
@@ -47,6 +49,7 @@ class Request:
     failed: bool = False
     stale: bool = False
     decodes: int = 0
+    waits_since: float | None = None
     known: PartialLookup = field(default_factory=PartialLookup)
 
 
@@ -85,13 +88,21 @@ class Engine(Server):
     # -- a scheduler step --------------------------------------------------------------------
 
     def _admit(self) -> None:
+        """As vLLM does: requests that wait for their reads keep their place, and those behind them
+        are admitted."""
+        skipped: list[Request] = []
         while self.waiting:
             request = self.waiting[0]
             if len(request.chain) * BLOCKS_PER_POSITION > len(self.free):
-                return
-            hit = 0 if request.failed else self._lookup(request)
+                break
+            answer = self._ask_waits(request, len(skipped))
+            if answer is Answer.WAIT:
+                skipped.append(self.waiting.pop(0))
+                continue
+            above = None if answer is Answer.BEGIN else CPU
+            hit = 0 if request.failed else self._lookup(request, above)
             if hit is None:
-                return
+                break
             self.waiting.pop(0)
             self._allocate(request)
             load: list[ChunkBatch] = []
@@ -100,18 +111,38 @@ class Engine(Server):
             else:
                 request.failed = False
                 self.running.append(request)
-            self.planner.look_ahead.leave(request.name, load)
+            self._leave(request, load)
+        self.waiting[:0] = skipped
 
-    def _lookup(self, request: Request) -> int | None:
-        """The number of positions that all groups can load from some tier; the last position is
-        always computed. ``None``: the lookup did not finish in this step."""
-        present = self.planner.sources.present
+    def _leave(self, request: Request, load: Sequence[ChunkBatch] = ()) -> None:
+        self.planner.read_waits.leave(request.name, self.now())
+        self.planner.look_ahead.leave(request.name, load)
+
+    def _ask_waits(self, request: Request, skipped: int) -> Answer:
+        if request.failed or not self.planner.read_waits.is_on:
+            return Answer.BEGIN
+        now, needed = self.now(), len(request.chain) * BLOCKS_PER_POSITION
+        room = Room(len(self.free), needed, skipped + len(self.waiting) - 1)
+        answer = self.planner.read_waits.ask(request.name, now, room, lambda: 0)
+        if answer is Answer.WAIT:
+            request.waits_since = now if request.waits_since is None else request.waits_since
+            assert now - request.waits_since < TOTAL_S, f"{request.name} starves"
+        elif request.waits_since is not None:
+            self.events[f"waited: {answer.value}"] += 1
+        return answer
+
+    def _lookup(self, request: Request, above: int | None = None) -> int | None:
+        """The number of positions that all groups can load from some tier (``above``: see
+        ``LoadSources.holders``); the last position is always computed. ``None``: the lookup did not
+        finish in this step."""
+        holders = self.planner.sources.holders(None, above)
         hit = 0
         for prefix in request.chain[:-1]:
-            if not all(present(key_of(prefix, group)) for group in GROUPS):
+            keys = [key_of(prefix, group) for group in GROUPS]
+            if not all(any(key in holder for holder in holders) for key in keys):
                 break
             hit += 1
-        remembered = self._remembered(request)
+        remembered = self._remembered(request, above)
         if remembered is None:
             self.events["looked up in part"] += 1
             return None
@@ -121,12 +152,15 @@ class Engine(Server):
             return 0
         return hit
 
-    def _remembered(self, request: Request) -> int | None:
+    def _remembered(self, request: Request, above: int | None) -> int | None:
         """The same, from the results of earlier steps and the allowance of this one."""
         request.known.begin()
         planner = self.planner
         run_end = request.known.runs_in(
-            None, planner.sources.holders(), planner.removals, planner.budget.lookups
+            above,
+            planner.sources.holders(None, above),
+            planner.removals,
+            planner.budget.lookups,
         )
         end = len(request.chain) - 1
         keys = {g: [key_of(prefix, g) for prefix in request.chain[:end]] for g in GROUPS}

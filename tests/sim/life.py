@@ -117,6 +117,7 @@ class ServerLife(Engine):
         self._give_back(request)
         request.stale = False
         self.waiting.insert(0, request)
+        self.planner.read_waits.begin(request.name)
         self.events["preempted"] += 1
 
     def _abort(self, request: Request | None) -> None:
@@ -127,7 +128,7 @@ class ServerLife(Engine):
             request.aborted = True  # its blocks are held until every rank has released them
             self.planner.loads.cancel(request.name)
             return
-        self.planner.look_ahead.leave(request.name)
+        self._leave(request)
         (self.waiting if request in self.waiting else self.running).remove(request)
         self._give_back(request)
 
@@ -282,6 +283,8 @@ class ServerLife(Engine):
         assert not planner.loads.held, "chunks are held for which no request waits"
         assert not [*planner.loads.planned, *planner.loads.queue], "loads are deferred"
         assert not planner.deferred.pieces, "answers are deferred"
+        waits = planner.read_waits
+        assert not any((waits._waits, waits._ended)), f"requests wait for reads: {waits._waits}"
         ahead = planner.look_ahead
         left = (ahead._wants, ahead.queue, ahead._open, ahead._held, ahead._wanted, ahead._flying)
         assert not any(left), f"look-ahead has not ended: {left}"

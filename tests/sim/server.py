@@ -22,7 +22,7 @@ from tests.sim.content import (
     SLOT_BYTES,
     group_infos,
 )
-from tests.sim.rank import STAGING, Rank
+from tests.sim.rank import LIMITS, STAGING, Rank
 from tests.sim.weather import Sky, Weather
 from tiers.base import Tier
 from tiers.testing.memory_tier import MemoryTier
@@ -51,6 +51,7 @@ class Setup:
     step_chunks: int = 4
     pause_s: float = 0.02
     look_ahead: float = 0.0
+    wait_for_reads: str = "never"
 
     @classmethod
     def drawn(cls, rng: random.Random) -> Setup:
@@ -142,7 +143,8 @@ class Server:
             )
             for t in range(setup.tiers)
         ]
-        health = TierHealths([index.name for index in lower], HealthLimits(FAILURES))
+        limits = HealthLimits(FAILURES, load_timeout_s=LIMITS.load_timeout_s)
+        health = TierHealths([index.name for index in lower], limits)
         self.queues = [
             WriteThroughQueue(t, i, health=health[t], max_waiting=setup.slots * 3 // 4, batch=4)
             for t, i in enumerate(lower)
@@ -162,6 +164,7 @@ class Server:
             health=health,
             write_through_queues=self.queues,
             look_ahead=setup.look_ahead,
+            wait_for_reads=setup.wait_for_reads,
         )
         lookups = self.planner.budget.lookups
         lookups.chunks, lookups.chunks_min = LOOKUP_MAX, LOOKUP_MIN

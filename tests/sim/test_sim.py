@@ -148,3 +148,21 @@ def test_no_world_goes_wrong_with_look_ahead(part: int) -> None:
             error.add_note(f"seed {seed} with {setup}")
             raise
     assert used > 0
+
+
+@pytest.mark.parametrize("choice", ["auto", "always"])
+@pytest.mark.parametrize("part", range(4))
+def test_no_world_goes_wrong_while_requests_wait_for_reads(part: int, choice: str) -> None:
+    """Nobody waits for longer than allowed, and nothing is left of a wait."""
+    waited: Counter[str] = Counter()
+    for seed in range(part, 40, 4):
+        setup = Setup.drawn(random.Random(seed))
+        setup = dataclasses.replace(setup, look_ahead=0.5, wait_for_reads=choice)
+        life = ServerLife(seed, setup)
+        try:
+            events = live(life, STEPS).events
+        except BaseException as error:
+            error.add_note(f"seed {seed} with {setup}")
+            raise
+        waited += Counter({name: n for name, n in events.items() if name.startswith("waited")})
+    assert waited["waited: begin"] > 0 or choice == "auto"

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
+
 from tests.vllm.engine import Engine
 from tests.vllm.kinds import empty_cpu_tier
 from tests.vllm.probes import totals
@@ -15,13 +17,15 @@ TWO_PROMPTS = {"num_gpu_blocks_override": 48, "max_model_len": 1024}
 COUNT = 8
 
 
-def test_a_backlog_is_read_ahead(llama: Path, tmp_path: Path) -> None:
-    """Prompts that lie on disk only, sent all at once: their answers are those without
-    offloading."""
+@pytest.mark.parametrize("choice", ["never", "always"])
+def test_a_backlog_is_read_ahead(choice: str, llama: Path, tmp_path: Path) -> None:
+    """Prompts that lie on disk only, sent all at once: their answers are those without offloading,
+    also if requests wait for their reads. Then no request runs until some have ended."""
     reference = Reference.record(llama, tmp_path / "plain.log", prompts(COUNT), **ONE_AT_A_TIME)
-    transfer = config(tmp_path / "kv", look_ahead=0.5, max_load_gpu_share=1.0)
-    options = HASH | ONE_AT_A_TIME | TWO_PROMPTS
-    with Engine(llama, log=tmp_path / "log", connector=transfer, **options) as engine:
+    options = {"look_ahead": 0.5, "wait_for_reads": choice, "max_load_gpu_share": 1.0}
+    transfer = config(tmp_path / "kv", **options)
+    limits = HASH | ONE_AT_A_TIME | TWO_PROMPTS
+    with Engine(llama, log=tmp_path / "log", connector=transfer, **limits) as engine:
         fill(engine, reference)
         engine.reset_prefix_cache()
         engine.call(empty_cpu_tier)
@@ -44,3 +48,5 @@ def test_a_backlog_is_read_ahead(llama: Path, tmp_path: Path) -> None:
         read, used, wasted = (counts[f"ahead_{what}_bytes"] for what in ("read", "used", "wasted"))
         assert read == used + wasted
         assert used > 0
+        assert (counts["read_waits"] > 0) == (choice == "always")
+        assert (counts["read_wait_seconds"] > 0) == (choice == "always")

@@ -7,6 +7,7 @@ reported their tiers (``attach``), every lookup is a miss.
 from __future__ import annotations
 
 import logging
+import sys
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
@@ -30,6 +31,7 @@ from offload.messages.plan import StepPlan
 from offload.messages.report import RankState, StepReport
 from offload.planner.build import copy_gauges, unit_bytes
 from offload.planner.planner import Planner
+from offload.planner.read_waits import Answer
 from offload.planner.step_budget import EXPIRED_MAX
 from offload.requests.lookup import Lookups
 from offload.requests.request_log import RequestLog
@@ -81,6 +83,7 @@ class SchedulerSide:
         self._max_pinned_share = max_pinned_share
         self._by_priority = by_priority
         self._cached_tokens: Callable[[Request], int | None] = _none_cached
+        self._free_blocks: Callable[[], int] = _unknown_blocks
         self._matcher = PrefixMatcher(layout)
         self._wanted = WantedChunks(layout, self._matcher)
         self._tables = BlockTables(layout)
@@ -115,7 +118,9 @@ class SchedulerSide:
                 planner,
                 self.lookups,
                 lambda request: self._cached_tokens(request),
-                min(group.block_tokens for group in self.layout.groups),
+                lambda: self._free_blocks(),
+                self._clock.left_tokens,
+                [group.block_tokens for group in self.layout.groups],
                 by_priority=self._by_priority,
             )
         for state in self._states.values():
@@ -123,10 +128,13 @@ class SchedulerSide:
 
     # -- requests ----------------------------------------------------------------------------
 
-    def bind_cache(self, cached_tokens: Callable[[Request], int | None]) -> None:
-        """Set the function that counts a request's tokens in vLLM's own cache (``None``: no
-        look-ahead for this request)."""
+    def bind_cache(
+        self, cached_tokens: Callable[[Request], int | None], free_blocks: Callable[[], int]
+    ) -> None:
+        """Set the functions that count a request's tokens in vLLM's own cache (``None``: no
+        look-ahead for this request), and the GPU's free blocks."""
         self._cached_tokens = cached_tokens
+        self._free_blocks = free_blocks
 
     def on_new_request(self, request: Request) -> None:
         """Add a request (also called again for a resumed session)."""
@@ -166,7 +174,19 @@ class SchedulerSide:
             return None if self._unseen.must_wait(request.request_id, time.monotonic()) else 0
         if self.lookups is None or self._is_held:
             return 0
-        return self.lookups.ask(state, request, computed_tokens)
+        answer = self._ask_waits(state, request)
+        if answer is Answer.WAIT:
+            state.lookup.begin(computed_tokens, time.perf_counter())
+            return None
+        return self.lookups.ask(state, request, computed_tokens, answer.cut)
+
+    def _ask_waits(self, state: RequestState, request: Request) -> Answer:
+        if self._waiting is not None:
+            try:
+                return self._waiting.ask(state, request, time.monotonic())
+            except Exception as error:  # must not cost the request its hit
+                self._faults.note("look_ahead", error)
+        return Answer.BEGIN
 
     def allocated(
         self, request: Request, block_ids: tuple[list[int], ...], external_tokens: int
@@ -205,7 +225,7 @@ class SchedulerSide:
         if self._waiting is None:
             return
         try:
-            ahead_tokens = self._waiting.remove(request.request_id, load)
+            ahead_tokens = self._waiting.remove(request.request_id, time.monotonic(), load)
             state = self._states.get(request.request_id)
             if ahead_tokens and state is not None and state.lookup.logged is not None:
                 state.lookup.logged.was_read_ahead(ahead_tokens)
@@ -459,3 +479,7 @@ class SchedulerSide:
 
 def _none_cached(_request: Request) -> int | None:
     return 0
+
+
+def _unknown_blocks() -> int:
+    return sys.maxsize

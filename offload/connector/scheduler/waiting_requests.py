@@ -1,4 +1,5 @@
-"""Tells look-ahead which requests wait for vLLM to run them, and which chunks they will load.
+"""Tells look-ahead which requests wait for vLLM to run them, and which chunks they will load; says
+which of them wait for their reads when vLLM could run them.
 
 Part of the scheduler side, on its thread. A request is matched with vLLM's own cache and with the
 tiers once, in a step whose allowance for lookups is not used up; in a step without waiting requests
@@ -15,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 from offload.index.chunk_batch import ChunkBatch
 from offload.layout.keys import CPU
 from offload.planner.planner import Planner
+from offload.planner.read_waits import Answer, Room
 from offload.requests.lookup import Lookups
 from offload.requests.request_state import RequestState
 
@@ -40,7 +42,9 @@ class _Unmatched:
 class WaitingRequests:
     """Requests run in the order in which they came or, ``by_priority``, in vLLM's order of
     priorities. ``cached_tokens`` says how many tokens of a request vLLM's own cache holds, or
-    ``None`` if this request is not to be read ahead for.
+    ``None`` if this request is not to be read ahead for. ``free_blocks`` counts the free blocks of
+    the GPU; a block of each group holds this many ``block_tokens``. ``computing`` counts the tokens
+    that vLLM computes before it begins with another request.
     """
 
     def __init__(
@@ -48,20 +52,28 @@ class WaitingRequests:
         planner: Planner,
         lookups: Lookups,
         cached_tokens: Callable[[Request], int | None],
-        block_tokens: int,
+        free_blocks: Callable[[], int],
+        computing: Callable[[], int],
+        block_tokens: Sequence[int],
         *,
         by_priority: bool = False,
     ) -> None:
         self._planner = planner
         self._lookups = lookups
         self._cached_tokens = cached_tokens
+        self._free_blocks = free_blocks
+        self._computing = computing
         self._block_tokens = block_tokens
         self._by_priority = by_priority
         self._unmatched: dict[str, _Unmatched] = {}
+        self._names: set[str] = set()
         self._count = 0
 
     def add(self, state: RequestState, request: Request, *, preempted: bool = False) -> None:
         """A request waits from now on. One that was preempted is the next that runs."""
+        self._names.add(request.request_id)
+        if preempted:
+            self._planner.read_waits.begin(request.request_id)
         read = state.identity.origin.controls.read
         if state.identity.no_load or (read is not None and CPU not in read):
             return
@@ -72,11 +84,28 @@ class WaitingRequests:
             order = (request.priority, request.arrival_time, self._count)
         self._unmatched[request.request_id] = _Unmatched(state, request, order)
 
-    def remove(self, request: str, load: Sequence[ChunkBatch] = ()) -> int:
+    def remove(self, request: str, now: float, load: Sequence[ChunkBatch] = ()) -> int:
         """The request does not wait any more: this ``load`` was planned for it, or it runs or has
         ended. Returns the tokens of the load that were read ahead for it."""
         self._unmatched.pop(request, None)
+        self._names.discard(request)
+        self._planner.read_waits.leave(request, now)
         return self._planner.look_ahead.leave(request, load)
+
+    def ask(self, state: RequestState, request: Request, now: float) -> Answer:
+        """Answer for a request that vLLM could run now."""
+        waits, name = self._planner.read_waits, request.request_id
+        if not waits.is_on:
+            return Answer.BEGIN
+        if name in self._unmatched:
+            self.advance()
+        if name in self._unmatched:
+            return Answer.BEGIN  # its lookup probably takes another step, too
+        needed = sum(-(-request.num_tokens // tokens) for tokens in self._block_tokens)
+        room = Room(self._free_blocks(), needed, len(self._names) - 1)
+        answer = waits.ask(name, now, room, self._computing)
+        state.lookup.waited(waits.waited_s(name))
+        return answer
 
     def advance(self) -> None:
         """Match requests that have come, as far as the step allows."""
@@ -97,7 +126,7 @@ class WaitingRequests:
             waiting.cached = self._cached_tokens(waiting.request)
             if waiting.cached is None:
                 return True
-            self._planner.budget.lookups.take(waiting.cached // self._block_tokens)
+            self._planner.budget.lookups.take(waiting.cached // min(self._block_tokens))
         runs = self._lookups.ahead(state, waiting.request, waiting.cached)
         if runs:
             self._planner.look_ahead.enter(name, waiting.order, runs)

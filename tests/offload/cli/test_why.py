@@ -34,13 +34,16 @@ def recorded(folder: Path, *numbers: int) -> Path:
 def test_tokens_that_were_read_ahead_are_shown(tmp_path: Path) -> None:
     file = tmp_path / "requests.jsonl"
     written = RequestFile(str(file), 100, Namespace.of(FIELDS).name)
-    written(LoggedRequest("hit", 1.0, 64, 0, 60, 60, {"cpu": 60}, ahead_tokens=48))
+    written(LoggedRequest("hit", 1.0, 64, 0, 60, 60, {"cpu": 60}, ahead_tokens=48, waited_s=2.34))
     written(LoggedRequest("failed", 1.0, 64, 0, 60, 60, ahead_tokens=48))
     written.close()
     hit, failed = kvtiers("why", file, "--json").json["requests"]
     assert hit["ahead_tokens"] == 48
     assert "ahead_tokens" not in failed, "nothing was loaded"
-    assert "48 of them read ahead" in " ".join(kvtiers("why", file).out.split())
+    assert (hit["waited_s"], "waited_s" in failed) == (2.34, False)
+    shown = " ".join(kvtiers("why", file).out.split())
+    assert "48 of them read ahead" in shown
+    assert "waited 2.3 s for reads" in shown
 
 
 def test_a_line_that_is_being_written_is_left_out(tmp_path: Path) -> None:

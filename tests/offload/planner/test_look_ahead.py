@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from typing import Any
 
 import pytest
 
@@ -24,9 +25,10 @@ SIZE = 100
 
 
 class Queue:
-    """A planner whose lower tiers hold the chunks 0 to 99, and requests that wait."""
+    """A planner whose lower tiers hold the chunks 0 to 99, and requests that wait. ``options`` are
+    more of the planner's."""
 
-    def __init__(self, slots: int = 40, share: float = 0.5, tiers: int = 1) -> None:
+    def __init__(self, slots: int = 40, share: float = 0.5, tiers: int = 1, **options: Any) -> None:
         self.disks = [
             TierIndex(f"disk{n}", ByteCapacity(1 << 20), LruPolicy()) for n in range(tiers)
         ]
@@ -35,7 +37,7 @@ class Queue:
             disk.recover([key_of(n) for n in range(100)], [info] * 100)
         cpu = TierIndex("cpu", SlotCapacity(slots), LruPolicy())
         groups = {0: GroupInfo("full", 16, (SIZE,) * tiers)}
-        self.planner = Planner(groups, cpu, self.disks, look_ahead=share)
+        self.planner = Planner(groups, cpu, self.disks, look_ahead=share, **options)
         self.ahead = self.planner.look_ahead
         self.now = 0.0
         self.plans: list[StepPlan] = []

@@ -43,6 +43,8 @@ def test_every_metric_is_used_or_left_out_on_purpose() -> None:
         "ahead_wasted_bytes_total": "look-ahead is off by default",
         "ahead_late_bytes_total": "look-ahead is off by default",
         "ahead_saved_seconds_total": "look-ahead is off by default",
+        "read_waits_total": "requests do not wait for reads by default",
+        "read_wait_seconds_total": "requests do not wait for reads by default",
         "copy_failures_total": "the stores and loads that fail are shown",
         "breaker_openings_total": "breaker_state has the result",
         "dropped_chunks_total": "removed_chunks has the reasons",

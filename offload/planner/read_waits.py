@@ -1,0 +1,236 @@
+"""Requests that wait for reads ahead before vLLM gives them GPU blocks.
+
+A request whose prefix lies in lower tiers can begin its load at once: it then holds GPU blocks
+while the disk reads. Or it can wait until look-ahead has read the prefix into the CPU tier; vLLM
+then schedules the requests behind it. ``decide`` chooses from measured values; ``ReadWaits``
+collects them. Pure.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from enum import Enum
+
+from offload.layout.keys import CPU
+from offload.planner.context import PlannerContext
+from offload.planner.load_or_recompute import Cut
+from offload.planner.load_sources import LoadSources
+from offload.planner.look_ahead import LookAhead
+
+AUTO, ALWAYS, NEVER = CHOICES = ("auto", "always", "never")
+WORTH_S, WORTH_STEPS = 0.1, 8
+"""A shorter read is not waited for: a wait takes about two steps more than a load."""
+TOTAL_S = 60.0
+"""Longest wait of a request, most of it behind the reads of requests that came before it."""
+STUCK_ASKS = 3
+"""A wait ends when vLLM has asked so many times in a row and nothing was being read ahead."""
+WAITING_MAX = 64
+"""Requests that wait at a time: vLLM asks for each of them in every step."""
+
+
+class Answer(Enum):
+    """The next action of a request that vLLM could run. ``COMPUTE`` and ``LATE`` begin with what is
+    in the CPU tier and compute the rest."""
+
+    BEGIN = "begin"
+    WAIT = "wait"
+    COMPUTE = "compute"
+    LATE = "late"
+
+    @property
+    def cut(self) -> Cut:
+        """Why only what is in the CPU tier is loaded; ``NOTHING`` if that is not so."""
+        return {Answer.COMPUTE: Cut.QUEUE, Answer.LATE: Cut.LATE}.get(self, Cut.NOTHING)
+
+
+@dataclass(frozen=True, slots=True)
+class Room:
+    """GPU blocks that are ``free`` and that the request has to get (``needed``), and the number of
+    other requests that are ``waiting`` for blocks."""
+
+    free: int
+    needed: int
+    waiting: int
+
+
+@dataclass(frozen=True, slots=True)
+class Outlook:
+    """The facts about the reads of a request.
+
+    ``is_read``: they have ended, or nearly. ``is_stuck``: they make no progress. The request has
+    waited for ``waited_s``; for ``reading_s`` of that its own chunks were read, which may take
+    ``limit_s``. ``is_queued``: requests that came earlier wait for their reads. Until its own reads
+    have ended, all reads are expected to take ``read_s``; computing takes ``compute_s``; ``None``:
+    not measured, or of no interest. ``worth_s``: shorter reads are not waited for. ``others`` could
+    use GPU blocks at once; they are assumed to need as many as this one.
+    """
+
+    is_read: bool
+    is_stuck: bool
+    waited_s: float
+    reading_s: float
+    limit_s: float
+    is_queued: bool
+    read_s: float | None
+    compute_s: float | None
+    worth_s: float
+    free_blocks: int
+    needed_blocks: int
+    others: int
+
+    @property
+    def is_scarce(self) -> bool:
+        """True if others could use the blocks that the request would hold."""
+        return self.others > 0 and self.free_blocks < self.needed_blocks * (1 + self.others)
+
+
+def decide(choice: str, outlook: Outlook) -> Answer:
+    """Choose what the request does now."""
+    if outlook.is_read or outlook.is_stuck or outlook.waited_s >= TOTAL_S:
+        return Answer.BEGIN
+    if outlook.reading_s >= outlook.limit_s:
+        return Answer.LATE
+    if choice == ALWAYS:
+        return Answer.WAIT
+    if outlook.read_s is None:
+        return Answer.BEGIN  # loads measure the speed
+    if outlook.is_queued and outlook.read_s > (outlook.compute_s or math.inf):
+        return Answer.COMPUTE
+    is_better = outlook.is_queued or outlook.is_scarce
+    return Answer.WAIT if is_better and outlook.read_s >= outlook.worth_s else Answer.BEGIN
+
+
+@dataclass(slots=True, eq=False)
+class _Wait:
+    """A wait that began at ``since``, for ``tokens`` of lower tiers, most of them in ``tier``, that
+    were expected to be there after ``read_s``. vLLM has asked ``idle`` times since the last
+    progress, when look-ahead had begun ``begun`` reads."""
+
+    since: float
+    tier: int
+    tokens: int
+    read_s: float | None
+    begun: int = 0
+    idle: int = 0
+
+
+class ReadWaits:
+    """The requests that wait for their reads. Owned by the planner; used on its thread.
+
+    ``count`` requests have waited, ``seconds`` in all.
+    """
+
+    def __init__(
+        self,
+        context: PlannerContext,
+        sources: LoadSources,
+        look_ahead: LookAhead,
+        choice: str,
+    ) -> None:
+        self.count = 0
+        self.seconds = 0.0
+        self._health = context.health
+        self._budget = context.budget
+        self._sources = sources
+        self._ahead = look_ahead
+        self._choice = choice
+        self._waits: dict[str, _Wait] = {}  # oldest first
+        self._ended: dict[str, tuple[Answer, float]] = {}  # final answers, and seconds waited
+
+    def __len__(self) -> int:
+        """The number of requests that wait."""
+        return len(self._waits)
+
+    @property
+    def is_on(self) -> bool:
+        """True if requests wait at all."""
+        return self._choice != NEVER and self._ahead.is_on
+
+    def ask(self, request: str, now: float, room: Room, computing: Callable[[], int]) -> Answer:
+        """Answer for a request that vLLM could run now. Every answer but ``WAIT`` is final.
+
+        ``computing`` counts the tokens that vLLM computes for others first.
+        """
+        if (ended := self._ended.get(request)) is not None:
+            return ended[0]
+        wait = self._waits.get(request) or self._expect(request, now)
+        answer = Answer.BEGIN
+        if wait is not None:
+            outlook = self._outlook(request, wait, now, room, computing)
+            answer = decide(self._choice, outlook)
+        if answer is not Answer.WAIT:
+            self._end(request, answer, now)
+        elif request not in self._waits:
+            self._waits[request] = wait  # type: ignore[assignment]  # only such requests wait
+            self.count += 1
+        return answer
+
+    def _expect(self, request: str, now: float) -> _Wait | None:
+        """A wait that may begin; ``None`` if there is nothing to wait for."""
+        runs = self._ahead.runs(request)
+        if not runs or len(self._waits) >= WAITING_MAX:
+            return None
+        tokens = self._sources.expected(runs, runs[0].origin.controls.read)
+        tokens.pop(CPU, None)
+        tokens = {tier: count for tier, count in tokens.items() if self._health[tier].readable}
+        if not tokens:
+            return None
+        tier = max(tokens, key=tokens.__getitem__)
+        pace, total = self._health[tier].break_even, sum(tokens.values())
+        before = sum(wait.tokens for wait in self._waits.values()) + pace.reads.tokens
+        read_s = None if pace.speed is None else (before + total) / pace.speed
+        return _Wait(now, tier, total, read_s, self._ahead.counts["read"])
+
+    def _outlook(
+        self, request: str, wait: _Wait, now: float, room: Room, computing: Callable[[], int]
+    ) -> Outlook:
+        ahead, pace = self._ahead, self._health[wait.tier].break_even
+        progress, begun = ahead.progress(request), ahead.counts["read"]
+        wait.idle = 0 if ahead.is_reading or begun > wait.begun else wait.idle + 1
+        wait.begun = begun
+        since = now if progress is None or progress.since is None else progress.since
+        is_first_ask, compute_s, others = request not in self._waits, None, room.waiting
+        if is_first_ask and self._choice == AUTO:
+            compute_s = pace.compute_s(wait.tokens, computing())
+        if not pace.is_compared:  # requests that wait for reads will not compute instead
+            others -= ahead.others_unread(request)
+        return Outlook(
+            is_read=progress is None or progress.is_read,
+            is_stuck=wait.idle > STUCK_ASKS or not self._health[wait.tier].readable,
+            waited_s=now - wait.since,
+            reading_s=now - max(since, wait.since),
+            limit_s=pace.timeout_s,
+            is_queued=next(iter(self._waits), request) != request,
+            read_s=wait.read_s,
+            compute_s=compute_s,
+            worth_s=max(WORTH_S, WORTH_STEPS * self._budget.step_s),
+            free_blocks=room.free,
+            needed_blocks=room.needed,
+            others=others,
+        )
+
+    def _end(self, request: str, answer: Answer, now: float) -> None:
+        wait = self._waits.pop(request, None)
+        waited_s = 0.0 if wait is None else now - wait.since
+        self.seconds += waited_s
+        self._ended[request] = answer, waited_s
+
+    def begin(self, request: str) -> None:
+        """This request does not wait: it was preempted, and has waited already."""
+        self._ended[request] = Answer.BEGIN, 0.0
+
+    def waited_s(self, request: str) -> float:
+        """The seconds for which a request has waited whose wait has ended; else 0."""
+        return self._ended.get(request, (Answer.BEGIN, 0.0))[1]
+
+    def leave(self, request: str, now: float) -> None:
+        """The request runs, loads or has ended."""
+        if request in self._waits:
+            self._end(request, Answer.BEGIN, now)
+        self._ended.pop(request, None)
+
+    def totals(self) -> dict[str, float]:
+        """The number of waits and their time, by flat name."""
+        return {"read_waits": self.count, "read_wait_seconds": self.seconds}

@@ -1,0 +1,297 @@
+"""Requests that wait for their reads: the choice, its bounds, and how a wait ends."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable
+from typing import Any
+
+import pytest
+
+from offload.index.request_options import Controls
+from offload.layout.keys import CPU
+from offload.messages.report import JobResult, Observed, StepReport
+from offload.planner import look_ahead, read_waits
+from offload.planner.load_or_recompute import SAMPLES_MIN, Cut
+from offload.planner.read_waits import (
+    ALWAYS,
+    AUTO,
+    STUCK_ASKS,
+    TOTAL_S,
+    WORTH_S,
+    Answer,
+    Outlook,
+    Room,
+    decide,
+)
+from offload.planner.tier_health import HealthLimits, TierHealths
+from tests.offload.planner.simulated_ranks import key_of
+from tests.offload.planner.test_look_ahead import Queue, run
+
+LIMIT_S = 10.0
+SCARCE, AMPLE = Room(free=15, needed=10, waiting=1), Room(free=20, needed=10, waiting=1)
+
+READING = Outlook(
+    is_read=False,
+    is_stuck=False,
+    waited_s=1.0,
+    reading_s=1.0,
+    limit_s=LIMIT_S,
+    is_queued=False,
+    read_s=2.0,
+    compute_s=None,
+    worth_s=WORTH_S,
+    free_blocks=15,
+    needed_blocks=10,
+    others=1,
+)
+
+
+@pytest.mark.parametrize(
+    ("change", "auto", "always"),
+    [
+        ({}, Answer.WAIT, Answer.WAIT),
+        ({"is_read": True}, Answer.BEGIN, Answer.BEGIN),
+        ({"is_stuck": True}, Answer.BEGIN, Answer.BEGIN),
+        ({"waited_s": TOTAL_S}, Answer.BEGIN, Answer.BEGIN),
+        ({"reading_s": LIMIT_S}, Answer.LATE, Answer.LATE),
+        ({"read_s": None}, Answer.BEGIN, Answer.WAIT),
+        ({"read_s": WORTH_S / 2}, Answer.BEGIN, Answer.WAIT),
+        ({"free_blocks": 20}, Answer.BEGIN, Answer.WAIT),
+        ({"free_blocks": 0, "others": 0}, Answer.BEGIN, Answer.WAIT),
+        ({"free_blocks": 20, "is_queued": True}, Answer.WAIT, Answer.WAIT),
+        ({"is_queued": True, "compute_s": 1.0}, Answer.COMPUTE, Answer.WAIT),
+        ({"is_queued": True, "compute_s": 3.0}, Answer.WAIT, Answer.WAIT),
+        ({"compute_s": 1.0}, Answer.WAIT, Answer.WAIT),
+    ],
+)
+def test_the_choice(change: dict[str, Any], auto: Answer, always: Answer) -> None:
+    outlook = dataclasses.replace(READING, **change)
+    assert (decide(AUTO, outlook), decide(ALWAYS, outlook)) == (auto, always)
+
+
+def test_only_answers_that_leave_something_out_have_a_reason() -> None:
+    cuts = {answer: answer.cut for answer in Answer}
+    assert cuts == {
+        Answer.BEGIN: Cut.NOTHING,
+        Answer.WAIT: Cut.NOTHING,
+        Answer.COMPUTE: Cut.QUEUE,
+        Answer.LATE: Cut.LATE,
+    }
+
+
+class Waits(Queue):
+    """Requests that vLLM could run, over a disk that reads ``speed`` tokens per second. vLLM
+    computes 80."""
+
+    def __init__(self, choice: str = AUTO, *, speed: float = 160.0, **options: Any) -> None:
+        limits = HealthLimits(load_timeout_s=LIMIT_S)
+        tiers = options.get("tiers", 1)
+        health = TierHealths([f"disk{n}" for n in range(tiers)], limits)
+        super().__init__(health=health, wait_for_reads=choice, **options)
+        self.waits = self.planner.read_waits
+        self.computing = 0
+        for _ in range(SAMPLES_MIN if speed else 0):
+            for tier in self.planner.health.tiers:
+                tier.loaded(1600, 1600 / speed, 0.0)
+            self.planner.health.computed(1600, 20.0)
+
+    def ask(self, name: str, room: Room = SCARCE) -> Answer:
+        return self.waits.ask(name, self.now, room, lambda: self.computing)
+
+    def begins(self, name: str, numbers: Iterable[int], *order: int) -> list[int]:
+        """A request waits for these chunks; returns those whose reads begin."""
+        self.wait(name, numbers, *order)
+        assert self.ask(name) is Answer.WAIT
+        return self.step()
+
+
+def test_a_request_waits_until_its_reads_have_ended() -> None:
+    waits = Waits()
+    assert waits.begins("one", range(10), 1) == list(range(10))
+    assert waits.ask("one") is Answer.WAIT
+    waits.end()
+    assert waits.ask("one") is Answer.BEGIN
+    assert waits.ask("one") is Answer.BEGIN, "vLLM had no blocks for it"
+    assert waits.waits.waited_s("one") == pytest.approx(0.01)
+    waits.waits.leave("one", waits.now)
+    totals = waits.planner.totals()
+    assert totals["read_waits"] == 1
+    assert totals["read_wait_seconds"] == pytest.approx(0.01)
+    assert not waits.waits._ended
+
+
+def test_the_last_reads_are_not_waited_for() -> None:
+    """The load waits for them."""
+    waits = Waits(slots=80)
+    waits.wait("one", range(33), 1)
+    assert waits.ask("one") is Answer.WAIT
+    waits.step()
+    first, second, third = waits.plans.pop().loads
+    waits.planner.complete(StepReport({job: JobResult() for job in (first.job, second.job)}))
+    assert len(third.items) == 1
+    assert waits.ask("one") is Answer.BEGIN
+
+
+def test_what_the_cpu_tier_holds_is_not_waited_for() -> None:
+    waits = Waits(ALWAYS)
+    waits.begins("one", range(10), 1)
+    waits.end()
+    waits.ahead.leave("one", [run(range(10))])
+    waits.wait("two", range(10), 2)
+    assert waits.ask("two") is Answer.BEGIN
+    assert waits.planner.totals()["read_waits"] == 1, "only the first"
+
+
+def test_a_request_that_is_not_read_for_does_not_wait() -> None:
+    assert Waits(ALWAYS).ask("unknown") is Answer.BEGIN
+
+
+def test_a_tier_that_was_not_measured_is_not_waited_for() -> None:
+    """Otherwise no load would ever measure it."""
+    waits = Waits(speed=0.0)
+    waits.wait("one", range(10), 1)
+    assert waits.ask("one") is Answer.BEGIN
+
+
+def test_reads_that_take_too_long_are_given_up() -> None:
+    """From the time when the request's own reads began; it begins with what is there."""
+    waits = Waits(ALWAYS, share=0.25)
+    waits.begins("one", range(10), 1)
+    waits.wait("two", range(20, 30), 2)
+    waits.now += LIMIT_S - 1
+    assert waits.ask("one") is Answer.WAIT
+    assert waits.ask("two") is Answer.WAIT
+    waits.now += 1
+    assert waits.ask("one") is Answer.LATE
+    waits.end()
+    waits.ahead.leave("one", [run(range(10))])
+    waits.waits.leave("one", waits.now)
+    waits.now += LIMIT_S
+    assert waits.step() == list(range(20, 30))
+    assert waits.ask("two") is Answer.WAIT, "its reads have just begun"
+
+
+def test_the_reading_time_before_a_wait_does_not_count() -> None:
+    waits = Waits(ALWAYS)
+    waits.wait("one", range(10), 1)
+    waits.step()
+    waits.now += 2 * LIMIT_S
+    assert waits.ask("one") is Answer.WAIT
+
+
+def test_nobody_waits_for_ever() -> None:
+    """Reads for another request go on and on."""
+    waits = Waits(ALWAYS)
+    waits.begins("urgent", range(60), 1)
+    waits.wait("one", range(60, 70), 2)
+    began = waits.now
+    while (answer := waits.ask("one")) is Answer.WAIT:
+        waits.now += 1.0
+        assert waits.now - began <= TOTAL_S
+    assert answer is Answer.BEGIN
+    assert waits.now - began == TOTAL_S
+
+
+def test_a_wait_ends_when_nothing_is_read() -> None:
+    """The share is full with chunks of others that do not run."""
+    waits = Waits(ALWAYS)
+    waits.wait("other", range(20), 1)
+    waits.step()
+    waits.end()
+    waits.wait("one", range(30, 40), 2)
+    answers = []
+    while not answers or answers[-1] is Answer.WAIT:
+        answers.append(waits.ask("one"))
+        waits.step()
+    assert answers == [Answer.WAIT] * STUCK_ASKS + [Answer.BEGIN]
+
+
+def test_reads_that_end_within_a_step_are_progress(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(look_ahead, "FLYING_MAX", 8)
+    waits = Waits(ALWAYS, slots=200)
+    waits.wait("one", range(80), 1)
+    for _ in range(10):
+        assert waits.ask("one") is Answer.WAIT
+        assert len(waits.step()) == 8
+        waits.end()
+        assert not waits.ahead.is_reading
+    assert waits.ask("one") is Answer.BEGIN
+
+
+def test_a_tier_that_fails_ends_the_waits() -> None:
+    waits = Waits(ALWAYS)
+    waits.begins("one", range(10), 1)
+    waits.planner.complete(StepReport(tiers={(0, 0): Observed(reads_failed=3)}))
+    assert waits.ask("one") is Answer.BEGIN
+    waits.wait("two", range(20, 30), 2)
+    assert waits.ask("two") is Answer.BEGIN
+
+
+def test_a_reset_ends_the_waits() -> None:
+    waits = Waits(ALWAYS)
+    waits.begins("one", range(10), 1)
+    waits.planner.forget_all()
+    assert waits.ask("one") is Answer.BEGIN
+
+
+def test_a_request_that_ends_leaves_nothing() -> None:
+    waits = Waits(ALWAYS)
+    waits.begins("one", range(10), 1)
+    waits.now += 3.0
+    waits.waits.leave("one", waits.now)
+    assert not len(waits.waits)
+    assert not waits.waits._ended
+    assert waits.waits.seconds == pytest.approx(3.01)
+
+
+def test_a_preempted_request_does_not_wait_again() -> None:
+    waits = Waits(ALWAYS)
+    waits.waits.begin("one")
+    waits.wait("one", range(10), 1)
+    assert waits.ask("one") is Answer.BEGIN
+
+
+def test_few_requests_wait_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(read_waits, "WAITING_MAX", 1)
+    waits = Waits(ALWAYS)
+    waits.begins("one", range(10), 1)
+    waits.wait("two", range(20, 30), 2)
+    assert waits.ask("two") is Answer.BEGIN
+
+
+@pytest.mark.parametrize(("computing", "answer"), [(0, Answer.COMPUTE), (64, Answer.WAIT)])
+def test_behind_other_reads_a_request_computes_if_that_is_sooner(
+    computing: int, answer: Answer
+) -> None:
+    """Both reads take 2.6 s. Computing its 160 tokens takes 160 / (0.9 * 80) = 2.2 s, and behind 64
+    others 3.1 s."""
+    waits = Waits()
+    waits.begins("one", range(16), 1)
+    waits.wait("two", range(20, 30), 2)
+    waits.computing = computing
+    assert waits.ask("two", AMPLE) is answer
+
+
+def test_loads_in_flight_delay_the_reads() -> None:
+    """Alone, a short read is not worth a wait."""
+    waits = Waits(speed=1600.0)
+    waits.wait("one", range(1), 1)
+    waits.wait("two", range(1, 2), 2)
+    assert waits.ask("one") is Answer.BEGIN
+    waits.planner.health[0].reads_in_flight.begin(1, 1600)
+    assert waits.ask("two") is Answer.WAIT
+
+
+def test_only_tiers_that_the_request_may_read_are_waited_for() -> None:
+    waits = Waits(ALWAYS)
+    waits.wait("one", range(10), 1, controls=Controls(read=frozenset({CPU})))
+    assert waits.ask("one") is Answer.BEGIN
+
+
+def test_reads_that_fail_end_the_wait() -> None:
+    waits = Waits(ALWAYS)
+    waits.begins("one", range(10), 1)
+    waits.end(*range(10))
+    assert waits.ask("one") is Answer.BEGIN
+    assert key_of(0) not in waits.planner.cpu.resident
