@@ -182,9 +182,12 @@ class VllmServer:
         return self._request("GET", "/metrics").decode()
 
     def nudge(self) -> None:
-        """Send a request of one token, so that the engine runs a step and publishes pending
-        metrics."""
-        self.complete([0], max_tokens=1)
+        """Send a short request, so that the engine runs a step and publishes pending metrics.
+
+        It fills no block. It has more than a few tokens because vLLM 0.32's attention for
+        processors with AMX ends in an illegal instruction if fewer than eight come first.
+        """
+        self.complete([0] * 15, max_tokens=1)
 
     def call_workers(self, method: str, *arguments: str) -> None:
         """Call a method of every worker."""

@@ -87,10 +87,9 @@ def _say_what_is_wrong(flags: list[str]) -> None:
 def ask_vllm(model: str, flags: list[str]) -> Report:
     """Make the doctor's report. vLLM's output goes to stderr, so that stdout contains only
     results."""
-    if "VLLM_LOGGING_LEVEL" not in os.environ:
-        os.environ["VLLM_LOGGING_LEVEL"] = "ERROR"
-        # for warnings from before vLLM has set up its log, such as the one about Triton
-        logging.getLogger("vllm").setLevel(logging.ERROR)
+    level = os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR").upper()
+    # also for warnings from before vLLM has set up its log, such as the one about Triton
+    logging.getLogger("vllm").setLevel(logging.getLevelNamesMapping().get(level, logging.ERROR))
     os.environ.setdefault("VLLM_LOGGING_STREAM", "ext://sys.stderr")
     from rich.console import Console
     from rich.markup import escape

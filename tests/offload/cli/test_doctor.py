@@ -367,6 +367,7 @@ def test_the_command_as_a_program(tmp_path, monkeypatch):
     """Exit code 0, and stdout contains only the report. The process computes the same namespace as
     this one, as the scheduler and each worker must with their separate hash seeds."""
     monkeypatch.delenv("PYTHONHASHSEED", raising=False)
+    monkeypatch.setenv("VLLM_LOGGING_LEVEL", "ERROR")  # as a doctor in this process leaves it
     folder = make_model(tmp_path / "model")
     command = [sys.executable, "-c", PROGRAM, "doctor", str(folder), "--json"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=600, check=False)
