@@ -83,8 +83,8 @@ class Config:
 
     @property
     def restorable(self) -> int:
-        """The tokens of a prompt that can be restored: whole blocks, and never the last token."""
-        return (self.size - 1) // BLOCK_TOKENS * BLOCK_TOKENS
+        """The tokens of a prompt that can be restored: whole blocks."""
+        return self.size // BLOCK_TOKENS * BLOCK_TOKENS
 
 
 def run(config: Config, progress: Progress) -> Report:

@@ -30,9 +30,8 @@ class Case:
 
     @property
     def restorable(self) -> float:
-        """The share of a prompt that can be restored: whole blocks, and never the last token."""
-        known = min(int(self.hit * self.size), self.size - 1)
-        return known // BLOCK_TOKENS * BLOCK_TOKENS / self.size
+        """The share of a prompt that can be restored: whole blocks."""
+        return int(self.hit * self.size) // BLOCK_TOKENS * BLOCK_TOKENS / self.size
 
 
 @dataclass(slots=True)

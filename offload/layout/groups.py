@@ -76,6 +76,16 @@ class ModelLayout:
     skipped: tuple[str, ...] = ()
 
     @property
+    def restores_whole_prompts(self) -> bool:
+        """True if a prompt that ends on a boundary can be restored to its last token.
+
+        vLLM then computes only that token, over the restored block. For this a window would need
+        one token more than it keeps, a state would have to end one token earlier, and a draft
+        group's last chunk needs a chunk behind it as proof.
+        """
+        return not self.skipped and all(g.kind == FULL and not g.draft for g in self.groups)
+
+    @property
     def token_bytes(self) -> float:
         """Bytes of one token in the groups that keep every token."""
         return sum(g.block_bytes / g.block_tokens for g in self.groups if g.kind == FULL)

@@ -224,7 +224,7 @@ class Lookups:
         wait = state.lookup.wait
         if wait is None or shared.is_stale(wait, now):
             keys, read = state.identity.keys, state.identity.origin.controls.read
-            wanted = self._matcher.wanted(keys, start, _limits(state, request).start)
+            wanted = self._matcher.wanted(keys, start, self._limits(state, request).start)
             held = present_in(*self._planner.sources.holders(read))(wanted)
             missing = [key for key, is_held in zip(wanted, held, strict=True) if not is_held]
             wait = shared.ask(missing, read, now)
@@ -236,6 +236,26 @@ class Lookups:
         chunks = [len(part) for part in self.load_ranges(state, end_tokens)]
         blocks = sum(map(operator.mul, chunks, self._chunk_blocks))
         return self._planner.loads.can_load(sum(chunks), blocks, state.identity.origin)
+
+    def _limits(self, state: RequestState, request: Request) -> range:
+        """The maximum number of tokens that the request wants, and the maximum that it could
+        have."""
+        possible = self._restorable(request, state.lookup.start)
+        tokens_max = state.identity.origin.controls.max_load_tokens
+        wanted = possible if tokens_max is None else min(possible, state.lookup.start + tokens_max)
+        return range(wanted, possible)
+
+    def _restorable(self, request: Request, start: int) -> int:
+        """The most tokens that can be restored if vLLM holds the first ``start`` tokens.
+
+        vLLM samples from the output of the last token, and computes that token again if everything
+        was restored. If only the last block is missing, it is computed: that takes the same one
+        step as computing one token, without a load before it.
+        """
+        layout = self._matcher.layout
+        tokens: int = request.num_tokens
+        whole = layout.restores_whole_prompts and tokens - start > layout.alignment_tokens
+        return tokens if whole else tokens - 1
 
     def load_ranges(self, state: RequestState, end_tokens: int) -> tuple[range, ...]:
         """Return the chunks of each group to load for a hit that ends at this token.
@@ -259,7 +279,7 @@ class Lookups:
             self._planner,
             state.identity.keys,
             computed_tokens,
-            _limits(state, request).stop,
+            self._limits(state, request).stop,
             state.lookup.known,
             state.identity.origin,
             self._computing,
@@ -282,7 +302,7 @@ class Lookups:
             self._planner,
             identity.keys,
             start,
-            request.num_tokens - 1,
+            self._restorable(request, start),
             state.lookup.known,
             identity.origin,
             _waits_anyway,
@@ -305,7 +325,7 @@ class Lookups:
         lookup.accept()
         if lookup.logged is not None:
             return
-        limits = _limits(state, request)
+        limits = self._limits(state, request)
         alignment = self._matcher.layout.alignment_tokens
         wanted = max(0, limits.stop // alignment * alignment - lookup.start)
         is_used = not (state.identity.no_load or lookup.refused)
@@ -367,14 +387,3 @@ class Lookups:
         self.log.known(logged, loaded)
         if logger.isEnabledFor(logging.DEBUG):
             logger.debug("kvtiers: lookup of request %s: %s", logged.request, logged.as_json())
-
-
-def _limits(state: RequestState, request: Request) -> range:
-    """The maximum number of tokens that the request wants, and the maximum that it could have.
-
-    The last token is always computed, because vLLM samples from its output.
-    """
-    possible = request.num_tokens - 1
-    tokens_max = state.identity.origin.controls.max_load_tokens
-    wanted = possible if tokens_max is None else min(possible, state.lookup.start + tokens_max)
-    return range(wanted, possible)

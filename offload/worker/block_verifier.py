@@ -43,7 +43,7 @@ Digest = npt.NDArray[np.int64]
 
 KEYS_MAX = 1 << 20
 """Number of keys whose digests are kept; beyond that the oldest are forgotten."""
-DIGESTS_MAX = 8
+DIGESTS_MAX = 32
 """Number of digests kept per key."""
 FILE_BYTES_MAX = 4 << 30
 LOGGED_MAX = 20

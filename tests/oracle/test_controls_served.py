@@ -111,7 +111,7 @@ def test_a_client_that_leaves_during_a_load_gets_no_report_of_loaded_tokens(tmp_
         world.scheduler.add_request(request)
         with still(world):
             world.step()
-            assert world.planner.loads.loading == 15
+            assert world.planner.loads.loading == 16
             side = world.connector._scheduler
             assert side is not None
             tables = world.scheduler.kv_cache_manager.get_block_ids("gone")
@@ -268,7 +268,7 @@ def test_debug_log_contains_the_result_of_a_lookup(
         lines = {text for text in texts if "lookup of request" in text}
         assert len(lines) == 2
         assert any("request a" in line and "never_stored" in line for line in lines)
-        assert any("request b" in line and "'cpu': 60" in line for line in lines)
+        assert any("request b" in line and "'cpu': 64" in line for line in lines)
         with caplog.at_level(logging.INFO, logger="offload"):
             serve(world, "c", PROMPT)
         later = [record.message for record in caplog.records[len(texts) :]]

@@ -32,7 +32,7 @@ def test_a_record_contains_the_hit_that_vllm_accepted(
 
     def cut(request: Any, computed: int) -> tuple[int | None, bool]:
         tokens, _ = find(request, computed)
-        assert tokens == 60
+        assert tokens == 64
         return kept, kept > 0
 
     with monkeypatch.context() as patch:
@@ -62,9 +62,9 @@ def test_blocks_of_a_load_that_never_begins_are_not_stored(
         request = _request(world, "gone", PROMPT, None)
         world.scheduler.add_request(request)
         world.step()
-    assert begun == [60]
+    assert begun == [64]
     assert request.status is RequestStatus.WAITING_FOR_REMOTE_KVS
-    assert request.num_computed_tokens == 60
+    assert request.num_computed_tokens == 64
     world.planner.cpu.clear()
     world.planner.lower[0].clear()
     world.scheduler.finish_requests("gone", RequestStatus.FINISHED_ABORTED)

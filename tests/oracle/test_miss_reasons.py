@@ -86,11 +86,11 @@ def test_never_stored_then_complete(world: OracleEngine) -> None:
     first = serve(world, "a", PROMPT)
     assert reason(first) is Reason.NEVER_STORED
     assert (first.miss.depth_tokens, first.hit_tokens, first.loaded) == (4, 0, {})
-    assert first.wanted_tokens == 60
+    assert first.wanted_tokens == 64
     world.forget_locally()
     second = serve(world, "b", PROMPT)
     assert reason(second) is Reason.COMPLETE
-    assert second.loaded == {"cpu": 60}
+    assert second.loaded == {"cpu": 64}
     third = serve(world, "c", PROMPT)  # the GPU has it now
     assert third.gpu_tokens == 60
     assert third.wanted_tokens == 0
@@ -344,7 +344,7 @@ def test_counters_and_file_agree(world: OracleEngine, recorded: Path) -> None:
     serve(world, "c", PROMPT, no_load=True)
     totals = world.connector._scheduler.log.totals()
     assert totals["misses:never_stored"] == 2
-    assert totals["recomputed_tokens:never_stored"] == 60 + 16
+    assert totals["recomputed_tokens:never_stored"] == 64 + 16 + 4
     world.connector.shutdown()
     lines = [json.loads(line) for line in recorded.read_text().splitlines()]
     assert [line["request"] for line in lines] == ["a", "b", "c"]
@@ -370,7 +370,7 @@ def test_a_failing_record_does_not_fail_the_load(
     monkeypatch.setattr(why.Explainer, "why", broken)
     world.scheduler.add_request(_request(world, "b", PROMPT, None))
     world.drain()
-    assert world.loaded()["cpu"] == 60
+    assert world.loaded()["cpu"] == 64
     assert world.connector.faults.by_hook.pop("explain") >= 1
 
 

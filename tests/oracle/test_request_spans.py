@@ -98,7 +98,7 @@ def test_spans_account_for_every_token_of_the_prompt(
     assert cold["kv_cache.tier_hit"] == ["none"]
     assert (cold["kv_cache.miss_reason"], cold["kv_cache.blocks_hit"]) == ("never_stored", 0)
     assert restored["kv_cache.tier_hit"] == ["cpu"]
-    assert restored["kv_cache.tokens_hit.cpu"] == 60
+    assert restored["kv_cache.tokens_hit.cpu"] == 64
     assert restored["kv_cache.promotion_latency_seconds"] > 0
     assert restored["kv_cache.load_seconds"] == took["restored"] > 0
     assert not {"kv_cache.promotion_latency_seconds", "kv_cache.load_seconds"} & cold.keys()

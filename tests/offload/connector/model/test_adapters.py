@@ -224,9 +224,9 @@ def test_a_report_on_its_way_is_waited_for(world: OracleEngine, tmp_path: Path) 
     lora = make_adapter(tmp_path / "one", b"one")
     loaded_by_worker(world, lora)  # reported with the next step's results
     assert serve(world, "a", lora).miss.reason is Reason.NEVER_STORED
-    assert serve(world, "b", lora).loaded == {"cpu": 60}
+    assert serve(world, "b", lora).loaded == {"cpu": 64}
     loaded_by_worker(world, lora)  # vLLM had evicted it and loaded it again unchanged
-    assert serve(world, "c", lora).loaded == {"cpu": 60}
+    assert serve(world, "c", lora).loaded == {"cpu": 64}
 
 
 def test_copies_for_a_reloaded_adapter_are_refused(world: OracleEngine, tmp_path: Path) -> None:
@@ -241,14 +241,14 @@ def test_copies_for_a_reloaded_adapter_are_refused(world: OracleEngine, tmp_path
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(world.worker._watch, "take", dict)
         record = serve(world, "b", lora)
-    assert record.hit_tokens == 60
+    assert record.hit_tokens == 64
     assert (record.loaded, record.miss.reason) == ({}, Reason.LOAD_FAILED)
     miss = serve(world, "c", lora).miss
     assert (miss.reason, miss.note) == (Reason.FILTERED, "adapter")
     assert set(world.planner.cpu.resident) == held
     world.change_weights()  # a reset of everything
     assert serve(world, "d", lora).miss.reason is not Reason.FILTERED
-    assert serve(world, "e", lora).loaded == {"cpu": 60}
+    assert serve(world, "e", lora).loaded == {"cpu": 64}
 
 
 def test_chunks_stored_while_an_adapter_changes_are_not_kept(
