@@ -1,7 +1,8 @@
 """One owner per field: only its own methods change an object, its attributes and what they contain.
 
 Types are not inferred. An attribute is known by its name, and its content by the annotations and
-values that our classes give it. So a module may write to the records that it defines, and a
+values that our classes give it. A method that returns a container of its object is known by its
+name and its annotation. So a module may write to the records that it defines, and a
 container that a function receives as an argument is not looked at.
 """
 
@@ -272,12 +273,15 @@ def contents_of(trees: dict[str, ast.Module]) -> dict[str, Content]:
 
 
 def changed_in(tree: ast.AST) -> Iterator[tuple[ast.expr, str]]:
-    """The expressions whose items are set or deleted, or on which a method is called, and how."""
+    """The expressions whose items are set or deleted, or on which a method is called, and how.
+    ``name |= other`` changes the container that the name is bound to."""
     for node in ast.walk(tree):
         if isinstance(node, ast.Subscript) and not isinstance(node.ctx, ast.Load):
             whole, how = node.value, ITEM
         elif isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
             whole, how = node.func.value, node.func.attr
+        elif isinstance(node, ast.AugAssign) and isinstance(node.target, ast.Name):
+            whole, how = node.target, ITEM
         else:
             continue
         while isinstance(whole, ast.Subscript):
@@ -286,7 +290,7 @@ def changed_in(tree: ast.AST) -> Iterator[tuple[ast.expr, str]]:
 
 
 def names_in(scope: ast.AST, *, of_self: bool) -> dict[str, ast.expr]:
-    """The names (or attributes of ``self``) that are bound once, to an attribute."""
+    """The names (or attributes of ``self``) that are bound once, to an attribute or a call."""
     bound: dict[str, list[ast.expr]] = defaultdict(list)
     for node in ast.walk(scope):
         if not isinstance(node, ast.Assign):
@@ -301,14 +305,42 @@ def names_in(scope: ast.AST, *, of_self: bool) -> dict[str, ast.expr]:
     return {
         name: values[0]
         for name, values in bound.items()
-        if len(values) == 1 and isinstance(values[0], ast.Attribute)
+        if len(values) == 1 and isinstance(values[0], ast.Attribute | ast.Call)
     }
+
+
+def returned_by(method: AnyFunction) -> bool:
+    """True if a method returns a container that its object keeps, or one of the items of such a
+    container."""
+    for node in ast.walk(method):
+        value = node.value if isinstance(node, ast.Return) else None
+        while isinstance(value, ast.Subscript):
+            value = value.value
+        if isinstance(value, ast.Call) and isinstance(value.func, ast.Attribute):
+            value = value.func.value if value.func.attr in ("get", "setdefault") else None
+        if isinstance(value, ast.Attribute) and ast.unparse(value.value) == "self":
+            return type_name(method.returns) in KINDS
+    return False
+
+
+def containers_returned(trees: dict[str, ast.Module]) -> dict[str, Content]:
+    """The containers that methods and properties of our classes return, and could be changed, by
+    the name of the method."""
+    found: dict[str, Content] = defaultdict(Content)
+    for module, tree in trees.items():
+        for cls in classes_in(tree):
+            for method in (node for node in cls.body if isinstance(node, AnyFunction)):
+                if returned_by(method):
+                    found[method.name].modules.add(module)
+                    found[method.name].kinds.add(KINDS[type_name(method.returns)])
+    return found
 
 
 def contents_changed_from_outside(trees: dict[str, ast.Module]) -> list[str]:
     """The containers that are changed by other classes than their owner, through an attribute, a
-    local name, or an attribute of ``self`` that is bound to an attribute or a parameter."""
-    contents = contents_of(trees)
+    local name, or an attribute of ``self`` that is bound to an attribute, a parameter, or the
+    result of a method."""
+    contents, returned = contents_of(trees), containers_returned(trees)
     found = set()
     for module, tree in trees.items():
         functions = [n for n in ast.walk(tree) if isinstance(n, AnyFunction)]
@@ -318,10 +350,15 @@ def contents_changed_from_outside(trees: dict[str, ast.Module]) -> list[str]:
         ]:
             for whole, how in changed_in(scope):
                 whole = names.get(ast.unparse(whole), whole)
-                if not isinstance(whole, ast.Attribute) or whole.attr not in contents:
+                named, known = whole, contents
+                if isinstance(whole, ast.Call):
+                    named, known = whole.func, returned
+                if not isinstance(named, ast.Attribute):
                     continue
-                is_own = ast.unparse(whole.value) in ("self", "cls")
-                content = contents[whole.attr]
+                content = known.get(named.attr) or returned.get(named.attr)
+                if content is None:
+                    continue
+                is_own = ast.unparse(named.value) in ("self", "cls")
                 if not is_own and module not in content.modules and content.is_written_by(how):
                     found.add(f"{module}: {ast.unparse(whole)}")
         for cls in classes_in(tree):
@@ -362,6 +399,16 @@ class Log:
 
 class Jobs:
     lines: Log
+    def of_day(self, day: int) -> set[int]:
+        return self.days[day]
+
+    def copied(self, day: int) -> set[int]:
+        return set(self.days[day])
+
+    @property
+    def left(self) -> list[int]:
+        return self._left
+
     def __init__(self, taken: deque[int]) -> None:
         self.open: dict[int, int] = {}
         self.done = set()
@@ -385,6 +432,7 @@ class User:
         jobs.lines.add(1)
         jobs.open.get(1)
         self.mine[1] = 2
+        jobs.copied(1).add(1)
         return jobs.open[1]
 """
     trees = {"a": ast.parse(OWNER), "b": ast.parse(user)}
@@ -398,6 +446,11 @@ class User:
         ("local, other = jobs.done, 1; local.add(1)", "jobs.done"),
         ("jobs.taken.popleft()", "jobs.taken"),
         ("self.theirs[1] = 2", "jobs.open"),
+        ("jobs.of_day(1).add(2)", "jobs.of_day(1)"),
+        ("local = jobs.done; local |= {2}", "jobs.done"),
+        ("local = jobs.of_day(1); local -= {2}", "jobs.of_day(1)"),
+        ("local = jobs.of_day(1); local.update([2])", "jobs.of_day(1)"),
+        ("jobs.left.append(2)", "jobs.left"),
     ):
         trees["b"] = ast.parse(f"{user}    def writes(self, jobs):\n        {line}\n")
         assert contents_changed_from_outside(trees) == [f"b: {name}"], line

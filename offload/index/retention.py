@@ -168,11 +168,10 @@ def _holds_any(names: Container[bytes], keys: Sequence[Hashable]) -> bool:
 
 
 class UnwrittenChunks:
-    """The resident chunks that wait to be written to any lower tier. Owned by the write-through.
+    """The resident chunks that wait to be written to any lower tier. Owned by the CPU tier's index.
 
     Such a chunk can be evicted like any other, but then its write is cancelled. The queue of each
-    lower tier keeps the set of that tier (``of_tier``); the index removes chunks that leave it from
-    all of these sets.
+    lower tier adds and takes the chunks of that tier; the index removes chunks that leave it.
     ``given_up`` counts the cancelled writes by tier; ``gave_up`` says that one was cancelled in the
     current step. ``is_behind`` means that writes were cancelled and that the disks have not yet
     written everything that waits: until they have, no store waits for them.
@@ -183,9 +182,28 @@ class UnwrittenChunks:
         self.given_up: Counter[int] = Counter()
         self._tiers: defaultdict[int, set[bytes]] = defaultdict(set)
 
-    def of_tier(self, tier: int) -> set[bytes]:
-        """The chunks that wait for one lower tier."""
-        return self._tiers[tier]
+    def add(self, tier: int, keys: Iterable[bytes]) -> None:
+        """These chunks wait for this tier from now on."""
+        self._tiers[tier].update(keys)
+
+    def take(self, tier: int, keys: Iterable[bytes]) -> set[bytes]:
+        """Remove these chunks from those that wait for this tier; return those that did wait."""
+        waiting = self._tiers[tier]
+        taken = waiting.intersection(keys)
+        waiting -= taken
+        return taken
+
+    def forget(self, tier: int) -> None:
+        """No chunk waits for this tier any more."""
+        self._tiers[tier].clear()
+
+    def count(self, tier: int) -> int:
+        """The number of chunks that wait for this tier."""
+        return len(self._tiers[tier])
+
+    def flags(self, tier: int, keys: Iterable[bytes]) -> list[bool]:
+        """For each of these chunks, whether it waits for this tier."""
+        return list(map(self._tiers[tier].__contains__, keys))
 
     def __len__(self) -> int:
         """An upper bound of the number of chunks that wait: a chunk that waits for two tiers counts

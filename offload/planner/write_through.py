@@ -289,8 +289,7 @@ class WriteThroughQueue:
             keys, infos = list(compress(keys, absent)), chosen(infos, absent)
         self._forget_evicted(cpu)
         # Check the limit first, because an admission policy can spend a budget.
-        unwritten = cpu.unwritten.of_tier(self.tier)
-        left = max(0, left - len(unwritten))
+        left = max(0, left - cpu.unwritten.count(self.tier))
         if self._admissions or _any_is_low(infos):
             flags = self._admitted(keys, infos, left)
             keys, infos = list(compress(keys, flags)), chosen(infos, flags)
@@ -298,18 +297,18 @@ class WriteThroughQueue:
             self.skipped += max(0, len(keys) - left)
             keys, infos = keys[:left], infos[:left]
         if keys:
-            unwritten.update(keys)
+            cpu.unwritten.add(self.tier, keys)
             self._waiting.append(_Waiting(keys, infos))
             self._count += len(keys)
 
     def _forget_evicted(self, cpu: TierIndex) -> None:
         """Rebuild the queue without evicted chunks once they are the majority."""
-        unwritten = cpu.unwritten.of_tier(self.tier)
-        if self._count < 2 * len(unwritten) + self._batch:
+        unwritten = cpu.unwritten
+        if self._count < 2 * unwritten.count(self.tier) + self._batch:
             return
         left: deque[_Waiting] = deque()
         for some in self._waiting:
-            flags = list(map(unwritten.__contains__, some.keys))
+            flags = unwritten.flags(self.tier, some.keys)
             if any(flags):
                 left.append(_Waiting(list(compress(some.keys, flags)), chosen(some.infos, flags)))
         count = sum(len(some.keys) for some in left)
@@ -371,7 +370,7 @@ class WriteThroughQueue:
         max_flying = min(max_flying, self._flying + chunks_max)
         due: list[WriteThroughJob] = []
         evicted: list[bytes] = []
-        evicted_since = min(EVICTED_WRITES_MAX, self._count - len(cpu.unwritten.of_tier(self.tier)))
+        evicted_since = min(EVICTED_WRITES_MAX, self._count - cpu.unwritten.count(self.tier))
         rest = self._count - (max_flying - self._flying) - evicted_since
         while self._waiting and self._flying < max_flying and self._count > rest:
             due += self._next(max_flying - self._flying, cpu, job_table, evicted)
@@ -431,9 +430,7 @@ class WriteThroughQueue:
                 self._waiting.popleft()
         self._count -= len(keys)
         known = joined(infos)
-        unwritten = cpu.unwritten.of_tier(self.tier)
-        due = unwritten.intersection(keys)
-        unwritten -= due
+        due = cpu.unwritten.take(self.tier, keys)
         if len(due) == len(keys) and self._index.are_absent(keys):
             return tuple(keys), known
         flags = []
@@ -478,7 +475,7 @@ class WriteThroughQueue:
 
     def clear(self, cpu: TierIndex) -> None:
         """Drop the chunks that wait; chunks that are being written are left to their jobs."""
-        cpu.unwritten.of_tier(self.tier).clear()
+        cpu.unwritten.forget(self.tier)
         self._waiting.clear()
         self._count = 0
 

@@ -211,7 +211,7 @@ class ServerLife(Engine):
         probes = planner.jobs.count(JobKind.PROBE)
         assert probes <= len(planner.lower), f"{probes} probes at a time"
         for queue in self.queues:
-            waiting = len(planner.cpu.unwritten.of_tier(queue.tier))
+            waiting = planner.cpu.unwritten.count(queue.tier)
             assert waiting <= self.setup.slots * 3 // 4, f"{waiting} chunks wait for a tier"
         for rank in self.ranks:
             assert not rank.executor.degraded, rank.executor.degraded
