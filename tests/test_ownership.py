@@ -275,6 +275,7 @@ def contents_of(trees: dict[str, ast.Module]) -> dict[str, Content]:
 def changed_in(tree: ast.AST) -> Iterator[tuple[ast.expr, str]]:
     """The expressions whose items are set or deleted, or on which a method is called, and how.
     ``name |= other`` changes the container that the name is bound to."""
+    whole: ast.expr
     for node in ast.walk(tree):
         if isinstance(node, ast.Subscript) and not isinstance(node.ctx, ast.Load):
             whole, how = node.value, ITEM
@@ -313,7 +314,7 @@ def returned_by(method: AnyFunction) -> bool:
     """True if a method returns a container that its object keeps, or one of the items of such a
     container."""
     for node in ast.walk(method):
-        value = node.value if isinstance(node, ast.Return) else None
+        value: ast.expr | None = node.value if isinstance(node, ast.Return) else None
         while isinstance(value, ast.Subscript):
             value = value.value
         if isinstance(value, ast.Call) and isinstance(value.func, ast.Attribute):
@@ -350,7 +351,8 @@ def contents_changed_from_outside(trees: dict[str, ast.Module]) -> list[str]:
         ]:
             for whole, how in changed_in(scope):
                 whole = names.get(ast.unparse(whole), whole)
-                named, known = whole, contents
+                named: ast.expr = whole
+                known = contents
                 if isinstance(whole, ast.Call):
                     named, known = whole.func, returned
                 if not isinstance(named, ast.Attribute):

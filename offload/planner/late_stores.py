@@ -12,7 +12,7 @@ from collections.abc import Iterable
 from itertools import count
 
 from offload.index.chunk_batch import ChunkBatch
-from offload.index.retention import OwnChunks
+from offload.planner.own_chunks import OwnChunks
 
 LATE_MAX = 2048
 """Number of chunks that may wait: each step compares their blocks with those that it overwrites."""

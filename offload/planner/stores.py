@@ -10,7 +10,7 @@ from collections.abc import Container, Iterable, Sequence
 from itertools import compress, count, islice
 
 from offload.index.chunk_batch import ChunkBatch, LazyEntryInfos
-from offload.index.retention import NOTHING, OwnChunks
+from offload.index.retention import NOTHING
 from offload.layout.groups import STATE
 from offload.layout.keys import CPU
 from offload.layout.prefix_match import present_in
@@ -19,6 +19,7 @@ from offload.planner.context import PlannerContext
 from offload.planner.jobs import Job, JobKind
 from offload.planner.late_stores import LateStores
 from offload.planner.load_sources import LoadSources
+from offload.planner.own_chunks import OwnChunks
 from offload.planner.recency import RequestUses
 from offload.planner.step_budget import (
     EVICT_COST,

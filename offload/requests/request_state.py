@@ -9,10 +9,10 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from offload.index.chunk_batch import UNKNOWN, RequestOrigin
-from offload.index.retention import OwnChunks
 from offload.layout.groups import ModelLayout
 from offload.layout.request_keys import RequestKeys
 from offload.planner.jobs import LoadTokens
+from offload.planner.own_chunks import OwnChunks
 from offload.planner.presence import PendingLookup
 from offload.requests.lookup_cache import PartialLookup
 

@@ -11,11 +11,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from offload.index.timed_pins import TimedPins
 from offload.layout.groups import FULL, ModelLayout
 from offload.layout.keys import CPU
 from offload.layout.request_keys import RequestKeys
 from offload.planner.planner import Planner
+from offload.planner.timed_pins import TimedPins
 from offload.requests.parse_options import REPORT
 from offload.requests.request_state import RequestIdentity, RequestState
 

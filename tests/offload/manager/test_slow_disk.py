@@ -15,8 +15,8 @@ from pathlib import Path
 import pytest
 
 from offload.index.chunk_batch import ChunkBatch
-from offload.index.retention import OwnChunks
 from offload.manager import OffloadManager
+from offload.planner.own_chunks import OwnChunks
 from tests.offload.small_model import (
     compute,
     keys,

@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 
-from offload.index.timed_pins import TimedPins, _Kept
 from offload.planner.loads import LoadPlanner
+from offload.planner.timed_pins import TimedPins, _Kept
 from offload.planner.write_through import WriteThroughQueue
 from offload.requests import parse_options as controls
-from tests.offload.index import test_timed_pins as pins
+from tests.offload.planner import test_timed_pins as pins
 from tests.offload.requests import test_parse_options as served
 
 Patch = Callable[[pytest.MonkeyPatch], None]

@@ -1,6 +1,6 @@
 """Chunks that clients have asked kvtiers to keep for a time (``pin_s``).
 
-Part of the scheduler side, on its thread. Such a chunk is not evicted until its time is over; like
+Used on the scheduler's thread. Such a chunk is not evicted until its time is over; like
 any other chunk it is dropped if it is damaged or the weights change. At most a share of each tier
 can be pinned, so no client can fill the tier. Chunks beyond this share are not pinned, and the
 client gets a report. The share also bounds the memory used here: one entry per pinned chunk.

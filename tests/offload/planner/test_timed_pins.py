@@ -8,8 +8,8 @@ import random
 from offload.index.capacity import ByteCapacity, SlotCapacity
 from offload.index.chunk_batch import GroupInfo
 from offload.index.tier_index import TierIndex
-from offload.index.timed_pins import TimedPins
 from offload.planner.step_budget import EXPIRED_MAX
+from offload.planner.timed_pins import TimedPins
 from policies.base import EntryInfo
 from policies.eviction.lru import LruPolicy
 
