@@ -11,13 +11,22 @@ from collections import Counter, deque
 from collections.abc import Callable, Collection, Container, Iterable, Mapping, Sequence
 from functools import partial
 from itertools import filterfalse, islice, repeat
-from typing import NamedTuple, NoReturn
+from typing import NoReturn
 
 from offload.errors import InvariantError
 from offload.index.capacity import Capacity, Reservation
 from offload.index.chunk_batch import sizes_of
 from offload.index.retention import NOTHING, PASSED_MAX, Retention, UnwrittenChunks
-from offload.index.states import TRANSITIONS, ChunkEvent, ChunkState, Transition
+from offload.index.states import (
+    TRANSITIONS,
+    ChunkEvent,
+    ChunkState,
+    Route,
+    Transition,
+    entered_by,
+    pinned_in_place,
+    route,
+)
 from offload.telemetry.removed_chunks import RemovalLog
 from policies.base import EntryInfo, EvictionPolicy, RemoveCause
 from policies.guarded import contained
@@ -26,25 +35,13 @@ BULK_KEYS_MIN = 16
 """From this number of keys on, the bulk paths are faster than a loop."""
 
 
-class _Route(NamedTuple):
-    """One event's transitions for the chunks in one dict of locations, looked up once. Chunks move
-    to ``free``, or to ``pinned`` if they have pins; ``None`` means that they leave the tier. Unless
-    ``takes_pinned`` is set, the event is not allowed for chunks with pins."""
-
-    source: dict[bytes, int]
-    free: dict[bytes, int] | None
-    pinned: dict[bytes, int] | None
-    takes_pinned: bool
-
-
 class TierIndex:
     """States and locations of one tier's chunks. Owned by the planner; used on its thread.
 
-    States change as ``offload.index.states.TRANSITIONS`` says. The index looks up the transitions
-    of common events when it is created (``_route``), and those of other events when they occur
-    (``_apply``). Only pins that do not change a chunk's state bypass the table. A policy other than
-    our LRU is guarded: one that raises, is slow or names keys that it must not is replaced by LRU
-    (``policies.guarded``).
+    States change as ``offload.index.states.TRANSITIONS`` says. Methods that change many chunks at
+    once use what the index derives from the table when it is created; every other change is looked
+    up when it occurs (``_apply``). A policy other than our LRU is guarded: one that raises, is slow
+    or names keys that it must not is replaced by LRU (``policies.guarded``).
 
     With ``low_watermark`` < 1, eviction runs ahead: a full tier is emptied to this share of its
     capacity, to have free space in advance. ``retention`` knows which chunks must not be evicted.
@@ -74,10 +71,14 @@ class TierIndex:
             ChunkState.PINNED: self._resident,
             ChunkState.DOOMED: self._doomed,
         }
-        self._commits = self._route(ChunkEvent.COMMIT, ChunkState.FILLING, ChunkState.FILLING)
-        self._aborts = self._route(ChunkEvent.ABORT, ChunkState.FILLING, ChunkState.FILLING)
-        self._drops = self._route(ChunkEvent.DROP, ChunkState.RESIDENT, ChunkState.PINNED)
-        self._evictions = self._route(ChunkEvent.EVICT, ChunkState.RESIDENT, ChunkState.PINNED)
+        self._reserved = entered_by(ChunkEvent.RESERVE, self._locations)
+        self._recovered = entered_by(ChunkEvent.RECOVER, self._locations)
+        self._commits = route(ChunkEvent.COMMIT, self._locations, ChunkState.FILLING)
+        self._aborts = route(ChunkEvent.ABORT, self._locations, ChunkState.FILLING)
+        self._drops = route(ChunkEvent.DROP, self._locations, ChunkState.RESIDENT)
+        self._evictions = route(ChunkEvent.EVICT, self._locations, ChunkState.RESIDENT)
+        self._pin_stays, _ = pinned_in_place(ChunkEvent.PIN, 1, self._locations)
+        _, self._unpin_moves = pinned_in_place(ChunkEvent.UNPIN, -1, self._locations)
 
     def log_removals(self, log: RemovalLog) -> None:
         """From now on, record in ``log`` what leaves this tier."""
@@ -183,7 +184,7 @@ class TierIndex:
                     location = take(size)
                 if location is None:
                     break
-                self._filling[key] = location
+                self._reserved[key] = location
                 granted.append(location)
         if remember:
             self._infos.update(zip(keys, infos[: len(granted)], strict=False))
@@ -205,10 +206,10 @@ class TierIndex:
         if locations is None:
             locations = self.space.take_some(sizes)
             keys = keys[: len(locations)]
-        filling, before = self._filling, len(self._filling)
-        filling.update(zip(keys, locations, strict=True))
-        if len(filling) < before + len(keys):  # a key is named twice
-            deque(map(filling.pop, keys, repeat(None)), maxlen=0)
+        reserved, before = self._reserved, len(self._reserved)
+        reserved.update(zip(keys, locations, strict=True))
+        if len(reserved) < before + len(keys):  # a key is named twice
+            deque(map(reserved.pop, keys, repeat(None)), maxlen=0)
             self.space.give_all(locations)
             return None
         return locations
@@ -252,7 +253,7 @@ class TierIndex:
             locations = dict(zip(keys, sizes, strict=True))
         is_plain = not (self._resident or self._filling or self._doomed)
         if is_plain and len(locations) == len(keys) and self.space.take_bytes(sum(sizes)):
-            self._resident.update(locations)
+            self._recovered.update(locations)
             # keeps this dict, so that millions of entries are not copied
             self.policy.insert_all(locations, infos)
             return []
@@ -270,21 +271,26 @@ class TierIndex:
 
     def pin(self, keys: Collection[bytes]) -> None:
         """Keep RESIDENT or FILLING chunks in their locations until each pin is undone."""
-        for key in filterfalse(self._resident.__contains__, keys):
-            self._check(key, ChunkEvent.PIN)
-        self._pins.update(keys)
+        rest: Collection[bytes] = keys
+        for stay in self._pin_stays:
+            if not (rest := list(filterfalse(stay.__contains__, rest))):
+                self._pins.update(keys)
+                return
+        for key in rest:
+            self._apply(key, ChunkEvent.PIN)
+        self._pins.update(filterfalse(set(rest).__contains__, keys))
 
     def unpin(self, keys: Iterable[bytes]) -> None:
         """Undo one ``pin`` per key; the last one frees the location of a DOOMED chunk."""
-        pins, doomed, keys = self._pins, self._doomed, list(keys)
-        if len(keys) >= BULK_KEYS_MIN and not doomed:  # mostly one pin for each chunk
+        pins, moves, keys = self._pins, self._unpin_moves, list(keys)
+        if len(keys) >= BULK_KEYS_MIN and not moves:  # mostly one pin for each chunk
             counts = list(map(pins.pop, keys, repeat(0)))
             if counts.count(1) == len(keys):
                 return
             pins.update({key: n for key, n in zip(keys, counts, strict=True) if n})
         for key in keys:
             count = pins.get(key, 0)
-            if count == 0 or key in doomed:
+            if count == 0 or key in moves:
                 self._apply(key, ChunkEvent.UNPIN)
             elif count == 1:
                 pins.pop(key)  # ``del`` of a ``Counter`` is a Python function
@@ -314,16 +320,20 @@ class TierIndex:
 
     def clear(self) -> None:
         """Forget every chunk at once; chunks in use stay DOOMED until their jobs release them."""
+        for key in list(self._filling):
+            self._apply(key, ChunkEvent.DROP)
         pinned = self._pins.keys() & self._resident.keys()
         self._move(list(pinned), ChunkEvent.DROP, self._drops, [])
-        self.space.give_all(self._resident.values())
+        dropped = self._drops.free
+        if dropped is None:
+            self.space.give_all(self._resident.values())
+        else:
+            dropped.update(self._resident)
         self._resident.clear()
         self.unwritten.clear()
         self._removals.note_all()
         self.policy.clear()
         self._infos.clear()
-        for key in list(self._filling):
-            self._apply(key, ChunkEvent.DROP)
 
     def check(self) -> None:
         """Verify the invariants; raises ``InvariantError``. O(n), for tests and debug mode."""
@@ -420,18 +430,8 @@ class TierIndex:
         else:
             self.space.give(location)
 
-    def _route(self, event: ChunkEvent, free: ChunkState, pinned: ChunkState) -> _Route:
-        """The transitions of an event for chunks that are in state ``free`` without pins and in
-        ``pinned`` with pins."""
-        row = TRANSITIONS[event]
-        source, pinned_row = self._locations[free], row.get(pinned, row[free])
-        assert source is not None
-        assert row[free].pins == pinned_row.pins == 0
-        targets = self._locations[row[free].free], self._locations[pinned_row.pinned]
-        return _Route(source, *targets, pinned in row)
-
     def _move(
-        self, keys: Sequence[bytes], event: ChunkEvent, route: _Route, moved: list[bytes]
+        self, keys: Sequence[bytes], event: ChunkEvent, route: Route, moved: list[bytes]
     ) -> None:
         """Apply one event to each of these chunks; add those that took the route to ``moved``."""
         if len(keys) >= BULK_KEYS_MIN and self._move_all(keys, route):
@@ -452,7 +452,7 @@ class TierIndex:
                     continue
             self._apply(key, event)
 
-    def _move_all(self, keys: Sequence[bytes], route: _Route) -> bool:
+    def _move_all(self, keys: Sequence[bytes], route: Route) -> bool:
         """Like ``_move``, for all these chunks at once. Returns ``False`` and does nothing if a
         chunk is not in the route's source or is named twice, or if the chunks have different
         targets."""

@@ -12,7 +12,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 from offload.errors import InvariantError
 from offload.index import tier_index as index_module
 from offload.index.capacity import ByteCapacity, SlotCapacity
-from offload.index.states import TRANSITIONS, ChunkEvent, ChunkState
+from offload.index.states import TRANSITIONS, ChunkEvent, ChunkState, Transition
 from offload.index.tier_index import TierIndex
 from policies.base import EntryInfo
 from policies.eviction.lru import LruPolicy
@@ -219,29 +219,6 @@ def test_an_event_that_is_not_in_the_table_is_refused(monkeypatch: pytest.Monkey
 
 
 @pytest.mark.parametrize("many", [1, 64])
-@pytest.mark.parametrize(
-    ("event", "state"),
-    [
-        (ChunkEvent.COMMIT, ChunkState.FILLING),
-        (ChunkEvent.ABORT, ChunkState.FILLING),
-        (ChunkEvent.DROP, ChunkState.RESIDENT),
-    ],
-)
-def test_an_index_executes_the_transition_table(
-    event: ChunkEvent, state: ChunkState, many: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(index_module, "BULK_KEYS_MIN", many)
-    with monkeypatch.context() as patch:
-        patch.setitem(TRANSITIONS[event], state, TRANSITIONS[ChunkEvent.DROP][ChunkState.DOOMED])
-        index = TierIndex("cpu", SlotCapacity(2), LruPolicy())
-    index.reserve([KEYS[0]], [EntryInfo()])
-    if state is ChunkState.RESIDENT:
-        index.commit([KEYS[0]])
-    ACTIONS[event](index)
-    assert index.state(KEYS[0]) is ChunkState.DOOMED
-
-
-@pytest.mark.parametrize("many", [1, 64])
 def test_every_transition_agrees_with_the_model(many: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """A long run that covers the whole table; Hypothesis reaches only a part of it."""
     monkeypatch.setattr(index_module, "BULK_KEYS_MIN", many)
@@ -332,6 +309,86 @@ def test_every_event_in_every_state_follows_the_table(state: ChunkState, event: 
     else:
         ACTIONS[event](index)
         assert index.state(KEYS[0]) in allowed
+
+
+ROWS = [(event, state) for event, row in TRANSITIONS.items() for state in row]
+BULK_ACTIONS = ACTIONS | {
+    ChunkEvent.RECOVER: lambda index: index.recover([KEYS[0]], [EntryInfo()]),
+    ChunkEvent.EVICT: lambda index: index.evict(1),
+}
+
+
+def ready_for(event: ChunkEvent, state: ChunkState, many: int) -> TierIndex:
+    """An index whose chunk ``KEYS[0]`` is in a state in which the event is allowed. With ``many``
+    above 1, it is not alone in its index, which excludes the bulk path of ``recover``."""
+    index = in_state(state)
+    if (event, state) == (ChunkEvent.UNPIN, ChunkState.FILLING):
+        index.pin([KEYS[0]])
+    if many > 1:
+        index.reserve([KEYS[1]], [EntryInfo()])
+    return index
+
+
+@pytest.fixture(params=[1, 64])
+def many(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> int:
+    """From this number of keys on, bulk paths are used: always, or never in these tests."""
+    monkeypatch.setattr(index_module, "BULK_KEYS_MIN", request.param)
+    count: int = request.param
+    return count
+
+
+@pytest.mark.parametrize(("event", "state"), ROWS)
+def test_an_index_executes_every_row_of_the_table(
+    event: ChunkEvent, state: ChunkState, many: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With another target in a row, the event has another result."""
+    row = TRANSITIONS[event][state]
+    used = {row.free, row.pinned}
+    other = ChunkState.FILLING if ChunkState.DOOMED in used else ChunkState.DOOMED
+    monkeypatch.setitem(TRANSITIONS[event], state, Transition(other, other, row.pins))
+    index = ready_for(event, state, many)
+    BULK_ACTIONS[event](index)
+    assert index.state(KEYS[0]) is other
+
+
+@pytest.mark.parametrize(("event", "state"), ROWS)
+def test_an_index_adds_the_pins_of_the_table(
+    event: ChunkEvent, state: ChunkState, many: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An index cannot be made if the table changes the pins in a transition that bulk paths make
+    without counting pins."""
+    row = TRANSITIONS[event][state]
+    monkeypatch.setitem(TRANSITIONS[event], state, row._replace(pins=row.pins + 1))
+    try:
+        index = ready_for(event, state, many)
+    except AssertionError:
+        assert row.pins == 0
+        return
+    before = index._pins[KEYS[0]]
+    BULK_ACTIONS[event](index)
+    assert index._pins[KEYS[0]] == before + row.pins + 1
+
+
+@pytest.mark.parametrize(("event", "state"), ROWS)
+def test_an_event_without_a_row_is_refused(
+    event: ChunkEvent, state: ChunkState, many: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An index cannot be made if the row of a bulk path is missing."""
+    monkeypatch.delitem(TRANSITIONS[event], state)
+    with pytest.raises((InvariantError, KeyError)):
+        BULK_ACTIONS[event](ready_for(event, state, many))
+
+
+@pytest.mark.parametrize("state", [ChunkState.FILLING, ChunkState.RESIDENT, ChunkState.PINNED])
+def test_clear_drops_as_the_table_says(
+    state: ChunkState, many: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    row = TRANSITIONS[ChunkEvent.DROP][state]
+    other = ChunkState.FILLING if ChunkState.DOOMED in (row.free, row.pinned) else ChunkState.DOOMED
+    monkeypatch.setitem(TRANSITIONS[ChunkEvent.DROP], state, Transition(other, other, row.pins))
+    index = ready_for(ChunkEvent.DROP, state, many)
+    index.clear()
+    assert index.state(KEYS[0]) is other
 
 
 def test_a_pinned_chunk_is_not_evicted() -> None:
