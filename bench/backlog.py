@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import math
 import os
 import random
 import shutil
@@ -29,6 +28,7 @@ from typing import Annotated, Any
 import typer
 from rich.progress import Progress
 
+from bench.backlog_prediction import measured_speeds, predict
 from bench.environment import describe
 from bench.report import Chart, deliver
 from bench.scenario import Report, Row, median, percentile, progress_bar
@@ -37,23 +37,24 @@ from bench.serve_numbers import CONFIDENCE, interval, ratios_of
 from bench.serve_systems import BLOCK_TOKENS, MODELS, SYSTEMS, Start, TierSizes
 from bench.slow_disk import SlowDisk, SlowDiskError
 from demo.tiny_model import BYTE_TOKENS, make_llama
-from policies.registry import make_policy
-from policies.simulation.simulator import FlopModel, Infos, SimTier
-from policies.simulation.timing import Speeds, simulate_timed
-from policies.simulation.trace import Request, Trace
 
 Prompts = list[list[int]]
 PLAIN = "nothing stored"
 HOST = "all in the CPU tier"
 DISK = "all on disk"
 AHEAD = "all on disk, look-ahead"
-WAITS = "all on disk, look-ahead, waits"
+DEFAULTS = "all on disk, default options"
+WAITS = "all on disk, default options, waits"
 RIVAL = SYSTEMS["lmcache-server"].name
-WORLDS = (PLAIN, HOST, DISK, AHEAD, WAITS)
+WORLDS = (PLAIN, HOST, DISK, AHEAD, DEFAULTS, WAITS)
 """Where LMCache is installed, ``RIVAL`` follows: its server, with everything in its memory."""
-ON_DISK = (DISK, AHEAD, WAITS)
+ON_DISK = (DISK, AHEAD, DEFAULTS, WAITS)
+FORCED = (HOST, DISK, AHEAD)
+"""Worlds that load everything that is stored; the others may compute it where that is faster."""
 GOAL = 1.15
 """Goal for the mean time to first token with look-ahead, relative to all in the CPU tier."""
+READ_GOAL = 1.05
+"""Goal for the bytes read with look-ahead, relative to those needed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +62,11 @@ class Config:
     """``prompts`` of ``size`` tokens queue; ``in_flight`` of them run at a time, for which the GPU
     has blocks. In the worlds with a disk the CPU tier holds the share ``cpu_share`` of them, and
     ``look_ahead`` of that may be read ahead. ``disk_mb_s`` (MB/s) bounds the disk's reads; 0 does
-    not bound them. No round begins later than ``minutes`` after the start of the first one."""
+    not bound them. No round begins later than ``minutes`` after the start of the first one.
+
+    All prompts of a batch are sent at once, or ``queue`` of them at a time if it is not 0. With a
+    queue of at most ``in_flight`` no request waits for another one.
+    """
 
     prompts: int = 12
     size: int = 768
@@ -75,6 +80,7 @@ class Config:
     model: str = "small"
     threads: int = os.cpu_count() or 1
     folder: str = ""
+    queue: int = 0
 
     @property
     def prompt_bytes(self) -> int:
@@ -147,15 +153,19 @@ def _start(world: str, config: Config, sizes: TierSizes) -> Start:
         return SYSTEMS["lmcache-server"].start(sizes)
     on_disk = world in ON_DISK
     disk = {"type": "lmdb", "path": str(sizes.folder), "capacity": sizes.disk, "reserve": 0}
-    extra = {
+    extra: dict[str, Any] = {
         "cpu": {"capacity": sizes.small if on_disk else sizes.host},
         "tiers": [disk] if on_disk else [],
-        "look_ahead": config.look_ahead if world in (AHEAD, WAITS) else 0.0,
-        "wait_for_reads": "always" if world == WAITS else "never",
-        # What is compared is reading early or late, so nothing is computed that could be read.
-        "break_even": False,
-        "max_load_gpu_share": 1.0,
     }
+    if world in FORCED:
+        # What is compared is reading early or late, so nothing is computed that could be read.
+        extra |= {
+            "look_ahead": config.look_ahead if world == AHEAD else 0.0,
+            "break_even": False,
+            "max_load_gpu_share": 1.0,
+        }
+    if world == WAITS:
+        extra["wait_for_reads"] = "auto"
     connector = {
         "kv_connector": "KvTiersConnector",
         "kv_connector_module_path": "offload.connector",
@@ -209,7 +219,8 @@ def _measure(
             engines[world].reset()
             if world in ON_DISK:
                 engines[world].empty_cpu_tier(len(prompts) * config.restorable // BLOCK_TOKENS)
-            batch = engines[world].run(prompts, config.output_tokens, len(prompts))
+            queue = config.queue or len(prompts)
+            batch = engines[world].run(prompts, config.output_tokens, queue)
             if turn >= 0:
                 batches[world].append(batch)
     return batches
@@ -281,13 +292,14 @@ def verdicts(config: Config, batches: Mapping[str, Sequence[Batch]]) -> list[str
             f"{low:.3f} to {high:.3f}), lower in {better} of {len(off)} rounds; {host:.3f} of that "
             f"with all in the CPU tier (goal {GOAL}: {'met' if host <= GOAL else 'MISSED'})"
         )
-    if config.disk_mb_s:
+    if config.disk_mb_s and not config.queue:
         notes.append(
             f"No order of reads gets the mean TTFT much below {least_ttft(config, batches):.3f} of "
             "that with all in the CPU tier: the prompts that run first wait until they have been "
             "read, one after the other, and all others queue behind them."
         )
-    for world in (world for world in WORLDS if world in batches):
+    notes.append(_reads(config, batches[AHEAD]))
+    for world in (PLAIN, *FORCED):
         mine = batches[world]
         wanted = 0.0 if world == PLAIN else config.restorable / config.size
         shares = [batch.restored / batch.prompt_tokens for batch in mine]
@@ -297,6 +309,18 @@ def verdicts(config: Config, batches: Mapping[str, Sequence[Batch]]) -> list[str
                 f"{median(wrong):.2f} instead of {wanted:.2f}"
             )
     return notes
+
+
+def _reads(config: Config, ahead: Sequence[Batch]) -> str:
+    """Compare what was read with look-ahead with what was needed, in the worst round."""
+    needed = config.prompts * config.prompt_bytes
+    read = max(batch.read_from("lmdb") / needed for batch in ahead)
+    wasted = max(batch.ahead("wasted") / needed for batch in ahead)
+    return (
+        f"bytes read with look-ahead: at most {read:.3f} of those needed in any round (goal "
+        f"{READ_GOAL}: {'met' if read <= READ_GOAL else 'MISSED'}); at most {wasted:.3f} were read "
+        "for nothing"
+    )
 
 
 def least_ttft(config: Config, batches: Mapping[str, Sequence[Batch]]) -> float:
@@ -314,15 +338,15 @@ def least_ttft(config: Config, batches: Mapping[str, Sequence[Batch]]) -> float:
 def predictions(config: Config, batches: Mapping[str, Sequence[Batch]]) -> list[str]:
     """Predict the ratios that ``verdicts`` measured, as ``kvtiers simulate --timing`` does.
 
-    Its speeds are those of the world with nothing stored and the disk's limit; without a limit
-    nothing is predicted.
+    Its speeds are those of the world with nothing stored and the disk's limit. Without a limit, or
+    without a backlog, nothing is predicted.
     """
-    if not config.disk_mb_s:
+    if not config.disk_mb_s or config.queue:
         return []
     speeds = measured_speeds(config, batches[PLAIN])
-    host = _predict(config, speeds, cpu_share=1.0, look_ahead=0.0)
-    disk = _predict(config, speeds, config.cpu_share, look_ahead=0.0)
-    ahead = _predict(config, speeds, config.cpu_share, config.look_ahead)
+    host = predict(config, speeds, cpu_share=1.0, look_ahead=0.0)
+    disk = predict(config, speeds, config.cpu_share, look_ahead=0.0)
+    ahead = predict(config, speeds, config.cpu_share, config.look_ahead)
     found = []
     for name, key in (("TTFT mean", "ttft_mean_s"), ("total", "total_s")):
         measure = MEASURES[name]
@@ -336,49 +360,11 @@ def predictions(config: Config, batches: Mapping[str, Sequence[Batch]]) -> list[
     return found
 
 
-def measured_speeds(config: Config, plain: Sequence[Batch]) -> Speeds:
-    """The engine's speeds for the simulator, from the batches with nothing stored. The prompts that
-    run at a time are computed together and then answered together, again and again."""
-    turns = math.ceil(config.prompts / config.in_flight)
-    first = median([sorted(batch.ttft_s)[config.in_flight - 1] for batch in plain])
-    answer = median([batch.seconds for batch in plain]) / turns - first
-    token_bytes = MODELS[config.model].kv_bytes_per_token
-    return Speeds(
-        prefill=config.in_flight * config.size / first,
-        decode=max(1, config.output_tokens - 1) / max(answer, 1e-6),
-        read=config.disk_mb_s * 1e6 / token_bytes,
-        in_flight=config.in_flight,
-    )
-
-
-def _predict(
-    config: Config, speeds: Speeds, cpu_share: float, look_ahead: float
-) -> Mapping[str, float]:
-    """Simulate one world: a CPU tier that holds the share ``cpu_share`` of all prompts, over a disk
-    that holds them all. All of them are in the CPU tier if it has the space."""
-    chunks = config.restorable // BLOCK_TOKENS
-    requests = [
-        Request(0.0, config.size, ((chunks * number, chunks),), config.output_tokens)
-        for number in range(config.prompts)
-    ]
-    everything = config.prompts * chunks
-    upper = SimTier(make_policy("lru"), max(1, int(cpu_share * everything)))
-    lower = SimTier(make_policy("lru"), 2 * everything)
-    infos = Infos(BLOCK_TOKENS, FlopModel())
-    for request in requests:
-        stored = [infos.plain(depth) for depth in range(chunks)]
-        lower.insert(request.blocks(), stored)
-        if cpu_share >= 1:
-            upper.insert(request.blocks(), stored)
-    trace = Trace("backlog", BLOCK_TOKENS, requests)
-    return simulate_timed(trace, upper, lower, speeds, look_ahead=look_ahead).extra
-
-
 def waits(batches: Mapping[str, Sequence[Batch]]) -> list[str]:
-    """Compare look-ahead with and without waits for reads."""
+    """Compare the default options with and without waits for reads."""
     notes = []
     for name, measure in MEASURES.items():
-        found = ratios_of(measure, batches[WAITS], batches[AHEAD])
+        found = ratios_of(measure, batches[WAITS], batches[DEFAULTS])
         low, high = interval(found)
         better = sum(ratio < 1 for ratio in found)
         notes.append(
@@ -398,14 +384,15 @@ def _notes(config: Config) -> list[str]:
         "read / needed: bytes read from the disk by bytes of the prompts' KV cache; read ahead: "
         "those that were read while their request waited; wasted: those of them read for nothing.",
         "blocks held: GPU blocks of requests that wait for a load, mean over the whole time.",
-        "waits: requests get no GPU blocks until their chunks have been read ahead (wait_for_reads "
-        "is always; it is never in the other worlds).",
+        "default options: those of a server. kvtiers may compute what would be slower to load, and "
+        "refuses loads beyond its bounds. waits: wait_for_reads is auto.",
         f"LMCache's server: {SYSTEMS['lmcache-server'].missing or 'all in its memory'}.",
         f"{config.in_flight} requests run at a time; the GPU's cache holds no more. A prompt has "
         f"{config.prompt_bytes / 1e6:.1f} MB of KV cache; reads of the disk are limited to {rate}; "
         f"the CPU tier above the disk holds {config.cpu_share:g} of all prompts, and "
         f"{config.look_ahead:g} of it may be read ahead.",
-        "break_even is off and max_load_gpu_share is 1, so that everything stored is loaded.",
+        f"In {', '.join(FORCED)}: break_even is off and max_load_gpu_share is 1, so that all that "
+        "is stored is loaded.",
     ]
 
 
@@ -421,6 +408,9 @@ def register(app: typer.Typer) -> None:
         prompts: Annotated[int, typer.Option(min=2, help="That queue.")] = plain.prompts,
         size: Annotated[int, typer.Option(min=64, help="Of a prompt, in tokens.")] = plain.size,
         in_flight: Annotated[int, typer.Option(min=1)] = plain.in_flight,
+        queue: Annotated[
+            int, typer.Option(min=0, help="Prompts sent at a time; 0: all at once.")
+        ] = plain.queue,
         output_tokens: Annotated[int, typer.Option(min=1)] = plain.output_tokens,
         rounds: Annotated[int, typer.Option(min=1)] = plain.rounds,
         minutes: Annotated[
@@ -456,6 +446,7 @@ def register(app: typer.Typer) -> None:
             model,
             threads,
             folder,
+            queue,
         )
         signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # which ends the engines
         try:
@@ -469,5 +460,6 @@ def register(app: typer.Typer) -> None:
             command="python -m bench " + " ".join(sys.argv[1:]),
             as_json=as_json,
             keep=keep,
-            name=f"backlog-of-{prompts}-prompts-of-{size}-tokens",
+            name=f"backlog-of-{prompts}-prompts-of-{size}-tokens"
+            + (f"-{queue}-at-a-time" if queue else ""),
         )

@@ -16,7 +16,8 @@ import pytest
 from rich.progress import Progress
 
 from bench import backlog, slow_disk
-from bench.backlog import AHEAD, DISK, HOST, ON_DISK, PLAIN, WAITS, Config
+from bench.backlog import AHEAD, DEFAULTS, DISK, HOST, ON_DISK, PLAIN, WAITS, Config
+from bench.backlog_prediction import measured_speeds
 from bench.report import Chart, save
 from bench.serve_engine import Batch, Engine
 from bench.serve_systems import MODELS
@@ -46,13 +47,14 @@ def test_real_engines_read_each_prompt_once_in_both_worlds_with_a_disk(tmp_path:
     for world, row in rows.items():
         if world == backlog.RIVAL:  # has other chunks and no metrics of ours
             continue
-        assert row["restored"] == pytest.approx(0.0 if world == PLAIN else 1.0)
         assert row["total s"] >= row["TTFT p99 s"] >= row["TTFT mean s"] > 0.0
+        if world in (DEFAULTS, WAITS):  # a tiny model computes faster than a disk is read
+            continue
+        assert row["restored"] == pytest.approx(0.0 if world == PLAIN else 1.0)
         assert (row["read / needed"] > 0) == (world in ON_DISK)
-        assert (row["read ahead"] > 0) == (world in (AHEAD, WAITS))
+        assert (row["read ahead"] > 0) == (world == AHEAD)
         assert (row["blocks held"] > 0) == (world != PLAIN)
-    for world in (AHEAD, WAITS):
-        assert rows[world]["read / needed"] == pytest.approx(rows[DISK]["read / needed"])
+    assert rows[AHEAD]["read / needed"] == pytest.approx(rows[DISK]["read / needed"])
     assert list(tmp_path.iterdir()) == []
     save(report, "command", Chart("TTFT mean s", more=("total s",)), tmp_path)
     assert {path.suffix for path in tmp_path.iterdir()} == {".json", ".md", ".png"}
@@ -75,7 +77,7 @@ def _batches(seconds: Mapping[str, float], restored: float = SHARE) -> dict[str,
     return found
 
 
-FAST = {PLAIN: 4.0, HOST: 1.0, DISK: 2.0, AHEAD: 1.1, WAITS: 0.55}
+FAST = {PLAIN: 4.0, HOST: 1.0, DISK: 2.0, AHEAD: 1.1, DEFAULTS: 1.0, WAITS: 0.5}
 
 
 def test_rows_relate_times_to_the_cpu_tier_and_bytes_to_what_was_needed() -> None:
@@ -89,11 +91,12 @@ def test_rows_relate_times_to_the_cpu_tier_and_bytes_to_what_was_needed() -> Non
 @pytest.mark.parametrize(("took", "verdict"), [(1.1, "met"), (1.3, "MISSED")])
 def test_a_goal_can_be_missed(took: float, verdict: str) -> None:
     notes = backlog.verdicts(Config(), _batches(FAST | {AHEAD: took}))
-    *measured, least = notes
+    *measured, least, read = notes
     assert len(measured) == len(backlog.MEASURES)
     assert all(verdict in note for note in measured)
     assert all("lower in 8 of 8 rounds" in note for note in measured)
-    assert "below 2.447 of that" in least  # 12.1 MB at 25 MB/s, and twice that, beside 0.5 s
+    assert "at most 0.250 of those needed in any round (goal 1.05: met)" in read
+    assert "below 2.510 of that" in least  # 12.6 MB at 25 MB/s, and twice that, beside 0.5 s
 
 
 def test_look_ahead_can_cost() -> None:
@@ -106,7 +109,7 @@ def test_look_ahead_can_cost() -> None:
 def test_a_world_without_its_hits_is_named() -> None:
     notes = backlog.verdicts(Config(), _batches(FAST, restored=SHARE / 2))
     wrong = [note.split(":")[1].strip() for note in notes if note.startswith("INVALID")]
-    assert wrong == [HOST, DISK, AHEAD, WAITS]
+    assert wrong == [HOST, DISK, AHEAD]
 
 
 def test_waits_are_compared_with_look_ahead_alone() -> None:
@@ -120,7 +123,7 @@ def test_the_simulation_is_given_measured_speeds() -> None:
     """Two at a time, of 96 tokens each: 2 s to compute both, 3 s for the other 30 tokens."""
     config = Config(4, 96, 2, 31, disk_mb_s=16.384, model="small")
     plain = Batch(10.0, (2.0, 2.0, 7.0, 7.0), 384, 124, {})
-    speeds = backlog.measured_speeds(config, [plain])
+    speeds = measured_speeds(config, [plain])
     token_bytes = MODELS["small"].kv_bytes_per_token
     assert speeds == Speeds(prefill=96, decode=10, read=16.384e6 / token_bytes, in_flight=2)
 
