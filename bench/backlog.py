@@ -9,9 +9,7 @@ them.
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
-import os
 import random
 import shutil
 import signal
@@ -20,77 +18,42 @@ import sys
 import tempfile
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 from rich.progress import Progress
 
 from bench.backlog_prediction import measured_speeds, predict
+from bench.backlog_worlds import (
+    AHEAD,
+    DEFAULTS,
+    DISK,
+    FORCED,
+    HOST,
+    ON_DISK,
+    PLAIN,
+    RIVAL,
+    WAITS,
+    WORLDS,
+    Config,
+    engines_of,
+)
 from bench.environment import describe
 from bench.report import Chart, deliver
 from bench.scenario import Report, Row, median, percentile, progress_bar
 from bench.serve_engine import Batch, Engine
 from bench.serve_numbers import CONFIDENCE, interval, ratios_of
-from bench.serve_systems import BLOCK_TOKENS, MODELS, SYSTEMS, Start, TierSizes
+from bench.serve_systems import BLOCK_TOKENS, MODELS, SYSTEMS
 from bench.slow_disk import SlowDisk, SlowDiskError
-from demo.tiny_model import BYTE_TOKENS, make_llama
+from demo.tiny_model import BYTE_TOKENS
 
 Prompts = list[list[int]]
-PLAIN = "nothing stored"
-HOST = "all in the CPU tier"
-DISK = "all on disk"
-AHEAD = "all on disk, look-ahead"
-DEFAULTS = "all on disk, default options"
-WAITS = "all on disk, default options, waits"
-RIVAL = SYSTEMS["lmcache-server"].name
-WORLDS = (PLAIN, HOST, DISK, AHEAD, DEFAULTS, WAITS)
-"""Where LMCache is installed, ``RIVAL`` follows: its server, with everything in its memory."""
-ON_DISK = (DISK, AHEAD, DEFAULTS, WAITS)
-FORCED = (HOST, DISK, AHEAD)
-"""Worlds that load everything that is stored; the others may compute it where that is faster."""
 GOAL = 1.15
 """Goal for the mean time to first token with look-ahead, relative to all in the CPU tier."""
 READ_GOAL = 1.05
 """Goal for the bytes read with look-ahead, relative to those needed."""
-
-
-@dataclass(frozen=True, slots=True)
-class Config:
-    """``prompts`` of ``size`` tokens queue; ``in_flight`` of them run at a time, for which the GPU
-    has blocks. In the worlds with a disk the CPU tier holds the share ``cpu_share`` of them, and
-    ``look_ahead`` of that may be read ahead. ``disk_mb_s`` (MB/s) bounds the disk's reads; 0 does
-    not bound them. No round begins later than ``minutes`` after the start of the first one.
-
-    All prompts of a batch are sent at once, or ``queue`` of them at a time if it is not 0. With a
-    queue of at most ``in_flight`` no request waits for another one.
-    """
-
-    prompts: int = 12
-    size: int = 768
-    in_flight: int = 2
-    output_tokens: int = 64
-    rounds: int = 8
-    minutes: float = 60.0
-    disk_mb_s: float = 25.0
-    cpu_share: float = 0.5
-    look_ahead: float = 0.5
-    model: str = "small"
-    threads: int = os.cpu_count() or 1
-    folder: str = ""
-    queue: int = 0
-
-    @property
-    def prompt_bytes(self) -> int:
-        """The bytes of one prompt's KV cache, in whole blocks."""
-        return self.restorable * MODELS[self.model].kv_bytes_per_token
-
-    @property
-    def restorable(self) -> int:
-        """The tokens of a prompt that can be restored: whole blocks."""
-        return self.size // BLOCK_TOKENS * BLOCK_TOKENS
 
 
 def run(config: Config, progress: Progress) -> Report:
@@ -104,7 +67,10 @@ def run(config: Config, progress: Progress) -> Report:
         notes=_notes(config),
     )
     try:
-        with SlowDisk(root, int(config.disk_mb_s * 1e6)) as disk, _engines(config, root) as engines:
+        with (
+            SlowDisk(root, int(config.disk_mb_s * 1e6)) as disk,
+            engines_of(config, root) as engines,
+        ):
             batches = _measure(config, engines, disk, progress)
     finally:
         shutil.rmtree(root, ignore_errors=True)
@@ -114,84 +80,7 @@ def run(config: Config, progress: Progress) -> Report:
     return report
 
 
-# -- engines -------------------------------------------------------------------------------------
-
-
-@contextlib.contextmanager
-def _engines(config: Config, root: Path) -> Iterator[dict[str, Engine]]:
-    """Yields the engines by world, once all have started."""
-    model = make_llama(root / "model", shape=MODELS[config.model].shape)
-    everything = config.prompts * config.prompt_bytes
-    host, small = everything + (64 << 20), max(1 << 20, int(config.cpu_share * everything))
-    with contextlib.ExitStack() as stack:
-        engines = {}
-        for number, world in enumerate(worlds()):
-            folder = root / f"disk{number}"
-            folder.mkdir(mode=0o700)
-            sizes = TierSizes(host, small, 2 * everything + (256 << 20), folder)
-            start = _start(world, config, sizes)
-            arguments = _arguments(config, model) | {"kv_transfer_config": start.connector}
-            threads = {"OMP_NUM_THREADS": str(config.threads)}
-            engine = Engine(arguments, threads | start.env, root / f"engine{number}.log")
-            stack.callback(engine.close)
-            engines[world] = engine
-        for engine in engines.values():
-            engine.wait()
-        yield engines
-
-
-def worlds() -> tuple[str, ...]:
-    """The worlds that this machine can run."""
-    return WORLDS if SYSTEMS["lmcache-server"].missing else (*WORLDS, RIVAL)
-
-
-def _start(world: str, config: Config, sizes: TierSizes) -> Start:
-    """The connector of a world."""
-    if world == PLAIN:
-        return Start()
-    if world == RIVAL:
-        return SYSTEMS["lmcache-server"].start(sizes)
-    on_disk = world in ON_DISK
-    disk = {"type": "lmdb", "path": str(sizes.folder), "capacity": sizes.disk, "reserve": 0}
-    extra: dict[str, Any] = {
-        "cpu": {"capacity": sizes.small if on_disk else sizes.host},
-        "tiers": [disk] if on_disk else [],
-    }
-    if world in FORCED:
-        # What is compared is reading early or late, so nothing is computed that could be read.
-        extra |= {
-            "look_ahead": config.look_ahead if world == AHEAD else 0.0,
-            "break_even": False,
-            "max_load_gpu_share": 1.0,
-        }
-    if world == WAITS:
-        extra["wait_for_reads"] = "auto"
-    connector = {
-        "kv_connector": "KvTiersConnector",
-        "kv_connector_module_path": "offload.connector",
-        "kv_role": "kv_both",
-        "kv_connector_extra_config": extra,
-    }
-    return Start(connector)
-
-
-def _arguments(config: Config, model: Path) -> dict[str, Any]:
-    blocks = -(-(config.size + config.output_tokens) // BLOCK_TOKENS) + 1
-    gpu_blocks = config.in_flight * blocks + 1  # vLLM keeps one for itself
-    block_bytes = BLOCK_TOKENS * MODELS[config.model].kv_bytes_per_token
-    return {
-        "model": str(model),
-        **MODELS[config.model].settings,
-        "enforce_eager": True,
-        "block_size": BLOCK_TOKENS,
-        "kv_cache_memory_bytes": gpu_blocks * block_bytes,
-        "num_gpu_blocks_override": gpu_blocks,
-        "max_num_seqs": config.in_flight,
-        "max_model_len": blocks * BLOCK_TOKENS,
-        "max_num_batched_tokens": 2048,
-        "disable_log_stats": False,
-        "enable_prefix_caching": True,
-    }
+# -- measuring -------------------------------------------------------------------------------------
 
 
 def _measure(
@@ -448,18 +337,22 @@ def register(app: typer.Typer) -> None:
             folder,
             queue,
         )
-        signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # which ends the engines
-        try:
-            with progress_bar() as progress:
-                report = run(config, progress)
-        except SlowDiskError as error:
-            raise typer.BadParameter(str(error), param_hint="--disk-mb-s") from error
-        deliver(
-            report,
-            Chart("TTFT mean s", "mean time to first token, s", more=("total s",), cost=True),
-            command="python -m bench " + " ".join(sys.argv[1:]),
-            as_json=as_json,
-            keep=keep,
-            name=f"backlog-of-{prompts}-prompts-of-{size}-tokens"
-            + (f"-{queue}-at-a-time" if queue else ""),
-        )
+        _run_and_deliver(config, as_json=as_json, keep=keep)
+
+
+def _run_and_deliver(config: Config, *, as_json: bool, keep: bool) -> None:
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # which ends the engines
+    try:
+        with progress_bar() as progress:
+            report = run(config, progress)
+    except SlowDiskError as error:
+        raise typer.BadParameter(str(error), param_hint="--disk-mb-s") from error
+    name = f"backlog-of-{config.prompts}-prompts-of-{config.size}-tokens"
+    deliver(
+        report,
+        Chart("TTFT mean s", "mean time to first token, s", more=("total s",), cost=True),
+        command="python -m bench " + " ".join(sys.argv[1:]),
+        as_json=as_json,
+        keep=keep,
+        name=name + (f"-{config.queue}-at-a-time" if config.queue else ""),
+    )

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING
 
+from bench.backlog_worlds import Config
 from bench.scenario import median
 from bench.serve_engine import Batch
 from bench.serve_systems import BLOCK_TOKENS, MODELS
@@ -13,9 +13,6 @@ from policies.registry import make_policy
 from policies.simulation.simulator import FlopModel, Infos, SimTier
 from policies.simulation.timing import Speeds, simulate_timed
 from policies.simulation.trace import Request, Trace
-
-if TYPE_CHECKING:
-    from bench.backlog import Config
 
 
 def measured_speeds(config: Config, plain: Sequence[Batch]) -> Speeds:

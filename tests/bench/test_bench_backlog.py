@@ -16,8 +16,20 @@ import pytest
 from rich.progress import Progress
 
 from bench import backlog, slow_disk
-from bench.backlog import AHEAD, DEFAULTS, DISK, HOST, ON_DISK, PLAIN, WAITS, Config
 from bench.backlog_prediction import measured_speeds
+from bench.backlog_worlds import (
+    AHEAD,
+    DEFAULTS,
+    DISK,
+    HOST,
+    ON_DISK,
+    PLAIN,
+    RIVAL,
+    WAITS,
+    WORLDS,
+    Config,
+    worlds,
+)
 from bench.report import Chart, save
 from bench.serve_engine import Batch, Engine
 from bench.serve_systems import MODELS
@@ -42,10 +54,10 @@ def test_real_engines_read_each_prompt_once_in_both_worlds_with_a_disk(tmp_path:
     )
     report = backlog.run(config, Progress(disable=True))
     rows = {row.series: row.values for row in report.rows}
-    assert list(rows) == list(backlog.worlds())
+    assert list(rows) == list(worlds())
     assert [note for note in report.notes if note.startswith("INVALID")] == []
     for world, row in rows.items():
-        if world == backlog.RIVAL:  # has other chunks and no metrics of ours
+        if world == RIVAL:  # has other chunks and no metrics of ours
             continue
         assert row["total s"] >= row["TTFT p99 s"] >= row["TTFT mean s"] > 0.0
         if world in (DEFAULTS, WAITS):  # a tiny model computes faster than a disk is read
@@ -207,7 +219,7 @@ def test_rounds_end_with_the_time(tmp_path: Path) -> None:
         def run(self, prompts: object, output_tokens: int, in_flight: int) -> Batch:
             return Batch(1.0, (1.0,), 1, 1, {})
 
-    engines: Any = {world: Instant() for world in backlog.WORLDS}
+    engines: Any = {world: Instant() for world in WORLDS}
     config = Config(prompts=2, rounds=5, minutes=0.0, disk_mb_s=0.0)
     batches = backlog._measure(config, engines, SlowDisk(tmp_path, 0), Progress(disable=True))
     assert {world: len(mine) for world, mine in batches.items()} == dict.fromkeys(engines, 1)
