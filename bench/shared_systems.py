@@ -28,7 +28,7 @@ from demo.mooncake import Master
 from tiers.base import SharedTier, Tier
 from tiers.lmdb.shared.tier import SharedLmdbTier
 from tiers.mooncake import client as mooncake_client
-from tiers.mooncake.client import BATCH, MooncakeSettings
+from tiers.mooncake.client import CALL_RECORDS_MAX, MooncakeSettings
 from tiers.mooncake.tier import MooncakeTier
 
 MEMORY = """
@@ -129,11 +129,11 @@ class MooncakeClient(ThreadedSystem):
         calls = [(put, write, 0), (get, read, self.arena.block_bytes)]
         self.threads.run(
             [
-                lambda call=call, some=numbers[at : at + BATCH], good=good: self._call(  # type: ignore[misc]  # mypy cannot see defaults
+                lambda call=call, some=numbers[at : at + CALL_RECORDS_MAX], good=good: self._call(  # type: ignore[misc]  # mypy cannot see defaults
                     call, some, good
                 )
                 for call, numbers, good in calls
-                for at in range(0, len(numbers), BATCH)
+                for at in range(0, len(numbers), CALL_RECORDS_MAX)
             ]
         )
 

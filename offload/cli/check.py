@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 app = make_app()
 
-FILE_BYTES_MAX = 1 << 20
+CHECKED_BYTES_MAX = 1 << 20
 AROUND = ("kv_transfer_config", "kv-transfer-config")
 """Names under which a file may hold the value of --kv-transfer-config."""
 Where = Annotated[
@@ -108,11 +108,11 @@ def _without_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 def _read(problems: Problems, where: str) -> str | None:
     try:
         if where == "-":
-            return sys.stdin.read(FILE_BYTES_MAX)
+            return sys.stdin.read(CHECKED_BYTES_MAX)
         problems.file(Path(where), "Name a file with a configuration, or give the JSON itself.")
         if problems:
             return None
-        return Path(where).read_bytes()[:FILE_BYTES_MAX].decode("utf-8")
+        return Path(where).read_bytes()[:CHECKED_BYTES_MAX].decode("utf-8")
     except (OSError, ValueError) as error:
         problems.add(where, f"cannot be read: {error}", "Name a file of JSON.")
         return None

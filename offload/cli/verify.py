@@ -30,7 +30,7 @@ app = make_app()
 
 LIVE_RATE = "100MiB"
 """Default rate if a server uses the folder, because the server needs the disk."""
-LINES_MAX = 20
+REMARK_LINES_MAX = 20
 """Maximum number of lines below the table, for all folders together; remarks about a whole folder
 come first."""
 
@@ -148,10 +148,10 @@ def _print(results: list[VerifyResult], problems: list[str]) -> None:
     out.print(table)
     lines = [line for result in results for line in _remarks(result)] + problems
     lines += [line for result in results for line in _damaged(result)]
-    for line in lines[:LINES_MAX]:
+    for line in lines[:REMARK_LINES_MAX]:
         print_line(out, line)
-    if len(lines) > LINES_MAX:
-        out.print(f"and {len(lines) - LINES_MAX:,} more lines (--json has everything)")
+    if len(lines) > REMARK_LINES_MAX:
+        out.print(f"and {len(lines) - REMARK_LINES_MAX:,} more lines (--json has everything)")
 
 
 def _damaged(result: VerifyResult) -> list[str]:

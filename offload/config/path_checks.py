@@ -26,7 +26,7 @@ _SHARED_MEMORY = "/dev/shm"
 _WEIGHTS = (".safetensors", ".gguf", ".bin", ".pt", ".pth")
 _NOT_CONTENT = frozenset(("lost+found", LOCK_NAME))
 _OWN = "Give the tier its own empty folder, for example {0}."
-SHOWN_MAX = 3
+SHOWN_PATHS_MAX = 3
 
 
 def path_problem(path: str | Path) -> tuple[str, str] | None:
@@ -59,8 +59,8 @@ def content_problem(path: str | Path) -> tuple[str, str] | None:
     names = [name for name in entries(folder) if name not in _NOT_CONTENT]
     if not names or any(map(_is_ours, names)) or LOCK_NAME in entries(folder):
         return None
-    shown = ", ".join(names[:SHOWN_MAX])
-    more = f" and {len(names) - SHOWN_MAX:,} more" if len(names) > SHOWN_MAX else ""
+    shown = ", ".join(names[:SHOWN_PATHS_MAX])
+    more = f" and {len(names) - SHOWN_PATHS_MAX:,} more" if len(names) > SHOWN_PATHS_MAX else ""
     what = f"{path} is not empty, and contains no kvtiers data: {shown}{more}"
     return what, _OWN.format(folder / "kvtiers")
 

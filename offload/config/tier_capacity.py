@@ -40,7 +40,7 @@ def smallest_share(tier: TierConfig, payload_bytes: int, record_bytes: int) -> i
         return (1 + pages_for(payload_bytes)) * ALIGNMENT + SMALL_FILES_BYTES
     per_record, small = RECORD_INDEX_BYTES, lmdb_store.SMALL_FILES_BYTES
     if tier.shared:
-        per_record, small = SHARED_RECORD_INDEX_BYTES, shared_store.SMALL_FILES_BYTES
+        per_record, small = SHARED_RECORD_INDEX_BYTES, shared_store.SHARED_SMALL_FILES_BYTES
     bytes_min = smallest_capacity(payload_bytes, max(record_bytes, ALIGNMENT), per_record, small)
     return bytes_min + SMALL_FILES_BYTES
 

@@ -17,8 +17,8 @@ from typing import Any, TypeVar
 logger = logging.getLogger(__name__)
 
 F = TypeVar("F", bound=Callable[..., Any])
-LOGGED_MAX = 20
-LINES_MAX = 60
+ERRORS_LOGGED_MAX = 20
+ERROR_LINES_MAX = 60
 HOOKS = {"explain", "build_connector_meta"}
 """Names of all hooks in metrics; each guarded method adds its name. The two listed here are parts
 of hooks, guarded by their callers."""
@@ -74,10 +74,10 @@ class Faults:
         """Count a fault, and log it unless too many have been logged."""
         self.by_hook[hook] = self.by_hook.get(hook, 0) + 1
         total = sum(self.by_hook.values())
-        if total <= LOGGED_MAX:
+        if total <= ERRORS_LOGGED_MAX:
             text = "kvtiers: hook %s failed and is treated as a miss: %s"
             logger.error(text, hook, described(error))
-        if total == LOGGED_MAX:
+        if total == ERRORS_LOGGED_MAX:
             logger.error("kvtiers: further hook faults are counted, not logged")
 
 
@@ -89,13 +89,13 @@ def described(error: BaseException) -> str:
     """
     lines: list[str] = []
     cause: BaseException | None = error
-    while cause is not None and len(lines) < LINES_MAX:
+    while cause is not None and len(lines) < ERROR_LINES_MAX:
         lines.append(f"{'caused by ' if lines else ''}{cause!r}")
         for frame, number in traceback.walk_tb(cause.__traceback__):
             code = frame.f_code
             lines.append(f"  at {code.co_filename}:{number} in {code.co_qualname}")
         cause = cause.__cause__ or cause.__context__
-    return "\n".join(lines[:LINES_MAX])
+    return "\n".join(lines[:ERROR_LINES_MAX])
 
 
 def guarded(default: Callable[[], Any]) -> Callable[[F], F]:

@@ -63,8 +63,8 @@ from tiers.record import NAMESPACE_BYTES
 
 logger = logging.getLogger(__name__)
 
-OPEN_TIMEOUT_S = 300.0
-CLOSE_TIMEOUT_S = 60.0
+SECONDARY_OPEN_TIMEOUT_S = 300.0
+SECONDARY_CLOSE_TIMEOUT_S = 60.0
 RESET_TIMEOUT_S = 30.0
 DRAIN_WARNING_S = 5.0
 
@@ -123,7 +123,7 @@ class LmdbSecondaryTier(SecondaryTierManager):  # type: ignore[misc]  # vllm is 
         patience = Patience(lambda line: logger.warning("kvtiers: %s: %s", self.tier_type, line))
         while True:
             try:
-                return self._loop.call(self._start(), OPEN_TIMEOUT_S)
+                return self._loop.call(self._start(), SECONDARY_OPEN_TIMEOUT_S)
             except FolderInUseError as error:
                 if not patience.wait(error.what):
                     raise
@@ -214,12 +214,12 @@ class LmdbSecondaryTier(SecondaryTierManager):  # type: ignore[misc]  # vllm is 
 
     def shutdown(self) -> None:
         """Finish the work in flight, within a minute."""
-        concurrent.futures.wait(self._open, CLOSE_TIMEOUT_S)
+        concurrent.futures.wait(self._open, SECONDARY_CLOSE_TIMEOUT_S)
         self._close()
 
     def _close(self) -> None:
         try:
-            self._loop.call(self._tier.aclose(), CLOSE_TIMEOUT_S)
+            self._loop.call(self._tier.aclose(), SECONDARY_CLOSE_TIMEOUT_S)
         except (TierError, TimeoutError) as error:
             logger.warning("kvtiers: %s was not closed: %s", self.tier_type, error)
         self._loop.stop()

@@ -34,7 +34,7 @@ from offload.namespaces.manifest import MANIFEST_BYTES_MAX, Namespace, differing
 from tiers.adapters.read_only import SourceKey
 from tiers.base import Buffer, Key, ReadOutcome, TierError, TierIoError
 from tiers.mooncake.bulletin import Notice, Posted, read_boards
-from tiers.mooncake.client import BATCH, MooncakeClient, MooncakeSettings
+from tiers.mooncake.client import CALL_RECORDS_MAX, MooncakeClient, MooncakeSettings
 from tiers.record import Identity
 
 logger = logging.getLogger(__name__)
@@ -304,7 +304,7 @@ class MooncakeSource:
             tried = [outcome is not ReadOutcome.MISS for outcome in outcomes]
             for translation, places in _by_translation(keys, neighbour, tried):
                 size = padded(translation.record_bytes) * len(translation.ranks)
-                step = max(1, min(BATCH, READ_BYTES // size))
+                step = max(1, min(CALL_RECORDS_MAX, READ_BYTES // size))
                 for at in range(0, len(places), step):
                     some = places[at : at + step]
                     found = self._chunks(
@@ -321,7 +321,7 @@ class MooncakeSource:
         keys: Sequence[Key],
         into: Sequence[Buffer],
     ) -> list[ReadOutcome]:
-        """Read at most ``BATCH`` chunks of one group."""
+        """Read at most ``CALL_RECORDS_MAX`` chunks of one group."""
         size = padded(translation.record_bytes)
         records = np.empty((len(translation.ranks), len(keys), size), np.uint8)
         outcomes = [ReadOutcome.OK] * len(keys)

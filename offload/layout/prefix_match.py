@@ -19,7 +19,7 @@ from functools import partial
 
 from offload.layout.groups import FULL, STATE, GroupLayout, ModelLayout
 
-BATCH = 512
+MATCH_BATCH = 512
 """Chunks per query: large enough for C speed, small enough to stop early at a miss."""
 
 PresentBatch = Callable[[Sequence[bytes]], bytes]
@@ -256,8 +256,8 @@ class _GroupLookup:
 
     def _scan_run(self, keys: Sequence[bytes], first: int, end: int) -> int:
         """The first chunk of ``[first, end)`` that is not present, or ``end``."""
-        for low in range(first, end, BATCH):
-            flags = self._batch(keys[low : min(end, low + BATCH)])
+        for low in range(first, end, MATCH_BATCH):
+            flags = self._batch(keys[low : min(end, low + MATCH_BATCH)])
             gap = flags.find(0)
             if gap >= 0:
                 return low + gap
@@ -305,6 +305,6 @@ class _GroupLookup:
             self._flags_from = end
         if low >= self._flags_from:
             return
-        low = max(self._first, min(low, self._flags_from - BATCH))
+        low = max(self._first, min(low, self._flags_from - MATCH_BATCH))
         self._flags = self._batch(self._keys[low : self._flags_from]) + self._flags
         self._flags_from = low

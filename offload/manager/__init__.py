@@ -43,7 +43,7 @@ __all__ = ["OffloadManager", "SimpleConfig", "SimpleGroup", "SimpleSpec"]
 
 logger = logging.getLogger(__name__)
 
-CLOSE_TIMEOUT_S = 2.0
+HURRIED_CLOSE_TIMEOUT_S = 2.0
 """Time limits for a hurried close: one for all work in flight together, then one per tier."""
 STEP_ATTEMPTS = 3
 
@@ -261,7 +261,7 @@ class OffloadManager:
             try:
                 await asyncio.wait([self._closing])
             except asyncio.CancelledError as error:
-                cancelled, flush_s, closes_s = error, 0.0, min(timeout_s, CLOSE_TIMEOUT_S)
+                cancelled, flush_s, closes_s = error, 0.0, min(timeout_s, HURRIED_CLOSE_TIMEOUT_S)
                 self._closing.cancel()  # close again, with the short limits
         if cancelled is not None:
             raise cancelled

@@ -19,7 +19,7 @@ from offload.layout.registration import GroupCaches, LayerTensors
 from tiers.record import KEY_BYTES_MAX
 
 KEY_MAX = KEY_BYTES_MAX - GROUP_BYTES
-SHOWN_MAX = 5
+SHOWN_KEYS_MAX = 5
 """Maximum number of keys or block ids that one message names."""
 
 
@@ -108,11 +108,11 @@ def _key_problems(keys: Sequence[bytes]) -> list[str]:
     problems = []
     others = [key for key in keys if not isinstance(key, bytes)]
     if others:
-        problems.append(f"keys must be bytes, got {others[:SHOWN_MAX]}")
+        problems.append(f"keys must be bytes, got {others[:SHOWN_KEYS_MAX]}")
         return problems
     sizes = [len(key) for key in keys if not 0 < len(key) <= KEY_MAX]
     if sizes:
-        problems.append(f"a key has 1 to {KEY_MAX} bytes, got some of {sizes[:SHOWN_MAX]}")
+        problems.append(f"a key has 1 to {KEY_MAX} bytes, got some of {sizes[:SHOWN_KEYS_MAX]}")
     if twice := _repeated(keys):
         named = [key.hex()[:16] for key in twice]
         problems.append(f"keys must differ within a call, these occur twice: {named}")
@@ -130,9 +130,9 @@ def _blocks(block_ids: Sequence[int], num_blocks: int) -> tuple[tuple[int, ...],
             others.append(block)
     problems = []
     if others:
-        problems.append(f"block ids must be integers, got {others[:SHOWN_MAX]}")
+        problems.append(f"block ids must be integers, got {others[:SHOWN_KEYS_MAX]}")
     if outside := [b for b in found if not 0 <= b < num_blocks]:
-        problems.append(f"block ids {outside[:SHOWN_MAX]} are not in 0..{num_blocks - 1}")
+        problems.append(f"block ids {outside[:SHOWN_KEYS_MAX]} are not in 0..{num_blocks - 1}")
     if twice := _repeated(found):
         problems.append(f"block ids must differ within a call, these occur twice: {twice}")
     return tuple(found), problems
@@ -141,4 +141,4 @@ def _blocks(block_ids: Sequence[int], num_blocks: int) -> tuple[tuple[int, ...],
 def _repeated(values: Sequence[Any]) -> list[Any]:
     if len(set(values)) == len(values):
         return []
-    return [value for value, count in Counter(values).items() if count > 1][:SHOWN_MAX]
+    return [value for value, count in Counter(values).items() if count > 1][:SHOWN_KEYS_MAX]

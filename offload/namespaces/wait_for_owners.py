@@ -9,7 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 
-WAIT_S = 30.0
+OWNERS_WAIT_S = 30.0
 """The time that Kubernetes gives a container to end."""
 LINE_EVERY_S = 5.0
 LOOK_EVERY_S = 0.25
@@ -29,7 +29,7 @@ class Patience:
     def wait(self, what: str) -> bool:
         """Wait a moment for ``what`` to change. Returns False when the time is up."""
         now = time.monotonic()
-        self._until = self._until or now + WAIT_S
+        self._until = self._until or now + OWNERS_WAIT_S
         left = self._until - now
         if left <= 0:
             return False

@@ -65,8 +65,8 @@ def make_planner(
             health=health[tier],
             admissions=_tier_admissions(config.lower[tier], len(ranks)),
             read_only=config.is_read_only(tier),
-            max_waiting=limits.waiting_writes,
-            max_flying=max(1, slots // 4),  # a hanging operation does not release its slots
+            waiting_max=limits.waiting_writes,
+            flying_max=max(1, slots // 4),  # a hanging operation does not release its slots
         )
         for tier, index in enumerate(lower)
     ]

@@ -25,32 +25,28 @@ from offload.planner.context import PlannerContext
 from offload.planner.jobs import Job, JobKind
 from offload.planner.load_sources import LoadSources
 from offload.planner.step_budget import (
-    AHEAD_COST,
+    AHEAD_HEIRS_MAX,
     AHEAD_LEAVES,
-    AHEAD_LOOK_MAX,
     AHEAD_REQUEST_MAX,
+    AHEAD_WANTED_MAX,
     EVICT_COST,
 )
 from policies.hints import LOW
 
-BATCH = 16
+AHEAD_BATCH = 16
 """Chunks of one job: as many as a worker reads at a time."""
-FLYING_MAX = 64
+AHEAD_FLYING_MAX = 64
 """Number of chunks whose reads ahead may be in flight."""
-WANTED_SHARE = 2
-"""The chunks that are evicted last are at most this part of the CPU tier."""
-LATE_S = 60.0
+WANTED_SHARE = 0.5
+"""The chunks that are evicted last are at most this share of the CPU tier."""
+AHEAD_STALE_S = 60.0
 """A request that has not come nearer to its turn for this long, since its first chunk was read,
 loses what was read for it."""
-AGAIN = 8
+AHEAD_RETRY_STEPS = 8
 """When the CPU tier had no space for a read ahead, the next one is tried after so many steps, or
 when a job has ended: each attempt looks at every chunk that must stay."""
-ENTER_MAX = 2
-"""The number of requests whose chunks become wanted at a time: a long prompt has thousands."""
-HEIRS_MAX = 8
-"""The number of next requests that may take over what was read for one that has left."""
-NEAR_END = 8
-"""The reads of a request are near their end when this part of them is left: its load waits for
+NEAR_END_SHARE = 1 / 8
+"""The reads of a request are near their end when this share of them is left: its load waits for
 them."""
 COUNTED = ("read", "used", "late", "wasted")
 
@@ -156,7 +152,7 @@ class LookAhead:
         want = self._wants.get(request)
         if want is None:
             return None
-        is_read = not want.is_open and NEAR_END * want.flying <= len(want.read)
+        is_read = not want.is_open and want.flying <= NEAR_END_SHARE * len(want.read)
         return ReadProgress(is_read, self._since.get(want))
 
     def enter(self, request: str, order: tuple[Any, ...], runs: Sequence[ChunkBatch]) -> None:
@@ -212,14 +208,14 @@ class LookAhead:
 
     @property
     def _wanted_max(self) -> int:
-        return self._cpu.space.capacity // WANTED_SHARE
+        return int(self._cpu.space.capacity * WANTED_SHARE)
 
     def _limit_wanted(self) -> None:
         """Let as many of the next requests have their chunks evicted last as the bound allows."""
         while len(self._wanted) > self._wanted_max:
             self._wanting -= 1
             self._forget_wanted(self.queue[self._wanting])
-        for want in self.queue[self._wanting : self._wanting + ENTER_MAX]:
+        for want in self.queue[self._wanting : self._wanting + AHEAD_WANTED_MAX]:
             if len(self._wanted) + len(want.keys) > self._wanted_max:
                 break
             self._wanted.update(want.keys)
@@ -234,7 +230,7 @@ class LookAhead:
     def _release(self, rest: Collection[bytes]) -> None:
         """Chunks that were read for a request that does not use them may be evicted, unless one of
         the next requests wants them."""
-        for heir in self.queue[:HEIRS_MAX] if rest else ():
+        for heir in self.queue[:AHEAD_HEIRS_MAX] if rest else ():
             mine = heir.keys.intersection(rest)
             if mine:
                 self._hold(mine, heir)
@@ -279,7 +275,7 @@ class LookAhead:
     def _give_up_late(self) -> None:
         while self._since:
             want = next(iter(self._since))
-            if self._now - want.seen <= LATE_S:
+            if self._now - want.seen <= AHEAD_STALE_S:
                 return
             place = _place(self.queue, want)
             if place >= want.place:
@@ -291,22 +287,21 @@ class LookAhead:
     def _may_have_space(self) -> bool:
         if self._full is not None:
             ended, steps = self._full
-            if ended == self._context.jobs.ended and steps < AGAIN:
+            if ended == self._context.jobs.ended and steps < AHEAD_RETRY_STEPS:
                 self._full = (ended, steps + 1)
                 return False
             self._full = None
         return True
 
     def _read_on(self) -> None:
-        left = AHEAD_LOOK_MAX
         budget, tiers = self._context.budget, self._context.health.readable_tiers()
         if not tiers:  # goes on when one can be read again
             return
-        while self._open and left > 0 and self._bound > 0 and budget.above(AHEAD_LEAVES) > 0:
+        ahead = budget.ahead
+        while self._open and ahead.left > 0 and self._bound > 0 and budget.above(AHEAD_LEAVES) > 0:
             want = self._open[0]
-            looked, is_full = self._look(want, tiers, min(left, BATCH))
-            budget.spend(AHEAD_COST * looked)
-            left -= looked
+            looked, is_full = self._look(want, tiers, min(ahead.left, AHEAD_BATCH))
+            ahead.take(looked)
             if not want.is_open:
                 del self._open[0]
             if is_full:
@@ -317,14 +312,14 @@ class LookAhead:
     def _bound(self) -> int:
         """Chunks whose reads may begin now."""
         capacity = self._cpu.space.capacity
-        most = int(min(self._share * capacity, (capacity - self._cpu.retention.kept) / 2))
-        return min(most - len(self._held), FLYING_MAX - self._flying)
+        held_max = int(min(self._share * capacity, (capacity - self._cpu.retention.kept) / 2))
+        return min(held_max - len(self._held), AHEAD_FLYING_MAX - self._flying)
 
-    def _look(self, want: _Want, tiers: Sequence[int], most: int) -> tuple[int, bool]:
+    def _look(self, want: _Want, tiers: Sequence[int], chunks_max: int) -> tuple[int, bool]:
         """Look at the next chunks of a request and read those that only lower ``tiers`` hold.
         Returns how many were looked at, and whether the CPU tier has no space for more."""
         run = want.runs[want.run]
-        end = min(len(run), want.at + most)
+        end = min(len(run), want.at + chunks_max)
         part = run.part(want.at, end)
         missing = part.chosen(list(map(self._cpu.is_absent, part.keys)))
         left = missing.part(0, max(0, self._bound))

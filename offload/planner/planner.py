@@ -118,7 +118,6 @@ class Planner:
         queues, deletes = write_through_queues, self.deletes
         self.write_through = WriteThrough(context, queues, self.presence, deletes)
         self.deferred = DeferredWork(self.budget)
-        self._piece_chunks = max(1, limits.step_chunks // 2)
         self._now = 0.0
         self._reset = False
         self._epochs: dict[int, int] = {}
@@ -252,14 +251,14 @@ class Planner:
 
     def _read_ahead(self, job: Job) -> None:
         self.look_ahead.ended(job)
-        for piece in self.sources.let_go(job, self._piece_chunks, self._filled):
+        for piece in self.sources.let_go(job, self.budget.piece_chunks, self._filled):
             self.deferred.add(*piece)
         lost, corrupt = job.answer.lost, job.answer.corrupt
         self.deferred.add(len(lost), partial(self.forget, lost, corrupt))
 
     def _loaded(self, job: Job) -> None:
         self.loads.ended(job, self._now)
-        for piece in self.sources.let_go(job, self._piece_chunks, self._filled):
+        for piece in self.sources.let_go(job, self.budget.piece_chunks, self._filled):
             self.deferred.add(*piece)
         lost, corrupt = job.answer.lost, job.answer.corrupt
         self.deferred.add(len(lost), partial(self.forget, lost, corrupt))

@@ -18,6 +18,7 @@ from offload.planner.context import PlannerContext
 from offload.planner.load_or_recompute import Cut
 from offload.planner.load_sources import LoadSources
 from offload.planner.look_ahead import LookAhead
+from offload.planner.step_budget import READ_WAITS_MAX
 
 AUTO, ALWAYS, NEVER = CHOICES = ("auto", "always", "never")
 WORTH_S, WORTH_STEPS = 0.1, 8
@@ -26,8 +27,6 @@ TOTAL_S = 60.0
 """Longest wait of a request, most of it behind the reads of requests that came before it."""
 STUCK_ASKS = 3
 """A wait ends when vLLM has asked so many times in a row and nothing was being read ahead."""
-WAITING_MAX = 64
-"""Requests that wait at a time: vLLM asks for each of them in every step."""
 
 
 class Answer(Enum):
@@ -170,7 +169,7 @@ class ReadWaits:
     def _expect(self, request: str, now: float) -> _Wait | None:
         """A wait that may begin; ``None`` if there is nothing to wait for."""
         runs = self._ahead.runs(request)
-        if not runs or len(self._waits) >= WAITING_MAX:
+        if not runs or len(self._waits) >= READ_WAITS_MAX:
             return None
         tokens = self._sources.expected(runs, runs[0].origin.controls.read)
         tokens.pop(CPU, None)

@@ -56,7 +56,7 @@ class Recency:
         self.waiting.clear()
 
 
-WAITING_MAX = 256
+WAITING_USES_MAX = 256
 """Maximum number of ended requests whose last chunks are still being stored; uses of further
 requests are reported at once."""
 _NO_HINTS: Mapping[str, Any] = {}
@@ -108,7 +108,7 @@ class RequestUses:
         """Note that a request that used these keys of one group (in prefix order) has ended. Waits
         for keys that are being stored, so that policies see them before their use."""
         use = _PendingUse(self._cpu.filling_among(keys), keys, hints)
-        if use.missing and len(self.waiting) < WAITING_MAX:
+        if use.missing and len(self.waiting) < WAITING_USES_MAX:
             self.waiting.append(use)
         else:
             self._note(use)

@@ -38,13 +38,26 @@ ACCEPTED_COST = 1 / 16
 """Cost of accepting a chunk of a long load that is planned later."""
 LOAD_PART_MAX = 64
 """Number of chunks that are planned at a time; their cost is known only afterwards."""
+PROBE_CHUNKS = 64
+"""Number of chunks that a probe of a tier reads."""
+PIECES = 2
+"""Number of pieces in which the end of a load of as many chunks as a step may load is processed."""
+
+# -- waiting requests, in chunks unless stated otherwise
+
+MATCHED_MAX = 64
+"""Number of requests that are matched in a step, so that look-ahead knows their chunks."""
+READ_WAITS_MAX = 64
+"""Number of requests that wait for their reads: vLLM asks for each of them in every step."""
 AHEAD_LOOK_MAX = 128
 """Number of chunks of waiting requests that look-ahead looks up in a step."""
+AHEAD_WANTED_MAX = 2
+"""Number of requests whose chunks become wanted at a time: a long prompt has thousands."""
+AHEAD_HEIRS_MAX = 8
+"""Number of next requests that may take over what was read for one that has left."""
 AHEAD_REQUEST_MAX = 2048
 """Number of chunks of one waiting request that look-ahead reads and protects: adding them takes a
 quarter of a millisecond."""
-PROBE_CHUNKS = 64
-"""Number of chunks that a probe of a tier reads."""
 
 # -- lookups, keys and stores, in chunks
 
@@ -53,15 +66,15 @@ LOOKUP_CHUNKS = 768
 LOOKUP_CHUNKS_MIN = 256
 """Number of chunks that each lookup may query even when other lookups have used up the
 allowance."""
-KEYS_MAX = 1024
+ENDED_KEYS_MAX = 1024
 """Number of keys made in one step for requests that have ended: a tenth of a millisecond. Usually
 their lookups, loads and stores have already made all of them."""
 STORE_CHUNKS_MIN = 64
 """Number of chunks that may be stored even when the budget is spent: for each request that ends,
 because its last chunks cannot be stored later, and for all running requests together."""
-STORE_PIECE_MIN = 16
-"""Minimum number of chunks to plan at a time: planning fewer costs more than planning some of them
-again."""
+STORE_PIECE_MIN, STORE_PIECE_MAX = 16, STEP_CHUNKS // PIECES
+"""Numbers of chunks to plan at a time: planning fewer costs more than planning some of them again;
+looking up more is wasted."""
 LOOK_AGAIN_MAX = LOOK_AT_END_MAX = 1024
 """Numbers of an ended request's chunks that are looked up in a step: again, and for the first
 time."""
@@ -89,7 +102,7 @@ EXPIRED_MAX = 4096
 TAKE_IN_LEAVES = 5
 STORES_LEAVE = AHEAD_LEAVES = 3
 WRITE_THROUGH_LEAVES = 2
-OVERDUE_SHARE = 16
+OVERDUE_SHARE = 1 / 16
 """Share of the backlog that every step processes, even if the budget is spent: until then, its
 chunks keep their slots and cannot be hit."""
 
@@ -154,13 +167,15 @@ class StepBudget:
 
     A short step has ``units``, a long one ``times`` as many; ``left`` is the rest of the current
     step's budget. The allowances: ``loads`` counts chunks in the CPU tier, ``lookups`` the chunks
-    that are queried, ``keys`` the keys made for requests that have ended, and ``stores`` the chunks
-    that running requests may store even when the budget is spent. ``step_s`` is the time of the
-    shortest of the last steps, once there were enough.
+    that are queried, ``ahead`` those that look-ahead looks up, ``keys`` the keys made for requests
+    that have ended, and ``stores`` the chunks that running requests may store even when the budget
+    is spent. ``piece_chunks`` of an ended load are processed at a time. ``step_s`` is the time of
+    the shortest of the last steps, once there were enough.
     """
 
     def __init__(self, step_chunks: int) -> None:
         self.units = self.left = UNITS_PER_CHUNK * step_chunks
+        self.piece_chunks = max(1, step_chunks // PIECES)
         self.times = 1
         self.step_s = 0.0
         self.loads = Allowance(step_chunks, scales=True)
@@ -171,7 +186,8 @@ class StepBudget:
             cost_tenths=LOOKUP_COST_TENTHS,
             spend=self.spend,
         )
-        self.keys = Allowance(KEYS_MAX, cost_tenths=KEY_COST_TENTHS, spend=self.spend)
+        self.ahead = Allowance(AHEAD_LOOK_MAX, cost_tenths=10 * AHEAD_COST, spend=self.spend)
+        self.keys = Allowance(ENDED_KEYS_MAX, cost_tenths=KEY_COST_TENTHS, spend=self.spend)
         self.stores = Allowance(STORE_CHUNKS_MIN)
         self._ends: deque[float] = deque(maxlen=STEPS + 1)
 
@@ -190,7 +206,7 @@ class StepBudget:
         self.step_s = min(map(sub, islice(ends, 1, None), ends)) if len(ends) > STEPS else 0.0
         self.times = max(1, min(TIMES_MAX, int(self.step_s / LONG_S)))
         self.left = self.times * self.units // (2 if half else 1)
-        for allowance in (self.loads, self.lookups, self.keys, self.stores):
+        for allowance in (self.loads, self.lookups, self.ahead, self.keys, self.stores):
             allowance.renew(self.times)
 
 
@@ -235,5 +251,5 @@ class DeferredWork:
         """Do ``work`` once more, at the end of the step."""
         errors = self.work(leave) if self.pieces else []
         self._has_worked = False
-        self._overdue = self._behind // OVERDUE_SHARE
+        self._overdue = int(self._behind * OVERDUE_SHARE)
         return errors

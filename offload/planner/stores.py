@@ -23,9 +23,9 @@ from offload.planner.own_chunks import OwnChunks
 from offload.planner.recency import RequestUses
 from offload.planner.step_budget import (
     EVICT_COST,
-    STEP_CHUNKS,
     STORE_CHUNKS_MIN,
     STORE_COST,
+    STORE_PIECE_MAX,
     STORE_PIECE_MIN,
     STORES_LEAVE,
 )
@@ -59,8 +59,8 @@ class StorePlanner:
         self._stats = context.stats
         self._sources = sources
         self._uses = uses
-        self._max_chunks = context.limits.store_chunks
-        self._patience = min(STORE_CHUNKS_MIN, self._max_chunks)  # stored at a request's end
+        self._chunks_max = context.limits.store_chunks
+        self._patience = min(STORE_CHUNKS_MIN, self._chunks_max)  # stored at a request's end
         self._admission = admission
         self._budget = context.budget
         self._planned: list[StoreJob] = []
@@ -202,7 +202,7 @@ class StorePlanner:
     @property
     def piece(self) -> int:
         """The number of a running request's chunks to plan at a time; looking up more is wasted."""
-        return min(STEP_CHUNKS // 2, max(STORE_PIECE_MIN, self.available()))
+        return min(STORE_PIECE_MAX, max(STORE_PIECE_MIN, self.available()))
 
     def _absent_prefix(
         self, run: ChunkBatch, holders: Sequence[Container[bytes]], chunks_max: int
@@ -216,7 +216,7 @@ class StorePlanner:
         # here.
         allowed = limit = len(run)
         if self._groups[run.group].kind != STATE:
-            allowed = max(0, self._max_chunks - self.storing)
+            allowed = max(0, self._chunks_max - self.storing)
             limit = min(allowed, chunks_max)
         if self._admission is not None:
             wanted = self._admitted(self._admission, run, wanted, limit)

@@ -148,10 +148,10 @@ class WriteThrough:
         return found
 
 
-FLYING_MAX = 1024
+WRITES_FLYING_MAX = 1024
 """Maximum number of chunks that are being written to one tier."""
-PINNED_PART = 16
-"""Fraction of the limit that a slow tier gets at a time: about a hundredth of the CPU tier."""
+SLOW_TIER_SHARE = 1 / 16
+"""Share of the limit that a slow tier gets at a time: about a hundredth of the CPU tier."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -170,7 +170,7 @@ class _WritesInFlight:
     def __init__(self, chunks_max: int, batch: int) -> None:
         self._bound_max = chunks_max
         self._bound = chunks_max
-        self._bound_min = max(1, min(batch, chunks_max // PINNED_PART))
+        self._bound_min = max(1, min(batch, int(chunks_max * SLOW_TIER_SHARE)))
         self.flying = 0  # chunks being written when the previous step ended
 
     def step(self, flying: int, *, is_behind: bool) -> int:
@@ -190,11 +190,11 @@ class _WritesInFlight:
 class WriteThroughQueue:
     """Chunks that wait for one lower tier.
 
-    Owned by ``WriteThrough``. A queue of a ``read_only`` tier accepts nothing. ``max_waiting`` and
-    ``max_flying`` bound the chunks that wait and those being written (never more than
-    ``FLYING_MAX``); ``batch`` bounds the chunks of one job. ``skipped`` counts chunks that were not
-    queued because the queue was full or the tier unavailable, ``refused`` those that an admission
-    policy or the write budget rejected.
+    Owned by ``WriteThrough``. A queue of a ``read_only`` tier accepts nothing. ``waiting_max`` and
+    ``flying_max`` bound the chunks that wait and those being written (never more than
+    ``WRITES_FLYING_MAX``); ``batch`` bounds the chunks of one job. ``skipped`` counts chunks that
+    were not queued because the queue was full or the tier unavailable, ``refused`` those that an
+    admission policy or the write budget rejected.
     """
 
     def __init__(
@@ -204,8 +204,8 @@ class WriteThroughQueue:
         *,
         health: TierHealth | None = None,
         admissions: Sequence[AdmissionPolicy] = (),
-        max_waiting: int = 1 << 30,
-        max_flying: int = FLYING_MAX,
+        waiting_max: int = 1 << 30,
+        flying_max: int = WRITES_FLYING_MAX,
         batch: int = 32,
         read_only: bool = False,
     ) -> None:
@@ -218,14 +218,14 @@ class WriteThroughQueue:
         self._index = index
         self._health = health or TierHealths([index.name])[0]
         self._admissions = tuple(admissions)
-        self._max_waiting = max_waiting
-        self._max_flying = min(max_flying, FLYING_MAX)
-        self._batch = min(batch, self._max_flying)
+        self._waiting_max = waiting_max
+        self._flying_max = min(flying_max, WRITES_FLYING_MAX)
+        self._batch = min(batch, self._flying_max)
         self._waiting: deque[_Waiting] = deque()
         # number of chunks in ``_waiting``, including chunks that were evicted meanwhile
         self._count = 0
         self._flying = 0
-        self._in_flight = _WritesInFlight(self._max_flying, self._batch)
+        self._in_flight = _WritesInFlight(self._flying_max, self._batch)
 
     def __len__(self) -> int:
         """The number of chunks that wait, including some that were evicted meanwhile."""
@@ -256,10 +256,10 @@ class WriteThroughQueue:
         works.
         """
         if self._health.writes.closed:
-            return self._max_waiting
+            return self._waiting_max
         if not self._health.writable or self._flying:
             return 0
-        return min(self._batch, self._max_waiting)
+        return min(self._batch, self._waiting_max)
 
     def offer(
         self,
@@ -351,7 +351,7 @@ class WriteThroughQueue:
         self,
         cpu: TierIndex,
         job_table: JobTable,
-        chunks_max: int = FLYING_MAX,
+        chunks_max: int = WRITES_FLYING_MAX,
         *,
         is_behind: bool = False,
     ) -> tuple[list[WriteThroughJob], list[bytes]]:
@@ -363,17 +363,17 @@ class WriteThroughQueue:
         if not self._health.writable:
             self.skipped += self._count
             self.clear(cpu)
-        max_flying = self._in_flight.step(self._flying, is_behind=is_behind)
+        flying_max = self._in_flight.step(self._flying, is_behind=is_behind)
         is_probe = not self._health.writes.closed
         if is_probe:
-            max_flying = 0 if self._flying else self._batch
-        max_flying = min(max_flying, self._flying + chunks_max)
+            flying_max = 0 if self._flying else self._batch
+        flying_max = min(flying_max, self._flying + chunks_max)
         due: list[WriteThroughJob] = []
         evicted: list[bytes] = []
         evicted_since = min(EVICTED_WRITES_MAX, self._count - cpu.unwritten.count(self.tier))
-        rest = self._count - (max_flying - self._flying) - evicted_since
-        while self._waiting and self._flying < max_flying and self._count > rest:
-            due += self._next(max_flying - self._flying, cpu, job_table, evicted)
+        rest = self._count - (flying_max - self._flying) - evicted_since
+        while self._waiting and self._flying < flying_max and self._count > rest:
+            due += self._next(flying_max - self._flying, cpu, job_table, evicted)
             if due and is_probe:
                 break
         self._in_flight.end_step(self._flying)
@@ -492,6 +492,6 @@ def queues_of(
     """One queue per lower tier. Writes that hang keep at most a quarter of the CPU tier's slots."""
     flying = max(1, cpu.space.capacity // 4)
     return [
-        WriteThroughQueue(tier, index, health=health[tier], max_flying=flying)
+        WriteThroughQueue(tier, index, health=health[tier], flying_max=flying)
         for tier, index in enumerate(lower)
     ]

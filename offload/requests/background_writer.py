@@ -28,16 +28,16 @@ Write = Callable[[AsyncIterator[list[T]], Executor], Awaitable[None]]
 
 logger = logging.getLogger(__name__)
 
-WAITING_MAX = 1024
+WAITING_ITEMS_MAX = 1024
 """Maximum number of items that wait for the writer."""
 
 
 class BackgroundWriter(Generic[T]):
     """Passes items to ``write`` in batches.
 
-    ``dropped`` counts the items that were not passed on, because ``WAITING_MAX`` items were waiting
-    or because ``write`` had ended. ``task`` names the work in log messages, ``thread`` names the
-    threads.
+    ``dropped`` counts the items that were not passed on, because ``WAITING_ITEMS_MAX`` items were
+    waiting or because ``write`` had ended. ``task`` names the work in log messages, ``thread``
+    names the threads.
     """
 
     def __init__(self, thread: str, task: str, write: Write[T]) -> None:
@@ -53,7 +53,7 @@ class BackgroundWriter(Generic[T]):
 
     def put(self, item: T) -> None:
         """Queue an item, which must not change afterwards. Never waits and never raises."""
-        if self._is_closing or self._done.done() or len(self._waiting) >= WAITING_MAX:
+        if self._is_closing or self._done.done() or len(self._waiting) >= WAITING_ITEMS_MAX:
             self.dropped += 1
             return
         self._waiting.append(item)

@@ -121,7 +121,7 @@ def _tokens_read(
 
 logger = logging.getLogger(__name__)
 
-NAME_MAX = 128
+REQUEST_CHARS_MAX = 128
 
 
 class Lookups:
@@ -331,7 +331,7 @@ class Lookups:
         is_used = not (state.identity.no_load or lookup.refused)
         hit = min(lookup.hit_end_tokens - lookup.start, external_tokens) if is_used else 0
         # a client can choose the request's name, so it may have been used before
-        name = request.request_id[:NAME_MAX]
+        name = request.request_id[:REQUEST_CHARS_MAX]
         logged = LoggedRequest(
             name,
             time.time(),

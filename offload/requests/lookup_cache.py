@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Container, Iterable, Sequence
 
-from offload.layout.prefix_match import BATCH, RunEnd, present_in
+from offload.layout.prefix_match import MATCH_BATCH, RunEnd, present_in
 from offload.planner.step_budget import Allowance
 from offload.telemetry.removed_chunks import RemovalLog
 
@@ -80,7 +80,7 @@ class KnownRange:
         """
         if self.has_gap:
             return 1
-        return BATCH if self.end > self.first else FIRST_BATCH
+        return MATCH_BATCH if self.end > self.first else FIRST_BATCH
 
 
 class PartialLookup:

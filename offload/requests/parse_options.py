@@ -72,7 +72,7 @@ def parse_hints(params: object) -> tuple[RequestHints, list[str]]:
 
 
 def _advice(name: object) -> str:
-    near = nearest(name) if isinstance(name, str) and len(name) <= NAME_MAX else None
+    near = nearest(name) if isinstance(name, str) and len(name) <= PARAMETER_CHARS_MAX else None
     return f'did you mean "{near}"?' if near else f"known: {', '.join(KNOWN_NAMES)}"
 
 
@@ -141,7 +141,7 @@ _PRIVACY = (NO_STORE, TIERS)
 PIN_MAX_S = 86_400.0
 NAMES_MAX = 64
 """Maximum number of names that are read from one request's object."""
-NAME_MAX = 40
+PARAMETER_CHARS_MAX = 40
 """Maximum length of a parameter's name that is compared with kvtiers' names."""
 NEAR = 0.85
 """A name at least this similar is treated as a misspelt one."""
@@ -207,7 +207,7 @@ def _check_siblings(params: Mapping[Any, Any], wrong: list[str]) -> bool:
     have been intended to keep the prompt off the tiers."""
     is_doubtful = False
     for name, value in islice(params.items(), NAMES_MAX):
-        meant = _meant(name) if isinstance(name, str) and len(name) <= NAME_MAX else None
+        meant = _meant(name) if isinstance(name, str) and len(name) <= PARAMETER_CHARS_MAX else None
         if meant is None:
             continue
         if meant == FIELD:

@@ -23,7 +23,7 @@ from policies.simulation.trace import TraceLines
 
 logger = logging.getLogger(__name__)
 
-BLOCKS_MAX = 2_000_000
+TRACED_BLOCKS_MAX = 2_000_000
 """Maximum number of different blocks in one file; each takes about 150 bytes of memory."""
 GZIP_WBITS = 31
 
@@ -48,7 +48,9 @@ class TraceRecorder:
     compressed and is complete only after ``close``.
     """
 
-    def __init__(self, path: str, block_tokens: int, *, blocks_max: int = BLOCKS_MAX) -> None:
+    def __init__(
+        self, path: str, block_tokens: int, *, blocks_max: int = TRACED_BLOCKS_MAX
+    ) -> None:
         self._path = path
         self._lines = TraceLines("recorded", block_tokens)
         self._blocks_max = blocks_max

@@ -14,7 +14,7 @@ from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import islice
 
-LOGGED_MAX = 16_384
+REMOVALS_MAX = 16_384
 """Number of keys that are kept in the log; one step evicts at most a thousand."""
 
 
@@ -24,7 +24,7 @@ class RemovalLog:
     ``count`` is the number of removals so far, and can be passed to ``since`` later as a mark.
     """
 
-    def __init__(self, keys_max: int = LOGGED_MAX) -> None:
+    def __init__(self, keys_max: int = REMOVALS_MAX) -> None:
         self.count = 0
         self._keys_max = keys_max
         self._batches: deque[Sequence[bytes]] = deque()

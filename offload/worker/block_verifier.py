@@ -41,12 +41,12 @@ logger = logging.getLogger(__name__)
 Digest = npt.NDArray[np.int64]
 """``[blocks of a chunk, layers]``."""
 
-KEYS_MAX = 1 << 20
+VERIFIED_KEYS_MAX = 1 << 20
 """Number of keys whose digests are kept; beyond that the oldest are forgotten."""
 DIGESTS_MAX = 32
 """Number of digests kept per key."""
-FILE_BYTES_MAX = 4 << 30
-LOGGED_MAX = 20
+DIGESTS_BYTES_MAX = 4 << 30
+DIFFERENCES_LOGGED_MAX = 20
 """Number of differing chunks that are named in the log; all are counted."""
 SUFFIX = ".digests"
 _LENGTH = struct.Struct("<I")
@@ -149,7 +149,7 @@ class DigestTable:
             same = _Known(digest.copy())
             mine.append(same)
             del mine[:-DIGESTS_MAX]
-            if len(self._digests) > KEYS_MAX:
+            if len(self._digests) > VERIFIED_KEYS_MAX:
                 del self._digests[next(iter(self._digests))]
         same.held_by(file, at)
         return is_new
@@ -170,7 +170,7 @@ class DigestTable:
             return
         frames = [msgspec.msgpack.encode(entry) for entry in entries]
         data = b"".join(_LENGTH.pack(len(frame)) + frame for frame in frames)
-        if not self._full and self._written + len(data) > FILE_BYTES_MAX:
+        if not self._full and self._written + len(data) > DIGESTS_BYTES_MAX:
             self._full = True  # resets are still recorded
             logger.warning("kvtiers: verify: the file of digests is full; no more are kept")
             if entries[0].key:
@@ -417,7 +417,7 @@ class Verifier:
 
     def _log(self, item: LoadItem, here: Sequence[int], found: Digest, known: Digest) -> None:
         self._logged += 1
-        if self._logged > LOGGED_MAX:
+        if self._logged > DIFFERENCES_LOGGED_MAX:
             return
         rows, columns = np.nonzero(found != known)
         names = self._device.layers(item.group)

@@ -19,7 +19,7 @@ import torch
 from offload.layout.registration import Registration
 from tiers.copy.base import GroupRegions
 
-BLOCKS_MAX = 256
+GATHERED_BLOCKS_MAX = 256
 """Number of blocks gathered at a time. Their pages are copied once, layer by layer."""
 PIECE_WORDS = 1 << 22
 """64-bit words that ``digest_of_bytes`` mixes at a time."""
@@ -96,12 +96,14 @@ class DeviceDigest:
         found = torch.zeros(
             (len(ids), len(self._layers[group])), dtype=torch.int64, device=self.device
         )
-        for at in range(0, len(ids), BLOCKS_MAX):
-            some = ids[at : at + BLOCKS_MAX]
+        for at in range(0, len(ids), GATHERED_BLOCKS_MAX):
+            some = ids[at : at + GATHERED_BLOCKS_MAX]
             for pages in self._pages[group]:
                 words = pages.words.index_select(0, some).to(torch.int64)
                 salts = self._salts[pages.first : pages.first + words.shape[1]]
-                found[at : at + BLOCKS_MAX, pages.layer] += _mixed(words.bitwise_xor_(salts)).sum(1)
+                found[at : at + GATHERED_BLOCKS_MAX, pages.layer] += _mixed(
+                    words.bitwise_xor_(salts)
+                ).sum(1)
         return found
 
 

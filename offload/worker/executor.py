@@ -43,7 +43,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-STALL_S = 5.0
+LOOP_STALL_S = 5.0
 """A load is given up this long after its deadline even if the loop does not run."""
 
 
@@ -128,7 +128,7 @@ class Executor:
             return
         if self._verifier is not None:
             self._verifier.after_step(plan)
-        due = time.monotonic() + self.limits.load_timeout_s + STALL_S
+        due = time.monotonic() + self.limits.load_timeout_s + LOOP_STALL_S
         loads = self._open.expect(plan.loads, due)
         if self._health.is_stalled:
             self._refuse_unposted(plan, plan.stores, "the loop does not answer")

@@ -16,7 +16,7 @@ logger = logging.getLogger(__name__)
 
 IN_FLIGHT = 4
 """Maximum number of concurrent queries to one tier; further queries wait."""
-LATE_S = 1.0
+QUERY_LATE_S = 1.0
 """Time after which a query counts as a failure of the tier; no request waits this long."""
 
 
@@ -33,7 +33,7 @@ class PresenceQueries:
         self._tiers = {n: tier for n, tier in enumerate(tiers) if isinstance(tier, SharedTier)}
         self._writers = writers
         self._watches = [
-            TierMonitor(LATE_S, lambda seen, tier=tier: see(tier, seen))  # type: ignore[misc]  # mypy does not infer defaults
+            TierMonitor(QUERY_LATE_S, lambda seen, tier=tier: see(tier, seen))  # type: ignore[misc]  # mypy does not infer defaults
             for tier in range(len(tiers))
         ]
         self._turns = [asyncio.Semaphore(IN_FLIGHT) for _ in tiers]
@@ -47,7 +47,7 @@ class PresenceQueries:
         tier = query.tier
         async with self._turns[tier]:
             try:
-                if not await self._writers[tier].caught_up(LATE_S):
+                if not await self._writers[tier].caught_up(QUERY_LATE_S):
                     return PresenceReply(None)
                 asking = self._tiers[tier].present(query.keys)
                 return PresenceReply(bytes(await self._watches[tier].ask(asking, len(query.keys))))

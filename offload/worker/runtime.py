@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-CLOSE_TIMEOUT_S = 2.0
+UNDO_TIMEOUT_S = 2.0
 """Time limit for closing a tier after a later step of the start has failed."""
 
 
@@ -171,7 +171,7 @@ async def open_rank(
     """
     states = []
     for unopened in tiers:
-        undo.push_async_callback(close_tier, unopened.tier, CLOSE_TIMEOUT_S)
+        undo.push_async_callback(close_tier, unopened.tier, UNDO_TIMEOUT_S)
         states.append(await _open_tier(unopened, memory.groups))
     limits = ExecutorLimits(config.load_timeout_s, config.fence_timeout_s, config.tier_timeout_s)
     counts = memory.counts

@@ -9,8 +9,8 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Iterable, Sequence
 
-PROBE_SHARE = 4
-"""A window reserves one in this many slots for probes, if it has at least this many."""
+PROBE_SHARE = 1 / 4
+"""Share of its slots that a window reserves for probes, if that is at least one slot."""
 
 
 class Window:
@@ -49,7 +49,7 @@ class Staging:
             shared = Window(slots)
             self._loads = self._probes = [shared] * tiers
             return
-        cuts = [len(share) // PROBE_SHARE for share in shares]
+        cuts = [int(len(share) * PROBE_SHARE) for share in shares]
         self._loads = [Window(share[cut:]) for share, cut in zip(shares, cuts, strict=True)]
         self._probes = [
             Window(share[:cut]) if cut else loads

@@ -24,9 +24,9 @@ from policies.base import EntryInfo, EvictionPolicy, Key, RemoveCause, free_amon
 PART_MAX = 512
 PART_MIN = 32
 """Fewer keys than this are added to the youngest part if that, too, began with fewer."""
-STALE_SHARE = 2
+STALE_PER_MEMBER = 2
 STALE_MIN = 4096
-"""Maximum number of stale entries: ``STALE_SHARE`` per member, plus ``STALE_MIN``."""
+"""Maximum number of stale entries: ``STALE_PER_MEMBER`` per member, plus ``STALE_MIN``."""
 PART_ENTRIES = 8
 """Memory of a part without its keys, as a number of entries."""
 PASSED_MAX = 1024
@@ -143,7 +143,7 @@ class LruPolicy(EvictionPolicy):
         """Count new entries. If too many are stale, remove some."""
         self._entries += count
         entries = self._entries + PART_ENTRIES * len(self._parts)
-        if entries > (1 + STALE_SHARE) * len(self._part_of) + STALE_MIN:
+        if entries > (1 + STALE_PER_MEMBER) * len(self._part_of) + STALE_MIN:
             self._sweep(2 * count + PART_MIN)
 
     def _in_order(self) -> Iterator[Key]:

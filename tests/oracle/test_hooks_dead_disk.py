@@ -292,7 +292,7 @@ def test_no_hook_waits_for_shared_folders(tmp_path: Path) -> None:
 
 
 def test_shutdown_waits_for_no_file_system(world: Served, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(worker_side, "CLOSE_TIMEOUT_S", 0.2)
+    monkeypatch.setattr(worker_side, "RANK_CLOSE_TIMEOUT_S", 0.2)
     stored_on_disk(world)
 
     def end() -> None:

@@ -14,7 +14,7 @@ from offload.layout import request_keys as lazy_keys
 from offload.layout.keys import chunk_keys
 from offload.layout.request_keys import PAGE
 from offload.messages.plan import StepPlan
-from offload.planner.step_budget import KEYS_MAX, LOOK_AT_END_MAX, LOOKUP_CHUNKS, STEP_CHUNKS
+from offload.planner.step_budget import ENDED_KEYS_MAX, LOOK_AT_END_MAX, LOOKUP_CHUNKS, STEP_CHUNKS
 from offload.requests.lookup_cache import FIRST_BATCH
 from tests.oracle.test_long_requests import Server, tables_of
 
@@ -155,7 +155,7 @@ def test_missing_keys_of_an_ended_request_are_made_in_later_steps(
     keys = [ended(server, "a"), ended(server, "b"), ended(server, "c", 40)]
     assert server.side.pending
     server.rest()
-    assert max(server.steps) <= KEYS_MAX + FIRST_BATCH
+    assert max(server.steps) <= ENDED_KEYS_MAX + FIRST_BATCH
     assert heard.uses == keys
 
 
@@ -170,7 +170,7 @@ def test_an_ended_request_checks_only_a_part_of_what_vllm_has_cached(made: list[
     assert 0 < server.steps[0] <= STEP_CHUNKS
     server.side.finished(request, tables_of(request))
     server.rest()
-    assert max(server.steps) <= LOOK_AT_END_MAX + STEP_CHUNKS // 2 + KEYS_MAX
+    assert max(server.steps) <= LOOK_AT_END_MAX + STEP_CHUNKS // 2 + ENDED_KEYS_MAX
     assert sum(server.steps) == chunks
 
 
@@ -179,7 +179,7 @@ def test_a_use_of_few_keys_is_reported_at_once(
 ) -> None:
     server = Counted(made)
     heard = Heard(server, monkeypatch)
-    assert heard.uses == [ended(server, "a", KEYS_MAX // 2)]
+    assert heard.uses == [ended(server, "a", ENDED_KEYS_MAX // 2)]
     assert not server.side.pending
 
 
@@ -192,6 +192,6 @@ def test_uses_that_wait_at_a_reset_are_dropped(
     server.side.forget()
     server.side.begin_epochs({})
     assert len(server.steps) < 3
-    for _ in range(CHUNKS // KEYS_MAX + 1):
+    for _ in range(CHUNKS // ENDED_KEYS_MAX + 1):
         server.side.build_plan(_output())
     assert heard.uses == []

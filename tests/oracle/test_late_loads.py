@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 import offload.worker.executor
-from offload.connector.scheduler.unfinished_loads import WAIT_S, UnfinishedLoads
+from offload.connector.scheduler.unfinished_loads import UNFINISHED_WAIT_S, UnfinishedLoads
 from tests.clock import Clock
 from tests.oracle.models import MODELS
 from tests.oracle.reports import failed_loads
@@ -101,7 +101,7 @@ def begin_load(world: OracleEngine, name: str, prompt: list[int] = PROMPT) -> No
 
 
 def pass_deadlines(world: OracleEngine, clock: Clock) -> None:
-    clock.ahead_s += world.executor.limits.load_timeout_s + offload.worker.executor.STALL_S + 1
+    clock.ahead_s += world.executor.limits.load_timeout_s + offload.worker.executor.LOOP_STALL_S + 1
 
 
 def blocks_of(world: OracleEngine, name: str) -> set[int]:
@@ -322,7 +322,7 @@ def test_which_requests_a_failed_load_waits_for() -> None:
     loads.seen("c")
     assert not loads.must_wait("b", 2.0)
     assert loads.must_wait("e", 3.0)
-    assert loads.must_wait("e", 3.0 + 0.9 * WAIT_S)
-    assert not loads.must_wait("e", 3.0 + WAIT_S), "some loads never end"
+    assert loads.must_wait("e", 3.0 + 0.9 * UNFINISHED_WAIT_S)
+    assert not loads.must_wait("e", 3.0 + UNFINISHED_WAIT_S), "some loads never end"
     loads.forget("e")
     assert loads.must_wait("e", 100.0), "its next load, or another request of that name"

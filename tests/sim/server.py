@@ -146,7 +146,7 @@ class Server:
         limits = HealthLimits(FAILURES, load_timeout_s=LIMITS.load_timeout_s)
         health = TierHealths([index.name for index in lower], limits)
         self.queues = [
-            WriteThroughQueue(t, i, health=health[t], max_waiting=setup.slots * 3 // 4, batch=4)
+            WriteThroughQueue(t, i, health=health[t], waiting_max=setup.slots * 3 // 4, batch=4)
             for t, i in enumerate(lower)
         ]
         self.max_store, self.max_load = setup.slots, 2 * setup.slots

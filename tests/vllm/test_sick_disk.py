@@ -186,7 +186,7 @@ def has_begun_to_copy(llm: Any) -> bool:
 
 def set_stall(_worker: Any, seconds: float) -> None:
     """Set for how long the executor's loop may give no sign of life."""
-    executor.STALL_S = seconds
+    executor.LOOP_STALL_S = seconds
 
 
 def copies_or_is_answered(llm: Any) -> bool:
@@ -249,7 +249,7 @@ def test_a_stopped_process_frees_no_block_during_a_copy(
     # which one depends on the requests computed beside it
     assert len(answers[late].tokens) == 8
     on_disk(engine, sick_disk.set_limits, *LONG)
-    on_disk(engine, set_stall, executor.STALL_S)
+    on_disk(engine, set_stall, executor.LOOP_STALL_S)
     ask_until(engine, reference, (True, True))
     settle(engine)
     store_again(engine, reference)

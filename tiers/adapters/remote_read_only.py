@@ -24,7 +24,7 @@ logger = logging.getLogger(__name__)
 
 LOOK_S = 60.0
 """Interval at which the source looks for other engines."""
-CLOSE_TIMEOUT_S = 5.0
+SOURCE_CLOSE_TIMEOUT_S = 5.0
 
 
 class LookingSource(RecordSource, Protocol):
@@ -75,7 +75,7 @@ class RemoteReadOnlyTier(SharedReadOnlyTier):
             pools = [pool for pool in (threads, self._lookers, self._asking) if pool is not None]
             # the search continues even if no call waits for it any more
             closing = in_thread(_close, pools, self._sources)
-            await asyncio.wait([closing], timeout=CLOSE_TIMEOUT_S)
+            await asyncio.wait([closing], timeout=SOURCE_CLOSE_TIMEOUT_S)
 
     def _opened(self) -> Sequence[RecordSource]:
         """Open the source, on the tier's thread."""

@@ -44,10 +44,10 @@ from tiers.record import HEADER_BYTES, Identity, RecordError, parse, verify
 logger = logging.getLogger(__name__)
 
 COMMON = 0
-GRANT_SHARE = 128
-"""A grant is this fraction of the capacity (1/n), or one record if that is more,"""
+GRANTS_MIN = 128
+"""Number of grants into which the capacity is divided (a grant has space for at least a record),"""
 GRANTS_EACH = 16
-"""but less with many engines: two grants for each must be at most an eighth of the capacity."""
+"""but more with many engines: two grants for each must be at most an eighth of the capacity."""
 EVICT_SHARE = 0.05
 """An eviction ends this far below the limit, as a fraction of the capacity."""
 READ_USE_NS = 60 * 10**9
@@ -259,7 +259,7 @@ class SharedFolder(RecordFiles):
         """Evict until every live engine has space for a grant of at least ``size_bytes``, and take
         the grant. Returns False if that is impossible."""
         stored, alive = self.scan()
-        share = max(GRANT_SHARE, GRANTS_EACH * alive)
+        share = max(GRANTS_MIN, GRANTS_EACH * alive)
         grant = max(self.capacity_bytes // share, size_bytes)
         limit = self.capacity_bytes - 2 * alive * grant
         if limit < 0:

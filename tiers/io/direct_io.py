@@ -27,8 +27,8 @@ from tiers.io.extents import Extents
 IOV_MAX = 1024
 _Transfer = Callable[[int, Sequence[Buffer], int], int]
 SCRATCH_BYTES = 1 << 20
-DEPTH_MAX = 1024
-BESIDE_READS = 1
+IO_DEPTH_MAX = 1024
+WRITES_BESIDE_READS_MAX = 1
 """Number of writes in progress while reads are: a request waits for a read, but not for a write.
 Reads that never pause thus slow writes down, but do not stop them."""
 
@@ -96,7 +96,7 @@ class ReadsFirst:
                 self._changed.notify()
 
     def _is_free(self) -> bool:
-        return not self._reads or self._writes < BESIDE_READS
+        return not self._reads or self._writes < WRITES_BESIDE_READS_MAX
 
 
 class PayloadFile:
@@ -109,7 +109,7 @@ class PayloadFile:
         *,
         direct: bool = True,
         read_only: bool = False,
-        depth: int = DEPTH_MAX,
+        depth: int = IO_DEPTH_MAX,
     ) -> None:
         """Open the file, or create it unless ``read_only``. Falls back to buffered I/O where
         ``O_DIRECT`` is refused. At most ``depth`` reads and ``depth`` writes are in progress at a

@@ -34,7 +34,7 @@ from tiers.record import KEY_BYTES_MAX
 
 MARK_NAME = "scrub"
 KEYS_AT_ONCE = 64
-PAYLOAD_BYTES_MAX = 256 << 20
+SCRUBBED_BYTES_MAX = 256 << 20
 """Longer payloads are not scrubbed; a damaged index could claim any length."""
 KEPT_BYTES_MAX = 8 << 20
 MARK_EVERY_S = 60.0
@@ -126,7 +126,7 @@ class LmdbScrub:
         size = seen = 0
         for seen, key in enumerate(keys, 1):  # noqa: B007  # the number is the result
             value = self._contents.records.get(key)
-            if value is not None and (count := payload_bytes_of(value)) <= PAYLOAD_BYTES_MAX:
+            if value is not None and (count := payload_bytes_of(value)) <= SCRUBBED_BYTES_MAX:
                 chosen.append((key, value, count))
                 size += pages_for(count) * ALIGNMENT
             if size >= bytes_max:

@@ -25,10 +25,10 @@ from tiers.base import Buffer, Key, ReadOutcome, TierIoError, WriteOutcome
 from tiers.mooncake.bounce_buffers import BUFFER_BYTES, BounceBuffers, portions
 from tiers.record import HEADER_BYTES, Identity, seal, verify
 
-BATCH = 64
+CALL_RECORDS_MAX = 64
 """Maximum number of records in one call of the store."""
 HEADER_STEP = 128
-HEADERS_BYTES = BATCH * HEADER_STEP
+HEADERS_BYTES = CALL_RECORDS_MAX * HEADER_STEP
 CONNECT_TIMEOUT_S = 2.0
 CALL_TIMEOUT_MS = 4000
 """Mooncake's timeout for calls of its master. The default is 30 s."""
@@ -122,7 +122,8 @@ class MooncakeClient:
         return [code == 1 for code in self._exist([self.name(key, epoch, of) for key in keys])]
 
     def put(self, keys: Sequence[Key], epoch: int, data: Sequence[Buffer]) -> list[WriteOutcome]:
-        """Store at most ``BATCH`` records with distinct keys. Existing records are not changed."""
+        """Store at most ``CALL_RECORDS_MAX`` records with distinct keys. Existing records are not
+        changed."""
         names = [self.name(key, epoch) for key in keys]
         outcomes = [WriteOutcome.OK] * len(keys)
         fresh = [n for n, code in enumerate(self._exist(names)) if code != 1]
@@ -157,9 +158,9 @@ class MooncakeClient:
         into: Sequence[Buffer],
         of: Identity | None = None,
     ) -> list[ReadOutcome]:
-        """Read at most ``BATCH`` records, of this engine or another identity. They are never read
-        directly into ``into``: an abandoned transfer may continue to write after the payload was
-        verified."""
+        """Read at most ``CALL_RECORDS_MAX`` records, of this engine or another identity. They are
+        never read directly into ``into``: an abandoned transfer may continue to write after the
+        payload was verified."""
         again = _repeated(keys)  # the store would return each key only once
         if again:
             return self._get_in_turns(keys, epoch, into, of, again)
@@ -208,8 +209,8 @@ class MooncakeClient:
     def remove(self, keys: Sequence[Key], epoch: int) -> None:
         """Remove records, even while they are being read."""
         names = [self.name(key, epoch) for key in keys]
-        for first in range(0, len(names), BATCH):
-            _checked(self._store.batch_remove(names[first : first + BATCH], True))
+        for first in range(0, len(names), CALL_RECORDS_MAX):
+            _checked(self._store.batch_remove(names[first : first + CALL_RECORDS_MAX], True))
 
     # -- documents ---------------------------------------------------------------------------
 

@@ -37,7 +37,7 @@ from tiers.base import (
 from tiers.io.threads import DaemonThreads, in_thread, settled
 from tiers.io.timed_calls import TimedCalls
 from tiers.mooncake.bulletin import POST_TIMEOUT_S, Keeper, Notice
-from tiers.mooncake.client import BATCH, MooncakeClient, MooncakeSettings
+from tiers.mooncake.client import CALL_RECORDS_MAX, MooncakeClient, MooncakeSettings
 from tiers.record import (
     HEADER_BYTES,
     NO_NAMESPACE,
@@ -203,9 +203,14 @@ class MooncakeTier(SharedTier):
         client, epoch = self._check_open(), self._epoch
         running = [
             self._data.run(
-                self._call, call, client, keys[at : at + BATCH], epoch, buffers[at : at + BATCH]
+                self._call,
+                call,
+                client,
+                keys[at : at + CALL_RECORDS_MAX],
+                epoch,
+                buffers[at : at + CALL_RECORDS_MAX],
             )
-            for at in range(0, len(keys), BATCH)
+            for at in range(0, len(keys), CALL_RECORDS_MAX)
         ]
         results = await settled(asyncio.gather(*running, return_exceptions=True))
         found: list[T] = []

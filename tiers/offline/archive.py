@@ -40,7 +40,7 @@ _FRAME = b"KVTF"
 _HEAD = struct.Struct("<4sc3xQ")
 _RECORD = struct.Struct("<HQ")
 _SUM_BYTES, _DIGEST_BYTES = 8, 16
-HEAD_BYTES = _HEAD.size + _SUM_BYTES + _DIGEST_BYTES
+ARCHIVE_HEAD_BYTES = _HEAD.size + _SUM_BYTES + _DIGEST_BYTES
 
 
 class PortableError(Exception):
@@ -92,7 +92,7 @@ def _write(file: IO[bytes], kind: str, front: bytes, payload: Buffer | None) -> 
     file.write(head + digest.digest() + front)
     if payload is not None:
         file.write(payload.data)
-    return HEAD_BYTES + size
+    return ARCHIVE_HEAD_BYTES + size
 
 
 def read_frames(file: IO[bytes]) -> Iterator[Frame]:
@@ -102,8 +102,8 @@ def read_frames(file: IO[bytes]) -> Iterator[Frame]:
         raise PortableError("it is not an export of kvtiers: it begins with different bytes")
     at = len(MAGIC)
     while True:
-        head = file.read(HEAD_BYTES)
-        if len(head) < HEAD_BYTES:
+        head = file.read(ARCHIVE_HEAD_BYTES)
+        if len(head) < ARCHIVE_HEAD_BYTES:
             raise PortableError(f"it ends at byte {at + len(head)}, before its end was written")
         magic, kind, size = _HEAD.unpack_from(head)
         sealed, digest = head[: _HEAD.size + _SUM_BYTES], head[-_DIGEST_BYTES:]
@@ -115,7 +115,7 @@ def read_frames(file: IO[bytes]) -> Iterator[Frame]:
             raise PortableError(f"it ends within the frame at byte {at}")
         found = xxhash.xxh3_128(sealed)
         found.update(body.data)
-        frame = Frame(kind.decode("latin-1"), at, HEAD_BYTES + size)
+        frame = Frame(kind.decode("latin-1"), at, ARCHIVE_HEAD_BYTES + size)
         at += frame.size_bytes
         yield _with_content(frame, body) if found.digest() == digest else frame
         if frame.kind == "E":

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from tiers.base import Tier, WriteOutcome
 from tiers.offline.archive import Record
 
-BATCH_BYTES = 32 << 20
+WRITE_BATCH_BYTES = 32 << 20
 
 
 @dataclass(slots=True)
@@ -48,7 +48,7 @@ async def _write_all(tier: Tier, records: Iterable[Record]) -> Written:
             known.add(record.key)
             batch.append(record)
             size += record.payload.nbytes
-            if size >= BATCH_BYTES:
+            if size >= WRITE_BATCH_BYTES:
                 await _write_batch(tier, batch, counts)
                 batch, size = [], 0
             if counts.full:

@@ -21,7 +21,7 @@ from tiers.folders.folder import FolderUnusableError
 from tiers.offline.offline_folder import FolderChangedError, ListedRecord
 from tiers.record import HEADER_BYTES, Identity, RecordError, parse, verify
 
-BATCH = 256
+LISTED_AT_ONCE = 256
 _RECORD = re.compile(r"[0-9a-f]{64}", re.ASCII)
 _EPOCH = re.compile(r"epoch-[0-9]+", re.ASCII)
 
@@ -109,7 +109,7 @@ class FileReader:
             found = _read_head(path)
             if found is not None:
                 batch.append(found)
-            if len(batch) == BATCH:
+            if len(batch) == LISTED_AT_ONCE:
                 yield batch
                 batch = []
         if batch:

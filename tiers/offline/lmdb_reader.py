@@ -48,7 +48,7 @@ from tiers.record import ENCRYPTED, Identity
 _FIELDS = struct.Struct("<8s5xB18xQQ")
 """Time of last use, and fields of the header (``record``): flags, payload and stored length."""
 _NOT_OF_THE_INDEX = (lmdb.DiskError, lmdb.LockError, lmdb.MemoryError, lmdb.ReadersFullError)
-BATCH = 2048
+SCANNED_AT_ONCE = 2048
 """Number of keys per transaction, which takes about 2 ms."""
 
 
@@ -133,7 +133,7 @@ class LmdbReader:
                 there = cursor.first() if last is None else cursor.set_range(last)
                 if there and cursor.key() == last:
                     there = cursor.next()
-                items = list(itertools.islice(cursor.iternext(), BATCH)) if there else []
+                items = list(itertools.islice(cursor.iternext(), SCANNED_AT_ONCE)) if there else []
             if not items:
                 return
             last = items[-1][0]
@@ -141,7 +141,7 @@ class LmdbReader:
             count = len(items)
             items = sorted((item for item in items if self._exists(item[1])), key=_place)
             yield [_found(key, value) for key, value in items]
-            if count < BATCH:
+            if count < SCANNED_AT_ONCE:
                 return
 
     def find(self, key: Key) -> ListedRecord | None:

@@ -23,7 +23,7 @@ from tiers.record import Identity
 PAYLOAD_BYTES_MAX = 1 << 30
 """Larger than any chunk. A record with a greater length is damaged, and no memory is allocated for
 it."""
-ATTEMPTS = 4
+LOOKUP_ATTEMPTS = 4
 """Maximum number of lookups of a record that changes while it is read."""
 
 
@@ -114,7 +114,7 @@ class Checker:
         """
         nothing = self._scratch.data[:0]
         failed: bytes | None = None
-        for _attempt in range(ATTEMPTS):
+        for _attempt in range(LOOKUP_ATTEMPTS):
             if found.is_sealed and not self._has_key:
                 return RecordHealth.SEALED, nothing
             if 0 < found.payload_bytes <= PAYLOAD_BYTES_MAX:

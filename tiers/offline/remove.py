@@ -12,7 +12,7 @@ from tiers.lmdb.index import DATA_NAME, Changes, LmdbIndex, Manifest
 from tiers.offline.file_reader import FileReader
 from tiers.record import Identity
 
-BATCH = 4096
+REMOVED_AT_ONCE = 4096
 """Number of keys per transaction."""
 
 
@@ -23,8 +23,8 @@ def forget_in_lmdb(folder: Path, owner: Identity, keys: Sequence[Key]) -> None:
     """
     index = LmdbIndex(folder, os.path.getsize(folder / DATA_NAME), Manifest(owner, ""))
     try:
-        for start in range(0, len(keys), BATCH):
-            index.apply(Changes(edits=dict.fromkeys(keys[start : start + BATCH])))
+        for start in range(0, len(keys), REMOVED_AT_ONCE):
+            index.apply(Changes(edits=dict.fromkeys(keys[start : start + REMOVED_AT_ONCE])))
     finally:
         index.close()
 

@@ -24,7 +24,7 @@ from offload.connector.contract.library import Library
 from offload.connector.contract.source import INSTALLED, PackageSource, open_source, ours
 from offload.errors import OffloadError
 
-SHOWN_MAX = 8
+SHOWN_DIFFERENCES_MAX = 8
 
 
 class VersionError(OffloadError):
@@ -74,8 +74,10 @@ def _no_collection() -> Iterator[None]:
 
 
 def _refusal(version: str, found: list[Break]) -> str:
-    lines = [f"  {each}" for each in found[:SHOWN_MAX]]
-    lines += [f"  and {len(found) - SHOWN_MAX} more"] * (len(found) > SHOWN_MAX)
+    lines = [f"  {each}" for each in found[:SHOWN_DIFFERENCES_MAX]]
+    lines += [f"  and {len(found) - SHOWN_DIFFERENCES_MAX} more"] * (
+        len(found) > SHOWN_DIFFERENCES_MAX
+    )
     return (
         f"kvtiers: vLLM {version} lacks what this version of kvtiers needs. Use vLLM "
         f"{' or '.join(kept.TESTED)}, or a newer kvtiers. It differs in:\n" + "\n".join(lines)

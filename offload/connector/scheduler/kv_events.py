@@ -32,7 +32,7 @@ from offload.layout.keys import CPU, GROUP_BYTES, group_of
 from offload.planner.planner import Planner
 from offload.planner.step_budget import EVENT_CHANGES_MAX, EVENT_FOUND_MAX
 
-WAITING_MAX = 1 << 20
+WAITING_CHANGES_MAX = 1 << 20
 """Number of changes that may wait. Only a tier that loses all its chunks at once causes that many;
 their keys take less memory than its index has just freed."""
 _INTEGER_BYTES = 8
@@ -122,7 +122,7 @@ class KvEvents:
             return
         self._changes.append(batch)
         self._waiting += len(batch.keys)
-        if self._waiting > WAITING_MAX:
+        if self._waiting > WAITING_CHANGES_MAX:
             self.lost += self._waiting
             self.cleared()
             self._unpublished = self._resident_batches()

@@ -19,8 +19,8 @@ from tiers.io.threads import DaemonExecutor
 
 logger = logging.getLogger(__name__)
 
-RETRY_S = 5.0
-WAIT_S = 0.5
+EPOCH_RETRY_S = 5.0
+EPOCH_WAIT_S = 0.5
 """The longest time that a reset waits for the disks. See docs/decisions/0063."""
 
 BeginOne = Callable[[int, Callable[[], None]], int]
@@ -80,7 +80,7 @@ class PendingEpochs:
         self,
         tiers: int,
         begin_one: BeginOne,
-        retry_s: float = RETRY_S,
+        retry_s: float = EPOCH_RETRY_S,
         take_back_one: Callable[[int, int], None] = lambda tier, epoch: None,
     ) -> None:
         self._begin_one = begin_one
@@ -91,7 +91,7 @@ class PendingEpochs:
         self._owed: dict[int, _Attempt] = {}
         self._disks = [DaemonExecutor(f"kvtiers-epoch-{tier}") for tier in range(tiers)]
 
-    def reset(self, wait_s: float = WAIT_S) -> bool:
+    def reset(self, wait_s: float = EPOCH_WAIT_S) -> bool:
         """Request new epochs in all tiers; return whether all tiers have recorded the request.
 
         Waits at most ``wait_s`` seconds in total, and waits for each attempt only once. An attempt

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-WAIT_S = 30.0
+UNFINISHED_WAIT_S = 30.0
 """The longest time that a request whose load has failed waits for other requests."""
 
 
@@ -40,6 +40,6 @@ class UnfinishedLoads:
         do not count: otherwise the request would wait as long as new requests kept arriving.
         ``now`` (monotonic seconds) limits the wait for loads that never end.
         """
-        last, until = self._behind.setdefault(request, (self._count, now + WAIT_S))
+        last, until = self._behind.setdefault(request, (self._count, now + UNFINISHED_WAIT_S))
         oldest = next(iter(self._open.values()), self._count + 1)
         return oldest <= last and now < until

@@ -17,15 +17,12 @@ from offload.index.chunk_batch import ChunkBatch
 from offload.layout.keys import CPU
 from offload.planner.planner import Planner
 from offload.planner.read_waits import Answer, Room
+from offload.planner.step_budget import MATCHED_MAX
 from offload.requests.lookup import Lookups
 from offload.requests.request_state import RequestState
 
 if TYPE_CHECKING:
     from vllm.v1.request import Request
-
-
-MATCHED_MAX = 64
-"""The number of requests that are matched in a step."""
 
 
 @dataclass(slots=True, eq=False)

@@ -34,8 +34,8 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-OPEN_TIMEOUT_S = 120.0
-CLOSE_TIMEOUT_S = 3.0
+RANK_OPEN_TIMEOUT_S = 120.0
+RANK_CLOSE_TIMEOUT_S = 3.0
 SLEEP_TIMEOUT_S = 30.0
 """Maximum time that falling asleep waits for copies in progress. A copy takes milliseconds."""
 HOOKS_PERIOD_S = 1.0
@@ -98,7 +98,7 @@ class WorkerSide:
         tiers = [self._make_tier(spec, memory) for spec in specs]
         self._loop = EventLoopThread()
         undo.callback(self._stop_loop)
-        self._state = state = self._loop.call(self._open(memory, tiers), OPEN_TIMEOUT_S)
+        self._state = state = self._loop.call(self._open(memory, tiers), RANK_OPEN_TIMEOUT_S)
         logger.info(
             "kvtiers: rank %d: %d slots of %s in the CPU tier%s",
             self._rank,
@@ -163,7 +163,7 @@ class WorkerSide:
         closed = executor is None
         if executor is not None:
             try:
-                loop.call(executor.aclose(CLOSE_TIMEOUT_S / 2), CLOSE_TIMEOUT_S)
+                loop.call(executor.aclose(RANK_CLOSE_TIMEOUT_S / 2), RANK_CLOSE_TIMEOUT_S)
                 closed = True
             except Exception as error:  # a tier that hangs must not delay the shutdown
                 logger.warning("kvtiers: the tiers did not close in time: %r", error)

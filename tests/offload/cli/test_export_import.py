@@ -32,7 +32,7 @@ from tests.offload.cli.rank_folders import (
 )
 from tests.offload.cli.test_verify import RESET
 from tiers.lmdb.folder import PAYLOAD_NAME
-from tiers.offline.archive import HEAD_BYTES, Frame, PortableError, read_frames
+from tiers.offline.archive import ARCHIVE_HEAD_BYTES, Frame, PortableError, read_frames
 from tiers.offline.offline_folder import Checker, RecordHealth
 from tiers.testing import key_of, payload_of
 
@@ -165,8 +165,8 @@ def test_one_damaged_record_of_an_export_is_refused(tmp_path: Path) -> None:
     make_rank_folder(tmp_path / "a", range(6))
     export(tmp_path / "a", tmp_path / "f")
     records = [frame for frame in frames(tmp_path / "f") if frame.kind == "R"]
-    flip(tmp_path / "f", records[2].at + HEAD_BYTES + 2000)  # payload
-    flip(tmp_path / "f", records[4].at + HEAD_BYTES + 20)  # key
+    flip(tmp_path / "f", records[2].at + ARCHIVE_HEAD_BYTES + 2000)  # payload
+    flip(tmp_path / "f", records[4].at + ARCHIVE_HEAD_BYTES + 20)  # key
     result = kvtiers("import", tmp_path / "f", tmp_path / "b", "--capacity", "24MiB", "--json")
     assert (result.code, result.json["complete"]) == (1, False)
     [found] = result.json["rank_folders"]
@@ -185,7 +185,7 @@ def test_everything_after_a_damaged_header_is_lost(tmp_path: Path, where: str) -
         flip(tmp_path / "f", records[3].at + 9)
     else:
         content = (tmp_path / "f").read_bytes()
-        cut = records[3].at + (HEAD_BYTES + 500 if where == "middle" else 0)
+        cut = records[3].at + (ARCHIVE_HEAD_BYTES + 500 if where == "middle" else 0)
         (tmp_path / "f").write_bytes(content[:cut])
     result = kvtiers("import", tmp_path / "f", tmp_path / "b", "--capacity", "24MiB", "--json")
     assert result.code == 1

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from offload.admin.verify import RateLimit, VerifyResult, repair, scrub
-from offload.cli.verify import LINES_MAX
+from offload.cli.verify import REMARK_LINES_MAX
 from offload.namespaces.inventory import RankFolder, find_namespaces
 from tests.offload.cli.rank_folders import (
     OTHER,
@@ -286,9 +286,9 @@ def test_many_damaged_rank_folders_do_not_flood_the_screen(tmp_path: Path) -> No
     (folder / PAYLOAD_NAME).unlink()
     result = kvtiers("verify", tmp_path, "--check-only")
     below = result.out.splitlines()[7:]  # the table has a header and three rows
-    assert len(below) == LINES_MAX + 1
+    assert len(below) == REMARK_LINES_MAX + 1
     assert sum("is missing" in line for line in below[:3]) == 1
-    assert sum("damaged: key" in line for line in below) == LINES_MAX - 1
+    assert sum("damaged: key" in line for line in below) == REMARK_LINES_MAX - 1
     assert below[-1] == "and 5 more lines (--json has everything)"
 
 

@@ -365,7 +365,7 @@ def test_a_server_waits_for_the_previous_one(
 def test_a_second_server_gets_the_reason_for_its_refusal(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(wait_for_owners, "WAIT_S", 0.01)
+    monkeypatch.setattr(wait_for_owners, "OWNERS_WAIT_S", 0.01)
     refused = pytest.raises(TierUnavailableError, match="kvtiers: LmdbSecondaryTier at ")
     with world_at(tmp_path / "kv"), refused as error:
         VllmTiering(tmp_path / "kv")

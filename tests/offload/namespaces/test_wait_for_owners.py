@@ -95,7 +95,7 @@ def test_a_worker_waits_for_the_claim_of_an_old_one(
 
 
 def test_waiting_for_an_owner_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(wait_for_owners, "WAIT_S", 0.01)
+    monkeypatch.setattr(wait_for_owners, "OWNERS_WAIT_S", 0.01)
     lines: list[str] = []
     with old_server(tmp_path) as old:
         with pytest.raises(ConfigError, match=f"in use by pid {old.pid}"):

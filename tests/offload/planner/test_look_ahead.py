@@ -167,13 +167,13 @@ def test_a_request_is_late_only_if_it_does_not_run_after_its_read() -> None:
     queue.wait("last", range(10, 20), 2)
     queue.step()
     queue.end()
-    queue.step(look_ahead.LATE_S - 1)
+    queue.step(look_ahead.AHEAD_STALE_S - 1)
     queue.ahead.leave("first", [run(range(10))])
     assert queue.step(2.0) == list(range(10, 20)), "it has waited for a minute"
     queue.end()
     queue.step()
     assert queue.held() == list(range(10, 20))
-    queue.step(look_ahead.LATE_S)
+    queue.step(look_ahead.AHEAD_STALE_S)
     assert queue.held() == []
     assert queue.ahead.counts["wasted"] == 10
 
@@ -186,7 +186,7 @@ def test_in_a_queue_of_minutes_each_chunk_is_read_once_and_used() -> None:
         queue.wait(name, numbers, place)
     for name, numbers in prompts.items():
         for _ in range(20):
-            queue.step(look_ahead.LATE_S / 60)
+            queue.step(look_ahead.AHEAD_STALE_S / 60)
             queue.end()
         queue.ahead.leave(name, [run(numbers)])
     assert queue.ahead.counts == {"read": 100, "used": 100, "late": 0, "wasted": 0}
@@ -202,7 +202,7 @@ def test_a_request_that_others_overtake_for_minutes_loses_what_was_read_for_it()
     for number in range(1, 6):
         queue.ahead.leave(f"urgent{number - 1}")
         queue.wait(f"urgent{number}", (), number)
-        queue.step(look_ahead.LATE_S / 4)
+        queue.step(look_ahead.AHEAD_STALE_S / 4)
     assert queue.held() == []
 
 
@@ -276,7 +276,9 @@ def test_a_full_cpu_tier_is_tried_again_when_a_job_has_ended() -> None:
     queue.wait("one", range(10), 1)
     assert queue.step() == []
     queue.planner.cpu.unpin([key_of(n) for n in keys])
-    assert [len(queue.step()) for _ in range(look_ahead.AGAIN + 1)] == [0] * look_ahead.AGAIN + [10]
+    assert [len(queue.step()) for _ in range(look_ahead.AHEAD_RETRY_STEPS + 1)] == [
+        0
+    ] * look_ahead.AHEAD_RETRY_STEPS + [10]
 
 
 def test_what_was_read_is_not_evicted_before_its_request_leaves() -> None:
@@ -378,7 +380,7 @@ def test_what_two_tiers_hold_is_read_whole_once_there_is_space() -> None:
     assert read == [0, 2, 4]
     queue.end()
     queue.planner.cpu.unpin([key_of(n) for n in filled])
-    for _ in range(look_ahead.AGAIN + 1):
+    for _ in range(look_ahead.AHEAD_RETRY_STEPS + 1):
         read += queue.step()
     assert sorted(read) == list(range(10))
 

@@ -208,7 +208,7 @@ def test_a_wait_ends_when_nothing_is_read() -> None:
 
 
 def test_reads_that_end_within_a_step_are_progress(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(look_ahead, "FLYING_MAX", 8)
+    monkeypatch.setattr(look_ahead, "AHEAD_FLYING_MAX", 8)
     waits = Waits(ALWAYS, slots=200)
     waits.wait("one", range(80), 1)
     for _ in range(10):
@@ -253,7 +253,7 @@ def test_a_preempted_request_does_not_wait_again() -> None:
 
 
 def test_few_requests_wait_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(read_waits, "WAITING_MAX", 1)
+    monkeypatch.setattr(read_waits, "READ_WAITS_MAX", 1)
     waits = Waits(ALWAYS)
     waits.begins("one", range(10), 1)
     waits.wait("two", range(20, 30), 2)

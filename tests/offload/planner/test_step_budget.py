@@ -335,7 +335,7 @@ def _few_of_each(patch: pytest.MonkeyPatch) -> None:
 
 
 def _no_least_share(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(step_budget, "OVERDUE_SHARE", 1 << 30)
+    patch.setattr(step_budget, "OVERDUE_SHARE", 0.0)
 
 
 def _pins_stay(patch: pytest.MonkeyPatch) -> None:

@@ -178,7 +178,7 @@ def test_a_chunk_without_space_spends_no_budget() -> None:
     keys = [key_of(n) for n in range(3)]
     cpu.recover(keys, [info] * 3)
     budget = WriteBudget(1.0, burst_bytes=250)
-    queue = WriteThroughQueue(0, planner.lower[0], admissions=[budget], max_waiting=1)
+    queue = WriteThroughQueue(0, planner.lower[0], admissions=[budget], waiting_max=1)
     queue.offer(keys[:2], cpu, planner.groups)
     assert (len(queue), queue.skipped, queue.refused) == (1, 1, 0)
     queue.clear(cpu)

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from offload.requests.background_writer import WAITING_MAX, BackgroundWriter
+from offload.requests.background_writer import WAITING_ITEMS_MAX, BackgroundWriter
 from tests.patience import PATIENCE_S
 from tests.threads import no_thread_is_left
 
@@ -40,11 +40,11 @@ def test_everything_is_written_in_order_before_it_is_closed() -> None:
     disk.free.set()
     with no_thread_is_left():
         writer = BackgroundWriter("test", "writing", disk.write)
-        for number in range(WAITING_MAX):
+        for number in range(WAITING_ITEMS_MAX):
             writer.put(number)
         writer.close(PATIENCE_S)
         writer.close(PATIENCE_S)
-    assert disk.taken == list(range(WAITING_MAX))
+    assert disk.taken == list(range(WAITING_ITEMS_MAX))
     writer.put(-1)
     assert writer.dropped == 1
 
@@ -55,12 +55,12 @@ def test_waiting_items_are_bounded_over_a_disk_that_hangs(caplog: pytest.LogCapt
         writer = BackgroundWriter("test", "writing", disk.write)
         writer.put(0)
         assert disk.busy.wait(PATIENCE_S)
-        for number in range(1, WAITING_MAX + 4):
+        for number in range(1, WAITING_ITEMS_MAX + 4):
             writer.put(number)  # never waits, because nothing frees the disk meanwhile
         assert writer.dropped == 3
         disk.free.set()
         writer.close(PATIENCE_S)
-    assert disk.taken == list(range(WAITING_MAX + 1))
+    assert disk.taken == list(range(WAITING_ITEMS_MAX + 1))
     assert not [record for record in caplog.records if "did not end" in record.message]
 
 

@@ -38,7 +38,7 @@ SEVERAL = (
 
 @pytest.fixture(autouse=True)
 def _small(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(known_prefix, "BATCH", 3)
+    monkeypatch.setattr(known_prefix, "MATCH_BATCH", 3)
 
 
 class ChangingTiers:

@@ -20,7 +20,7 @@ from offload.messages.plan import IN_SLAB, DigestJob, LoadItem, LoadJob, StepPla
 from offload.messages.report import JobResult
 from offload.telemetry.counters import WorkerStats
 from offload.worker.block_verifier import DIGESTS_MAX, DigestTable, Verifier
-from offload.worker.device_digest import BLOCKS_MAX, DeviceDigest
+from offload.worker.device_digest import GATHERED_BLOCKS_MAX, DeviceDigest
 from tests.offload.small_model import compute, keys
 from tests.offload.worker.test_executor import KEYS, Rank, rank_with, store
 from tests.patience import PATIENCE_S
@@ -98,8 +98,8 @@ def test_swapped_words_and_runs_change_a_digest() -> None:
 
 
 def test_more_blocks_than_are_gathered_at_a_time() -> None:
-    _, digest = caches(2 * BLOCKS_MAX + 3)
-    ids = list(reversed(range(2 * BLOCKS_MAX + 3)))
+    _, digest = caches(2 * GATHERED_BLOCKS_MAX + 3)
+    ids = list(reversed(range(2 * GATHERED_BLOCKS_MAX + 3)))
     one_by_one = torch.cat([digest.of(3, [block]) for block in ids])
     assert torch.equal(digest.of(3, ids), one_by_one)
 
@@ -213,7 +213,7 @@ def test_a_full_file_of_digests_still_accepts_a_reset(
 ) -> None:
     table = opened(tmp_path)
     table.enter([b"a"], entry(1)[None])
-    monkeypatch.setattr("offload.worker.block_verifier.FILE_BYTES_MAX", table._written)
+    monkeypatch.setattr("offload.worker.block_verifier.DIGESTS_BYTES_MAX", table._written)
     if is_noticed_first:
         table.enter([b"b"], entry(2)[None])
     assert known(tmp_path, b"a") == [entry(1).tolist()]

@@ -34,7 +34,9 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
 
 
 def pass_deadlines(clock: Clock, rank: Rank) -> None:
-    clock.ahead_s += rank.executor.limits.load_timeout_s + offload.worker.executor.STALL_S + 1.0
+    clock.ahead_s += (
+        rank.executor.limits.load_timeout_s + offload.worker.executor.LOOP_STALL_S + 1.0
+    )
 
 
 async def submitted(rank: Rank) -> None:

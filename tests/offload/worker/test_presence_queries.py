@@ -8,7 +8,7 @@ from typing import Any, cast
 
 from offload.messages.plan import PresenceQuery
 from offload.messages.report import Observed, PresenceReply
-from offload.worker.presence_queries import IN_FLIGHT, LATE_S, PresenceQueries
+from offload.worker.presence_queries import IN_FLIGHT, QUERY_LATE_S, PresenceQueries
 from tests.sim.virtual_time import run_virtually
 from tiers.base import Tier
 from tiers.testing import key_of, put
@@ -67,7 +67,7 @@ async def fail_and_be_late() -> None:
     asking = [
         asyncio.create_task(asked.ask(PresenceQuery(n, 1, KEYS))) for n in range(IN_FLIGHT + 2)
     ]
-    await asyncio.sleep(1.5 * LATE_S)
+    await asyncio.sleep(1.5 * QUERY_LATE_S)
     assert seen == [Observed(reads_failed=1)] * (1 + IN_FLIGHT)
     assert slow.met == IN_FLIGHT, "the others wait for their turn"
     slow.release()

@@ -35,7 +35,7 @@ KINDS = {"lmdb": SharedLmdbTier, "file": SharedFileTier}
 def test_servers_share_a_folder_and_exclude_others(
     tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(wait_for_owners, "WAIT_S", 0.0)
+    monkeypatch.setattr(wait_for_owners, "OWNERS_WAIT_S", 0.0)
     path = tmp_path / "tier"
     [one] = places(path, type=kind, shared=True).specs()
     [two] = places(path, type=kind, shared=True).specs()

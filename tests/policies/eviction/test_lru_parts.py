@@ -49,7 +49,7 @@ class _Pins:
 
 @pytest.fixture(autouse=True)
 def _small_parts(monkeypatch: pytest.MonkeyPatch) -> None:
-    small = {"PART_MAX": 5, "PART_MIN": 3, "STALE_SHARE": 1, "STALE_MIN": 4}
+    small = {"PART_MAX": 5, "PART_MIN": 3, "STALE_PER_MEMBER": 1, "STALE_MIN": 4}
     for name, value in {**small, "PART_ENTRIES": 1, "PASSED_MAX": 3}.items():
         monkeypatch.setattr(lru, name, value)
 

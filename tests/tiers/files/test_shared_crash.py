@@ -17,7 +17,7 @@ import pytest
 from tests.tiers.shared import processes as shared_world
 from tests.tiers.shared.child import BATCH
 from tests.tiers.shared.processes import Child, bytes_of, check_records, children, watch
-from tiers.files.shared_folder import GRANT_SHARE
+from tiers.files.shared_folder import GRANTS_MIN
 
 SEEDS = range(int(os.environ.get("KVTIERS_SHARED_SEEDS", "1")))
 SIZE = 40_000
@@ -37,7 +37,7 @@ def _faults_are_taken_out(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def most_bytes(capacity: int) -> int:
     """Return the stated bound: two grants for each engine that joins while the others write."""
-    return capacity + 2 * (ENGINES - 1) * capacity // GRANT_SHARE + SMALL_FILES_BYTES
+    return capacity + 2 * (ENGINES - 1) * capacity // GRANTS_MIN + SMALL_FILES_BYTES
 
 
 def unfinished(folder: Path) -> list[str]:

@@ -13,7 +13,7 @@ from tiers.base import KeyColumn, StoredKeys, stored_keys
 from tiers.lmdb.recovery.record_table import RecordTable
 from tiers.lmdb.recovery.rows import Rows
 
-AT_ONCE = 1 << 13
+ORDERED_AT_ONCE = 1 << 13
 _Numbers = npt.NDArray[np.int64]
 
 
@@ -56,8 +56,8 @@ def _taken(column: KeyColumn, order: _Numbers) -> KeyColumn:
     """Return ``column[order]``. Working in parts that fit into the processor's cache, and in memory
     without huge pages (``rows``), halves the time."""
     taken = Rows(column.itemsize, order.size)
-    for start in range(0, order.size, AT_ONCE):
-        taken.extend(column[order[start : start + AT_ONCE]])
+    for start in range(0, order.size, ORDERED_AT_ONCE):
+        taken.extend(column[order[start : start + ORDERED_AT_ONCE]])
     return taken.array()
 
 

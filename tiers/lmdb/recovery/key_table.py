@@ -29,7 +29,7 @@ from tiers.lmdb.recovery.rows import Rows
 MODULUS = (1 << 61) - 1
 assert sys.hash_info.modulus == MODULUS, "a 64-bit Python"
 HOMES_PER_KEY = 2
-AT_ONCE = 1 << 12
+HASHED_AT_ONCE = 1 << 12
 """Number of rows hashed at a time, so that they stay in the processor's cache."""
 
 _Numbers = npt.NDArray[np.int64]
@@ -107,8 +107,8 @@ def _placed(entries: _Words, homes: int) -> _Words:
     the previous entry if that is further."""
     slots = np.zeros(homes + 1, np.uint64)
     last = -1
-    for start in range(0, entries.size, AT_ONCE):
-        part = entries[start : start + AT_ONCE]
+    for start in range(0, entries.size, HASHED_AT_ONCE):
+        part = entries[start : start + HASHED_AT_ONCE]
         steps = np.arange(part.size)
         positions = (part >> np.uint64(32)).astype(np.int64)
         positions -= 1 + steps
@@ -128,9 +128,9 @@ def _remainders_of(
     """Iterate over the ``remainders`` of some rows (``None``: all), part by part."""
     count = rows.size if numbers is None else numbers.size
     raw = rows.view(np.uint8).reshape(rows.size, rows.itemsize)[:, :key_bytes]
-    padded = np.zeros((AT_ONCE, -(-key_bytes // 8) * 8), np.uint8)
-    for start in range(0, count, AT_ONCE):
-        part = slice(start, min(count, start + AT_ONCE))
+    padded = np.zeros((HASHED_AT_ONCE, -(-key_bytes // 8) * 8), np.uint8)
+    for start in range(0, count, HASHED_AT_ONCE):
+        part = slice(start, min(count, start + HASHED_AT_ONCE))
         keys = raw[part] if numbers is None else raw[numbers[part]]
         padded[: len(keys), :key_bytes] = keys
         yield part, remainders(padded[: len(keys)].view("<u8"))

@@ -31,13 +31,13 @@ import numpy as np
 import numpy.typing as npt
 
 META_PAGES = 2
-HEAD_BYTES = 16
+PAGE_HEAD_BYTES = 16
 NODE_BYTES = 8
 NO_PAGE = (1 << 64) - 1
 BRANCH, LEAF, OVERFLOW, META = 1, 2, 4, 8
 BIG_DATA, SUB_DATA = 1, 2
 INTEGER_KEY = 8
-DEPTH_MAX = 32
+TREE_DEPTH_MAX = 32
 
 _MAGIC = 0xBEEFC0DE
 _VERSION = 1
@@ -205,17 +205,17 @@ def nodes_of(pages: Pages, rows: Numbers, numbers: Numbers, kind: int) -> Nodes:
     ``UnsoundError`` if a page does not have the given number and kind, or a node reaches beyond its
     page."""
     page_bytes = pages.shape[1]
-    head = pages[:, :HEAD_BYTES][rows].view(_HEAD)[:, 0]
+    head = pages[:, :PAGE_HEAD_BYTES][rows].view(_HEAD)[:, 0]
     lower, upper = head["lower"].astype(np.int64), head["upper"].astype(np.int64)
     require((head["number"] == numbers).all(), "the number of a page does not match its offset")
     require(
         (head["flags"] == kind).all(), "the kind of a page does not match its position in the tree"
     )
-    fits = (lower > HEAD_BYTES) & (lower <= upper) & (upper <= page_bytes) & (lower % 2 == 0)
+    fits = (lower > PAGE_HEAD_BYTES) & (lower <= upper) & (upper <= page_bytes) & (lower % 2 == 0)
     require(fits.all(), "a page has impossible bounds")
-    counts = (lower - HEAD_BYTES) // 2
+    counts = (lower - PAGE_HEAD_BYTES) // 2
     widest = int(counts.max())
-    offsets = pages.view(np.uint16)[:, HEAD_BYTES // 2 : HEAD_BYTES // 2 + widest][rows]
+    offsets = pages.view(np.uint16)[:, PAGE_HEAD_BYTES // 2 : PAGE_HEAD_BYTES // 2 + widest][rows]
     is_node = np.arange(widest) < counts[:, None]
     lowest = np.where(is_node, offsets, _PAGE_BYTES_MAX).min(1)
     inside = offsets[is_node]

@@ -27,15 +27,15 @@ import numpy as np
 from tiers.lmdb.recovery.pages import (
     BIG_DATA,
     BRANCH,
-    DEPTH_MAX,
-    HEAD_BYTES,
     INTEGER_KEY,
     LEAF,
     META_PAGES,
     NO_PAGE,
     NODE_BYTES,
     OVERFLOW,
+    PAGE_HEAD_BYTES,
     SUB_DATA,
+    TREE_DEPTH_MAX,
     Nodes,
     Numbers,
     PageFile,
@@ -46,7 +46,7 @@ from tiers.lmdb.recovery.pages import (
 )
 from tiers.lmdb.recovery.record_table import RecordTable
 
-BATCH_BYTES = 2 << 20
+WALK_BATCH_BYTES = 2 << 20
 """Number of bytes of the file that are checked together, so that they stay in the processor's
 cache."""
 _OnLeaf = Callable[[Nodes], None]
@@ -70,7 +70,7 @@ class _Walk:
 
     def __init__(self, file: PageFile) -> None:
         self._file = file
-        self._batch_pages = max(1, BATCH_BYTES // file.meta.page_bytes)
+        self._batch_pages = max(1, WALK_BATCH_BYTES // file.meta.page_bytes)
         # Twice the size, to include pages between those of a batch.
         self._buffer: Pages = np.empty((2 * self._batch_pages, file.meta.page_bytes), np.uint8)
         self._owned = np.zeros(file.meta.page_count, np.bool_)
@@ -111,7 +111,7 @@ class _Walk:
         if tree.root == NO_PAGE:
             require(not any(tree[2:7]), "an empty tree with counters")
             return
-        require(0 < tree.depth <= DEPTH_MAX, f"a tree of depth {tree.depth}")
+        require(0 < tree.depth <= TREE_DEPTH_MAX, f"a tree of depth {tree.depth}")
         require(tree.root < self._owned.size, "a root beyond the file")
         numbers = np.array([tree.root], np.int64)
         branch_pages = self._overflow_pages = 0
@@ -178,7 +178,7 @@ class _Walk:
     def _overflow(self, number: int, length: int) -> bytes:
         """The data of an overflow extent."""
         page_bytes = self._file.meta.page_bytes
-        count = (HEAD_BYTES - 1 + length) // page_bytes + 1
+        count = (PAGE_HEAD_BYTES - 1 + length) // page_bytes + 1
         require(number + count <= self._owned.size, "an overflow extent beyond the file")
         self._own(np.arange(number, number + count))
         self._overflow_pages += count
@@ -189,7 +189,7 @@ class _Walk:
         require(is_ours, "an overflow extent with other flags")
         found = _number(raw[12:16])
         require(found == count, f"an overflow extent of {found} pages instead of {count}")
-        return raw[HEAD_BYTES : HEAD_BYTES + length]
+        return raw[PAGE_HEAD_BYTES : PAGE_HEAD_BYTES + length]
 
 
 _OVERFLOW_FLAGS = OVERFLOW.to_bytes(2, sys.byteorder)

@@ -67,7 +67,7 @@ class CommitClient:
         self.commits.submit(CommitRequest(change, end, flushes))
 
 
-GATHER_S = 0.002
+FLUSH_GATHER_S = 0.002
 """A transaction that flushes payloads waits this long for more changes."""
 ASKED_MAX = 64
 
@@ -131,7 +131,7 @@ class SharedCommits:
             if request is None:
                 return batch, True
             if not batch:
-                deadline = time.monotonic() + GATHER_S * request.flushes
+                deadline = time.monotonic() + FLUSH_GATHER_S * request.flushes
             batch.append(request)
         return batch, False
 

@@ -41,7 +41,7 @@ from tiers.lmdb.shared.transaction import changing
 
 logger = logging.getLogger(__name__)
 
-SMALL_FILES_BYTES = (MEMBERS_MAX + 8) * ALIGNMENT
+SHARED_SMALL_FILES_BYTES = (MEMBERS_MAX + 8) * ALIGNMENT
 """Disk space of the locks of the maximum number of processes, and of LMDB's reader table."""
 GROW_BYTES_MAX = 64 << 20
 """A small step, because the file grows inside a transaction for which other processes wait."""
@@ -62,7 +62,7 @@ class SharedLmdbFiles(OpenLmdbFiles):
     common epoch. ``dropped`` counts damaged records that were dropped."""
 
     record_index_bytes = SHARED_RECORD_INDEX_BYTES
-    small_files_bytes = SMALL_FILES_BYTES
+    small_files_bytes = SHARED_SMALL_FILES_BYTES
 
     def __init__(self, folder: Path, capacity_bytes: int, options: LmdbOptions, io: DiskIo) -> None:
         """Open or create the files. An odd ``options.epoch`` means that the weights are not those

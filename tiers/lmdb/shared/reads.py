@@ -19,7 +19,7 @@ from tiers.lmdb.io_jobs import ReadItem, ReadJob
 from tiers.lmdb.recovery.record_table import USE_BYTES
 from tiers.lmdb.shared.index import SharedIndex
 
-ATTEMPTS = 5
+READ_ATTEMPTS = 5
 """Maximum number of lookups of a record that changes during the read."""
 
 
@@ -62,7 +62,7 @@ class SharedReadJob:
     def _read(self, scratch: Scratch) -> None:
         left = list(range(len(self.keys)))
         failed: dict[int, bytes] = {}
-        for _attempt in range(ATTEMPTS):
+        for _attempt in range(READ_ATTEMPTS):
             epoch, values = self.index.find([self.keys[n] for n in left], self.own_epoch)
             items = []
             for number, value in zip(left, values, strict=True):

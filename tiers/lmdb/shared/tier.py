@@ -52,7 +52,7 @@ from tiers.lmdb.shared.reads import SharedReadJob
 from tiers.lmdb.shared.writes import SharedWrites
 from tiers.record import Identity, check_identity, check_records
 
-TOUCHES_MAX = 1024
+SHARED_TOUCHES_MAX = 1024
 READ_USE_S = 10.0
 _COUNTERS = (
     *("read_ok", "read_miss", "read_corrupt", "read_busy", "read_bytes", "io_errors"),
@@ -260,7 +260,7 @@ class SharedLmdbTier(FolderTier[SharedLmdbFiles], SharedTier):
     def _note_use(self, key: Key) -> None:
         self._touched.pop(key, None)
         self._touched[key] = None
-        if len(self._touched) >= TOUCHES_MAX:
+        if len(self._touched) >= SHARED_TOUCHES_MAX:
             self._flush_touches()
         elif self._touch_timer is None:
             self._touch_timer = self._loop.call_later(TOUCH_FLUSH_S, self._flush_touches)

@@ -166,7 +166,7 @@ def differences_after_losses(folder: Path, seed: int = 3) -> list[str]:
             world.step()
         assert events.take() == []
         assert max(portions) == kv_events.EVENT_CHANGES_MAX
-        assert events.lost > kv_events.WAITING_MAX
+        assert events.lost > kv_events.WAITING_CHANGES_MAX
         assert follower.truth()
         return sorted(map(str, follower.held ^ follower.truth()))
     raise AssertionError
@@ -180,7 +180,7 @@ def small_portions(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def small_bound(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kv_events, "WAITING_MAX", 12)
+    monkeypatch.setattr(kv_events, "WAITING_CHANGES_MAX", 12)
 
 
 def test_changes_beyond_the_bound_become_a_clear_and_a_full_listing(

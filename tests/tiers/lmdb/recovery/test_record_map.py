@@ -10,7 +10,7 @@ import pytest
 from tiers.io.extents import Extent
 from tiers.lmdb.index import pack_value
 from tiers.lmdb.recovery.key_order import rising
-from tiers.lmdb.recovery.key_table import AT_ONCE, MODULUS, KeyTable, remainders
+from tiers.lmdb.recovery.key_table import HASHED_AT_ONCE, MODULUS, KeyTable, remainders
 from tiers.lmdb.recovery.record_map import RecordMap
 from tiers.lmdb.recovery.record_table import tables_of
 from tiers.lmdb.recovery.rows import Rows
@@ -134,7 +134,7 @@ def test_sorting_by_time_equals_argsort(bits: int, count: int) -> None:
 def test_tables_of_several_parts_lose_no_key() -> None:
     """Colliding entries continue from one part of the construction to the next."""
     rng = random.Random(SEED)
-    keys = [rng.randbytes(36) for _ in range(10 * AT_ONCE)]
+    keys = [rng.randbytes(36) for _ in range(10 * HASHED_AT_ONCE)]
     rows = Rows(36)
     rows.extend(np.frombuffer(b"".join(keys), "V36"))
     for numbers in (None, np.arange(0, len(keys), 2)):

@@ -173,7 +173,7 @@ def keys_swapped(raw: bytearray, page: int) -> None:
     """Two nodes of a leaf, swapped."""
     (flags,) = struct.unpack_from("=H", raw, page + 10)
     if flags == lmdb_pages.LEAF:
-        at = page + lmdb_pages.HEAD_BYTES
+        at = page + lmdb_pages.PAGE_HEAD_BYTES
         raw[at : at + 4] = raw[at + 2 : at + 4] + raw[at : at + 2]
 
 
