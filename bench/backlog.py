@@ -213,7 +213,7 @@ def _reads(config: Config, ahead: Sequence[Batch]) -> str:
 
 
 def least_ttft(config: Config, batches: Mapping[str, Sequence[Batch]]) -> float:
-    """The mean TTFT if only the first reads delay anybody, as a ratio to all in the CPU tier.
+    """The mean TTFT if only the first reads delay any request, as a ratio to all in the CPU tier.
 
     The first of the ``in_flight`` places begins when one prompt has been read, the second when two
     have, and so on; the requests that follow in a place are as late as its first one.
@@ -271,7 +271,8 @@ def _notes(config: Config) -> list[str]:
         f"ratio: to the same round with all in the CPU tier, median, with low and high as its "
         f"{CONFIDENCE:.0%} confidence interval.",
         "read / needed: bytes read from the disk by bytes of the prompts' KV cache; read ahead: "
-        "those that were read while their request waited; wasted: those of them read for nothing.",
+        "those that were read while their request waited; wasted: those of them that were not "
+        "used.",
         "blocks held: GPU blocks of requests that wait for a load, mean over the whole time.",
         "default options: those of a server. kvtiers may compute what would be slower to load, and "
         "refuses loads beyond its bounds. waits: wait_for_reads is auto.",

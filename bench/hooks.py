@@ -70,14 +70,14 @@ class Clock:
         return result
 
     def next_step(self) -> None:
-        """Note the end of a step."""
+        """Record the end of a step."""
         hooks = [us for name, us in self._step.items() if name not in MESSAGES]
         for name, us in [*self._step.items(), (HOOKS, sum(hooks))]:
             self._worst[name] = max(self._worst.get(name, 0.0), us)
         self._step.clear()
 
     def end(self, case: str) -> None:
-        """Note the end of a request."""
+        """Record the end of a request."""
         self.next_step()
         for name, us in self._worst.items():
             runner, _, hook = name.rpartition("runner, ")

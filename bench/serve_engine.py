@@ -63,9 +63,10 @@ class EngineError(Exception):
 class Batch:
     """The measurements of a batch of requests. ``seconds`` is the time until the last token. The
     CPU time of the engine and all its processes also covers the work after that. ``foreign_cpu_s``
-    is the CPU time of other processes meanwhile, of which the other engines used ``waiting_cpu_s``.
-    ``thread_cpu_s`` is the CPU time of this project's threads. ``held_block_s`` adds up, over the
-    GPU blocks that requests held while they waited for a load, the seconds for which they did."""
+    is the CPU time of other processes during the batch, of which the other engines used
+    ``waiting_cpu_s``. ``thread_cpu_s`` is the CPU time of this project's threads. ``held_block_s``
+    adds up, over the GPU blocks that requests held while they waited for a load, the seconds for
+    which they did."""
 
     seconds: float
     ttft_s: tuple[float, ...]

@@ -98,7 +98,7 @@ CAPTION = (
     "prepares kernels for each input size. So every engine was warmed up with other texts of the "
     "same sizes; if the first row is slow all the same, some preparation was left. Median: "
     "{restored_ms:.0f} ms where the prompt was restored, {computed_ms:.0f} ms where it was "
-    "computed; a model this small computes almost for nothing."
+    "computed; a model this small computes in almost no time."
 )
 COLUMNS_MIN = 80
 TOKENS_EQUAL = {True: "yes", False: "[red]NO[/red]", None: "other hit"}

@@ -91,7 +91,7 @@ class EvictionPolicy(ABC):
 
     @abstractmethod
     def touch(self, keys: Sequence[Key]) -> None:
-        """Note one request's use of these keys, given in prefix order (head first).
+        """Record one request's use of these keys, given in prefix order (head first).
 
         The policy ignores keys that are not members; a key may occur twice. The first touch of a
         key after its insertion is by the request that inserted it: it orders the key and does not

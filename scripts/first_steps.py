@@ -57,7 +57,7 @@ class Clock:
 
 
 def shown(seconds: float) -> str:
-    """A time as a reader says it."""
+    """A duration in minutes and seconds."""
     minutes, rest = divmod(round(seconds), 60)
     return f"{minutes} min {rest} s" if minutes else f"{rest} s"
 
@@ -87,7 +87,7 @@ def run(*command: object, folder: Path, **more: str) -> str:
 
 
 def own_policy(clone: Path, folder: Path) -> None:
-    """Do what the guide for policies says: its files, the contract, the simulator."""
+    """Follow the guide for policies: write its files, run the contract, run the simulator."""
     text = (clone / GUIDE).read_text(encoding="utf-8")
     for block in re.findall(r"```python\n(.*?)```", text, re.DOTALL):
         named = re.match(r"# (\w+\.py)\n", block)

@@ -24,7 +24,7 @@ RULES = ROOT / "scripts" / "prose.toml"
 PYTHON = ("offload", "tiers", "policies", "bench", "demo", "examples", "scripts", "tests")
 LINES_IN = (".toml", ".yaml", ".sh")
 SAMPLES = ("scripts/prose.toml", "tests/test_prose.py")
-"""Files that contain words that nobody must use: their rules, and sentences for tests."""
+"""Files that contain the words to avoid: the rules, and sentences for tests."""
 MESSAGE_WORDS_MIN = 3
 UNREAD = ("bench/results/", "docs/reference/api.md")
 """Generated Markdown: results, and docstrings that are checked in the source."""

@@ -55,7 +55,7 @@ Series = tuple[str, list[float], list[float]]
 
 
 def traffic(server: VllmServer, seconds: float, seed: int) -> None:
-    """Users ask about documents that they share; the GPU's cache holds few of them."""
+    """Simulate users who ask about shared documents, few of which fit into the GPU's cache."""
     draw = random.Random(seed)
     documents = [[draw.randrange(5, 250) for _ in range(1024)] for _ in range(8)]
     end = time.monotonic() + seconds

@@ -244,7 +244,7 @@ def _with_hits(
 def _judge(
     tiers: Sequence[TierPlan], writes: float | None, machine: Machine, notes: list[str]
 ) -> None:
-    """Note which parts of the plan are unrealistic."""
+    """Add a note for each unrealistic part of the plan."""
     notes += [
         f"{tier.name}: these hits need {tier.reads_bytes_per_s / 1e9:.2f} GB/s, more than its "
         f"{tier.bytes_per_s / 1e9:.2f} GB/s: some of them will be computed"

@@ -95,7 +95,7 @@ def find_removals(namespaces: Sequence[NamespaceFolder], wanted: RemovalFilter) 
 
 
 def _find(removal: Removal, wanted: RemovalFilter) -> bool:
-    """Note the parts of a namespace to remove; returns whether there are any."""
+    """Record the parts of a namespace to remove; returns whether there are any."""
     namespace = removal.namespace
 
     def is_unused(last_used_s: float) -> bool:
@@ -117,7 +117,7 @@ def _find(removal: Removal, wanted: RemovalFilter) -> bool:
 
 
 def _find_old(removal: Removal, before_ns: int) -> bool:
-    """Note the records whose last use is older than requested; return whether there are any."""
+    """Record the records whose last use is older than requested; return whether there are any."""
     removal.size_bytes = 0
     for rank_folder in removal.namespace.rank_folders:
         if rank_folder.kind == "empty":

@@ -72,7 +72,7 @@ class VerifyResult:
         self.problem = self.problem or problem
 
     def see_owner(self) -> None:
-        """Note the process that uses the folder, if there is one."""
+        """Record the process that uses the folder, if there is one."""
         owner = self.rank_folder.owner()
         self.owner_pid = owner.pid if owner else None
 

@@ -49,7 +49,8 @@ def doctor(
 
 
 def refused_early(model: str, flags: list[str]) -> Report | None:
-    """The report for what is no model, if that can be found without importing vLLM."""
+    """The report for a name that is not a model, if this can be determined without importing
+    vLLM."""
     from offload.admin.doctor import ModelVerdict, refusal
 
     if model.startswith("-"):

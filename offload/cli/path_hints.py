@@ -1,7 +1,6 @@
-"""Hints for a user who gives a command something other than a tier's folder.
-
-For example the address of a Mooncake store, or a server's configuration. The command cannot read
-these, and explains what to do instead.
+"""Hints for a user who gives a command something other than a tier's folder, for example the
+address of a Mooncake store or a server's configuration. The command cannot read these, and explains
+what to do instead.
 """
 
 from __future__ import annotations

@@ -228,15 +228,16 @@ TOP_FIELDS = (
         number(0, 0.5),
         0.25,
         "Share of the CPU tier for chunks that are read from lower tiers while their requests "
-        "still wait to be run; 0 turns that off.",
+        "still queue; 0 turns look-ahead off.",
     ),
     Field(
         "wait_for_reads",
         choice("auto", "always", "never"),
         "never",
-        "With `look_ahead`: whether a request that vLLM could run gets no GPU blocks until its "
-        "chunks have been read into the CPU tier. Other requests do not wait. `auto` lets it wait "
-        "while others could use the blocks, if the reads take long enough at the measured speed. "
+        "With `look_ahead`: whether a request that vLLM could run waits, without GPU blocks, "
+        "until its chunks have been read into the CPU tier. Other requests do not wait. `auto` "
+        "makes it wait while others could use the blocks, if the reads take long enough at the "
+        "measured speed. "
         "A request whose own reads take more than `load_timeout_s` computes the rest.",
     ),
     Field(

@@ -141,7 +141,7 @@ class UsableSlots:
         self._by_rank = dict(by_rank)
 
     def take_in(self, reported: Mapping[int, int]) -> None:
-        """Note that some ranks can use more slots than before."""
+        """Record that some ranks can use more slots than before."""
         if reported:
             self._by_rank |= reported
             self._space.grow(min(self._by_rank.values()))

@@ -152,17 +152,18 @@ class UnwrittenChunks:
         return keys[: next(at for at, key in enumerate(keys) if key in self)]
 
     def discard(self, keys: Sequence[bytes]) -> None:
-        """Note that these chunks were dropped from the CPU tier, so nobody wants them written."""
+        """Record that these chunks were dropped from the CPU tier, so they need not be written any
+        more."""
         for waiting in self._tiers.values():
             waiting.difference_update(keys)
 
     def clear(self) -> None:
-        """Note that the CPU tier has forgotten every chunk."""
+        """Record that the CPU tier has forgotten every chunk."""
         for waiting in self._tiers.values():
             waiting.clear()
 
     def give_up(self, keys: Sequence[bytes]) -> None:
-        """Note that these chunks were evicted: they cannot be written any more."""
+        """Record that these chunks were evicted: they cannot be written any more."""
         for tier, waiting in self._tiers.items():
             before = len(waiting)
             waiting.difference_update(keys)

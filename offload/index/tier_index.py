@@ -298,7 +298,7 @@ class TierIndex:
                 pins[key] = count - 1
 
     def touch(self, keys: Sequence[bytes]) -> None:
-        """Note one request's use of these keys, in prefix order; absent ones are ignored."""
+        """Record one request's use of these keys, in prefix order; absent ones are ignored."""
         self.policy.touch(keys)
 
     def drop(self, keys: Iterable[bytes]) -> list[bytes]:
@@ -372,7 +372,7 @@ class TierIndex:
             names = self.policy.victims(
                 max(1, (missing - freed + per_key - 1) // per_key), evictable
             )
-            if not names and is_sparing:  # what waiting requests want is evicted last
+            if not names and is_sparing:  # chunks that waiting requests want are evicted last
                 is_sparing, evictable = False, self.retention.evictable(protect, spare=False)
                 continue
             if patient:

@@ -81,7 +81,7 @@ class ModelLayout:
 
         vLLM then computes only that token, over the restored block. For this a window would need
         one token more than it keeps, a state would have to end one token earlier, and a draft
-        group's last chunk needs a chunk behind it as proof.
+        group's last chunk needs another chunk after it as proof.
         """
         return not self.skipped and all(g.kind == FULL and not g.draft for g in self.groups)
 

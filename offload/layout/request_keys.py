@@ -2,8 +2,8 @@
 
 A prompt of 131,072 tokens has 8,192 chunks in every group. Making their keys takes most of a
 millisecond of vLLM's scheduler thread and about as much memory as vLLM's hashes of it. But few keys
-are needed before the prompt is computed: the first keys of a new prompt, the keys behind the part
-in vLLM's cache, and the last keys for a sliding window.
+are needed before the prompt is computed: the first keys of a new prompt, the keys after the part in
+vLLM's cache, and the last keys for a sliding window.
 """
 
 from __future__ import annotations

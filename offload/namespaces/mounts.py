@@ -29,8 +29,8 @@ class MountPoint:
 
 
 def mount_point_of(path: str | Path) -> MountPoint:
-    """Find the mount point of ``path``. Raises ``OSError``, also if the path does not exist; may
-    block."""
+    """Find the mount point of ``path``. Raises ``OSError``, for example if the path does not exist;
+    may block."""
     place = Path(path).resolve(strict=True)
     device = os.stat(place).st_dev
     while not os.path.ismount(place):

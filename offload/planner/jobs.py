@@ -42,7 +42,7 @@ class LoadTokens:
         self.by_tier = by_tier
 
     def ended(self, seconds: float) -> None:
-        """Note how long the load took."""
+        """Record how long the load took."""
         self.seconds = seconds
 
 

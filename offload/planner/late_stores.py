@@ -1,8 +1,7 @@
-"""Chunks of requests that have ended before all of their stores could be planned.
-
-A request that ends hands over its last chunks at once, and the bound on stores in flight may have
-no room for them. Their blocks keep their content until vLLM gives them to another request, so these
-chunks wait here and are stored in later steps. Pure.
+"""Chunks of requests that have ended before all of their stores could be planned. A request that
+ends hands over its last chunks at once, and the limit on stores in flight may not allow all of
+them. Their blocks keep their content until vLLM gives them to another request, so these chunks wait
+here and are stored in later steps. Pure.
 """
 
 from __future__ import annotations
@@ -21,8 +20,8 @@ LATE_MAX = 2048
 class LateStores:
     """Chunks that wait to be stored from blocks that no request holds any more, oldest first.
 
-    Owned by the store planner. The head of a prompt comes first, and what lies behind a lost chunk
-    is dropped, because chunks behind a gap can never be hit. ``chunks`` is the number of chunks
+    Owned by the store planner. The head of a prompt comes first, and the chunks after a lost one
+    are dropped, because chunks after a gap can never be hit. ``chunks`` is the number of chunks
     that wait.
     """
 
@@ -31,7 +30,7 @@ class LateStores:
         self._runs: deque[tuple[ChunkBatch, OwnChunks | None]] = deque()
 
     def add(self, run: ChunkBatch, own: OwnChunks | None) -> None:
-        """Let these chunks of an ended request wait, as many as the bound allows. ``own`` has its
+        """Queue these chunks of an ended request, as many as the limit allows. ``own`` has its
         other chunks, which must not be evicted for these."""
         self._append(run.part(0, LATE_MAX - self.chunks), own)
 
@@ -52,7 +51,7 @@ class LateStores:
             self.chunks += len(run)
 
     def overwritten(self, blocks: Iterable[int]) -> None:
-        """Drop the chunks whose blocks are about to be overwritten, and those behind them."""
+        """Drop the chunks whose blocks are about to be overwritten, and those after them."""
         lost = frozenset(blocks)
         if lost.isdisjoint(block for run, _ in self._runs for block in run.blocks):
             return

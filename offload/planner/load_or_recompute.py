@@ -1,8 +1,9 @@
 """Decides whether loading is faster than computing, from measured rates and with hysteresis.
 
-Rates are in tokens per second: the tokens that a request computes over the time to its first token,
-which includes the effect of other requests, and the tokens that a tier delivers during a load, to
-this load and to those that were in flight before it. Pure: times come from the caller.
+Rates are in tokens per second. The rate of computing is the number of tokens that a request
+computes, divided by its time to first token, which includes the effect of other requests. The rate
+of a tier is the number of tokens that it delivers during a load, to this load and to those that
+were in flight before it. Pure: times come from the caller.
 """
 
 from __future__ import annotations
@@ -64,9 +65,10 @@ class Rate:
 class LoadOrRecompute:
     """Decides whether one tier provides tokens faster than the model computes them.
 
-    Loading stops paying below ``STOP_BELOW`` times the rate of computing and pays again above
-    ``RESUME_ABOVE`` times. While it does not pay, only probes measure it. Probes see less traffic
-    than loads, so the waits between probes double until real loads have shown that loading pays.
+    Loading pays if it is faster than computing. It stops paying below ``STOP_BELOW`` times the rate
+    of computing and pays again above ``RESUME_ABOVE`` times that rate. While it does not pay, only
+    probes measure the tier. Probes see less traffic than loads, so the waits between probes double
+    until real loads have shown that loading pays.
 
     ``chunk_tokens`` is the maximum number of tokens in a chunk: a load of two chunks is short,
     whatever their size. A tier that pays may still be too slow for a few tokens: ``tokens_min``.
@@ -115,7 +117,7 @@ class LoadOrRecompute:
         return self.rate.value() or self._probed
 
     def may_cut(self, tokens: int) -> bool:
-        """False if a hit of ``tokens`` is loaded in any case."""
+        """False if a hit of ``tokens`` is always loaded."""
         speed = self.speed
         if speed is None:
             return self.tokens_min > 0

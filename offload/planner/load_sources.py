@@ -222,7 +222,7 @@ class LoadSources:
     def let_go(
         self, job: Job, chunks_max: int, filled: Callable[[Sequence[bytes]], None]
     ) -> Iterator[tuple[int, Callable[[], None]]]:
-        """The work (cost, call) that is left when every rank has answered a load, in pieces of at
+        """The work (cost, call) that remains when every rank has answered a load, in pieces of at
         most ``chunks_max`` chunks. The head of the prefix comes last, both among the pieces and
         within each piece, so that it ends up youngest."""
         good, bad = job.verdict()
@@ -255,7 +255,7 @@ class LoadSources:
         filled([*good, *bad])
 
     def begin_promotion(self, keys: Iterable[bytes], job: int) -> None:
-        """Note that this job reads these chunks into the CPU tier."""
+        """Record that this job reads these chunks into the CPU tier."""
         self.promoting.update(zip(keys, repeat(job)))
 
     def _forget_promotions(self, keys: Sequence[bytes]) -> None:

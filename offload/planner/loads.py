@@ -169,7 +169,7 @@ class LoadPlanner:
             self.request_ended(job.request)
 
     def request_ended(self, request: str) -> None:
-        """Note that a request no longer waits for its load, even if the load's job continues. The
+        """Record that a request no longer waits for its load, even if the load's job continues. The
         job then holds no GPU blocks, so a read that hangs must not count towards the limits on
         loads from other tiers."""
         load = self._waited_for.pop(request, None)

@@ -1,10 +1,11 @@
-"""Look-ahead: chunks of lower tiers are read into the CPU tier while their requests wait.
+"""Look-ahead: reads chunks of lower tiers into the CPU tier while their requests wait.
 
 Requests enter with the chunks that they will load, as soon as these are known, and leave when their
 load is planned or they have ended. Chunks are read in the order in which requests will run, bounded
-by a share of the CPU tier, by the reads in flight and by the step's budget. What was read for a
-waiting request is not evicted before that request leaves or is late. Chunks that the next requests
-will load are evicted last, whatever the policy says; reads ahead never evict them. Pure.
+by a share of the CPU tier, by the reads in flight and by the step's budget. Chunks that were read
+for a waiting request are not evicted until that request leaves or makes no progress. Chunks that
+the next requests will load are evicted last, whatever the policy says; reads ahead never evict
+them. Pure.
 """
 
 from __future__ import annotations
@@ -34,17 +35,17 @@ from offload.planner.step_budget import (
 from policies.hints import LOW
 
 AHEAD_BATCH = 16
-"""Chunks of one job: as many as a worker reads at a time."""
+"""Number of chunks of one job: as many as a worker reads at a time."""
 AHEAD_FLYING_MAX = 64
-"""Number of chunks whose reads ahead may be in flight."""
+"""Maximum number of chunks whose reads ahead are in flight."""
 WANTED_SHARE = 0.5
 """The chunks that are evicted last are at most this share of the CPU tier."""
 AHEAD_STALE_S = 60.0
-"""A request that has not come nearer to its turn for this long, since its first chunk was read,
-loses what was read for it."""
+"""When a request has made no progress in the queue for this long since its first chunk was read,
+the chunks read for it may be evicted."""
 AHEAD_RETRY_STEPS = 8
-"""When the CPU tier had no space for a read ahead, the next one is tried after so many steps, or
-when a job has ended: each attempt looks at every chunk that must stay."""
+"""When the CPU tier has no space for a read ahead, the next attempt is made after this many steps,
+or when a job has ended: each attempt examines every chunk that must stay."""
 NEAR_END_SHARE = 1 / 8
 """The reads of a request are near their end when this share of them is left: its load waits for
 them."""
@@ -53,9 +54,10 @@ COUNTED = ("read", "used", "late", "wasted")
 
 @dataclass(slots=True, eq=False)
 class _Want:
-    """The chunks that a waiting request will load. Those before chunk ``at`` of run ``run`` need no
-    more attention; ``read`` are those that were read ahead for it, ``flying`` of them are being
-    read. From the first of these on, ``place`` is its place in the queue at the time ``seen``."""
+    """The chunks that a waiting request will load. The chunks before chunk ``at`` of run ``run``
+    need no more attention; ``read`` are those that were read ahead for it, and ``flying`` counts
+    those that are still being read. Once the first chunk was read, ``place`` is the request's
+    position in the queue at the time ``seen``."""
 
     request: str
     order: tuple[Any, ...]
@@ -76,8 +78,8 @@ class _Want:
 
 @dataclass(frozen=True, slots=True)
 class ReadProgress:
-    """The state of one request's reads. ``is_read``: all that are read ahead for it are
-    there, or nearly; ``since`` is when the first was read, if any."""
+    """The state of one request's reads. ``is_read``: all chunks that are read ahead for it have
+    arrived, or nearly all; ``since`` is when the first was read, if any."""
 
     is_read: bool
     since: float | None
@@ -95,11 +97,11 @@ class LookAhead:
 
     ``share`` of the CPU tier may hold chunks that were read ahead and not used yet, but at most
     half of what clients have not pinned; 0 turns reading ahead off. ``queue`` has the waiting
-    requests in the order in which they will run. ``planned`` are the jobs that were not sent yet.
-    ``counts`` are the chunks that were read, those loaded by the requests that they were read for
-    (``used``), those of them that were still being read when the load was planned (``late``), and
-    those given up (``wasted``). ``saved_s`` adds up the time of the reads of used chunks that were
-    not late.
+    requests in the order in which they will run. ``planned`` are the jobs that have not been sent
+    yet. ``counts`` are the chunks that were read, those loaded by the requests that they were read
+    for (``used``), those of them that were still being read when the load was planned (``late``),
+    and those given up (``wasted``). ``saved_s`` adds up the time of the reads of used chunks that
+    were not late.
     """
 
     def __init__(self, context: PlannerContext, sources: LoadSources, share: float) -> None:
@@ -113,7 +115,7 @@ class LookAhead:
         self._sources = sources
         self._share = share
         self._wants: dict[str, _Want] = {}
-        self._open: list[_Want] = []  # those of the queue that still need attention
+        self._open: list[_Want] = []  # requests of the queue that still need attention
         self._since: dict[_Want, float] = {}  # when the first chunk was read, by ``seen``
         self._held: dict[bytes, _Want] = {}  # read ahead, with the request that waits for it
         self._took_s: dict[bytes, float] = {}  # of those: time of the read, once it has ended
@@ -156,8 +158,9 @@ class LookAhead:
         return ReadProgress(is_read, self._since.get(want))
 
     def enter(self, request: str, order: tuple[Any, ...], runs: Sequence[ChunkBatch]) -> None:
-        """A request waits that will load these chunks (without blocks, in prefix order). Requests
-        with the smallest ``order`` run first. Only the head of a very long prompt counts."""
+        """Add a waiting request that will load these chunks (without blocks, in prefix order).
+        Requests with the smallest ``order`` run first. Of a very long prompt, only the head is read
+        ahead."""
         self.leave(request)
         with self._forgets_all_on_error():
             self._enter(request, order, runs)
@@ -175,7 +178,7 @@ class LookAhead:
         self._limit_wanted()
 
     def leave(self, request: str, load: Sequence[ChunkBatch] = ()) -> int:
-        """The request does not wait any more: this ``load`` was planned for it, or it computes
+        """Remove a request that no longer waits: this ``load`` was planned for it, or it computes
         everything, or it has ended. Returns the tokens of the load that were read ahead for it."""
         want = self._wants.pop(request, None)
         if want is None:
@@ -211,7 +214,8 @@ class LookAhead:
         return int(self._cpu.space.capacity * WANTED_SHARE)
 
     def _limit_wanted(self) -> None:
-        """Let as many of the next requests have their chunks evicted last as the bound allows."""
+        """Mark the chunks of the next requests as wanted, so that they are evicted last, as far as
+        the limit allows."""
         while len(self._wanted) > self._wanted_max:
             self._wanting -= 1
             self._forget_wanted(self.queue[self._wanting])
@@ -228,8 +232,8 @@ class LookAhead:
             self._wanted.update({key: count - 1 for key, count in rest if count > 1})
 
     def _release(self, rest: Collection[bytes]) -> None:
-        """Chunks that were read for a request that does not use them may be evicted, unless one of
-        the next requests wants them."""
+        """Allow the eviction of chunks that were read for a request that does not use them, unless
+        one of the next requests wants them."""
         for heir in self.queue[:AHEAD_HEIRS_MAX] if rest else ():
             mine = heir.keys.intersection(rest)
             if mine:
@@ -257,7 +261,7 @@ class LookAhead:
     # -- a step ------------------------------------------------------------------------------
 
     def advance(self, now: float) -> None:
-        """Read further chunks for the requests that run first, as far as the bounds go."""
+        """Read further chunks for the requests that run first, as far as the limits allow."""
         self._now = now
         with self._forgets_all_on_error():
             self._give_up_late()
@@ -282,7 +286,7 @@ class LookAhead:
                 self.leave(want.request)
                 continue
             want.place, want.seen = place, self._now
-            self._since[want] = self._since.pop(want)  # now the last
+            self._since[want] = self._since.pop(want)  # it is last in the queue now
 
     def _may_have_space(self) -> bool:
         if self._full is not None:
@@ -295,7 +299,7 @@ class LookAhead:
 
     def _read_on(self) -> None:
         budget, tiers = self._context.budget, self._context.health.readable_tiers()
-        if not tiers:  # goes on when one can be read again
+        if not tiers:  # resumed when a tier can be read again
             return
         ahead = budget.ahead
         while self._open and ahead.left > 0 and self._bound > 0 and budget.above(AHEAD_LEAVES) > 0:
@@ -310,14 +314,14 @@ class LookAhead:
 
     @property
     def _bound(self) -> int:
-        """Chunks whose reads may begin now."""
+        """The number of chunks whose reads may begin now."""
         capacity = self._cpu.space.capacity
         held_max = int(min(self._share * capacity, (capacity - self._cpu.retention.kept) / 2))
         return min(held_max - len(self._held), AHEAD_FLYING_MAX - self._flying)
 
     def _look(self, want: _Want, tiers: Sequence[int], chunks_max: int) -> tuple[int, bool]:
-        """Look at the next chunks of a request and read those that only lower ``tiers`` hold.
-        Returns how many were looked at, and whether the CPU tier has no space for more."""
+        """Examine the next chunks of a request and read those that only lower ``tiers`` hold.
+        Returns how many were examined, and whether the CPU tier has no space for more."""
         run = want.runs[want.run]
         end = min(len(run), want.at + chunks_max)
         part = run.part(want.at, end)
@@ -342,7 +346,8 @@ class LookAhead:
         return len(part), is_full
 
     def _read(self, want: _Want, tier: int, chunks: ChunkBatch) -> int:
-        """Plan to read these into the CPU tier, as far as there is space; returns how many."""
+        """Plan to read these chunks into the CPU tier, as far as there is space; returns how
+        many."""
         context = self._context
         infos = context.groups[chunks.group].entries(chunks, 1)
         patient = not self._cpu.unwritten.is_behind
@@ -376,7 +381,7 @@ class LookAhead:
         return taken
 
     def ended(self, job: Job) -> None:
-        """Every rank has answered a read ahead."""
+        """Finish a read ahead that every rank has answered."""
         self._flying -= len(job.fills)
         self._flights.pop(job.job).flying -= len(job.fills)
         if job.answer.late:
@@ -389,7 +394,8 @@ class LookAhead:
         self._took_s.update(dict.fromkeys(waited_for, job.answer.seconds / len(job.fills)))
 
     def _lost(self, keys: Iterable[bytes]) -> None:
-        """These chunks could not be read, or were dropped since: nobody holds them any more."""
+        """Forget chunks that could not be read, or that were dropped since: no tier holds them any
+        more."""
         lost = []
         for key in keys:
             want = self._held.pop(key, None)
@@ -402,7 +408,7 @@ class LookAhead:
         self._count("wasted", lost)
 
     def forget_all(self) -> None:
-        """All chunks are forgotten: nobody wants any of them."""
+        """Forget all chunks and requests."""
         self._count("wasted", self._held)
         for state in (
             *(self.queue, self._wants, self._open, self._since),

@@ -6,14 +6,14 @@ from collections.abc import Collection, Hashable, Iterable, Mapping, Sequence
 
 FULL_STEPS = 16
 """A request that could only evict its own chunks tries again after this number of steps, or when a
-chunk has entered any tier: not every step can look at all of them."""
+chunk has entered any tier: it would be too slow to examine all of them in every step."""
 
 
 class OwnChunks:
     """The chunks of one running request, which its own stores must not evict.
 
     A prompt that is longer than the CPU tier must not evict its own head to store its tail, because
-    chunks behind a gap can never be hit. ``keys`` has the chunks that are stored or on their way.
+    chunks after a gap can never be hit. ``keys`` has the chunks that are stored or on their way.
     Chunks in one of ``saved``, the lower tiers, may be evicted. The set of keys is made when a
     store has to evict, because most stores find free slots.
     """
@@ -56,7 +56,7 @@ class OwnChunks:
             self._added.append(keys)
 
     def discard(self, keys: Iterable[bytes]) -> None:
-        """Stop protecting these chunks: they lie behind a gap."""
+        """Stop protecting these chunks: they lie after a gap."""
         self._keys.update(*self._added)
         self._added.clear()
         self._keys.difference_update(keys)
@@ -67,7 +67,7 @@ class OwnChunks:
         self._added.clear()
 
     def found_full(self, entered: int, step: int) -> None:
-        """Note that a store of this step found no other chunk to evict, after ``entered`` chunks
+        """Record that a store of this step found no other chunk to evict, after ``entered`` chunks
         had entered the tiers."""
         self._full_at, self._full_step = entered, step
 

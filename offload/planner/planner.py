@@ -245,7 +245,7 @@ class Planner:
         self._filled(job.fills)
 
     def _filled(self, keys: Sequence[bytes]) -> None:
-        """Note that a job that filled these keys has ended, successfully or not."""
+        """Record that a job that filled these keys has ended, successfully or not."""
         if self.uses.waiting:
             self.uses.filled(keys)
 

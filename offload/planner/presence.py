@@ -86,7 +86,7 @@ class _Memory:
         return [k for k in keys if not (k in resident or k in absent or k in asked)]
 
     def found(self, keys: Sequence[bytes], until: float) -> None:
-        """Note that the tier holds these chunks (in prefix order)."""
+        """Record that the tier holds these chunks (in prefix order)."""
         index = self.index
         fresh = [key for key in reversed(keys) if index.is_absent(key)]
         infos = [self._infos[group_of(key)] for key in fresh]
@@ -104,7 +104,7 @@ class _Memory:
             self.there[key] = until
 
     def missed(self, keys: Iterable[bytes], until: float) -> None:
-        """Note that the tier does not hold these chunks, except for chunks written since the
+        """Record that the tier does not hold these chunks, except for chunks written since the
         query."""
         for key in keys:
             if key not in self.index:
@@ -237,7 +237,7 @@ class PresenceCache:
     # -- knowledge from other sources -------------------------------------------------------------
 
     def written(self, tier: int, keys: Sequence[bytes], now: float) -> None:
-        """Note chunks that were written to a shared tier and entered into its index."""
+        """Record chunks that were written to a shared tier and entered into its index."""
         self._memories[tier].remember(keys, now + self.limits.remember_s)
 
     def forget_all(self) -> None:
@@ -253,7 +253,7 @@ class PresenceCache:
         self._closed = set(self.tiers)
 
     def begin_epochs(self, tiers: Iterable[int]) -> None:
-        """Note that the workers get the new epochs of these tiers before any further query."""
+        """Record that the workers get the new epochs of these tiers before any further query."""
         self._closed.difference_update(tiers)
 
     def totals(self) -> dict[str, float]:

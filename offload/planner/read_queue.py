@@ -1,4 +1,5 @@
-"""The loads that one lower tier is serving, and how much of another load it can serve in a time.
+"""The loads that one lower tier is serving, and how much of another load it can serve in a given
+time.
 
 The model: a tier delivers a fixed number of tokens per second, which the loads in flight share
 equally. While a load of ``n`` tokens is read, a load that was there before it receives at most
@@ -24,13 +25,13 @@ class ReadQueue:
         return sum(self._reads.values())
 
     def begin(self, job: int, tokens: int) -> int:
-        """Note that this load begins to read ``tokens`` tokens; returns ``before`` for it."""
+        """Record that this load begins to read ``tokens`` tokens; returns ``before`` for it."""
         before = self.before(tokens)
         self._reads[job] = tokens
         return before
 
     def end(self, job: int) -> None:
-        """Note that no request waits for this load any more."""
+        """Record that no request waits for this load any more."""
         self._reads.pop(job, None)
 
     def before(self, tokens: int) -> int:
@@ -38,8 +39,8 @@ class ReadQueue:
         return sum(min(other, tokens) for other in self._reads.values())
 
     def part(self, tokens_max: float) -> int:
-        """The longest load that is read, together with those before it, within ``tokens_max``
-        delivered tokens."""
+        """The length of the longest load that is read completely within ``tokens_max`` delivered
+        tokens, which include those of the loads before it."""
         others = sorted(self._reads.values())
         while others and others[0] * (len(others) + 1) < tokens_max:
             tokens_max -= others.pop(0)

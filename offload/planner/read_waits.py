@@ -22,16 +22,16 @@ from offload.planner.step_budget import READ_WAITS_MAX
 
 AUTO, ALWAYS, NEVER = CHOICES = ("auto", "always", "never")
 WORTH_S, WORTH_STEPS = 0.1, 8
-"""A shorter read is not waited for: a wait takes about two steps more than a load."""
+"""Requests do not wait for shorter reads: a wait takes about two steps more than a load."""
 TOTAL_S = 60.0
-"""Longest wait of a request, most of it behind the reads of requests that came before it."""
+"""Longest wait of a request; most of it is spent behind the reads of earlier requests."""
 STUCK_ASKS = 3
-"""A wait ends when vLLM has asked so many times in a row and nothing was being read ahead."""
+"""A wait ends when vLLM has asked this many times in a row while nothing was being read ahead."""
 
 
 class Answer(Enum):
-    """The next action of a request that vLLM could run. ``COMPUTE`` and ``LATE`` begin with what is
-    in the CPU tier and compute the rest."""
+    """The next action of a request that vLLM could run. With ``COMPUTE`` and ``LATE`` it begins
+    with the chunks in the CPU tier and computes the rest."""
 
     BEGIN = "begin"
     WAIT = "wait"
@@ -40,7 +40,7 @@ class Answer(Enum):
 
     @property
     def cut(self) -> Cut:
-        """Why only what is in the CPU tier is loaded; ``NOTHING`` if that is not so."""
+        """Why only the chunks in the CPU tier are loaded; ``NOTHING`` if all are."""
         return {Answer.COMPUTE: Cut.QUEUE, Answer.LATE: Cut.LATE}.get(self, Cut.NOTHING)
 
 
@@ -58,12 +58,15 @@ class Room:
 class Outlook:
     """The facts about the reads of a request.
 
-    ``is_read``: they have ended, or nearly. ``is_stuck``: they make no progress. The request has
-    waited for ``waited_s``; for ``reading_s`` of that its own chunks were read, which may take
-    ``limit_s``. ``is_queued``: requests that came earlier wait for their reads. Until its own reads
-    have ended, all reads are expected to take ``read_s``; computing takes ``compute_s``; ``None``:
-    not measured, or of no interest. ``worth_s``: shorter reads are not waited for. ``others`` could
-    use GPU blocks at once; they are assumed to need as many as this one.
+    * ``is_read``: they have ended, or nearly. ``is_stuck``: they make no progress.
+    * ``waited_s``: the time for which the request has waited. For ``reading_s`` of it, its own
+      chunks were read; this may take ``limit_s``.
+    * ``is_queued``: earlier requests wait for their reads.
+    * ``read_s``: the expected time of all reads up to the request's own. ``compute_s``: the
+      expected time of computing instead. ``None``: not measured, or not needed.
+    * ``worth_s``: requests do not wait for reads that take less time.
+    * ``others``: the requests that could use GPU blocks at once. They are assumed to need as many
+      as this one.
     """
 
     is_read: bool
@@ -103,9 +106,9 @@ def decide(choice: str, outlook: Outlook) -> Answer:
 
 @dataclass(slots=True, eq=False)
 class _Wait:
-    """A wait that began at ``since``, for ``tokens`` of lower tiers, most of them in ``tier``, that
-    were expected to be there after ``read_s``. vLLM has asked ``idle`` times since the last
-    progress, when look-ahead had begun ``begun`` reads."""
+    """A wait that began at ``since`` for ``tokens`` of lower tiers, most of them in ``tier``. Their
+    reads were expected to take ``read_s``. vLLM has asked ``idle`` times since the last progress,
+    at which look-ahead had begun ``begun`` reads."""
 
     since: float
     tier: int
@@ -116,9 +119,8 @@ class _Wait:
 
 
 class ReadWaits:
-    """The requests that wait for their reads. Owned by the planner; used on its thread.
-
-    ``count`` requests have waited, ``seconds`` in all.
+    """The requests that wait for their reads. Owned by the planner; used on its thread. ``count``
+    requests have waited, for ``seconds`` in total.
     """
 
     def __init__(
@@ -148,7 +150,7 @@ class ReadWaits:
         return self._choice != NEVER and self._ahead.is_on
 
     def ask(self, request: str, now: float, room: Room, computing: Callable[[], int]) -> Answer:
-        """Answer for a request that vLLM could run now. Every answer but ``WAIT`` is final.
+        """Decide what a request does that vLLM could run now. Every answer but ``WAIT`` is final.
 
         ``computing`` counts the tokens that vLLM computes for others first.
         """
@@ -217,15 +219,15 @@ class ReadWaits:
         self._ended[request] = answer, waited_s
 
     def begin(self, request: str) -> None:
-        """This request does not wait: it was preempted, and has waited already."""
+        """Let this request run without a wait: it was preempted, and has waited already."""
         self._ended[request] = Answer.BEGIN, 0.0
 
     def waited_s(self, request: str) -> float:
-        """The seconds for which a request has waited whose wait has ended; else 0."""
+        """The seconds that a request has waited, if its wait has ended; otherwise 0."""
         return self._ended.get(request, (Answer.BEGIN, 0.0))[1]
 
     def leave(self, request: str, now: float) -> None:
-        """The request runs, loads or has ended."""
+        """Forget a request that runs, loads or has ended."""
         if request in self._waits:
             self._end(request, Answer.BEGIN, now)
         self._ended.pop(request, None)

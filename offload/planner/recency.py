@@ -52,7 +52,7 @@ class Recency:
         return {tier: Keys(keys) for tier, keys in waiting.items() if keys}
 
     def clear(self) -> None:
-        """Note that all chunks are forgotten."""
+        """Record that all chunks are forgotten."""
         self.waiting.clear()
 
 
@@ -105,8 +105,8 @@ class RequestUses:
         self.behind: deque[_Piece] = deque()
 
     def ended(self, keys: Sequence[bytes], hints: Mapping[str, Any] = _NO_HINTS) -> None:
-        """Note that a request that used these keys of one group (in prefix order) has ended. Waits
-        for keys that are being stored, so that policies see them before their use."""
+        """Record that a request that used these keys of one group (in prefix order) has ended.
+        Waits for keys that are being stored, so that policies see them before their use."""
         use = _PendingUse(self._cpu.filling_among(keys), keys, hints)
         if use.missing and len(self.waiting) < WAITING_USES_MAX:
             self.waiting.append(use)
@@ -114,7 +114,7 @@ class RequestUses:
             self._note(use)
 
     def filled(self, keys: Iterable[bytes]) -> None:
-        """Note that a job that filled these keys has ended, successfully or not."""
+        """Record that a job that filled these keys has ended, successfully or not."""
         for use in self.waiting:
             use.missing.difference_update(keys)
         ready = [use for use in self.waiting if not use.missing]
@@ -128,7 +128,7 @@ class RequestUses:
         return bool(self.behind) and len(self.behind[0].keys) > USE_KEYS_MAX
 
     def clear(self) -> None:
-        """Note that all chunks are forgotten."""
+        """Record that all chunks are forgotten."""
         self.waiting.clear()
         self.behind.clear()
 

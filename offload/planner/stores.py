@@ -254,7 +254,7 @@ class StorePlanner:
         self.storing += len(run)
 
     def fence(self, blocks: Iterable[int]) -> None:
-        """Note that the coming step overwrites these GPU blocks.
+        """Record that the coming step overwrites these GPU blocks.
 
         Stores that still read them are fenced. Stores that were planned but not sent are cancelled,
         because their source will be overwritten before the plan arrives.

@@ -35,7 +35,8 @@ class HealthLimits:
 class TierHealth:
     """The health of one lower tier. Owned by ``TierHealths``; used on vLLM's scheduler thread.
 
-    ``probe`` is the open job that tests whether reading works, or pays, again.
+    ``probe`` is the open job that tests whether reading works again, or is faster than computing
+    again.
     """
 
     def __init__(self, name: str, prefill: Rate, limits: HealthLimits) -> None:
@@ -110,11 +111,11 @@ class TierHealth:
         return self.break_even.rate.value()
 
     def begin_probe(self, job: int | None) -> None:
-        """Note that a probe was planned, or with ``None`` that the tier has no chunks to read."""
+        """Record that a probe was planned, or with ``None`` that the tier has no chunks to read."""
         self.probe = job
 
     def drop_probe(self) -> None:
-        """Note that the probe had no meaningful result; another one can be planned."""
+        """Record that the probe had no meaningful result; another one can be planned."""
         self.probe = None
 
     def observe(self, rank: int, seen: Observed, now: float) -> None:
@@ -180,7 +181,9 @@ class TierHealth:
                 self.name,
             )
         elif now[2] and not before[2]:
-            logger.warning("kvtiers: loading from tier %s pays again", self.name)
+            logger.warning(
+                "kvtiers: loading from tier %s is faster than computing again", self.name
+            )
 
 
 class TierHealths:
@@ -209,7 +212,8 @@ class TierHealths:
         return self._prefill.value()
 
     def computed(self, tokens: int, seconds: float) -> None:
-        """Note that a prompt of ``tokens`` was computed; ``seconds`` is its time to first token."""
+        """Record that a prompt of ``tokens`` was computed; ``seconds`` is its time to first
+        token."""
         self._prefill.observe(tokens, seconds)
 
     def totals(self) -> dict[str, float]:

@@ -232,7 +232,7 @@ class Lookups:
         return shared.is_waiting(wait, now)
 
     def _can_load(self, state: RequestState, end_tokens: int) -> bool:
-        """True if the planner takes the load of a hit that ends at this token."""
+        """True if the planner accepts the load of a hit that ends at this token."""
         chunks = [len(part) for part in self.load_ranges(state, end_tokens)]
         blocks = sum(map(operator.mul, chunks, self._chunk_blocks))
         return self._planner.loads.can_load(sum(chunks), blocks, state.identity.origin)
@@ -291,9 +291,9 @@ class Lookups:
 
     def ahead(self, state: RequestState, request: Request, start: int) -> list[ChunkBatch] | None:
         """The chunks that a request will load if vLLM holds its first ``start`` tokens, as far as
-        is known before it asks; without blocks. ``None``: ask again in the next step.
-
-        Leaves the request's last lookup as it is, because vLLM may still rely on its promise.
+        this is known before vLLM looks it up; without blocks. ``None``: ask again in the next step.
+        Does not change the result of the request's last lookup, because vLLM may still rely on that
+        hit.
         """
         layout, identity = self._matcher.layout, state.identity
         identity.extend(request.block_hashes)

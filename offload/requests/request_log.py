@@ -20,11 +20,11 @@ class LoggedRequest:
 
     Token counts: ``gpu_tokens`` came from vLLM's own cache, ``wanted_tokens`` were looked up beyond
     them, and ``hit_tokens`` of those were found; ``loaded`` has the tokens loaded by tier, of which
-    ``ahead_tokens`` were read into the CPU tier while the request waited. For ``waited_s`` it got
-    no GPU blocks because of these reads. ``time_s`` is Unix time.
-    ``lookup_s`` is the time from the request's first lookup until vLLM accepted the result, and
-    ``load_s`` that of its load on the slowest rank; ``None`` if nothing was loaded. A ``final``
-    entry no longer changes. ``trace_headers`` name the span of the client, if vLLM traces.
+    ``ahead_tokens`` were read into the CPU tier while the request waited. ``waited_s`` is the time
+    for which it got no GPU blocks because of these reads. ``time_s`` is Unix time. ``lookup_s`` is
+    the time from the request's first lookup until vLLM accepted the result, and ``load_s`` that of
+    its load on the slowest rank; ``None`` if nothing was loaded. A ``final`` entry no longer
+    changes. ``trace_headers`` name the span of the client, if vLLM traces.
     """
 
     request: str
@@ -43,11 +43,11 @@ class LoggedRequest:
     trace_headers: Mapping[str, str] | None = None
 
     def was_read_ahead(self, tokens: int) -> None:
-        """Note how many tokens of the load were read while the request waited."""
+        """Record how many tokens of the load were read while the request waited."""
         self.ahead_tokens = tokens
 
     def took(self, load_s: float | None) -> None:
-        """Note the time of a load that has succeeded."""
+        """Record the time of a load that has succeeded."""
         self.load_s = load_s
 
     def as_json(self) -> dict[str, Any]:

@@ -124,7 +124,7 @@ class LookupState:
         self.refused = self.is_promised = False
 
     def ask(self, wait: PendingLookup | None) -> None:
-        """Note the query to shared tiers that the request may wait for."""
+        """Record the query to shared tiers that the request may wait for."""
         self.wait = wait
 
     def waited(self, seconds: float) -> None:
@@ -132,7 +132,7 @@ class LookupState:
         self.waited_s = seconds
 
     def refuse(self) -> None:
-        """Note that this request's load was refused because too many loads are in progress."""
+        """Record that this request's load was refused because too many loads are in progress."""
         self.refused = True
 
     def end(self, hit_end_tokens: int, shortened: str) -> None:
@@ -147,7 +147,7 @@ class LookupState:
         self.load_end_tokens = end_tokens
 
     def accept(self) -> None:
-        """Note that vLLM has allocated blocks for the hit."""
+        """Record that vLLM has allocated blocks for the hit."""
         self.is_promised = False
         self.known.clear()
 
@@ -240,12 +240,12 @@ class RequestOutcome:
         return self._tokens.seconds if self._tokens is not None else None
 
     def begin_load(self, tokens: LoadTokens) -> None:
-        """Note that a load of these tokens was planned."""
+        """Record that a load of these tokens was planned."""
         self._tokens = tokens
         self.loading = True
 
     def end_load(self) -> None:
-        """Note that the load under way has ended."""
+        """Record that the load under way has ended."""
         self.loading = False
 
     def fail_load(self) -> None:
@@ -253,7 +253,7 @@ class RequestOutcome:
         self.failures += 1
 
     def answer(self) -> None:
-        """Note that the first output token was seen."""
+        """Record that the first output token was seen."""
         self.has_answered = True
 
 

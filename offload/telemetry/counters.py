@@ -77,7 +77,7 @@ class PlannerStats:
         self._listener = listener
 
     def shortened(self) -> None:
-        """Count a hit that was shortened because its tail is computed sooner than it is loaded."""
+        """Count a hit that was shortened because computing its tail is faster than loading it."""
         self.short_loads += 1
 
     def load_refused(self) -> None:

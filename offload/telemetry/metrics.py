@@ -83,17 +83,17 @@ MOVED = {
     "load_timeouts": Metric("Loads that took longer than load_timeout_s."),
     "load_refusals": Metric("Lookups whose hit was not used because the load budget was spent."),
     "short_loads": Metric(
-        "Lookups whose hit was shortened because its tail is computed sooner than it is loaded."
+        "Lookups whose hit was shortened because computing its tail is faster than loading it."
     ),
     "ahead_read_bytes": Metric(
         "Bytes read from lower tiers while their requests waited (look_ahead)."
     ),
     "ahead_used_bytes": Metric("Of these, bytes loaded by the requests they were read for."),
     "ahead_late_bytes": Metric(
-        "Of the used ones, bytes that were still being read when their load began."
+        "Of the used bytes, those that were still being read when their load began."
     ),
     "ahead_wasted_bytes": Metric(
-        "Bytes read for nothing: the request was cancelled, computed them or came too late."
+        "Bytes read ahead and not used: the request was cancelled, computed them or came too late."
     ),
     "ahead_saved_seconds": Metric(
         "Time that the disk spent on the used bytes before their loads began; loads that read at "
@@ -163,7 +163,7 @@ HEALTH = {
         "Circuit breaker of a lower tier: 0 closed, 1 half-open, 2 open.", "tier"
     ),
     "breaker_openings": _lower("Times that a circuit breaker of a lower tier opened."),
-    "break_even": _gauge("1 while loading from a tier pays, else 0.", "tier"),
+    "break_even": _gauge("1 while loading from a tier is faster than computing, else 0.", "tier"),
     "load_tokens_per_second": _gauge("Measured rate of loads from a tier, for break_even.", "tier"),
     "prefill_tokens_per_second": _gauge("Measured rate of computing, for break_even."),
     "corrupt_records": _lower("Records of a lower tier that failed verification."),
@@ -194,7 +194,7 @@ HEALTH = {
     ),
     "write_failures": Metric("Records that could not be written to a lower tier."),
     "tier_errors": Metric("Operations in which a lower tier failed as a whole."),
-    "late_answers": Metric("Answers to jobs that had already ended."),
+    "late_answers": Metric("Results of jobs that had already ended."),
     "resets": Metric("Resets of all tiers."),
     "wrong_values": Metric("Invalid values in clients' kv_transfer_params."),
     "events_lost": Metric(

@@ -31,7 +31,7 @@ class RemovalLog:
         self._forgotten = 0  # ``count`` before the first remembered batch
 
     def note(self, keys: Collection[bytes]) -> None:
-        """Note removed chunks."""
+        """Record removed chunks."""
         if not keys:
             return
         self._batches.append(tuple(keys))
@@ -40,7 +40,7 @@ class RemovalLog:
             self._forgotten += len(self._batches.popleft())
 
     def note_all(self) -> None:
-        """Note that a tier has lost everything."""
+        """Record that a tier has lost everything."""
         self._batches.clear()
         self.count += 1
         self._forgotten = self.count
@@ -100,7 +100,7 @@ class RemovalCauses:
         return self._count
 
     def note(self, keys: Iterable[bytes], departure: Removed) -> None:
-        """Note keys that were removed, or that did not enter."""
+        """Record keys that were removed, or that did not enter."""
         gone = dict.fromkeys(islice(keys, self._keys_max), departure)
         if not gone:
             return

@@ -72,7 +72,7 @@ class _Known:
         self.lines: tuple[tuple[str, int], ...] = ()
 
     def held_by(self, file: str, at: int) -> None:
-        """Note that this line of this file contains the digest."""
+        """Record that this line of this file contains the digest."""
         self.lines = (*(line for line in self.lines if line[0] != file), (file, at))
 
 
@@ -120,7 +120,7 @@ class DigestTable:
             self._append(entries)
 
     def clear(self) -> None:
-        """Forget everything that any engine has digested so far, also after a restart, because the
+        """Forget everything that any engine has digested so far, even after a restart, because the
         weights have changed. Raises ``OSError``."""
         self._digests.clear()
         others = {}
@@ -140,7 +140,7 @@ class DigestTable:
         return self.known(key)
 
     def _remember(self, key: bytes, digest: Digest, file: str, at: int) -> bool:
-        """Note that this file contains a digest at this offset. Returns False if this was already
+        """Record that this file contains a digest at this offset. Returns False if this was already
         known."""
         mine = self._digests.setdefault(key, [])
         same = next((known for known in mine if np.array_equal(digest, known.digest)), None)
@@ -280,7 +280,7 @@ class Verifier:
                 event = torch.cuda.Event()
                 event.record()
             self._post(self._take, found, event)
-        except Exception as error:  # serving goes on, whatever the error
+        except Exception as error:  # serving continues, whatever the error
             self._give_up(error)
 
     def _give_up(self, error: BaseException) -> None:
@@ -353,7 +353,7 @@ class Verifier:
         if not self.broken:
             try:
                 verdicts = self._verdicts(items, has_ended)
-            except Exception as error:  # serving goes on, whatever the error
+            except Exception as error:  # serving continues, whatever the error
                 self._give_up(error)
             else:
                 wrong = [key for key, verdict in verdicts if verdict is False]

@@ -1,4 +1,4 @@
-"""Limits the calls of one kind that a tier gets at a time: more while it answers quickly.
+"""Limits the calls of one kind that a tier gets at a time: a tier that responds quickly gets more.
 
 Many calls at a time keep a fast disk busy: small records need more of them than large ones. On a
 slow disk they would only wait for each other, until each of them counts as late.
@@ -8,8 +8,8 @@ from __future__ import annotations
 
 CALLS_MIN, CALLS_MAX = 4, 16
 QUICK_S, SLOW_S = 0.25, 1.0
-"""Times of a call below which a tier gets one more call at a time, and above which it gets half as
-many."""
+"""A tier gets one more call at a time after each call that takes less than the first time, and half
+as many after a call that takes longer than the second."""
 
 
 class CallsInFlight:
@@ -20,7 +20,7 @@ class CallsInFlight:
         self.limit = self._min
 
     def ended(self, seconds: float) -> None:
-        """Note that a call took so long."""
+        """Record the duration of a call."""
         if seconds <= QUICK_S:
             self.limit = min(self._max, self.limit + 1)
         elif seconds > SLOW_S:

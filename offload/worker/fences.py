@@ -31,7 +31,7 @@ class Reading(Future[None]):
         self.add_done_callback(lambda _: self._end_is(None))
 
     def will_end_at(self, event: object) -> None:
-        """Note that the store is submitted; on a GPU, ``event`` marks its end. May be called from
+        """Record that the store is submitted; on a GPU, ``event`` marks its end. May be called from
         any thread."""
         self._end_is(event)
 

@@ -162,8 +162,8 @@ class LoadLane:
         return (self._probes if probe else self._reads)[tier]
 
     def hurry(self, items: Iterable[LoadItem]) -> None:
-        """Let reads ahead into the slots of these items go with the reads that requests wait for: a
-        request waits for them now."""
+        """Schedule reads ahead into the slots of these items like the reads that requests wait for:
+        a request waits for them now."""
         for item in items if self._ahead else ():
             task = self._ahead.get(item.slot)
             if task is not None:
@@ -172,7 +172,7 @@ class LoadLane:
                     turns.hurry(item.slot)
 
     def pass_by(self, slots: Collection[int]) -> None:
-        """Let the reads ahead into these slots end without a turn: they were given up."""
+        """End the reads ahead into these slots that have not had a turn: they were given up."""
         for turns in self._reads:
             turns.pass_by(slots)
 
@@ -233,7 +233,7 @@ class LoadTask:
         return [item.slot for item in self._items] if self.is_ahead else ()
 
     def is_awaited(self) -> None:
-        """Note that a request waits for this read ahead from now on."""
+        """Record that a request waits for this read ahead from now on."""
         if self._waits_for_turn:
             self._begin_clock()
 

@@ -50,7 +50,7 @@ class RankHealth:
                 call_soon(self._has_turned)
 
     def look(self, now: float) -> None:
-        """Check whether the loop has answered, and whether stores may go on."""
+        """Check whether the loop has answered, and whether stores may resume."""
         if self.is_stalled and self._has_answered:
             self.is_stalled = False
         if self.degraded and not self.is_stalled and now >= self._paused_until:

@@ -1,4 +1,5 @@
-"""The reads of one tier that may be in flight at a time: first those that requests wait for.
+"""Limits the reads of one tier that are in flight at a time. Reads that requests wait for come
+first.
 
 For the worker's event loop.
 """
@@ -25,7 +26,7 @@ class _Read:
 class ReadTurns:
     """Gives reads their turn, as many at a time as ``CallsInFlight`` allows. A read ahead gets its
     turn only while no other read of this tier is in flight: reads that are in flight together share
-    the device's speed, and a read that a request waits for comes at any time."""
+    the device's speed, and a read that a request waits for may come at any time."""
 
     def __init__(self, count_max: int) -> None:
         self._calls = CallsInFlight(count_max)
@@ -38,7 +39,7 @@ class ReadTurns:
         """Wait for the turn of a read into these slots, and hold it meanwhile."""
         loop = asyncio.get_running_loop()
         read = _Read(frozenset(slots), loop.create_future())
-        if is_ahead:  # reads of the same plan that requests wait for come in a moment
+        if is_ahead:  # reads of the same plan that requests wait for follow in a moment
             self._ahead.append(read)
             loop.call_soon(self._begin)
         else:
@@ -48,7 +49,7 @@ class ReadTurns:
             await read.turn
             began = loop.time()
             yield
-            if read in self._running:  # else it was passed by, and has read nothing
+            if read in self._running:  # otherwise it was passed by, and has read nothing
                 self._calls.ended(loop.time() - began)
         finally:
             for reads in (self._running, self._awaited, self._ahead):
@@ -61,7 +62,7 @@ class ReadTurns:
         """Give the next reads their turn."""
         while len(self._running) < self._calls.limit and (queue := self._next()):
             read = queue.popleft()
-            if not read.turn.done():  # else it was cancelled, and leaves in a moment
+            if not read.turn.done():  # otherwise it was cancelled, and leaves in a moment
                 self._running.append(read)
                 read.turn.set_result(None)
 
@@ -70,7 +71,8 @@ class ReadTurns:
         return self._awaited if self._awaited or self._running else self._ahead
 
     def hurry(self, slot: int) -> None:
-        """A request waits for this slot now: the read ahead that fills it goes with the others."""
+        """Schedule the read ahead that fills this slot like other reads: a request waits for it
+        now."""
         for read in self._ahead:
             if slot in read.slots:
                 self._ahead.remove(read)
@@ -79,7 +81,8 @@ class ReadTurns:
                 return
 
     def pass_by(self, slots: Collection[int]) -> None:
-        """Reads into these slots that wait for their turn will read nothing: they need none."""
+        """Release the reads into these slots that wait for their turn: they are no longer needed
+        and will read nothing."""
         for queue in (self._ahead, self._awaited):
             for read in [read for read in queue if not read.slots.isdisjoint(slots)]:
                 queue.remove(read)

@@ -199,7 +199,7 @@ class AdaptivePolicy(EvictionPolicy):
             start = end
 
     def _gone(self, segment: Segment[Span], keys: Sequence[Key], cause: RemoveCause) -> None:
-        """Note that keys have left a segment."""
+        """Record that keys have left a segment."""
         self._tree.segments.left(segment, keys)
         span = segment.span
         assert span is not None  # set only during a touch
@@ -241,7 +241,7 @@ class AdaptivePolicy(EvictionPolicy):
         self._shadows.use(span, span.size)
 
     def _renew(self, part: Taken) -> None:
-        """Note that a request used all of a shared span. The span remains as it is."""
+        """Record that a request used all of a shared span. The span remains as it is."""
         span, count, _, _, _ = part
         table, shadows = self._table, self._shadows
         table.record(span.kind, self._now - span.time, count, reused=True)

@@ -89,7 +89,7 @@ class Segments(Generic[SpanT]):
         return segment.live == len(keys) - segment.start
 
     def left(self, segment: Segment[SpanT], keys: Sequence[Key]) -> None:
-        """Note that keys were removed from ``of``; usually they were its tail."""
+        """Record that keys were removed from ``of``; usually they were its tail."""
         segment.live -= len(keys)
         start = segment.start
         if segment.keys[start : start + len(keys)] == keys:

@@ -122,7 +122,7 @@ class Shadows:
         self._aged = self._scored = 0  # number of keys in each cache
 
     def grow(self, keys: int) -> None:
-        """Note the number of keys in the tier; the capacity is the largest number seen."""
+        """Record the number of keys in the tier; the capacity is the largest number seen."""
         self.capacity = max(self.capacity, keys)
 
     def fade(self, memory: float) -> None:

@@ -88,7 +88,7 @@ def simulate(
 ) -> None:
     """Run eviction policies on request traces, with Belady's optimum and an infinite cache.
 
-    With --timing, follow the arrival times, without and with look-ahead.
+    With --timing, follow the arrival times, with and without look-ahead.
     """
     sys.path.append(str(Path.cwd()))  # for module:Class; last, so that it hides no other module
     lower = Lower(lower_capacity, lower_policy, mode) if lower_capacity else None

@@ -193,7 +193,7 @@ def list_timed_jobs(
     hints: str = "none",
 ) -> list[SimulationJob]:
     """The jobs of one trace with its arrival times: every policy at every capacity of the upper
-    tier, without and with look-ahead, and two limits."""
+    tier, with and without look-ahead, and two limits."""
     unique = load(source).unique_blocks()
     below = parse_capacity(lower.capacity, unique, block_bytes)
 

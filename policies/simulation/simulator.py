@@ -1,10 +1,10 @@
 """Runs policies on request traces. The policies are the same objects as in a server.
 
-The model, per request: the hit is the longest leading run of resident blocks. All other blocks of
-the prompt are stored, as far as the tier can free space without evicting this request's blocks.
-Then the request touches its blocks once, in prefix order. The tier starts empty, and its first
-misses count. Policies that depend on time get the trace's time, so a run can be repeated exactly
-(except ``ns_per_op``).
+The model, per request: the hit is the longest prefix of the prompt whose blocks are all resident.
+All other blocks of the prompt are stored, as far as the tier can free space without evicting this
+request's blocks. Then the request touches its blocks once, in prefix order. The tier starts empty,
+and its first misses count. Policies that depend on time get the trace's time, so a run can be
+repeated exactly (except ``ns_per_op``).
 """
 
 from __future__ import annotations
@@ -143,7 +143,7 @@ class SimTier:
         self.resident.update(keys)
 
     def touch(self, keys: Sequence[Key]) -> None:
-        """Note one request's use of these keys."""
+        """Record one request's use of these keys."""
         start = perf_counter_ns()
         self.policy.touch(keys)
         self.ns += perf_counter_ns() - start

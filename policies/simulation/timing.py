@@ -1,12 +1,12 @@
 """Runs a request trace with its arrival times through an engine with two tiers below it.
 
-The model. A request arrives at its recorded time and waits until one of ``in_flight`` places is
-free. Its hit is the longest leading run of blocks that lie in either tier. What lies only in the
-lower tier is read; requests that read at the same time take turns, ``BATCH`` blocks at a time. Then
-the rest of the prompt is computed, one prompt at a time, and the first token is out. The answer
-follows token by token, undisturbed by other requests. Computed blocks are stored in both tiers, and
-nothing waits for that. The GPU's own cache is not modelled, and copies from the upper tier take no
-time.
+The model. A request arrives at its recorded time and waits until fewer than ``in_flight`` requests
+run. Its hit is the longest prefix whose blocks are all in one of the tiers. Blocks that are only in
+the lower tier are read; requests that read at the same time take turns, ``BATCH`` blocks at a time.
+Then the rest of the prompt is computed, one prompt at a time, which produces the first token. The
+answer follows token by token, undisturbed by other requests. Computed blocks are stored in both
+tiers, and nothing waits for that. The GPU's own cache is not modelled, and copies from the upper
+tier take no time.
 
 With look-ahead, blocks that waiting requests need from the lower tier are read into the upper tier
 while no other read is waiting, in order of arrival and within a share of the upper tier. They stay
@@ -31,7 +31,7 @@ BATCH = 16
 WANTED_SHARE = 0.5
 """Share of the upper tier that may be kept for waiting requests."""
 WANTED_REQUESTS = 32
-"""The upper tier keeps blocks for so many of the waiting requests."""
+"""Number of waiting requests for which the upper tier keeps blocks."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +51,7 @@ class Speeds:
 
     @classmethod
     def parse(cls, text: str) -> Speeds:
-        """Read ``prefill=8000,read=20000``; what is missing keeps its default. Raises
+        """Read ``prefill=8000,read=20000``; missing values keep their defaults. Raises
         ``ValueError`` with all problems."""
         known = {each.name for each in fields(cls)}
         given: dict[str, float] = {}
@@ -78,8 +78,8 @@ class Speeds:
 class _Prompt:
     """A request on its way through the engine. ``hits`` of its blocks are not computed.
 
-    ``missing`` are the blocks that it waits for. ``unread`` and ``ahead`` are places in ``blocks``:
-    those that a load still has to read, and those that look-ahead may read.
+    ``missing`` are the blocks that it waits for. ``unread`` and ``ahead`` are positions in
+    ``blocks``: the blocks that a load still has to read, and the blocks that look-ahead may read.
     """
 
     request: Request
@@ -101,15 +101,15 @@ class _Disk:
         self._ahead: deque[_Prompt] = deque()
 
     def add(self, prompt: _Prompt) -> None:
-        """Read what this request misses."""
+        """Add the reads of this request's missing blocks."""
         self._loads.append(prompt)
 
     def may_read_ahead(self, prompt: _Prompt) -> None:
-        """Read for this request while no load waits."""
+        """Let look-ahead read for this request while no load waits."""
         self._ahead.append(prompt)
 
     def next_of_loads(self) -> tuple[_Prompt, list[int]] | None:
-        """The next batch of a load: its request, and the places of the blocks."""
+        """The next batch of a load: its request, and the positions of the blocks."""
         while self._loads:
             prompt = self._loads.popleft()
             batch: list[int] = []
@@ -141,7 +141,7 @@ class _Disk:
 
 
 class _Engine:
-    """The queue, the places of the engine, the two tiers, and the disk below them."""
+    """The queue, the running requests, the two tiers, and the disk below them."""
 
     def __init__(
         self,
@@ -242,7 +242,7 @@ class _Engine:
         self._at(self._computing_until_s, lambda: self._answer(prompt))
 
     def _answer(self, prompt: _Prompt) -> None:
-        """The first token is out."""
+        """Handle the first token of a request."""
         self.served.append((prompt, self.now_s - prompt.arrived_s))
         self._store(prompt)
         others = max(0, prompt.request.output_tokens - 1)
@@ -263,7 +263,7 @@ class _Engine:
         return len(blocks)
 
     def _below(self, blocks: Sequence[int]) -> list[int]:
-        """The places of the blocks that are not in the upper tier."""
+        """The positions of the blocks that are not in the upper tier."""
         above = self.upper.resident
         return [place for place, block in enumerate(blocks) if block not in above]
 
@@ -363,7 +363,8 @@ def simulate_timed(
 
     The result's ``extra`` has the mean and the 99th percentile of the time to the first token and
     the end of the last answer (seconds), the blocks read from the lower tier per block needed from
-    it (0 if none was needed), and the blocks read ahead in all and for nothing.
+    it (0 if none was needed), the number of blocks read ahead, and the number of those that were
+    not used.
     """
     model = FlopModel()
     result = Result(trace.name, name, upper.capacity, trace.block_tokens)

@@ -165,7 +165,7 @@ class EventTicket(FutureTicket):
         return self._submitted
 
     def ends_at(self, event: object) -> None:
-        """Note that everything of this copy precedes ``event`` on its stream."""
+        """Record that everything of this copy precedes ``event`` on its stream."""
         self._submitted.set_result(event)
 
 

@@ -129,7 +129,7 @@ class _Lists:
         return host, self._slab.slot_address(self._next), device
 
     def launched(self, stream: int) -> None:
-        """Note that the launch that reads the list taken last is on its stream."""
+        """Record that the launch that reads the list taken last is on its stream."""
         at, self._next = self._next, (self._next + 1) % LISTS
         self._busy[at] = self._events.record(stream)
 

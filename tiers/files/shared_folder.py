@@ -1,4 +1,4 @@
-"""The folder of a file tier that engines share, also on several machines (NFS, Lustre, CephFS).
+"""The folder of a file tier that engines of one or several machines share (NFS, Lustre, CephFS).
 
     <folder>/shared             marks it, so that no exclusive tier takes it
     <folder>/medium             32 hex digits

@@ -143,7 +143,7 @@ class FolderTier(Tier, Generic[Open]):
                 self._idle.set_result(None)
 
     async def _finish(self, asked: Sequence[asyncio.Future[T]]) -> list[T]:
-        """Wait for the threads' results, also when cancelled or when one has failed, because they
+        """Wait for the threads' results, even when cancelled or when one has failed, because they
         use the caller's buffers. Raises ``TierIoError``."""
         await settled(asyncio.gather(*asked, return_exceptions=True))
         try:
@@ -175,7 +175,7 @@ class FolderTier(Tier, Generic[Open]):
             await self._end_work()
             with self._naming_errors("closed"):
                 closing = in_thread(_close_files, files, *self._threads_in_use())
-        except BaseException:  # also when the loop ends
+        except BaseException:  # even when the loop ends
             self._closing = None  # still open; it can be closed later
             raise
         try:

@@ -234,7 +234,7 @@ class Codec:
 
 
 class BytePlanes:
-    """Splits bytes into planes for zstd, and pauses while compression does not pay."""
+    """Splits bytes into planes for zstd, and pauses while compression saves too little."""
 
     def __init__(self) -> None:
         import zstandard

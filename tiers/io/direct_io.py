@@ -29,8 +29,8 @@ _Transfer = Callable[[int, Sequence[Buffer], int], int]
 SCRATCH_BYTES = 1 << 20
 IO_DEPTH_MAX = 1024
 WRITES_BESIDE_READS_MAX = 1
-"""Number of writes in progress while reads are: a request waits for a read, but not for a write.
-Reads that never pause thus slow writes down, but do not stop them."""
+"""Maximum number of writes in progress while reads are in progress: requests wait for reads, but
+not for writes. So reads that never pause slow writes down, but do not stop them."""
 
 
 def pages_for(byte_count: int) -> int:

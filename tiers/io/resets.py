@@ -20,7 +20,7 @@ class Resets:
         return self.begun
 
     def end(self, number: int) -> None:
-        """Note that the reset with this number has succeeded."""
+        """Record that the reset with this number has succeeded."""
         self._done = max(self._done, number)
 
     @property

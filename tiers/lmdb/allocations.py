@@ -43,7 +43,7 @@ class Allocations:
         return bool(self._parked)
 
     def extend(self, pages: int) -> None:
-        """Note that the file has grown by this many pages."""
+        """Record that the file has grown by this many pages."""
         self._map.extend(pages)
 
     def allocate(self, pages: int) -> Extents | None:
@@ -82,12 +82,12 @@ class Allocations:
         self._map = ExtentMap(self._map.pages, gaps(self._map.pages, [_HEADER, *used]))
 
     def pin(self, extents: Extents) -> None:
-        """Note that a read of this allocation begins."""
+        """Record that a read of this allocation begins."""
         count, _ = self._pins.get(extents[0].start, (0, extents))
         self._pins[extents[0].start] = (count + 1, extents)
 
     def unpin(self, extents: Extents) -> None:
-        """Note that a read of this allocation has ended."""
+        """Record that a read of this allocation has ended."""
         start = extents[0].start
         count, _ = self._pins[start]
         if count > 1:
@@ -103,5 +103,5 @@ class Allocations:
         owned = [extent for extents in [*present, *self._held.values()] for extent in extents]
         free = self._map.free_extents()
         expected = gaps(self._map.pages, [_HEADER, *owned])
-        assert free == expected, f"free {free}, but nobody owns {expected}"
+        assert free == expected, f"free {free}, but {expected} have no owner"
         assert set(self._parked) <= set(self._held) & set(self._pins), "parked allocations are held"

@@ -67,7 +67,7 @@ class LmdbContents:
         return put
 
     def end_write(self, put: Put) -> None:
-        """Note that a write was committed or has failed. This may downgrade its outcome."""
+        """Record that a write was committed or has failed. This may downgrade its outcome."""
         if self.filling.get(put.key) is put:
             del self.filling[put.key]
         if put.outcome is WriteOutcome.OK and put.epoch == self.epoch:
@@ -112,7 +112,7 @@ class LmdbContents:
         return done
 
     def end_removal(self, change: Remove | Clear) -> None:
-        """Note that a removal was committed, or that the commit thread has failed."""
+        """Record that a removal was committed, or that the commit thread has failed."""
         if self.committer.failure is None:
             if isinstance(change, Clear):
                 self.allocations.cleared()
@@ -138,7 +138,7 @@ class LmdbContents:
     # -- recency ---------------------------------------------------------------------------
 
     def touch(self, keys: Sequence[Key]) -> None:
-        """Note a use of the keys that are present."""
+        """Record a use of the keys that are present."""
         for key, use in zip(keys, self.uses.take(len(keys)), strict=True):
             if self.records.touch(key, use):
                 self._touched.add(key)

@@ -185,7 +185,7 @@ def divide(folder: Path, limits: Limits, bytes_per_record: int, small_bytes: int
     pages = (limits.capacity_bytes - taken - small_bytes) // ALIGNMENT
     if pages < 2:
         raise IndexUnusableError(
-            f"an index of {taken:,} bytes leaves no room for records in a capacity of "
+            f"an index of {taken:,} bytes leaves no space for records in a capacity of "
             f"{limits.capacity_bytes:,}"
         )
     return Division(taken, pages, taken // bytes_per_record)
@@ -198,7 +198,7 @@ def check_capacity(limits: Limits, bytes_per_record: int, small_bytes: int) -> i
     left = limits.capacity_bytes - taken - small_bytes - ALIGNMENT
     if left < ALIGNMENT:
         raise ValueError(
-            f"a capacity of {limits.capacity_bytes:,} bytes leaves no room for records: the index "
+            f"a capacity of {limits.capacity_bytes:,} bytes leaves no space for records: the index "
             f"takes {taken:,}. Give more"
         )
     return left // ALIGNMENT * ALIGNMENT

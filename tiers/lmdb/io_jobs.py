@@ -64,7 +64,7 @@ class Put:
         self.value = value
 
     def commit(self) -> None:
-        """Note that a committed transaction contains it."""
+        """Record that a committed transaction contains it."""
         self.is_named = True
         self.outcome = WriteOutcome.OK
 

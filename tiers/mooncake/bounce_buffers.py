@@ -79,7 +79,7 @@ class BounceBuffers:
                 self._unregister(buffer.ctypes.data)
 
     def ended(self, lent: Lent, codes: Sequence[int], untouched: Sequence[int]) -> None:
-        """Note that the call has ended with these codes, negative for failures. ``untouched`` are
+        """Record that the call has ended with these codes, negative for failures. ``untouched`` are
         the codes of errors that occur before anything is transferred."""
         is_late = time.monotonic() - lent.since >= GIVEN_UP_AFTER_S
         if self._ends_what_fails and not is_late:

@@ -18,7 +18,7 @@ VALUE_MAX = 200
 
 
 def of_definition(library: Library, found: Definition) -> Fact:
-    """The fact about an imported name."""
+    """Returns what vLLM's source says about an imported name."""
     if found.kind == MODULE:
         return {"is": "module"}
     if found.kind == FUNCTION:
@@ -33,7 +33,7 @@ def of_definition(library: Library, found: Definition) -> Fact:
 
 
 def of_value(node: ast.stmt | None) -> Fact:
-    """The fact about a constant or a class attribute."""
+    """Returns what the source says about a constant or a class attribute."""
     fact: Fact = {"is": "value"}
     if isinstance(node, ast.AnnAssign):
         fact["type"] = plain(node.annotation)
@@ -45,7 +45,7 @@ def of_value(node: ast.stmt | None) -> Fact:
 
 
 def of_function(node: AnyFunction) -> Fact:
-    """The fact about a function or method."""
+    """Returns what the source says about a function or method."""
     fact: Fact = {"is": _kind(node)}
     if fact["is"] != "property":
         fact["parameters"] = parameters(node.args)
@@ -100,7 +100,8 @@ def _enum_members(found: Definition) -> Iterator[tuple[str, str]]:
 
 
 def of_member(library: Library, owner: Definition, name: str) -> Fact | None:
-    """The fact about a member of a class; ``None`` if there is no such member."""
+    """Returns what the source says about a member of a class; ``None`` if there is no such
+    member."""
     member = library.member(owner, name)
     if member is None:
         return None

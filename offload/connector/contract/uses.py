@@ -58,7 +58,7 @@ class Uses:
             known.append(use)
 
     def reach(self, class_name: str, at: str) -> None:
-        """Note how a class is reached. The first way counts."""
+        """Record how a class is reached. The first way counts."""
         self.classes.setdefault(class_name, at)
 
 
@@ -95,7 +95,7 @@ class _Reader:
     # -- imports -----------------------------------------------------------------------------
 
     def imports(self) -> None:
-        """Note every name that is imported from vLLM."""
+        """Record every name that is imported from vLLM."""
         self._imports(self._tree, is_typing=False)
 
     def _imports(self, parent: ast.AST, *, is_typing: bool) -> None:
@@ -126,7 +126,7 @@ class _Reader:
     # -- classes and functions ---------------------------------------------------------------
 
     def read(self) -> None:
-        """Note every other use."""
+        """Record every other use."""
         self._block(self._tree.body, {}, None)
 
     def _block(
@@ -215,7 +215,7 @@ class _Reader:
             self._member(base.what, base.what, node)  # vLLM has no such name
 
     def _member(self, known_as: Definition, owner: Definition, node: ast.Attribute) -> None:
-        """Note a use of a member of a class of vLLM. A class of ours is treated as its base class
+        """Record a use of a member of a class of vLLM. A class of ours is treated as its base class
         in vLLM."""
         if not _is_vllm(owner):
             return

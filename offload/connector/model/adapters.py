@@ -129,7 +129,7 @@ class AdapterBook:
         return asked <= ASKS_MAX
 
     def begin(self, request: Request, identity: bytes) -> None:
-        """Note that the keys of this request are made with ``identity``."""
+        """Record that the keys of this request are made with ``identity``."""
         self._asked.pop(request.request_id, None)
         name = _name_of(request)
         if name is not None and identity:

@@ -86,7 +86,7 @@ class FinishedRequests:
         return self._pin(identity, request, tokens, now) if identity.origin.controls.pin_s else 0
 
     def _note_use(self, identity: RequestIdentity, tokens: int) -> None:
-        """Note one use of the request's chunks, group by group in prefix order.
+        """Record one use of the request's chunks, group by group in prefix order.
 
         This happens once per request, at its end, so a policy that counts or times uses sees
         requests.

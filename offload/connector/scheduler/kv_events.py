@@ -110,11 +110,11 @@ class KvEvents:
         return [key for key in keys if key in index]
 
     def stored(self, tier: int, keys: Sequence[bytes]) -> None:
-        """Note that a tier can now provide these chunks."""
+        """Record that a tier can now provide these chunks."""
         self._changed(_ChangedKeys(tier, keys, is_stored=True))
 
     def removed(self, tier: int, keys: Sequence[bytes]) -> None:
-        """Note that a tier can no longer provide them."""
+        """Record that a tier can no longer provide them."""
         self._changed(_ChangedKeys(tier, keys, is_stored=False))
 
     def _changed(self, batch: _ChangedKeys) -> None:
@@ -128,7 +128,7 @@ class KvEvents:
             self._unpublished = self._resident_batches()
 
     def cleared(self) -> None:
-        """Note that no tier can provide any chunk."""
+        """Record that no tier can provide any chunk."""
         self._changes.clear()
         self._unpublished.clear()
         self._waiting = 0

@@ -1,5 +1,5 @@
-"""Measures how fast vLLM computes prompts, from the requests' point of view, and how much it has to
-compute before it begins with another prompt."""
+"""Measures how fast vLLM computes prompts, from the requests' point of view, and how much it still
+has to compute before it begins with another prompt."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ class PrefillRate:
         self._accepted: list[tuple[Request, int]] = []
 
     def accepted(self, request: Request, computed_tokens: int) -> None:
-        """Note that vLLM will compute the request in the coming step, from this token on."""
+        """Record that vLLM will compute the request in the coming step, from this token on."""
         self._accepted.append((request, computed_tokens))
 
     def step_begins(self) -> None:
-        """Note that the requests accepted so far are part of the step that begins."""
+        """Record that the requests accepted so far are part of the step that begins."""
         self._accepted.clear()
 
     def left_tokens(self) -> int:
@@ -39,7 +39,7 @@ class PrefillRate:
         return sum(left for left in (*running, *accepted) if left > 0)
 
     def scheduled(self, request: Request, now: float) -> bool:
-        """Note that the request is part of the step that begins at ``now`` (monotonic seconds).
+        """Record that the request is part of the step that begins at ``now`` (monotonic seconds).
 
         Returns whether the request has its first token, after which no further call is needed.
         """

@@ -214,14 +214,14 @@ class SchedulerSide:
         self._waits_no_more(request, load)
 
     def _waits_again(self, request_id: str) -> None:
-        """The request was preempted, and runs again before others do, unless a load that was
-        planned in the same step has begun that already."""
+        """Handle a preempted request, which runs again before others do. Does nothing if a load
+        planned in the same step has already done this."""
         state = self._states[request_id]
         if self._waiting is not None and not state.outcome.loading:
             self._waiting.add(state, self._requests[request_id], preempted=True)
 
     def _waits_no_more(self, request: Request, load: Sequence[ChunkBatch] = ()) -> None:
-        """The request does not wait any more; ``load`` was planned for it."""
+        """Handle a request that no longer waits, because ``load`` was planned for it."""
         if self._waiting is None:
             return
         try:
@@ -381,7 +381,7 @@ class SchedulerSide:
             self.planner.health.computed(tokens, seconds)
 
     def adapters_loaded(self, loaded: Loaded) -> None:
-        """Note that the workers have loaded adapters.
+        """Record that the workers have loaded adapters.
 
         If the content of an adapter has changed, its requests are excluded, and chunks that are
         being stored now may belong to the old or the new content.
@@ -443,12 +443,12 @@ class SchedulerSide:
 
     def hold(self) -> None:
         """Suspend lookups and stores until ``release`` or ``forget``, because the weights may have
-        changed. Cancel stores that were planned but not sent: their blocks have lost their
-        content. Nothing more is read ahead for the requests that wait now."""
+        changed. Cancel stores that were planned but not sent: their blocks have lost their content.
+        Reading ahead ends for the requests that wait now."""
         self._is_held = True
         if self.planner is not None:
             self.planner.stores.cancel_planned()
-            self.planner.look_ahead.forget_all()  # requests are computed meanwhile
+            self.planner.look_ahead.forget_all()  # until then, requests are computed
         if self._digests is not None:
             self._digests.clear()
 

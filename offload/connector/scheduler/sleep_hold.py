@@ -31,7 +31,7 @@ class SleepHold:
         return self._resets > 0
 
     def reset(self) -> None:
-        """Note that vLLM has reset its caches."""
+        """Record that vLLM has reset its caches."""
         self._resets += 1
         self._asked += 1
         self.question = self._asked

@@ -57,11 +57,11 @@ class StoreProgress:
         state.stores.begin(self._first_end, self._planner.removals.count, own)
 
     def load_planned(self, state: RequestState, chunks: Sequence[range]) -> None:
-        """Note that these chunks of each group are being loaded and need no store."""
+        """Record that these chunks of each group are being loaded and need no store."""
         state.stores.load(chunks)
 
     def load_failed(self, state: RequestState) -> None:
-        """Note that the load has failed: vLLM will compute its chunks."""
+        """Record that the load has failed: vLLM will compute its chunks."""
         state.stores.load(())
 
     def weights_changed(self, state: RequestState, computed_tokens: int) -> None:
@@ -128,7 +128,7 @@ class StoreProgress:
         """Check stored chunks again: some of them may have been evicted while their request ran.
 
         The request's use of its chunks is counted only at its end. Evicted chunks are stored again
-        from the GPU, because chunks behind a gap can never be hit.
+        from the GPU, because chunks after a gap can never be hit.
         """
         stores = state.stores
         if self._planner.removals.count == stores.removal_mark:

@@ -19,13 +19,13 @@ class UnfinishedLoads:
         self._count = 0
 
     def begin(self, request: str) -> None:
-        """Note that vLLM has allocated blocks for a load of this request."""
+        """Record that vLLM has allocated blocks for a load of this request."""
         self._open.pop(request, None)
         self._count += 1
         self._open[request] = self._count
 
     def seen(self, request: str) -> None:
-        """Note that vLLM has been notified that this request's load has ended."""
+        """Record that vLLM has been notified that this request's load has ended."""
         self._open.pop(request, None)
 
     def forget(self, request: str) -> None:

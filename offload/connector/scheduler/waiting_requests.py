@@ -1,9 +1,9 @@
-"""Tells look-ahead which requests wait for vLLM to run them, and which chunks they will load; says
-which of them wait for their reads when vLLM could run them.
+"""Informs look-ahead about the requests that wait for vLLM to run them, and about the chunks that
+they will load. Decides which of them wait for their reads although vLLM could run them.
 
-Part of the scheduler side, on its thread. A request is matched with vLLM's own cache and with the
-tiers once, in a step whose allowance for lookups is not used up; in a step without waiting requests
-nothing is done.
+Part of the scheduler side, on its thread. Each request is matched once with vLLM's own cache and
+with the tiers, in a step whose allowance for lookups is not used up. A step without waiting
+requests costs nothing.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ if TYPE_CHECKING:
 
 @dataclass(slots=True, eq=False)
 class _Unmatched:
-    """A request that has not been matched yet, and its place in the order. ``cached`` are its
-    tokens in vLLM's own cache, once these are known."""
+    """A request that has not been matched yet, and its position in the order. ``cached`` is the
+    number of its tokens in vLLM's own cache, once this is known."""
 
     state: RequestState
     request: Request
@@ -37,11 +37,11 @@ class _Unmatched:
 
 
 class WaitingRequests:
-    """Requests run in the order in which they came or, ``by_priority``, in vLLM's order of
-    priorities. ``cached_tokens`` says how many tokens of a request vLLM's own cache holds, or
-    ``None`` if this request is not to be read ahead for. ``free_blocks`` counts the free blocks of
-    the GPU; a block of each group holds this many ``block_tokens``. ``computing`` counts the tokens
-    that vLLM computes before it begins with another request.
+    """The waiting requests. They run in the order in which they arrived or, ``by_priority``, in
+    vLLM's order of priorities. ``cached_tokens`` returns how many tokens of a request vLLM's own
+    cache holds, or ``None`` if nothing may be read ahead for this request. ``free_blocks`` counts
+    the free blocks of the GPU; ``block_tokens`` has the tokens of a block of each group.
+    ``computing`` counts the tokens that vLLM computes before it begins with another request.
     """
 
     def __init__(
@@ -67,7 +67,7 @@ class WaitingRequests:
         self._count = 0
 
     def add(self, state: RequestState, request: Request, *, preempted: bool = False) -> None:
-        """A request waits from now on. One that was preempted is the next that runs."""
+        """Add a request that waits from now on. A preempted request runs next."""
         self._names.add(request.request_id)
         if preempted:
             self._planner.read_waits.begin(request.request_id)
@@ -82,15 +82,15 @@ class WaitingRequests:
         self._unmatched[request.request_id] = _Unmatched(state, request, order)
 
     def remove(self, request: str, now: float, load: Sequence[ChunkBatch] = ()) -> int:
-        """The request does not wait any more: this ``load`` was planned for it, or it runs or has
-        ended. Returns the tokens of the load that were read ahead for it."""
+        """Remove a request that no longer waits: this ``load`` was planned for it, or it runs or
+        has ended. Returns the tokens of the load that were read ahead for it."""
         self._unmatched.pop(request, None)
         self._names.discard(request)
         self._planner.read_waits.leave(request, now)
         return self._planner.look_ahead.leave(request, load)
 
     def ask(self, state: RequestState, request: Request, now: float) -> Answer:
-        """Answer for a request that vLLM could run now."""
+        """Decide what a request does that vLLM could run now."""
         waits, name = self._planner.read_waits, request.request_id
         if not waits.is_on:
             return Answer.BEGIN
@@ -105,17 +105,17 @@ class WaitingRequests:
         return answer
 
     def advance(self) -> None:
-        """Match requests that have come, as far as the step allows."""
+        """Match requests that have arrived, as far as the step allows."""
         allowance = self._planner.budget.lookups
         for name in list(islice(self._unmatched, MATCHED_MAX)):
             if allowance.left <= 0:
                 return
-            waiting = self._unmatched.pop(name)  # one that fails here is not tried again
+            waiting = self._unmatched.pop(name)  # a request that fails here is not tried again
             if not self._match(name, waiting):
                 self._unmatched[name] = waiting
 
     def _match(self, name: str, waiting: _Unmatched) -> bool:
-        """Look for the chunks of a request; returns False if it is to be tried again."""
+        """Look for the chunks of a request; returns False if this must be repeated."""
         state = waiting.state
         if state.identity.no_load or state.outcome.failures:
             return True

@@ -21,16 +21,16 @@ class WeightsWatch:
         self._answered = 0
 
     def begin(self) -> None:
-        """Note that the weights are loaded."""
+        """Record that the weights are loaded."""
         self._known = self._ask()
 
     def fell_asleep(self) -> None:
-        """Note that this worker's memory is about to be unmapped."""
+        """Record that this worker's memory is about to be unmapped."""
         self._sleeps += 1
 
     def answer(self, question: int) -> WeightsAnswer | None:
-        """Answer a question of the scheduler, once. Call this during the step that asks: its
-        forward pass uses the weights that are digested here."""
+        """Answer a query of the scheduler, once. Call this during the step that sends the query:
+        its forward pass uses the weights that are digested here."""
         if not question or question == self._answered:
             return None
         now = self._ask()

@@ -37,7 +37,7 @@ logger = logging.getLogger(__name__)
 RANK_OPEN_TIMEOUT_S = 120.0
 RANK_CLOSE_TIMEOUT_S = 3.0
 SLEEP_TIMEOUT_S = 30.0
-"""Maximum time that falling asleep waits for copies in progress. A copy takes milliseconds."""
+"""Maximum time that ``fall_asleep`` waits for copies in progress. A copy takes milliseconds."""
 HOOKS_PERIOD_S = 1.0
 IDLE_WAIT_S = 0.001
 """While an idle engine has work in flight, it steps without pause. Waiting a millisecond per step

@@ -40,7 +40,7 @@ BAD: list[tuple[int, str, str]] = [
     (3, "plan /no/such/model --cpu 1GiB", "MODEL /no/such/model: "),
     (2, "plan", "--cpu: is required"),
     (2, "plan m --cpu 1GiB --dsik 1TiB", "Did you mean --disk?"),
-    (2, "plan ./llama --cpu 1GiB --disk 10", "--disk: a capacity of 10 bytes leaves no room for"),
+    (2, "plan ./llama --cpu 1GiB --disk 10", "--disk: a capacity of 10 bytes leaves no space for"),
     (2, "plan --token-bytes x --cpu 1GiB", "--token-bytes: is not a size"),
     (2, "plan --token-bytes 1KiB --cpu 1GiB --mix user=3", '--mix: has "user=3"'),
     (2, "plan --token-bytes 1KiB --cpu 1GiB --trace /no/such", "--trace: cannot be read"),

@@ -86,7 +86,7 @@ async def test_an_index_too_large_for_the_capacity_is_moved_aside(
     await put(tier, KEYS, SIZE)
     await tier.aclose()
     strict = kind(tmp_path / "tier", 6 << 20, options=options, recovery=Recovery.STRICT)
-    with pytest.raises(TierIoError, match="leaves no room"):
+    with pytest.raises(TierIoError, match="leaves no space"):
         await strict.open()
     tier = kind(tmp_path / "tier", 6 << 20, options=options)
     assert (await tier.open()).record_count == 0
@@ -97,7 +97,7 @@ async def test_an_index_too_large_for_the_capacity_is_moved_aside(
 
 
 def test_a_capacity_too_small_for_anything() -> None:
-    with pytest.raises(ValueError, match="leaves no room"):
+    with pytest.raises(ValueError, match="leaves no space"):
         payload_capacity_bytes(1 << 20)
 
 

@@ -95,7 +95,7 @@ class _Walk:
         return wanted.tables()
 
     def _own(self, numbers: Numbers) -> None:
-        """Note that these pages have an owner; no page may have two."""
+        """Record that these pages have an owner; no page may have two."""
         fits = (numbers >= META_PAGES) & (numbers < self._owned.size)
         require(fits.all(), "a page number beyond the file")
         before = np.count_nonzero(self._owned)
@@ -163,7 +163,7 @@ class _Walk:
         require(not (nodes.flags & ~BIG_DATA).any(), "a list of free pages with flags")
         everything = np.arange(nodes.at.size)
         for node, key in zip(everything.tolist(), nodes.keys(everything), strict=True):
-            require(1 <= _number(key) <= self._file.meta.transaction, "a transaction to come")
+            require(1 <= _number(key) <= self._file.meta.transaction, "a future transaction")
             raw = nodes.data(node)
             if nodes.flags[node] & BIG_DATA:
                 raw = self._overflow(_number(raw), int(nodes.word[node]))

@@ -100,7 +100,7 @@ class State:
         self.cursor, self.free_pages = cursor, free_pages
 
     def grow(self, pages: int) -> None:
-        """Note that the payload file has grown."""
+        """Record that the payload file has grown."""
         self.file_pages += pages
 
     def reserve(self) -> None:
@@ -135,7 +135,7 @@ class State:
         return use
 
     def see_epoch(self, epoch: int) -> None:
-        """Note an epoch that an exclusive tier or another process has begun."""
+        """Record an epoch that an exclusive tier or another process has begun."""
         self.highest = max(self.highest, epoch)
 
     def begin_epoch(self, *, is_common: bool = False) -> int:
@@ -281,7 +281,7 @@ class SharedIndex:
         held += [extents_of(bytes(EXTENTS_AT) + extents) for _key, extents in intents]
         taken = [Extent(0, 1), *(extent for extents in held for extent in extents)]
         expected = gaps(state.file_pages, taken)
-        assert free == expected, f"free {free}, but nobody owns {expected}"
+        assert free == expected, f"free {free}, but {expected} have no owner"
         assert order == {v[:USE_BYTES]: k for k, v in records.items()}, "order and records differ"
         counted = (len(records), len(intents), sum(extent.pages for extent in free))
         assert (state.records, state.reserved, state.free_pages) == counted

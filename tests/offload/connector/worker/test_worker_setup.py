@@ -98,7 +98,7 @@ def test_a_share_that_is_too_small_is_reported_with_its_place(
         one.register(registration(), [spec])
     [problem] = raised.value.problems
     assert problem.where == "$.tiers[1].capacity"
-    assert "leaves no room for records" in problem.what
+    assert "leaves no space for records" in problem.what
     assert_released(slabs, threads)
     one.shutdown()
 
