@@ -1,4 +1,4 @@
-"""A copy of the files that ``./run`` needs, and scripts that stand for programs in it."""
+"""A copy of the files that ``./run`` needs, with scripts in place of programs."""
 
 from __future__ import annotations
 

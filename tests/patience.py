@@ -10,7 +10,7 @@ that no test waits forever; pytest's own limit (``timeout`` in pyproject.toml) i
 
 
 async def turns(count: int = 10) -> None:
-    """Let the event loop run this often. A task that waits for nothing outside the loop has then
-    gone as far as it can, on any machine."""
+    """Let the event loop run this often. A task that waits only for events inside the loop has then
+    progressed as far as it can, on any machine."""
     for _ in range(count):
         await asyncio.sleep(0)

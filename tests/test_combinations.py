@@ -33,7 +33,7 @@ def test_the_docs_show_what_ran() -> None:
 
 @pytest.mark.parametrize("path", sorted(combinations.KEPT.iterdir()), ids=lambda path: path.name)
 def test_kept_results_are_those_of_one_whole_run(path: Path) -> None:
-    """They contain each chosen engine test, and nobody has changed them. Files without a commit are
+    """They contain each chosen engine test and have not been edited. Files without a commit are
     older, and were put together from several runs."""
     ran = json.loads(path.read_text(encoding="utf-8"))
     assert path.name == f"{ran['vllm']}-{ran['runner']}.json"
@@ -124,7 +124,8 @@ def test_the_table_names_what_did_not_pass(tmp_path: Path) -> None:
 def test_what_a_machine_lacks_is_named_at_the_end(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Once, also if several runs lack it; ``table`` knows older files without this entry."""
+    """It is named once, even if several runs lack it; ``table`` accepts older files without this
+    entry."""
     ran = {"vllm": "0.32.0", "runner": "v1", "quick": {"passed": 9}, "engines": {}}
     (tmp_path / "old.json").write_text(json.dumps(ran))
     assert combinations.main(["--table", str(tmp_path)]) == 0

@@ -37,7 +37,7 @@ def messages() -> str:
 
 
 def is_message(text: str) -> bool:
-    """True for a sentence, in contrast to a command, code or a setting."""
+    """True for a sentence, but not for a command, code or a setting."""
     if text.startswith(PROGRAMS):
         return False
     words = re.findall(r"(?<!\S)[a-z]+(?=[,;:]?(?:\s|$))", text)
@@ -45,7 +45,7 @@ def is_message(text: str) -> bool:
 
 
 def in_code(quoted: str) -> bool:
-    """True if a text of the code contains this one, with its values in place of the holes."""
+    """True if the code has a message template that matches this text."""
     pieces = [piece.strip(" .:") for piece in LEFT_OUT.split(quoted)]
     return all(_piece_in_code(piece) for piece in pieces if len(piece.split()) >= FIXED_MIN)
 

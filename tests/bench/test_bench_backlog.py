@@ -132,7 +132,7 @@ def test_waits_are_compared_with_look_ahead_alone() -> None:
 
 
 def test_the_simulation_is_given_measured_speeds() -> None:
-    """Two at a time, of 96 tokens each: 2 s to compute both, 3 s for the other 30 tokens."""
+    """Two prompts of 96 tokens run at a time: computing both takes 2 s, the other 30 tokens 3 s."""
     config = Config(4, 96, 2, 31, disk_mb_s=16.384, model="small")
     plain = Batch(10.0, (2.0, 2.0, 7.0, 7.0), 384, 124, {})
     speeds = measured_speeds(config, [plain])
@@ -141,8 +141,9 @@ def test_the_simulation_is_given_measured_speeds() -> None:
 
 
 def test_predictions_stand_beside_measurements() -> None:
-    """The disk reads a prompt in 1 s and an answer takes 3 s, in each of two places. Without
-    look-ahead a place alternates between the two; with it only the first two prompts wait."""
+    """The disk reads a prompt in 1 s, an answer takes 3 s, and two requests run at a time. Without
+    look-ahead each of the two alternates between reading and answering; with it only the first two
+    prompts wait."""
     config = Config(8, 97, 2, 31, disk_mb_s=3 * 32 * 16384 / 1e6)
     plain = Batch(20.0, (2.0,) * 2 + (7.0,) * 2 + (12.0,) * 2 + (17.0,) * 2, 776, 248, {})
     mean, total = backlog.predictions(config, _batches(FAST) | {PLAIN: [plain]})
@@ -194,7 +195,8 @@ def test_the_kernel_slows_a_process_until_the_end(tmp_path: Path) -> None:
 def test_an_engine_that_is_busy_is_ended_at_once(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """As when SIGTERM interrupts the benchmark: nobody waits for the batch that the engine runs."""
+    """This happens when SIGTERM interrupts the benchmark: nothing waits for the batch that the
+    engine runs."""
     engine = Engine({}, {}, tmp_path / "log")
     os.kill(engine.process, signal.SIGSTOP)  # it will not answer
 

@@ -38,7 +38,8 @@ def test_every_case_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_standard_output_contains_only_json(tmp_path: Path) -> None:
-    """As ``scripts/gpu_box`` calls it, without vLLM and other dependencies of the core."""
+    """The benchmark runs here as ``scripts/gpu_box`` calls it, without vLLM and other dependencies
+    of the core."""
     absent = ["vllm", "msgspec", "lmdb", "hypothesis", "pytest_asyncio", "matplotlib"]
     (tmp_path / "sitecustomize.py").write_text(
         f"import sys\nfor name in {absent}:\n    sys.modules[name] = None\n"

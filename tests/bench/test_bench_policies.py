@@ -27,7 +27,8 @@ def test_it_measures_every_policy() -> None:
 
 @pytest.mark.parametrize("capacity", [120, 200])
 def test_our_lru_hits_as_often_as_vllms_lru(capacity: int) -> None:
-    """With space for every prompt: vLLM evicts everything that a request needs, or nothing."""
+    """There is space for every prompt, because vLLM evicts either everything that a request needs
+    or nothing."""
     trace = synthetic_trace(13, requests=300)
     logs: list[list[int]] = [[], []]
     for policy, log in zip((LruPolicy(), VllmPolicy("lru", capacity)), logs, strict=True):

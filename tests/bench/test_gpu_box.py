@@ -196,7 +196,7 @@ def test_a_report_without_results_says_what_to_give(tmp_path: Path) -> None:
 
 
 def test_no_process_of_a_probe_is_left(tmp_path: Path) -> None:
-    """Not even in another session, as the engines of ``bench serve`` are."""
+    """This includes processes in another session, such as the engines of ``bench serve``."""
     plan = schedule(tmp_path / "plan.toml", ("leaves", LEAVES_A_CHILD, 60, []))
     child = tmp_path / "child"
     assert box("run", tmp_path / "out", "--schedule", plan, CHILD=str(child)).returncode == 0
@@ -230,7 +230,7 @@ def test_a_run_that_is_terminated_ends_its_probe(tmp_path: Path) -> None:
 def test_a_process_that_cannot_be_killed_delays_the_others_only_briefly(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As a process inside a driver that hangs."""
+    """A process inside a driver that hangs behaves like this."""
     monkeypatch.syspath_prepend(BOX)
     run = importlib.import_module("run")
     monkeypatch.setattr(run, "GRACE_S", 0.1)

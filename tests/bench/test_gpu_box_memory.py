@@ -66,7 +66,7 @@ def test_what_the_benchmarks_need_is_what_they_configure(rivals: Any) -> None:
 
 
 def test_memory_is_used_until_enough_is_there(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A machine that gets more memory each time it is asked; and one that gets no more."""
+    """One machine gets more memory each time it is queried, another one gets no more."""
     monkeypatch.syspath_prepend(BOX / "probes")
     memory = importlib.import_module("memory")
     step = mmap.PAGESIZE

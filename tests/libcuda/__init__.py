@@ -181,8 +181,8 @@ class Cuda:
         return found
 
     def capture_modes(self) -> dict[str, set[int]]:
-        """By the name of each living thread: its modes when it made calls that may break a
-        graph."""
+        """The modes in which each living thread made calls that may break a graph, by the thread's
+        name."""
         found = {}
         for thread in threading.enumerate():
             bits = self.library.kvt_modes(thread.native_id)

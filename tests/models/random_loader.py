@@ -35,7 +35,7 @@ class UnitGainLoader(BaseModelLoader):
     """Fills all parameters in place instead of reading a checkpoint."""
 
     def download_model(self, model_config: ModelConfig) -> None:
-        """There is nothing to download."""
+        """Do nothing: there is nothing to download."""
 
     def load_weights(self, model: torch.nn.Module, model_config: ModelConfig) -> None:
         """Modifies every parameter of ``model``."""

@@ -42,7 +42,7 @@ def main(modules: Sequence[str]) -> None:
 
 
 def run(arguments: Sequence[str], output: Path) -> None:
-    """In the child: run pytest and end with its exit code."""
+    """Run pytest in the child, and end with its exit code."""
     code = 3
     try:
         os.setsid()

@@ -1,5 +1,5 @@
-"""Every test here runs on a simulated clock, also those that drive the scheduler side without an
-``OracleEngine``, which has the clock anyway."""
+"""Every test here runs on a simulated clock, even tests that drive the scheduler side without an
+``OracleEngine``, which always has this clock."""
 
 from __future__ import annotations
 

@@ -104,8 +104,8 @@ class ForwardPass:
     def _run_head(
         self, name: str, guesses: list[int], start: int, end: int, launch: Callable[..., None]
     ) -> None:
-        """Run the draft head over the accepted tokens, and again over tokens whose slots depended
-        on guesses; tokens before this request's own are not written."""
+        """Run the draft head over the accepted tokens. Run it again over tokens whose slots were
+        filled from rejected guesses. Do not write tokens of the shared prefix."""
         run = self._runs[name]
         tables = [list(table) for table in run.tables]
         digests = run.prefix.digests(run.tokens + guesses).copy()

@@ -148,8 +148,8 @@ def ended(server: Counted, name: str, chunks: int = CHUNKS) -> list[bytes]:
 def test_missing_keys_of_an_ended_request_are_made_in_later_steps(
     made: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Policies get a request's keys all at once and in the order of ends, whatever was made
-    before."""
+    """A policy receives all keys of a request in one call, and requests in the order in which they
+    ended, however many keys had been made earlier."""
     server = Counted(made)
     heard = Heard(server, monkeypatch)
     keys = [ended(server, "a"), ended(server, "b"), ended(server, "c", 40)]

@@ -28,7 +28,7 @@ from tiers.testing.memory_tier import MemoryTier
 
 
 class PacedTier(MemoryTier):
-    """Reads as many records as it has been granted; ``order`` are the keys in the order in which
+    """Reads as many records as it has been granted; ``order`` has the keys in the order in which
     they were read."""
 
     def __init__(self, **options: Any) -> None:
@@ -78,8 +78,8 @@ class Backlog(OracleEngine):
     def begin(
         self, prompts: list[list[int]], reads_per_step: float, *, last_first: bool = False
     ) -> None:
-        """Compute all prompts, one after the other, leave them on disk only, and ask for them.
-        With ``last_first`` the last one is the most urgent."""
+        """Compute all prompts, one after the other, leave them only on disk, and request them
+        again. With ``last_first`` the last one is the most urgent."""
         for number, prompt in enumerate(prompts):
             self.ask(f"first{number}", prompt)
             self.drain()
@@ -158,8 +158,9 @@ def test_a_backlog_is_read_while_it_waits(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("reads_per_step", [2, 4, 8])
 def test_the_simulation_agrees_with_vllms_scheduler(reads_per_step: int, tmp_path: Path) -> None:
-    """`policies.simulation.timing` with a step as its second: the total takes a seventh less at
-    most, because a load begins and ends between steps there, and look-ahead saves the same share.
+    """One second of `policies.simulation.timing` is a step here. Its total is shorter by at most a
+    seventh, because a load begins and ends between steps in the scheduler, and look-ahead saves the
+    same share.
     """
     speeds = Speeds(32, 1, 4 * reads_per_step, in_flight=2)  # tokens per step; 4 in a chunk
     requests = [
@@ -189,7 +190,7 @@ def test_what_waits_is_read_ahead_while_others_load_from_a_tier_that_pays(
     reads_per_step: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Break-even is on, and both speeds are known: a request that could run would compute instead
-    of waiting for the loads before it, but these cannot."""
+    of waiting for the loads before it, but these requests cannot run."""
     monkeypatch.setattr(LoadOrRecompute, "tokens_min", 0.0)  # short loads: not measured in steps
     steps = {}
     for share in (0.0, 0.5):
@@ -207,7 +208,7 @@ def test_what_waits_is_read_ahead_while_others_load_from_a_tier_that_pays(
 
 
 def test_more_waits_than_the_cpu_tier_holds(tmp_path: Path) -> None:
-    """Nothing that was read is evicted before its use; everybody is served (vllm#49902)."""
+    """Nothing that was read is evicted before its use, and every request is served (vllm#49902)."""
     with world(tmp_path, 0.5, slots=50) as served:
         served.begin(prompts_of(7, TOKENS), reads_per_step=4)
         for _ in range(2000):
@@ -242,7 +243,8 @@ def test_requests_that_go_away_give_up_what_was_read_for_them(tmp_path: Path) ->
 
 
 def test_what_vllms_own_cache_holds_is_not_read(tmp_path: Path) -> None:
-    """All prompts have a common head, which a request that has just ended has left there."""
+    """All prompts have a common head, which a request that has just ended has left in vLLM's own
+    cache."""
     with world(tmp_path, 0.5) as served:
         head = prompts_of(1, 60)[0]
         prompts = [head + tail for tail in prompts_of(6, 61, seed=1)]
@@ -346,7 +348,7 @@ def test_nothing_is_matched_while_the_weights_are_in_doubt(tmp_path: Path) -> No
 
 
 def test_doubt_about_the_weights_ends_reads_ahead(tmp_path: Path) -> None:
-    """Until it is over, requests are computed; epochs of the tiers may have changed."""
+    """Until this is resolved, requests are computed; epochs of the tiers may have changed."""
     with world(tmp_path, 0.5) as served:
         served.begin(prompts_of(PROMPTS, TOKENS), reads_per_step=4)
         while not served.counts()["read"]:
@@ -365,7 +367,8 @@ def test_doubt_about_the_weights_ends_reads_ahead(tmp_path: Path) -> None:
 
 
 def test_a_match_leaves_the_requests_own_lookup_alone(tmp_path: Path) -> None:
-    """vLLM may have counted its hit, and starts the load, or ends the request, in a later step."""
+    """vLLM may have counted the lookup's hit, and then starts the load, or ends the request, in a
+    later step."""
     with world(tmp_path, 0.5) as served:
         served.begin(prompts_of(PROMPTS, TOKENS), reads_per_step=0)
         state = side(served)._states["again5"]

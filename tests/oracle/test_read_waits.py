@@ -1,5 +1,5 @@
-"""Requests that wait for their reads, under vLLM's real scheduler: nobody waits behind them, they
-hold no GPU blocks, and every wait ends."""
+"""Requests that wait for their reads, under vLLM's real scheduler: they do not delay the requests
+behind them, they hold no GPU blocks, and every wait ends."""
 
 from __future__ import annotations
 
@@ -46,8 +46,8 @@ class StepClock:
 
 
 class WaitingWorld(Backlog):
-    """A backlog on a clock. ``first`` has the step of each request's first token, ``begun`` that in
-    which it got blocks."""
+    """A backlog on a simulated clock. ``first`` has the step of each request's first token,
+    ``begun`` the step in which it got blocks."""
 
     def __init__(self, clock: StepClock, *conditions: Any) -> None:
         self.clock = clock
@@ -71,14 +71,14 @@ class WaitingWorld(Backlog):
         self.begun.clear()
 
     def measured(self, chunks_per_step: float) -> None:
-        """Let the planner know the speeds of disk and GPU."""
+        """Set the planner's measured speeds of disk and GPU."""
         for _ in range(SAMPLES_MIN):
             pace = self.planner.health[0]
             pace.loaded(1000, 1000 * STEP_S / (chunks_per_step * CHUNK), self.clock.now)
             self.planner.health.computed(1000, 1000 * STEP_S / COMPUTED)
 
     def ask_new(self, count: int, tokens: int = NEW_TOKENS) -> None:
-        """Requests arrive that no tier knows."""
+        """Add requests whose prompts no tier holds."""
         for number, prompt in enumerate(prompts_of(count, tokens, seed=99)):
             self.ask(f"new{number}", prompt)
 
@@ -121,7 +121,8 @@ def _world(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> World:
 
 
 def test_nobody_waits_behind_requests_that_wait_for_reads(world: World) -> None:
-    """Two prompts on disk would hold all blocks; new ones behind them are answered meanwhile."""
+    """Two prompts on disk would hold all blocks; new prompts behind them are answered in the
+    meantime."""
     last = {}
     for choice in ("never", "auto", "always"):
         with world(choice) as served:
@@ -162,7 +163,8 @@ def test_a_request_that_waits_holds_no_blocks_and_begins_with_all_that_was_read(
 def test_without_need_nobody_waits(
     prompts: int, new: int, reads_per_step: int, world: World
 ) -> None:
-    """There are blocks for all that queue, or the reads are short, or all wait for the disk."""
+    """There are blocks for all requests in the queue, or the reads are short, or all requests wait
+    for the disk."""
     steps = {}
     for choice in ("never", "auto"):
         with world(choice) as served:
@@ -184,7 +186,7 @@ def test_a_disk_that_was_not_measured_is_loaded_from(world: World) -> None:
 
 
 def test_a_disk_that_hangs_delays_nobody_for_longer_than_the_deadline(world: World) -> None:
-    """Its requests begin with what is there; the rest is computed."""
+    """The disk's requests begin with the chunks that have arrived; the rest is computed."""
     with world("always", load_timeout_s=2.0) as served:
         served.begin(prompts_of(1, TOKENS), reads_per_step=1)
         for _ in range(10):
@@ -267,7 +269,7 @@ def test_a_wait_ends_when_reads_end(what: str, world: World) -> None:
 
 
 def test_a_preempted_request_does_not_wait_again(world: World) -> None:
-    """One that vLLM preempts for want of blocks is asked for again in the next step."""
+    """A request that vLLM preempts because it lacks blocks is looked up again in the next step."""
     with world("always") as served:
         served.begin(prompts_of(2, TOKENS), reads_per_step=1)
         request = served.scheduler.requests["again0"]

@@ -113,8 +113,8 @@ def test_spans_account_for_every_token_of_the_prompt(
 def test_the_time_of_a_lookup_begins_with_the_first_try(
     collector: Collector, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Two lookups without a result precede it, as if a shared tier had not replied yet. The clock
-    stands still except in these two, which take a second each."""
+    """Two lookups without a result precede the successful one, as if a shared tier had not replied
+    yet. The clock advances only in these two, by a second each."""
     waits, now_s = [False, True, True], [1.0]
 
     def is_waiting(*_: Any) -> bool:

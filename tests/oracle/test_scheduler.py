@@ -182,7 +182,7 @@ def _a_token_too_early(patch: pytest.MonkeyPatch) -> None:
 
 
 def _states_by_position(patch: pytest.MonkeyPatch) -> None:
-    """Each state is stored, but not loaded, under the boundary before its own."""
+    """Each state is stored, but not loaded, under the boundary before the correct one."""
     store, wanted = StoreProgress.boundary_state, WantedChunks.chunks
 
     def shifted(self: Any, state: Any, index: int, chunks: range, table: Any) -> Any:
@@ -250,7 +250,7 @@ def _waits_at_a_late_fence(patch: pytest.MonkeyPatch) -> None:
 
 
 def _posted_with_the_results(patch: pytest.MonkeyPatch) -> None:
-    """Stores begin when results are collected. Behind a drafter, that is too early."""
+    """Stores begin when results are collected. With a drafter, this is too early."""
     collect, post = OffloadConnector.get_transfer_results, OffloadConnector.wait_for_save
 
     def both(self: Any, finished: set[str]) -> Any:

@@ -1,6 +1,6 @@
 """Engines that share a tier, each with vLLM's real scheduler.
 
-Every byte that a forward pass reads is right, whichever engine stored it, also when their weights
+Every byte that a forward pass reads is right, whichever engine stored it, even when their weights
 change separately.
 """
 
@@ -135,8 +135,8 @@ def request(engine: Engine, prompt: list[int]) -> None:
 
 
 def serve_before_a_reset_is_through(folder: Path) -> None:
-    """The same prompt again under new weights, while the tier is still at the epoch of the old
-    ones."""
+    """Serve the same prompt again under new weights, while the tier is still at the epoch of the
+    old ones."""
     engine, other = two(folder, 1, Conditions(slots=80), lookup_timeout_s=0.05)
     with engine, other, pytest.MonkeyPatch.context() as patch:
         # for this long, the engine steps without other work

@@ -35,7 +35,7 @@ def world(
 
 
 def measured(served: Backlog, chunks_per_step: int) -> None:
-    """Let the planner know both speeds, in tokens per step."""
+    """Set both measured speeds of the planner, in tokens per step."""
     for _ in range(SAMPLES_MIN):
         served.planner.health[0].loaded(1000, 1000 / (chunks_per_step * CHUNK), 0.0)
         served.planner.health.computed(1000, 1000 / COMPUTED)
@@ -62,8 +62,8 @@ def serve_all(served: Backlog) -> tuple[int, float]:
 def test_requests_do_not_queue_for_a_disk_while_the_gpu_is_idle(
     chunks_per_step: int, answer_tokens: int, tmp_path: Path
 ) -> None:
-    """Some requests are computed while the others load: the first answers and the last come
-    sooner than if all wait for the disk, though it is faster than the GPU."""
+    """Some requests are computed while the others load. The first and the last answers come sooner
+    than if all requests wait for the disk, although the disk is faster than the GPU."""
     results, reads = {}, {}
     for on in (False, True):
         with world(tmp_path / str(on), answer_tokens, break_even=on) as served:

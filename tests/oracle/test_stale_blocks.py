@@ -26,7 +26,7 @@ def ask(world: OracleEngine, name: str, prompt: list[int]) -> Any:
 
 @pytest.fixture(params=["full", "mamba1_full"])
 def world(request: Any, tmp_path: Path) -> Any:
-    """With and without recurrent states, which are stored in a different way."""
+    """Worlds with and without recurrent states, which are stored in a different way."""
     conditions = Conditions(slots=100, tier=False, batched_tokens=16)
     with OracleEngine(MODELS[request.param], conditions, tmp_path, 2) as made:
         yield made

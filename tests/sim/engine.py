@@ -88,8 +88,8 @@ class Engine(Server):
     # -- a scheduler step --------------------------------------------------------------------
 
     def _admit(self) -> None:
-        """As vLLM does: requests that wait for their reads keep their place, and those behind them
-        are admitted."""
+        """Admit requests as vLLM does: requests that wait for their reads keep their position, and
+        requests behind them are admitted."""
         skipped: list[Request] = []
         while self.waiting:
             request = self.waiting[0]

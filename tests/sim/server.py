@@ -31,7 +31,8 @@ FAILURES = 3
 
 
 LOOKUP_MAX, LOOKUP_MIN = 4, 2
-"""Number of chunks that the lookups of a step may query, and that each may query in any case."""
+"""Number of chunks that the lookups of a step may query together, and that each may always
+query."""
 
 
 @dataclass(frozen=True)

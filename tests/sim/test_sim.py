@@ -153,7 +153,7 @@ def test_no_world_goes_wrong_with_look_ahead(part: int) -> None:
 @pytest.mark.parametrize("choice", ["auto", "always"])
 @pytest.mark.parametrize("part", range(4))
 def test_no_world_goes_wrong_while_requests_wait_for_reads(part: int, choice: str) -> None:
-    """Nobody waits for longer than allowed, and nothing is left of a wait."""
+    """No request waits for longer than allowed, and nothing is left of a wait."""
     waited: Counter[str] = Counter()
     for seed in range(part, 40, 4):
         setup = Setup.drawn(random.Random(seed))

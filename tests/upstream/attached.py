@@ -116,7 +116,8 @@ def _let_plan(scheduler: Any) -> None:
 
 
 def _hold_prompts(scheduler: Any) -> None:
-    """Before a request arrives, store the beginning of its prompt, as an earlier one would have."""
+    """Store the beginning of a prompt before its request arrives, as an earlier request would have
+    done."""
     connector, add_request = scheduler.connector, scheduler.add_request
     hit = HITS.get(scheduler.vllm_config.kv_transfer_config.engine_id, 0)
 

@@ -204,7 +204,8 @@ class Engine:
         return self.ask("call", function, *args)
 
     def ask(self, method: str, *args: Any, **kwargs: Any) -> Any:
-        """Call a method of ``EngineHost``; raise ``EngineError``, also if no answer comes."""
+        """Call a method of ``EngineHost``; raise ``EngineError``, for example if no answer
+        comes."""
         try:
             self._connection.send(Call(method, args, kwargs))
         except OSError as error:

@@ -94,7 +94,7 @@ class EngineHost:
         self._names[request_id] = internal if isinstance(internal, str) else request_id
 
     def step(self, times: int = 1) -> list[str]:
-        """Run engine steps, also when no request is unfinished (the connector may have work).
+        """Run engine steps, even when no request is unfinished (the connector may have work).
         Returns the request ids that finished."""
         finished = []
         for _ in range(times):

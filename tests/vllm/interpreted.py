@@ -5,8 +5,8 @@ and there is no Triton for CPUs: without them the first request ends the engine.
 this combination runs on the CPU platform. The source of the kernels is vLLM's; only their execution
 is replaced, so the copies are the same as on a GPU.
 
-``TRITON_INTERPRET=1`` must be in the environment before Triton is imported (it looks at it wherever
-it decorates a function, its own among them): see ``tests.vllm.engine.BASE_ENV``.
+``TRITON_INTERPRET=1`` must be in the environment before Triton is imported (Triton reads it
+whenever it decorates a function, including its own functions): see ``tests.vllm.engine.BASE_ENV``.
 """
 
 from __future__ import annotations

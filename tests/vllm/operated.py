@@ -46,7 +46,8 @@ def operate(server: VllmServer, root: Path, export: Path) -> None:
 
 
 def operate_at_rest(root: Path, export: Path, copy: Path) -> None:
-    """After the server has ended: everything is intact, and can be exported and cleared."""
+    """Check, after the server has ended, that everything is intact, and can be exported and
+    cleared."""
     assert kvtiers("verify", root, "--json").json["ok"]
     imported = kvtiers("import", export, copy, "--capacity", "64MiB", "--json")
     assert imported.json["complete"], imported.out

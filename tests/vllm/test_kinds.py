@@ -82,7 +82,8 @@ def test_kind(name: str, tmp_path: Path) -> None:
 
 @pytest.mark.thorough
 def test_mla_as_the_platform_runs_it_by_default(tmp_path: Path) -> None:
-    """Without a prefix cache of vLLM: the tiers provide what that would have provided."""
+    """vLLM has no prefix cache for it: the tiers provide the blocks that such a cache would have
+    provided."""
     kind = KINDS["deepseek_v2"]
     expected = Expected.record(kind, tmp_path / "model", tmp_path / "plain.log")
     model, options = kind.make(tmp_path / "model")

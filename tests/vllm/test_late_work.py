@@ -1,5 +1,5 @@
-"""If Model Runner V2 zeroed or wrote blocks later than the connector believes, tests would see it:
-faults are planted in V2 itself."""
+"""If Model Runner V2 zeroed or wrote blocks later than the connector assumes, tests would detect
+it: faults are planted in V2 itself."""
 
 from __future__ import annotations
 
@@ -41,7 +41,8 @@ def zero_loaded_groups(llm: Any) -> None:
 
 
 def test_blocks_that_v2_zeroes_after_their_load_are_seen(tmp_path: Path) -> None:
-    """By the comparison after each load. vLLM zeroes blocks of models with recurrent states."""
+    """The comparison after each load detects them. vLLM zeroes blocks of models with recurrent
+    states."""
     kind = Kind("granite_hybrid")
     if missing := FAMILIES[kind.family].missing():
         pytest.skip(missing)
@@ -116,8 +117,8 @@ def restore(engine: Engine, asked: list[int]) -> tuple[set[bytes], list[bytes]]:
 
 
 def test_blocks_that_v2_writes_after_their_store_are_seen(llama: Path, tmp_path: Path) -> None:
-    """By comparing bytes with vLLM's own cache, as ``test_kinds`` does. ``verify`` cannot see it:
-    it digests a block in the same hook, before V2 has written."""
+    """A comparison of bytes with vLLM's own cache detects them, as in ``test_kinds``. ``verify``
+    cannot detect them, because it digests a block in the same hook, before V2 has written."""
     late, in_time = prompts(3)[::2]
     with Engine(llama, log=tmp_path / "log", connector=config(None), **HASH) as engine:
         engine.call(record_loads)

@@ -1,4 +1,5 @@
-"""Look-ahead on a real engine: what waits is read from disk before it runs, and nothing differs."""
+"""Look-ahead on a real engine: prompts that wait are read from disk before they run, and no answer
+changes."""
 
 from __future__ import annotations
 
@@ -13,14 +14,15 @@ from tests.vllm.restored import HASH, Reference, config, fill, prompts, settle
 
 ONE_AT_A_TIME = {"max_num_seqs": 1}
 TWO_PROMPTS = {"num_gpu_blocks_override": 48, "max_model_len": 1024}
-"""vLLM lets as many requests load as its blocks can hold; the others wait."""
+"""vLLM lets as many requests load as fit into its blocks; the others wait."""
 COUNT = 8
 
 
 @pytest.mark.parametrize("choice", ["never", "always"])
 def test_a_backlog_is_read_ahead(choice: str, llama: Path, tmp_path: Path) -> None:
-    """Prompts that lie on disk only, sent all at once: their answers are those without offloading,
-    also if requests wait for their reads. Then no request runs until some have ended."""
+    """Prompts that are only on disk are sent all at once. Their answers are those without
+    offloading, even if requests wait for their reads; then no request runs until some reads have
+    ended."""
     reference = Reference.record(llama, tmp_path / "plain.log", prompts(COUNT), **ONE_AT_A_TIME)
     options = {"look_ahead": 0.5, "wait_for_reads": choice, "max_load_gpu_share": 1.0}
     transfer = config(tmp_path / "kv", **options)

@@ -105,7 +105,7 @@ def test_after_kill_9_in_the_middle_of_storing(
 
 
 def test_two_ranks(llama: Path, tmp_path: Path) -> None:
-    """Over a file tier; ``test_kinds`` and ``test_geometry`` have two ranks over LMDB."""
+    """Two ranks over a file tier; ``test_kinds`` and ``test_geometry`` have two ranks over LMDB."""
     both: dict[str, Any] = {"tensor_parallel_size": 2}
     expected = Reference.record(llama, tmp_path / "ref.log", prompts(2), **both)
     tier = {"type": "file", "path": str(tmp_path / "kv"), "capacity": "256MiB", "reserve": 0}

@@ -212,8 +212,8 @@ def test_http_restart_and_kill_9(llama: Path, tmp_path: Path) -> None:
 
 @pytest.mark.skipif(not IS_V2, reason="under V1, the test of a restart shows this and more")
 def test_one_prompt_is_restored_under_v2(llama: Path, tmp_path: Path) -> None:
-    """Under Model Runner V2, in the process that a real server starts for its engine; and from the
-    disk, by the server that follows one that was killed while it stored."""
+    """It is restored in the process that a real server starts for its engine. The next server
+    restores it from the disk, after the first one was killed while it stored."""
     verify = {"verify": "device", "verify_path": str(tmp_path / "digests")}
     connector = config(tmp_path / "kv", **verify)
     with start(llama, tmp_path, "v2", connector) as server:
@@ -271,7 +271,8 @@ def test_every_problem_of_a_configuration_is_reported_at_once(llama: Path, tmp_p
 
 @pytest.mark.thorough
 def test_kvtiers_serve_restores_blocks_from_both_tiers(llama: Path, tmp_path: Path) -> None:
-    """Two flags and no JSON: the second server finds what the first has left on the disk."""
+    """With two flags and no JSON, the second server finds the blocks that the first one has left on
+    the disk."""
     flags = (*FLAGS, "--kv-cpu", "64MiB", "--kv-disk", f"{tmp_path / 'kv'}:256MiB")
     program = (sys.executable, "-m", "tests.vllm.patient_cli", "serve")
     reference: Answers = {}

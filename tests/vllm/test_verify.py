@@ -88,7 +88,8 @@ def break_the_comparison(worker: Any) -> None:
 
 
 def test_closing_an_engine_whose_comparison_has_ended_fails(llama: Path, tmp_path: Path) -> None:
-    """So does closing an engine that has found other differences than those its test planted."""
+    """Closing also fails for an engine that has found other differences than those that its test
+    planted."""
     asked = prompts(2)[:1]
     with start(llama, tmp_path, "log") as engine:
         engine.generate_one(asked[0])

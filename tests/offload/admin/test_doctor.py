@@ -30,7 +30,8 @@ def config_of(**more):
 
 
 def hybrid(**more) -> Facts:
-    """Per 64 tokens: two full blocks of 32 (16 KiB each), a window block of 64, a state of 64."""
+    """Each 64 tokens take two full blocks of 32 (16 KiB each), a window block of 64 and a state of
+    64."""
     return facts_of(
         make_group(0, FULL, 32, 16384),
         make_group(1, WINDOW, 64, 16384, window_tokens=127),

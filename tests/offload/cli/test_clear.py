@@ -1,4 +1,4 @@
-"""``kvtiers clear`` removes exactly what it reports, also beside a live writer."""
+"""``kvtiers clear`` removes exactly what it reports, even beside a live writer."""
 
 from __future__ import annotations
 

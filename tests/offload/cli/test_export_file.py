@@ -21,7 +21,7 @@ from tests.patience import PATIENCE_S
 
 
 def until(process: subprocess.Popen[bytes], is_done: Callable[[], object]) -> None:
-    """Wait for a sign of a process that must not end before it."""
+    """Wait until a process shows a sign of progress; it must not end before that."""
     deadline = time.monotonic() + PATIENCE_S
     while not is_done():
         assert process.poll() is None
@@ -65,7 +65,7 @@ def test_one_export_at_a_time_writes_a_file(tmp_path: Path) -> None:
 def test_an_export_that_ends_while_another_starts(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ended: str
 ) -> None:
-    """It ends between the other's check of the name, its opening of the part file, and its lock."""
+    """One export ends while the other checks the name, opens the part file and locks it."""
     path, part = tmp_path / "f", tmp_path / "f.part"
 
     def lock(fd: int, how: int) -> None:

@@ -1,4 +1,4 @@
-"""Tests of what is found out about MODEL before vLLM is imported, with a real hub on localhost."""
+"""The checks of MODEL before vLLM is imported, with a real hub on localhost."""
 
 from __future__ import annotations
 
@@ -208,7 +208,7 @@ model_names.wrong_name("a/b", [], {})
 
 
 def test_the_time_for_the_hub_does_not_include_imports() -> None:
-    """Otherwise vLLM is imported on a slow machine for a name that is no name."""
+    """Otherwise vLLM would be imported on a slow machine for an impossible name."""
     done = subprocess.run(
         [sys.executable, "-c", IMPORTED], cwd=ROOT, capture_output=True, text=True, check=True
     )

@@ -252,8 +252,8 @@ async def test_records_of_a_later_epoch_than_recorded_are_damage(tmp_path: Path,
 
 @pytest.mark.parametrize("kind", ["lmdb", "file"])
 async def test_records_of_replaced_weights_are_not_damage(tmp_path: Path, kind: str) -> None:
-    """After a kill following a reset: the commands report that none of the records will be used,
-    and nothing is wrong."""
+    """The server was killed after a reset: the commands report that none of the records will be
+    used, and no damage."""
     await start(tmp_path, type=kind)
     bump_epoch(tmp_path / NAMESPACE.name / REPLICA)
     for command in ("inspect", "verify"):

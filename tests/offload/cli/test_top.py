@@ -226,7 +226,7 @@ def test_an_interval_that_never_ends(interval: str) -> None:
 
 
 def test_top_writes_one_view_after_the_other_into_a_pipe() -> None:
-    """It runs until it is stopped, or until its output is closed."""
+    """``top`` runs until it is stopped, or until its output is closed."""
     server = Server()
     server.fill()
     with serving([server.page]) as address:

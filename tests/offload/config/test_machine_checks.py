@@ -146,7 +146,7 @@ def test_a_path_where_nothing_can_be_created() -> None:
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="needs root to become another user")
 def test_a_path_of_another_user(tmp_path: Path) -> None:
-    """As user 65534: a folder of root that only root may write, and one that all users may
+    """User 65534 gets a folder of root that only root may write, and one that all users may
     write."""
     closed, shared = SHM / f"kvtiers-{os.getpid()}-a", SHM / f"kvtiers-{os.getpid()}-b"
     code = f"""
@@ -262,7 +262,8 @@ sys.stdin.read()
 
 
 def test_a_path_that_another_server_uses(tmp_path: Path) -> None:
-    """It does not matter who started it: here it is a child of the process that checks."""
+    """It does not matter which process started it; here it is a child of the process that
+    checks."""
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
     command = [sys.executable, "-c", HOLD, str(tmp_path)]
     with subprocess.Popen(command, **pipes, text=True) as other:

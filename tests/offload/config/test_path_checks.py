@@ -83,7 +83,7 @@ def test_a_folder_with_other_files_is_refused(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("kind", ["lmdb", "file"])
 def test_a_former_tiers_folder_is_accepted(tmp_path: Path, kind: str) -> None:
-    """Whatever else is there, and even if everything in it was cleared."""
+    """Other content does not matter, even if everything of the tier was cleared."""
     folder = tmp_path / "kv"
     [spec] = places(folder, type=kind).specs()
     renew = spec.renew

@@ -218,7 +218,7 @@ def test_neighbouring_folders_are_not_duplicates() -> None:
 
 
 def test_every_option_is_accepted_with_its_default() -> None:
-    """So the reference can be copied: the parser accepts every default."""
+    """The parser accepts every default, so the reference can be copied."""
     for fields in (CPU_FIELDS, TIER_FIELDS, TOP_FIELDS, *(t.fields for t in TIER_TYPES.values())):
         for field in fields:
             plain = isinstance(field.default, bool | int | float | str)
@@ -301,7 +301,7 @@ def test_slots_and_staging_stay_inside_the_capacity(
 def test_following_a_capacity_hint_works(
     capacity: int, tiers: int, staging: int | None, slot: int, ranks: int
 ) -> None:
-    """After following the hints, a user has no problem left."""
+    """No problem is left after a user has followed the hints."""
     config = sized(capacity, tiers, staging)
     problems = check_capacity(config, slot, ranks)
     raw = cpu(capacity)
@@ -414,7 +414,7 @@ def test_every_problem_of_a_store_is_found() -> None:
     ids=["lmdb", "file", "mooncake"],
 )
 def test_a_shared_tier_takes_no_policy(table: dict[str, Any]) -> None:
-    """It used to be ignored silently."""
+    """The option used to be ignored silently."""
     parse_config({"cpu": {"capacity": "1GiB"}, "tiers": [table]})
     given = table | {"policy": {"name": "slru"}, "high_watermark": 0.99}
     with pytest.raises(ConfigError) as caught:

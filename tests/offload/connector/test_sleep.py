@@ -40,7 +40,7 @@ def asked(hold: SleepHold, *, sleeps: int, same: bool, ranks: int = 2) -> bool |
 def test_a_reset_of_a_sleep_keeps_the_tiers_if_the_weights_are_the_same() -> None:
     hold = SleepHold()
     assert not hold.is_holding
-    assert asked(hold, sleeps=0, same=False) is None  # the first one only notes the weights
+    assert asked(hold, sleeps=0, same=False) is None  # the first answer only records the weights
     hold.reset()
     assert hold.is_holding
     assert asked(hold, sleeps=1, same=True) is True
@@ -52,7 +52,7 @@ def test_a_reset_of_a_sleep_keeps_the_tiers_if_the_weights_are_the_same() -> Non
     ("resets", "answer"),
     [
         (1, {"sleeps": 1, "same": False}),  # other weights
-        (1, {"sleeps": 0, "same": True}),  # a reset that somebody asked for
+        (1, {"sleeps": 0, "same": True}),  # a reset that a client requested
         (2, {"sleeps": 1, "same": True}),  # the same, and then a sleep
         (1, {"sleeps": 1, "same": True, "ranks": 1}),  # a rank that has not answered
     ],

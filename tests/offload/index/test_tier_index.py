@@ -331,7 +331,7 @@ def ready_for(event: ChunkEvent, state: ChunkState, many: int) -> TierIndex:
 
 @pytest.fixture(params=[1, 64])
 def many(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> int:
-    """From this number of keys on, bulk paths are used: always, or never in these tests."""
+    """The number of keys from which bulk paths are used: always or never, in these tests."""
     monkeypatch.setattr(index_module, "BULK_KEYS_MIN", request.param)
     count: int = request.param
     return count

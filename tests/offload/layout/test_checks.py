@@ -45,7 +45,7 @@ def test_alignment_is_a_common_multiple_of_all_chunks():
 
 
 def test_a_states_chunk_is_one_block_whatever_the_option():
-    """So hits can end at every state: vLLM may keep only the last one of a prompt."""
+    """Hits can therefore end at every state; vLLM may keep only the last one of a prompt."""
     groups = (make_group(0, FULL, 544), make_group(1, STATE, 544, draft=True))
     given = make_input(*groups, hash_tokens=544, scheduler_tokens=544, chunk_blocks=2)
     layout = build_layout(given)

@@ -61,7 +61,7 @@ class Moody(TierWrapper):
     def __init__(self, inner: Tier, rng: random.Random) -> None:
         super().__init__(inner)
         self._rng = rng
-        self.is_tame = True  # for as long as it is opened
+        self.is_tame = True  # for as long as it is open
 
     async def before(self, method: str, keys: Any) -> None:
         mood = self._rng.random()

@@ -8,7 +8,7 @@ from tiers.testing.memory_tier import SharedMemory, SharedMemoryTier
 
 NAMES = keys(6)
 PATIENT = {"lookup_timeout_s": 10}
-"""Time limit for replies that must come, also on a busy machine."""
+"""Time limit for replies that must arrive, even on a busy machine."""
 
 
 async def test_managers_restore_each_others_chunks() -> None:

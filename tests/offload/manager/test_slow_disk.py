@@ -103,8 +103,8 @@ class Server:
 
 
 async def hits_of(folder: Path, rate: float) -> tuple[int, float]:
-    """Two prompts come again and again, with a new one after each. Returns the chunks that were hit
-    in the CPU tier, and the writes that were given up."""
+    """Repeat two prompts, with a new one after each. Returns the chunks that were hit in the CPU
+    tier, and the writes that were given up."""
     async with Server(folder, rate) as server:
         for turn in range(TURNS):
             await server.answer(keys(8, 8 * (turn % 2)))

@@ -44,7 +44,7 @@ def held(planner: Planner) -> list[int]:
 def test_chunks_beyond_the_bound_on_stores_follow_in_later_steps() -> None:
     planner = make()
     planner.stores.late.add(run(0, 10), None)
-    assert planner.busy, "an idle engine must go on stepping"
+    assert planner.busy, "an idle engine must continue to step"
     assert [step(planner) for _ in range(4)] == [4, 4, 2, 0]
     assert held(planner) == list(range(10))
     assert not planner.busy
@@ -91,7 +91,7 @@ def test_nothing_waits_after_a_change_of_content_that_no_fence_announces() -> No
 
 
 def test_chunks_for_which_no_space_will_be_free_are_given_up() -> None:
-    """Otherwise an idle engine would go on stepping for nothing."""
+    """Otherwise an idle engine would continue to step without need."""
     planner = make(slots=6)
     planner.cpu.retention.keep({key_of(n) for n in range(6)})
     planner.stores.late.add(run(0, 10), None)

@@ -128,7 +128,7 @@ def test_a_probe_that_loaded_nothing_is_a_slow_probe() -> None:
 
 
 def test_a_tier_that_pays_only_without_traffic_is_tried_less_and_less_often() -> None:
-    """Probes meet no traffic. For 600 s, probes are fast and loads slow."""
+    """Probes run without traffic: for 600 s, probes are fast and loads slow."""
     pace, now, resumed = LoadOrRecompute(prefill_of(1000)), 0.0, []
     while now < 600.0:
         if pace.pays:
@@ -240,7 +240,8 @@ def test_what_can_be_read_in_time_may_be_too_little() -> None:
 
 
 def test_for_a_request_that_waits_anyway_the_queue_of_the_disk_does_not_matter() -> None:
-    """It gets what could not be read in time for a load, too, but still no short piece."""
+    """All of the prefix is read for it, even the part that a load could not read in time, but still
+    no short piece."""
     pace = LoadOrRecompute(prefill_of(1000), timeout_s=1.0)
     load_at(pace, 2000)
     for job in (1, 2):

@@ -215,8 +215,8 @@ def test_two_loads_may_wait_for_the_same_chunks() -> None:
 
 
 def test_an_answer_ends_only_its_own_load() -> None:
-    """A name may be reused while an earlier load under it is still in flight (a read that
-    hangs)."""
+    """A request's name may be reused while an earlier load under this name is still in flight (a
+    read that hangs)."""
     bed = Bed()
     bed.store(LONG)
     bed.planner.loads.plan("r", [run(range(3))])
@@ -337,7 +337,7 @@ def test_a_step_stores_no_more_than_its_share_and_the_rest_is_offered_again() ->
     assert planner.stores.plan(run(many)) == 100, "five eighths of the budget"
     assert planner.stores.plan(run(range(100, 300))) == 0
     assert planner.stores.plan(run(range(290, 300))) == 0, (
-        "not even a few may be stored while the request goes on"
+        "not even a few may be stored while the request continues"
     )
     ended = run(range(290, 300))
     assert planner.stores.plan(ended, ended=True) == 10, (

@@ -1,4 +1,4 @@
-"""Look-ahead alone: what it reads, keeps and gives up, and what it counts."""
+"""Tests of look-ahead alone: which chunks it reads, keeps and gives up, and its counters."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ SIZE = 100
 
 class Queue:
     """A planner whose lower tiers hold the chunks 0 to 99, and requests that wait. ``options`` are
-    more of the planner's."""
+    further options of the planner."""
 
     def __init__(self, slots: int = 40, share: float = 0.5, tiers: int = 1, **options: Any) -> None:
         self.disks = [
@@ -46,14 +46,14 @@ class Queue:
         self.ahead.enter(name, order, [run(numbers, **origin)])
 
     def step(self, seconds: float = 0.01) -> list[int]:
-        """The chunks whose reads ahead this step begins."""
+        """Run a step; return the chunks whose reads ahead it begins."""
         self.now += seconds
         self.planner.tick(self.now)
         self.plans.append(self.planner.step())
         return [number(i.key) for job in self.plans[-1].loads if job.is_ahead for i in job.items]
 
     def end(self, *bad: int, **answer: object) -> None:
-        """All reads under way end with this ``answer``; those of ``bad`` chunks fail."""
+        """End all reads under way with this ``answer``; those of ``bad`` chunks fail."""
         failed = frozenset(map(key_of, bad))
         jobs = [job for plan in self.plans for job in plan.loads]
         self.plans.clear()
@@ -99,7 +99,7 @@ def test_pins_of_clients_and_reads_ahead_leave_slots_for_stores() -> None:
 
 
 def test_what_the_request_loads_is_used_and_the_rest_is_given_up() -> None:
-    """vLLM may take fewer tokens than were found."""
+    """vLLM may accept fewer tokens than were found."""
     queue = Queue()
     queue.wait("one", range(10), 1)
     queue.step()
@@ -131,7 +131,7 @@ def test_the_saved_time_is_that_of_reads_that_were_used_and_not_late() -> None:
     queue.ahead.leave("late", [run(range(20, 30))])
     queue.end(seconds=5.0)
     assert queue.ahead.saved_s == pytest.approx(0.8)
-    assert queue.ahead._took_s == {}, "nothing is kept for chunks that nobody waits for"
+    assert queue.ahead._took_s == {}, "nothing is kept for chunks that no request waits for"
 
 
 def test_an_heir_saves_the_time_of_what_was_read_for_another() -> None:
@@ -161,7 +161,7 @@ def test_what_was_read_for_a_request_that_leaves_goes_to_the_next_that_wants_it(
 
 
 def test_a_request_is_late_only_if_it_does_not_run_after_its_read() -> None:
-    """A long queue: what is read for its end is not given up at once."""
+    """In a long queue, chunks that were read for its end are not given up at once."""
     queue = Queue(share=0.25)
     queue.wait("first", range(10), 1)
     queue.wait("last", range(10, 20), 2)
@@ -179,7 +179,8 @@ def test_a_request_is_late_only_if_it_does_not_run_after_its_read() -> None:
 
 
 def test_in_a_queue_of_minutes_each_chunk_is_read_once_and_used() -> None:
-    """Twenty requests of twenty seconds each: what was read for one that comes nearer stays."""
+    """Twenty requests take twenty seconds each: chunks that were read for a request stay while it
+    advances in the queue."""
     queue = Queue(share=0.5)
     prompts = {f"r{n}": range(5 * n, 5 * n + 5) for n in range(20)}
     for place, (name, numbers) in enumerate(prompts.items()):
@@ -193,7 +194,8 @@ def test_in_a_queue_of_minutes_each_chunk_is_read_once_and_used() -> None:
 
 
 def test_a_request_that_others_overtake_for_minutes_loses_what_was_read_for_it() -> None:
-    """As each urgent request runs, the next one comes: its place is never better than it was."""
+    """Whenever an urgent request runs, another one arrives, so the patient request never advances
+    in the queue."""
     queue = Queue(share=0.25)
     queue.wait("patient", range(10), 9)
     queue.wait("urgent0", (), 0)
@@ -304,7 +306,8 @@ def test_what_waiting_requests_want_is_evicted_last() -> None:
     ("left", "kept"), [((), range(200, 215)), (("one",), range(215, 230))], ids=["first", "second"]
 )
 def test_what_the_next_requests_want_is_evicted_last(left: Sequence[str], kept: range) -> None:
-    """At most half of the CPU tier; the next request follows when the first has left."""
+    """This covers at most half of the CPU tier; the next request follows when the first has
+    left."""
     queue = Queue(share=0.25)
     fill(queue, range(200, 240))
     queue.wait("one", range(200, 215), 1)
@@ -368,7 +371,8 @@ def test_a_spent_step_reads_nothing_ahead() -> None:
 
 
 def test_what_two_tiers_hold_is_read_whole_once_there_is_space() -> None:
-    """The CPU tier fills up at a chunk of the first tier; those of the second come before it."""
+    """The CPU tier is full when a chunk of the first tier is reached; chunks of the second tier
+    come before it."""
     queue = Queue(tiers=2)
     queue.disks[0].drop([key_of(n) for n in range(1, 10, 2)])
     queue.disks[1].drop([key_of(n) for n in range(0, 10, 2)])
@@ -402,7 +406,7 @@ def test_a_chunk_that_was_dropped_is_read_for_the_request_that_wants_it_next() -
 
 
 def test_a_tier_that_turns_slow_is_not_read_any_more() -> None:
-    """Loads of chunks that were read ahead come from the CPU tier, so they do not show it."""
+    """Loads of chunks that were read ahead come from the CPU tier, so they do not reveal this."""
     queue = Queue()
     for _ in range(3):
         queue.planner.health.computed(10_000, 1.0)

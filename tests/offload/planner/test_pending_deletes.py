@@ -1,4 +1,4 @@
-"""Deletions in a tier that has lost everything."""
+"""Tests of deletions in a tier that has lost everything."""
 
 from __future__ import annotations
 

@@ -17,7 +17,8 @@ def queue_of(tokens: list[int]) -> ReadQueue:
 
 
 def delivered_until_the_end_of(own: int, others: list[int]) -> int:
-    """Deliver one token to each load in turn, to the own load last, until it has all its tokens."""
+    """Deliver one token to each load in turn, to this load last, until this load has all its
+    tokens."""
     left, mine, delivered = list(others), own, 0
     while mine:
         for at, count in enumerate(left):

@@ -1,4 +1,4 @@
-"""Requests that wait for their reads: the choice, its bounds, and how a wait ends."""
+"""Tests of requests that wait for their reads: the decision, its limits, and how a wait ends."""
 
 from __future__ import annotations
 
@@ -100,7 +100,7 @@ class Waits(Queue):
         return self.waits.ask(name, self.now, room, lambda: self.computing)
 
     def begins(self, name: str, numbers: Iterable[int], *order: int) -> list[int]:
-        """A request waits for these chunks; returns those whose reads begin."""
+        """Let a request wait for these chunks; return those whose reads begin."""
         self.wait(name, numbers, *order)
         assert self.ask(name) is Answer.WAIT
         return self.step()
@@ -122,7 +122,7 @@ def test_a_request_waits_until_its_reads_have_ended() -> None:
 
 
 def test_the_last_reads_are_not_waited_for() -> None:
-    """The load waits for them."""
+    """The request does not wait for its last reads; its load does."""
     waits = Waits(slots=80)
     waits.wait("one", range(33), 1)
     assert waits.ask("one") is Answer.WAIT
@@ -148,14 +148,15 @@ def test_a_request_that_is_not_read_for_does_not_wait() -> None:
 
 
 def test_a_tier_that_was_not_measured_is_not_waited_for() -> None:
-    """Otherwise no load would ever measure it."""
+    """Requests do not wait for such a tier; otherwise no load would ever measure it."""
     waits = Waits(speed=0.0)
     waits.wait("one", range(10), 1)
     assert waits.ask("one") is Answer.BEGIN
 
 
 def test_reads_that_take_too_long_are_given_up() -> None:
-    """From the time when the request's own reads began; it begins with what is there."""
+    """The time counts from the beginning of the request's own reads. The request then begins with
+    the chunks that have arrived."""
     waits = Waits(ALWAYS, share=0.25)
     waits.begins("one", range(10), 1)
     waits.wait("two", range(20, 30), 2)
@@ -181,7 +182,7 @@ def test_the_reading_time_before_a_wait_does_not_count() -> None:
 
 
 def test_nobody_waits_for_ever() -> None:
-    """Reads for another request go on and on."""
+    """Reads for another request continue without end."""
     waits = Waits(ALWAYS)
     waits.begins("urgent", range(60), 1)
     waits.wait("one", range(60, 70), 2)
@@ -194,7 +195,7 @@ def test_nobody_waits_for_ever() -> None:
 
 
 def test_a_wait_ends_when_nothing_is_read() -> None:
-    """The share is full with chunks of others that do not run."""
+    """Chunks of other requests, which do not run, fill the share."""
     waits = Waits(ALWAYS)
     waits.wait("other", range(20), 1)
     waits.step()
@@ -264,8 +265,8 @@ def test_few_requests_wait_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_behind_other_reads_a_request_computes_if_that_is_sooner(
     computing: int, answer: Answer
 ) -> None:
-    """Both reads take 2.6 s. Computing its 160 tokens takes 160 / (0.9 * 80) = 2.2 s, and behind 64
-    others 3.1 s."""
+    """Both reads take 2.6 s. Computing the 160 tokens of the request takes 160 / (0.9 * 80) = 2.2
+    s, and after 64 other tokens 3.1 s."""
     waits = Waits()
     waits.begins("one", range(16), 1)
     waits.wait("two", range(20, 30), 2)
@@ -274,7 +275,7 @@ def test_behind_other_reads_a_request_computes_if_that_is_sooner(
 
 
 def test_loads_in_flight_delay_the_reads() -> None:
-    """Alone, a short read is not worth a wait."""
+    """Without loads in flight, a short read is not worth a wait."""
     waits = Waits(speed=1600.0)
     waits.wait("one", range(1), 1)
     waits.wait("two", range(1, 2), 2)

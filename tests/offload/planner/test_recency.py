@@ -1,4 +1,5 @@
-"""When uses are reported to policies: long requests in parts, with the same result as at once."""
+"""Tests when uses are reported to policies: a long request is reported in parts, with the same
+result as if it were reported at once."""
 
 from __future__ import annotations
 

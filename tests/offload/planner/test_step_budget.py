@@ -141,8 +141,8 @@ def test_short_requests_do_not_pile_up_either(tiers: int, length: int) -> None:
 
 @pytest.mark.parametrize("tiers", [1, 2])
 def test_everything_within_the_budget_is_written_through(tiers: int) -> None:
-    """Into a full CPU tier, and every chunk onward: nothing is skipped, however long it
-    continues."""
+    """Chunks enter a full CPU tier, and each is written onward: nothing is skipped, however long
+    this continues."""
     bed = Bed(tiers)
     bed.cpu.recover(JUNK, [EntryInfo()] * len(JUNK))
     per_step = 100 if tiers == 1 else 60
@@ -194,7 +194,7 @@ def test_the_head_of_a_long_request_is_evicted_last_from_every_tier() -> None:
 
 
 def some_fail() -> None:
-    """Of several write-throughs that are processed together."""
+    """Several write-throughs are processed together, and some of them fail."""
     bed = Bed(1)
     bed.step(200)
     plan = bed.planner.step()
@@ -247,7 +247,7 @@ def test_chunks_evicted_for_one_that_still_does_not_fit_are_deleted() -> None:
 
 
 def test_chunks_without_space_in_a_tier_are_skipped_step_by_step() -> None:
-    """Thousands of chunks wait for a tier all of whose chunks must stay."""
+    """Thousands of chunks wait for a tier in which every chunk must stay."""
     bed = Bed(1, disk_chunks=50)
     (disk,), (queue,) = bed.lower, bed.planner.write_through.queues
     disk.recover(JUNK[:50], [EntryInfo(size_bytes=SIZE)] * 50)

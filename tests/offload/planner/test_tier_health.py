@@ -341,7 +341,7 @@ def test_a_rank_that_lost_its_records_empties_the_tier_on_all_ranks() -> None:
 
 
 def test_one_late_load_ends_the_use_of_a_slow_tier() -> None:
-    """Its request has waited for nothing; the next one must not."""
+    """The late load's request has waited without a result; the next request must not."""
     planner = make()
     holding(planner, 1)
     compute_at(planner, 1000.0)

@@ -130,7 +130,7 @@ def test_uses_are_not_sent_to_a_tier_that_is_not_written() -> None:
 
 
 def test_nothing_queues_up_behind_a_write_that_hangs() -> None:
-    """The breaker is half-open, and its one write never ends."""
+    """The breaker is half-open, and the one write that it allows never ends."""
     planner = make()
     holding(planner, 1, 2)
     break_writes(planner)

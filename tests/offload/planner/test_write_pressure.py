@@ -151,8 +151,9 @@ def test_stores_wait_for_a_disk_that_lags_only_slightly() -> None:
 def test_a_long_prompt_does_not_evict_its_own_head(
     rate: float, per_step: int, chunks: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of each of four prompts in a row about as much stays as the CPU tier holds, without a disk,
-    over a slow one and over one that keeps up; what the disk writes meanwhile comes on top."""
+    """Four prompts run in a row. Of each, about as much stays as the CPU tier holds, whether there
+    is no disk, a slow one, or one that keeps up; the chunks that the disk writes in the meantime
+    come on top."""
     monkeypatch.setattr(f"{__name__}.PER_STEP", per_step)
     line = Line(rate)
     for prompt in range(4):
@@ -186,7 +187,7 @@ def test_a_request_that_fills_the_tier_does_not_stop_others() -> None:
 def test_after_two_requests_without_a_victim_the_step_searches_no_more(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Every chunk must stay: not every running request looks at all of them in every step."""
+    """Every chunk must stay, so not every running request may examine all of them in every step."""
     line, keys = full_of_its_own(0.0)
     line.planner.cpu.retention.keep(frozenset(keys))
     searches = []
@@ -245,7 +246,8 @@ def test_an_abandoned_write_is_made_when_its_chunk_is_stored_again() -> None:
 
 
 def test_queued_chunks_that_were_evicted_do_not_pile_up() -> None:
-    """Not even if the disk takes so long for its first write that none of them is looked at."""
+    """This holds even if the disk takes so long for its first write that none of them is
+    examined."""
     line = Line(1e-4)
     for prompt in range(60):
         line.serve(prompt, 60, decodes=2)
@@ -263,7 +265,7 @@ def store_and_queue(
 
 
 def test_a_chunk_that_is_stored_again_while_its_first_entry_waits_is_written_once() -> None:
-    """Twice in one write, it ended the planning of the step with an error."""
+    """If it occurred twice in one write, the planning of the step ended with an error."""
     cpu = TierIndex("cpu", SlotCapacity(SLOTS), LruPolicy())
     disk = TierIndex("disk", ByteCapacity(1 << 30), LruPolicy())
     queue, groups = WriteThroughQueue(0, disk), {0: GroupInfo("full", 16, (1,))}

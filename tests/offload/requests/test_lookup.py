@@ -81,7 +81,7 @@ def delivers(planner: Planner, tier: int, rate: float) -> None:
 @pytest.mark.parametrize(
     ("cpu", "below", "loaded"),
     [
-        (0, 9, 0),  # sooner computed
+        (0, 9, 0),  # faster to compute
         (0, 10, 10),
         (20, 9, 20),  # the near part is loaded, the rest is computed
         (20, 10, 30),
@@ -147,7 +147,8 @@ def test_a_read_under_way_is_joined_from_any_tier() -> None:
 def test_a_request_does_not_wait_behind_other_loads(
     others: list[int], computing: int, loaded: int
 ) -> None:
-    """Ten chunks lie below the CPU tier. Alone, they take half the time of computing them."""
+    """Ten chunks lie below the CPU tier. Without other loads, reading them takes half the time of
+    computing them."""
     planner = planner_with(20, 10)
     delivers(planner, 0, 2 * STOP_BELOW)
     reads = planner.health[0].reads_in_flight

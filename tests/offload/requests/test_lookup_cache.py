@@ -264,7 +264,7 @@ def test_several_long_prompts_share_a_step() -> None:
 
 @pytest.mark.parametrize("most", [3, 10**6])
 def test_a_request_does_not_wait_forever_while_many_chunks_leave(most: int) -> None:
-    """Between any two of its steps, more chunks have left than the log of removals keeps."""
+    """Between any two steps, more chunks leave the tiers than the log of removals keeps."""
     world = ChangingTiers(0)
     world.planner.removals._keys_max = most
     world.put(world.disk, world.every)

@@ -173,7 +173,8 @@ def order(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> No
 
 @pytest.mark.usefixtures("order")
 def test_a_reset_voids_all_earlier_digests_also_after_a_restart(tmp_path: Path) -> None:
-    """Digests of this engine, of one that ended before, and of one that runs beside it."""
+    """This covers digests of this engine, of one that ended before, and of one that runs beside
+    it."""
     ended, table, beside = opened(tmp_path), opened(tmp_path), opened(tmp_path)
     ended.enter([b"ended"], entry(1)[None])
     ended.close()
@@ -239,7 +240,7 @@ def test_a_disk_that_fills_up_leaves_complete_frames(
 
 
 class HeldVerifier(Verifier):
-    """Compares a loaded chunk only when a test lets it."""
+    """Compares a loaded chunk only when a test allows it."""
 
     def __init__(self, registration: Registration) -> None:
         super().__init__(DeviceDigest(registration), WorkerStats(), None, "")
@@ -369,7 +370,7 @@ async def test_a_chunk_that_another_engine_has_computed_with_other_bytes_is_righ
     async with asyncio.timeout(PATIENCE_S), rank_with(verifier=verifier) as rank:
         assert (await load_all(rank, BOTH)).bad == frozenset()
         rank.slab.slot(1)[0] ^= 1
-        assert (await load_again(rank)).bad == {KEYS[1]}, "nobody has computed that"
+        assert (await load_again(rank)).bad == {KEYS[1]}, "no engine has computed that"
         caplog.clear()
         mine = rank.executor._verifier
         assert mine is not None
@@ -464,7 +465,7 @@ async def test_blocks_are_digested_while_they_hold_the_chunk(early: bool) -> Non
 
 @pytest.mark.parametrize("here", [(0, 1), (0,), (1,)])
 def test_only_loaded_blocks_are_compared(here: tuple[int, ...]) -> None:
-    """A load may skip blocks of a chunk, here of two; the chunks behind it are compared as well."""
+    """A load may skip blocks of a chunk, here of two; the chunks after it are compared as well."""
     torch.manual_seed(1)
     cache = torch.randint(0, 256, (8, 64), dtype=torch.uint8)
     registration = register_kv_caches(8, [GroupCaches(0, 2, {"layer": cache})])

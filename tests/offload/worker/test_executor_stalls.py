@@ -256,7 +256,7 @@ async def test_a_late_end_does_not_end_a_later_load_of_the_same_name(clock: Cloc
 
 
 async def test_an_unreadable_part_ends_its_load_when_the_others_have_ended() -> None:
-    """Copies that are under way are waited for."""
+    """The load waits for copies that are under way."""
     async with rank_with() as rank:
         await stored(rank)
         first = LoadJob(2, "r2", [LoadItem(KEYS[0], 0, (9,), 0, -1)], 0, False)

@@ -15,7 +15,7 @@ async def turned() -> None:
 
 
 class Reads:
-    """Reads that go on until the test ends them; ``order`` is that of their turns."""
+    """Reads that continue until the test ends them; ``order`` is the order of their turns."""
 
     def __init__(self, count: int = 1) -> None:
         self.turns = ReadTurns(count)
@@ -50,7 +50,7 @@ async def test_reads_that_requests_wait_for_go_first(count: int) -> None:
 
 
 async def test_a_read_ahead_does_not_begin_beside_a_read_that_a_request_waits_for() -> None:
-    """It would take a part of the device's speed from that one."""
+    """It would take part of the device's speed from the other read."""
     reads = Reads(4)
     for number in range(2):
         await reads.begin(f"awaited{number}", number, is_ahead=False)

@@ -111,14 +111,14 @@ def test_a_read_ahead_waits_for_its_turn_longer_than_a_load_may_take() -> None:
 
 
 def test_the_time_of_a_read_ahead_begins_with_its_turn(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The wait for other reads is no time that look-ahead saves."""
+    """Look-ahead does not save the time for which a read waits for other reads."""
     clock = SimpleNamespace(perf_counter=lambda: asyncio.get_running_loop().time())
     monkeypatch.setattr(loads, "time", clock)
     run_virtually(timed_after_its_wait())
 
 
 def test_a_read_ahead_without_a_turn_is_given_up_and_is_not_late() -> None:
-    """It says nothing about the speed of the tier."""
+    """Such a read says nothing about the speed of the tier."""
     run_virtually(ahead_of_a_disk_that_stays_busy())
 
 

@@ -266,7 +266,8 @@ def mounted(folder: Path) -> Iterator[None]:
 
 
 def test_a_mount_point_without_its_disk_is_not_used(tmp_path: Path) -> None:
-    """Not even if it has a folder of this very namespace, left by a start without the disk."""
+    """This holds even if it contains a folder of the same namespace, left by a start without the
+    disk."""
     mount = tmp_path / "disk"
     mount.mkdir()
     path = mount / "kv"

@@ -15,7 +15,7 @@ from tests.patience import PATIENCE_S
 
 
 def test_an_interrupt_waits_until_the_workers_are_started() -> None:
-    """Another thread takes the signal, as that of a progress bar does."""
+    """Another thread receives the signal, such as the thread of a progress bar."""
     end, shown = threading.Event(), []
 
     def start_interrupted() -> None:

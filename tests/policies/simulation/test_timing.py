@@ -55,7 +55,8 @@ def close(value: float) -> object:
 
 
 def test_computed_prompts_wait_for_each_other() -> None:
-    """Two places, but one prompt is computed at a time. Answers do not delay each other."""
+    """Two requests run at a time, but one prompt is computed at a time. Answers do not delay each
+    other."""
     speeds = Speeds(prefill=100, decode=10, read=1, in_flight=2)
     found = run([prompt(0, 10, answer=6), prompt(100, 10, 0.5, answer=6)], speeds=speeds).extra
     assert found["ttft_mean_s"] == close((1.01 + 2.02 - 0.5) / 2)
@@ -64,7 +65,7 @@ def test_computed_prompts_wait_for_each_other() -> None:
 
 
 def test_a_request_waits_for_a_place_and_for_its_reads() -> None:
-    """One place: the second request is read when the answer of the first has ended."""
+    """One request runs at a time: the second is read when the answer of the first has ended."""
     both = [prompt(0, 10, answer=11), prompt(100, 10)]
     result = run(both, upper=100, on_disk=both)
     assert result.hit_blocks == 20
@@ -94,8 +95,8 @@ def test_loads_come_before_look_ahead_and_join_its_reads() -> None:
 
 
 def test_look_ahead_is_bounded_by_its_share_of_the_upper_tier() -> None:
-    """While the first request runs, there is space for the blocks of one other. The next is read
-    when that one begins, and waits for its read."""
+    """While the first request runs, there is space for the blocks of one other request. The third
+    request is read when the second one begins, and waits for its read."""
     first = prompt(0, 1, answer=1000)
     waiting = [prompt(100 * number, 10) for number in range(1, 4)]
     found = run([first, *waiting], upper=40, on_disk=waiting, look_ahead=0.25).extra
@@ -107,8 +108,8 @@ def test_look_ahead_is_bounded_by_its_share_of_the_upper_tier() -> None:
 
 
 def test_what_was_read_ahead_stays_until_its_request_begins() -> None:
-    """The first request finds space for 8 of its 15 blocks: the others belong to the second one, 10
-    that were read for it and 2 that were there before."""
+    """The first request finds space for 8 of its 15 blocks. The rest of the tier belongs to the
+    second request: 10 blocks that were read for it and 2 that were there before."""
     first, second = prompt(0, 15), prompt(100, 12)
     found = run([first, second], upper=20, above=[prompt(100, 2)], on_disk=[second],
                 look_ahead=0.5).extra  # fmt: skip
@@ -135,7 +136,8 @@ def test_what_was_read_ahead_stays_until_its_request_begins() -> None:
 def test_every_request_is_answered(
     requests: list[Request], upper: int, look_ahead: float, in_flight: int
 ) -> None:
-    """Also when the tier is smaller than a prompt; nothing is read twice for one request."""
+    """This holds even when the tier is smaller than a prompt; nothing is read twice for one
+    request."""
     requests.sort(key=lambda request: request.time_s)
     speeds = Speeds(prefill=100, decode=100, read=300, in_flight=in_flight)
     result = run(requests, upper=upper, on_disk=[], look_ahead=look_ahead, speeds=speeds)

@@ -153,7 +153,7 @@ def test_killed_before_each_step(tmp_path: Path, life: Life, every: int) -> None
         nothing_of_the_dead_is_left(folder, shared)
         assert sum(path.stat().st_size for path in folder.glob("epoch-*/*")) <= CAPACITY
         shared.remove([*NEW, *MANY], COMMON)
-    assert step > 20, "nobody was killed"
+    assert step > 20, "no process was killed"
     shared.close()
 
 
@@ -173,4 +173,4 @@ def test_killed_before_each_step_of_creating_a_folder(tmp_path: Path) -> None:
         assert [fetch(shared, key) for key in KEPT] == [ReadOutcome.OK] * len(KEPT)
         nothing_of_the_dead_is_left(folder, shared)
         shared.close()
-    assert step > 20, "nobody was killed"
+    assert step > 20, "no process was killed"

@@ -1,4 +1,4 @@
-"""Reads go first on a disk: one write at a time beside them, but never none."""
+"""Reads have priority on a disk: beside them one write at a time runs, but never none."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ class Waiting(threading.Condition):
 
 
 class Writes:
-    """Threads that write until the test ends them. ``events`` tells which of them waited and which
-    began."""
+    """Threads that write until the test ends them. ``events`` records which of them waited and
+    which began."""
 
     def __init__(self, order: ReadsFirst, events: Events) -> None:
         self._order = order
@@ -98,7 +98,7 @@ def test_reads_that_never_end_do_not_stop_writes() -> None:
 
 
 class HeldIo(DiskIo):
-    """Reads go on once ``goes_on`` is set; ``events`` tells of writes."""
+    """Reads continue once ``goes_on`` is set; ``events`` records the writes."""
 
     def __init__(self, events: Events) -> None:
         self.begun, self.goes_on = threading.Event(), threading.Event()

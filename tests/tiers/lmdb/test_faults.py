@@ -195,8 +195,8 @@ class CountingIo(GatedIo):
 
 
 def place(thread: threading.Thread) -> str:
-    """Where a read thread stands that cannot continue before the gate opens: at the device, or in
-    the queue for it. Empty if it can continue."""
+    """The place where a read thread waits for the gate: at the device, or in the queue for the
+    device. Empty if the thread can continue."""
     codes = {at.f_code for at, _ in traceback.walk_stack(sys._current_frames()[thread.ident or 0])}
     if CountingIo.preadv.__code__ in codes:
         return "device"

@@ -86,7 +86,8 @@ class Job:
 
 
 async def test_jobs_report_when_as_much_has_ended_as_is_left() -> None:
-    """Few messages: after half, three quarters and so on, but not for a few records each."""
+    """There are few messages: after half, three quarters and so on, but none for only a few
+    records."""
     reported: list[list[int]] = []
 
     def post(whole: Together[Job]) -> None:

@@ -54,7 +54,7 @@ def master(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Master]:
 
 
 def namespace_of(folder: Path) -> bytes:
-    """Tests share the master, each in a separate namespace."""
+    """A separate namespace for each test, because tests share the master."""
     return hashlib.blake2b(str(folder).encode(), digest_size=16).digest()
 
 
@@ -416,8 +416,8 @@ class Load:
 async def test_a_master_killed_and_restarted_under_load(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """In the middle of a read, and of a write: no call hangs, and none returns a wrong result; when
-    the master is back, empty, the tier reports the loss and works."""
+    """The master is killed in the middle of a read and of a write. No call hangs, and none returns
+    a wrong result; when the master is back, empty, the tier reports the loss and works."""
     load = Load()
     with Master(tmp_path / "log") as master, InterruptingProxy(master) as proxy:
         settings = replace(master.settings(), master=proxy.address)
@@ -449,8 +449,8 @@ async def test_a_master_that_stalls_under_load(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """At random moments of reads and writes, the master accepts connections but does not respond;
-    then it continues. No call waits for it for long, none returns a wrong result, and closing
-    meanwhile is bounded."""
+    then it continues. No call waits for it for long, none returns a wrong result, and closing the
+    tier during a stall takes a bounded time."""
     monkeypatch.setenv("MC_RPC_TIMEOUT_MS", "300")
     rng = random.Random(1)
     load = Load()

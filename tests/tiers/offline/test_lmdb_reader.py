@@ -1,4 +1,4 @@
-"""Another process reads an LMDB tier: what that costs the owner, also if the reader is killed."""
+"""Another process reads an LMDB tier: what this costs the owner, even if the reader is killed."""
 
 from __future__ import annotations
 
@@ -143,7 +143,8 @@ async def test_files_that_are_moved_away_are_detected(tmp_path: Path) -> None:
 
 
 async def test_a_file_shorter_than_its_index_is_refused(tmp_path: Path) -> None:
-    """Also if a live owner seems to have just checked it: LMDB would kill this process."""
+    """It is refused even if a live owner seems to have just checked it: LMDB would kill this
+    process."""
     await fill(tmp_path / "tier")
     data = tmp_path / "tier" / "data.mdb"
     os.truncate(data, 3 * 4096)

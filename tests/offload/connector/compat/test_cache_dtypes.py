@@ -77,7 +77,7 @@ def namespace_with(handler: type[Handler], name: str, model: Path) -> Any:
 def test_the_handler_of_a_dtype_is_part_of_the_namespace(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """With vLLM 0.32, which has no handlers, each dtype gets one here."""
+    """vLLM 0.32 has no handlers, so the test gives each dtype one."""
     model, found = make_model(tmp_path / "model"), []
     for handler in (None, Handler(), OtherHandler()):
         monkeypatch.setattr(identity, "cache_dtype_handler", lambda _dtype, it=handler: it)

@@ -252,7 +252,7 @@ def test_an_unknown_version_that_lacks_what_we_need_is_refused(
 def test_the_first_process_of_a_server_refuses_such_a_version_with_one_message(
     connector: str, fresh_check: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Before anything is loaded. Servers with other connectors do not concern us."""
+    """The process ends before anything is loaded. Servers with other connectors are not checked."""
     broken = Renamed(installed(), PLANTED)
     fresh_check.setattr(at_start, "open_source", lambda where: broken)
     extra = {"cpu": {"capacity": "64MiB"}}

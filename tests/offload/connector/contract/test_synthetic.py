@@ -271,7 +271,7 @@ def test_a_module_that_has_become_empty_has_no_names(kept: Contract) -> None:
 
 
 def test_a_version_is_compared_with_the_nearest_tested_one() -> None:
-    """A kept contract of a version that is refused says nothing about another such version."""
+    """The kept contract of a refused version says nothing about other versions."""
     assert minor_of("0.31") in kept_versions()
     old = Texts("vllm", VLLM | {"vllm/_version.py": "__version__ = version = '0.31.2'\n"})
     checked = check(old)

@@ -161,7 +161,8 @@ def test_scheduler_and_workers_agree_on_layers_with_different_pages(model: Path)
 
 @pytest.mark.parametrize("offset", [0, HEAD_BYTES + 100, WEIGHT_BYTES - 1])
 def test_weights_swapped_at_the_same_path_change_the_namespace(offset: int, model: Path) -> None:
-    """Even if size and modification time are restored; the changed byte is in a sample."""
+    """This holds even if size and modification time are restored, because the changed byte is in a
+    sample."""
     before = namespace_of(config_of(model))
     weights = model / "model.safetensors"
     found = weights.stat()

@@ -151,8 +151,8 @@ def test_other_code_that_reads_the_maximum_length_was_reviewed() -> None:
 
 @pytest.mark.parametrize("word", ["max_model_len", "generation_config"])
 def test_models_whose_code_mentions_a_setting_are_found_to_read_it(word: str) -> None:
-    """This approaches it from the other side than the code under test: every module that contains
-    the word. For models that take media, everything counts."""
+    """This test searches every module that contains the word, unlike the code under test, which
+    starts from a model. For models that take media, everything counts."""
     named = {path for path, text in texts().items() if re.search(rf"\.\w*{word}\b", text)}
     checked = 0
     for architecture, (module, _) in _TEXT_GENERATION_MODELS.items():

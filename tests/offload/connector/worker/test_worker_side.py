@@ -103,7 +103,7 @@ def test_a_late_fence_fails_stores_that_have_not_ended_before(is_late: bool) -> 
 def test_memory_that_may_still_be_used_is_not_freed(
     what: str, one: WorkerSide, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A hung read or copy would write into whatever is there next."""
+    """A hung read or copy would write into the memory's next content."""
 
     slab, executor, loop = one._slab, one._executor, one._loop
     assert slab is not None
