@@ -124,7 +124,8 @@ def mean_ttft(batch: Batch) -> float:
 
 
 def last_ttft(batch: Batch) -> float:
-    """The 99th percentile of the time to first token; of few prompts, the last one's."""
+    """The 99th percentile of the time to first token; with few prompts, this is the last prompt's
+    time."""
     return percentile(batch.ttft_s, 0.99)
 
 
@@ -213,7 +214,8 @@ def _reads(config: Config, ahead: Sequence[Batch]) -> str:
 
 
 def least_ttft(config: Config, batches: Mapping[str, Sequence[Batch]]) -> float:
-    """The mean TTFT if only the first reads delay any request, as a ratio to all in the CPU tier.
+    """The mean TTFT if requests wait only for the first reads, divided by the mean TTFT with
+    everything in the CPU tier.
 
     The first of the ``in_flight`` places begins when one prompt has been read, the second when two
     have, and so on; the requests that follow in a place are as late as its first one.

@@ -99,8 +99,8 @@ def run(config: Config, progress: Progress) -> Report:
 def _engines(
     config: Config, model: Model, root: Path, report: Report, progress: Progress
 ) -> Iterator[dict[str, Engine]]:
-    """Yields the engines that have started, by row name. The report gets the reasons why others
-    have not."""
+    """Yields the engines that have started, by row name. The report says why the others have not
+    started."""
     weights = model.folder or make_llama(root / "model", shape=model.shape)
     with contextlib.ExitStack() as stack:
         begun = {}

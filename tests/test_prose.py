@@ -40,6 +40,7 @@ def test_no_text_has_a_finding() -> None:
         ("The first damaged record, nobody knows whose.", "nobody knows"),
         ("One found no room.", "found no room"),
         ("Keys like these, and so on and so forth.", "and so on and so forth"),
+        ("Chunks behind a gap cannot be hit.", "behind a gap"),
         ("Whether the tier is asked.", "Whether the tier is asked."),
         ("Those that are pinned.", "Those that are pinned."),
         ("What has left the tiers lately.", "What has left the tiers lately."),
@@ -51,6 +52,13 @@ def test_each_construction_is_found_everywhere(sentence: str, words: str) -> Non
     if not ends(words):
         assert found_in_python(f"# {sentence}\n") == [(1, words)]
         assert found_in_python(f"raise ValueError({f'{sentence} Mend it.'!r})\n") == [(1, words)]
+
+
+def test_a_note_is_found_only_where_a_docstring_begins() -> None:
+    sentence = "Note which ranks have the chunk."
+    assert found_in_python(f'def f():\n    """{sentence}"""\n') == [(2, sentence)]
+    assert found_in_python(f'def f():\n    """A job. {sentence}"""\n') == []
+    assert found_in_markdown(f"{sentence}\n") == []
 
 
 @pytest.mark.parametrize(

@@ -98,7 +98,7 @@ def test_another_package_of_that_name_is_named(name: str, kind: str, tmp_path: P
         (other / ("__init__.py" if kind == "package" else "data.txt")).write_text("")
     program = f"import sys; sys.path[:0] = [{str(tmp_path)!r}, {str(ROOT)!r}]; import offload"
     done = subprocess.run([sys.executable, "-c", program], cwd="/", capture_output=True, text=True)
-    if kind == "folder":  # without __init__.py a package further on wins
+    if kind == "folder":  # without __init__.py, a package later on the path wins
         assert (done.returncode, done.stderr) == (0, "")
         return
     assert done.returncode == 1

@@ -68,12 +68,12 @@ class LoadOrRecompute:
     Loading pays if it is faster than computing. It stops paying below ``STOP_BELOW`` times the rate
     of computing and pays again above ``RESUME_ABOVE`` times that rate. While it does not pay, only
     probes measure the tier. Probes see less traffic than loads, so the waits between probes double
-    until real loads have shown that loading pays.
+    until real loads have shown that loading is faster.
 
     ``chunk_tokens`` is the maximum number of tokens in a chunk: a load of two chunks is short,
-    whatever their size. A tier that pays may still be too slow for a few tokens: ``tokens_min``.
-    ``short`` has the times and durations of the last short loads. ``reads`` are the loads in
-    flight. No load is planned that would probably take longer than ``timeout_s``.
+    whatever their size. Even if loading is faster than computing, it may be too slow for a few
+    tokens: ``tokens_min``. ``short`` has the times and durations of the last short loads. ``reads``
+    are the loads in flight. No load is planned that would probably take longer than ``timeout_s``.
     """
 
     def __init__(
@@ -113,7 +113,7 @@ class LoadOrRecompute:
     @property
     def speed(self) -> float | None:
         """Tokens that the tier delivers per second: that of loads or, while too few have been
-        measured since the tier pays again, that of the probe."""
+        measured since loading became faster than computing again, that of the probe."""
         return self.rate.value() or self._probed
 
     def may_cut(self, tokens: int) -> bool:

@@ -172,7 +172,7 @@ class LoadLane:
                     turns.hurry(item.slot)
 
     def pass_by(self, slots: Collection[int]) -> None:
-        """End the reads ahead into these slots that have not had a turn: they were given up."""
+        """End the reads ahead into these slots that have not had a turn: they are given up."""
         for turns in self._reads:
             turns.pass_by(slots)
 

@@ -28,7 +28,7 @@ def test_a_port_is_below_those_of_outgoing_connections() -> None:
 
 
 def take_all() -> list[int]:
-    """Every port that is left."""
+    """Take all free ports, and return them."""
     taken: list[int] = []
     with contextlib.suppress(OSError):
         while True:

@@ -1,4 +1,4 @@
-"""Only their owner can read files with data about prompts, whatever the umask is."""
+"""Files with data about prompts can be read only by their owner, whatever the umask is."""
 
 from __future__ import annotations
 

@@ -62,8 +62,8 @@ def serve_all(served: Backlog) -> tuple[int, float]:
 def test_requests_do_not_queue_for_a_disk_while_the_gpu_is_idle(
     chunks_per_step: int, answer_tokens: int, tmp_path: Path
 ) -> None:
-    """Some requests are computed while the others load. The first and the last answers come sooner
-    than if all requests wait for the disk, although the disk is faster than the GPU."""
+    """Some requests are computed while the others load. The first and the last answers come earlier
+    than if all requests waited for the disk, although the disk is faster than the GPU."""
     results, reads = {}, {}
     for on in (False, True):
         with world(tmp_path / str(on), answer_tokens, break_even=on) as served:

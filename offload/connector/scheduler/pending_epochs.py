@@ -73,7 +73,7 @@ class PendingEpochs:
 
     ``begin_one(tier, noted)`` begins a new epoch of a tier durably and returns it, or raises; it
     calls ``noted`` as soon as a server that starts would see the epoch.
-    ``take_back_one(tier, epoch)`` restores the epoch before one that nobody has used.
+    ``take_back_one(tier, epoch)`` restores the epoch before one that was never used.
     """
 
     def __init__(

@@ -314,7 +314,7 @@ class SchedulerSide:
             if self._digests is not None:
                 return replace(plan, digests=self._digests.take())
             return plan
-        except Exception as error:  # the loads and fences of this step must be sent in any case
+        except Exception as error:  # the loads and fences of this step must still be sent
             self._faults.note("build_connector_meta", error)
             self.planner.stores.distrust()
             return self.planner.step(idle=idle, write_through=False)

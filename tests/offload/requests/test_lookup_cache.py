@@ -167,7 +167,8 @@ def _any_holders(patch: pytest.MonkeyPatch) -> None:
 
 
 def _as_many_holders(patch: pytest.MonkeyPatch) -> None:
-    """One disk becomes unavailable and another available again: other holders, but as many."""
+    """One disk becomes unavailable while another becomes available again: the holders change, but
+    not their number."""
     is_of = known_prefix.KnownRange.is_of
     patch.setattr(
         known_prefix.KnownRange,

@@ -46,7 +46,7 @@ def keys_by_use(parts: Sequence[Part]) -> list[StoredKeys]:
         by_use = map(keys.__getitem__, order.tolist())
         return list(stored_keys(zip(by_use, sizes[order].tolist(), strict=True)))
     if (sizes == sizes[0]).all():
-        sizes = np.broadcast_to(sizes[0], sizes.shape)  # no memory for a million equal numbers
+        sizes = np.broadcast_to(sizes[0], sizes.shape)  # one number instead of a million equal ones
     else:
         sizes = sizes[order]
     return [StoredKeys(_taken(_joined([part.keys() for part in parts]), order), sizes)]
