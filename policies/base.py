@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import enum
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
+from itertools import islice
 from operator import attrgetter
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -17,6 +18,8 @@ from typing import Any, NamedTuple
 Key = Hashable
 """Identifies a chunk of one tier. Policies only compare keys for equality and never look inside."""
 
+_BATCH_MIN, _BATCH_MAX = 16, 1024
+"""Number of keys that ``free_in`` tests at a time."""
 NO_HINTS: Mapping[str, Any] = MappingProxyType({})
 
 
@@ -50,6 +53,15 @@ def free_among(evictable: Callable[[Key], bool], keys: Sequence[Key]) -> Sequenc
     call of it replaces a call per key."""
     among: Callable[[Sequence[Key]], Sequence[Key]] | None = getattr(evictable, "among", None)
     return among(keys) if among is not None else list(filter(evictable, keys))
+
+
+def free_in(order: Iterable[Key], evictable: Callable[[Key], bool]) -> Iterator[Key]:
+    """Yield the evictable keys of ``order``. Tests them in batches that grow, because thousands
+    that must stay may come first."""
+    keys, size = iter(order), _BATCH_MIN
+    while some := list(islice(keys, size)):
+        yield from free_among(evictable, some)
+        size = min(2 * size, _BATCH_MAX)
 
 
 def hints_among(infos: Sequence[EntryInfo]) -> Iterable[Mapping[str, Any]]:
@@ -110,7 +122,9 @@ class EvictionPolicy(ABC):
         """Return at most ``count`` distinct members for which ``evictable`` is true, in the order
         in which to evict them.
 
-        They stay members until the caller calls ``remove``.
+        They stay members until the caller calls ``remove``. A tier in which many keys have to stay
+        asks for more keys than it evicts at once; it evicts the others later, unless they are used
+        first.
         """
 
     @abstractmethod

@@ -15,7 +15,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from itertools import filterfalse, repeat
 from typing import Any
 
-from policies.base import EntryInfo, EvictionPolicy, Key, RemoveCause, free_among
+from policies.base import EntryInfo, EvictionPolicy, Key, RemoveCause, free_among, free_in
 from policies.eviction.lru import LruPolicy
 
 logger = logging.getLogger(__name__)
@@ -38,9 +38,10 @@ class GuardedPolicy(EvictionPolicy):
     the guard keeps its own set.
 
     One call may take ``call_budget_s`` of the thread's processor time, plus ``key_budget_s`` per
-    key; the mean per key must not exceed ``key_budget_s``. A garbage collection during a call looks
-    like work of the policy, so slowness is a fault only if it occurs ``patience`` times within a
-    limited number of keys.
+    key; the mean per key must not exceed ``key_budget_s``. Keys that a policy had to pass while it
+    chose victims count as well, if the test for them counts them (``passed``). A garbage collection
+    during a call looks like work of the policy, so slowness is a fault only if it occurs
+    ``patience`` times within a limited number of keys.
 
     Wall time alone says nothing about a policy, because a thread may be paused at any time: other
     processes get the processor, a quota is used up, a virtual machine is suspended. But such pauses
@@ -113,9 +114,12 @@ class GuardedPolicy(EvictionPolicy):
     def victims(self, count: int, evictable: Callable[[Key], bool]) -> list[Key]:
         if self.faults:
             return self._active.victims(count, evictable)
+        passed = getattr(evictable, "passed", 0)
         wall_s, cpu_s = self._wall_clock(), self._cpu_clock()
         try:
             names = self._active.victims(count, evictable)
+            # the policy cannot help that these have to stay
+            passed = getattr(evictable, "passed", 0) - passed
             cpu_s = self._cpu_clock() - cpu_s  # without the guard's own check of the names
             wall_s = self._wall_clock() - wall_s
             fault = self._wrong(names, count, evictable)
@@ -124,7 +128,7 @@ class GuardedPolicy(EvictionPolicy):
         if fault:
             self._fall_back(fault)
             return self._active.victims(count, evictable)
-        self._charge("victims", count, cpu_s, wall_s)
+        self._charge("victims", count + passed, cpu_s, wall_s)
         return names
 
     def remove(self, key: Key, cause: RemoveCause) -> None:
@@ -182,7 +186,7 @@ class GuardedPolicy(EvictionPolicy):
             return f"victims named a pinned key {_brief(pinned)}"
         if len(names) < count and len(self._members) > len(names):
             held = set(names)
-            if any(key not in held and evictable(key) for key in self._members):
+            if any(key not in held for key in free_in(self._members, evictable)):
                 return f"victims({count}) named {len(names)} and withheld others"
         if len(self._active) != len(self._members):
             return f"policy has {len(self._active)} keys, the tier {len(self._members)}"

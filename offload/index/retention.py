@@ -54,25 +54,19 @@ class Retention:
         return Evictable(self._kept, self._pins, protect, self._held, self._ahead, wanted)
 
 
-PASSED_MAX = 64
-"""When a policy has proposed more retained keys than this, it moves them out of its way."""
-
-
 class Evictable:
     """The test that a policy applies while it chooses victims; used for one eviction.
 
-    Keys in any of ``others`` must stay. ``passed`` contains the tested keys that must stay, in the
-    policy's order.
+    Keys in any of ``others`` must stay. ``passed`` counts the tests of keys that must stay.
     """
 
     def __init__(self, *others: Container[bytes]) -> None:
-        self.passed: list[bytes] = []
+        self.passed = 0
         self._others = [other for other in others if other]
 
     def __call__(self, key: Hashable) -> bool:
         stays = any(key in other for other in self._others)
-        if stays:
-            self.passed.append(key)  # type: ignore[arg-type]  # policies see Hashable
+        self.passed += stays
         return not stays
 
     def among(self, keys: Sequence[Hashable]) -> Sequence[Hashable]:
@@ -82,8 +76,7 @@ class Evictable:
         for names in self._others:
             if _holds_any(names, free):
                 free = list(filterfalse(names.__contains__, free))
-        if len(free) < len(keys):
-            self.passed += filterfalse(set(free).__contains__, keys)  # type: ignore[arg-type]  # as above
+        self.passed += len(keys) - len(free)
         return free
 
 

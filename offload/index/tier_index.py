@@ -16,7 +16,7 @@ from typing import NoReturn
 from offload.errors import InvariantError
 from offload.index.capacity import Capacity, Reservation
 from offload.index.chunk_batch import sizes_of
-from offload.index.retention import NOTHING, PASSED_MAX, Retention, UnwrittenChunks
+from offload.index.retention import NOTHING, Retention, UnwrittenChunks
 from offload.index.states import (
     TRANSITIONS,
     ChunkEvent,
@@ -30,6 +30,7 @@ from offload.index.states import (
 from offload.telemetry.removed_chunks import RemovalLog
 from policies.base import EntryInfo, EvictionPolicy, RemoveCause
 from policies.guarded import contained
+from policies.named_victims import NamedVictims
 
 BULK_KEYS_MIN = 16
 """From this number of keys on, the bulk paths are faster than a loop."""
@@ -61,6 +62,7 @@ class TierIndex:
         # never replaced, because the policy's guard refers to this object
         self._resident: dict[bytes, int] = {}
         self.policy = contained(policy, name, self._resident)
+        self._victims = NamedVictims()
         self._filling: dict[bytes, int] = {}
         self._doomed: dict[bytes, int] = {}
         self._infos: dict[bytes, EntryInfo] = {}
@@ -299,6 +301,7 @@ class TierIndex:
 
     def touch(self, keys: Sequence[bytes]) -> None:
         """Record one request's use of these keys, in prefix order; absent ones are ignored."""
+        self._victims.forget(keys)
         self.policy.touch(keys)
 
     def drop(self, keys: Iterable[bytes]) -> list[bytes]:
@@ -309,6 +312,7 @@ class TierIndex:
             for key in self.filling_among(keys):
                 self._infos.pop(key, None)
         self._move(keys, ChunkEvent.DROP, self._drops, dropped)
+        self._victims.forget(dropped)
         self.policy.remove_all(dropped, RemoveCause.DROPPED)
         self._removals.note(dropped)
         self.unwritten.discard(dropped)
@@ -332,6 +336,7 @@ class TierIndex:
         self._resident.clear()
         self.unwritten.clear()
         self._removals.note_all()
+        self._victims.clear()
         self.policy.clear()
         self._infos.clear()
 
@@ -347,6 +352,8 @@ class TierIndex:
         states = [set(self._resident), set(self._filling), set(self._doomed)]
         if sum(map(len, states)) != len(set.union(*states)):
             problems.append("a key is in two states")
+        if not set(self._victims) <= set(self._resident):
+            problems.append("a victim is named that is not resident")
         if not set(self._infos) <= set(self._filling):
             problems.append("infos of keys that are not filling")
         if not set(self._pins) <= set.union(*states):
@@ -369,9 +376,8 @@ class TierIndex:
         evicted, freed, is_sparing = list[bytes](), 0, bool(self.retention.wanted)
         while freed < missing:
             per_key = max(1, space.used // max(1, len(self) + len(self._filling)))
-            names = self.policy.victims(
-                max(1, (missing - freed + per_key - 1) // per_key), evictable
-            )
+            count = max(1, (missing - freed + per_key - 1) // per_key)
+            names = self._victims.choose(self.policy, count, evictable)
             if not names and is_sparing:  # chunks that waiting requests want are evicted last
                 is_sparing, evictable = False, self.retention.evictable(protect, spare=False)
                 continue
@@ -381,9 +387,6 @@ class TierIndex:
                 break
             freed += self._evict(names)  # type: ignore[arg-type]  # policies see Hashable
             evicted += names  # type: ignore[arg-type]  # policies see Hashable
-        if len(evictable.passed) > PASSED_MAX and self.policy.takes_parts:
-            # otherwise each eviction would test them again
-            self.policy.touch(evictable.passed[::-1])
         return evicted
 
     def _evict(self, keys: Sequence[bytes]) -> int:
@@ -393,6 +396,7 @@ class TierIndex:
             for key in keys:
                 self._check(key, ChunkEvent.EVICT)
             self._refuse(keys[0], ChunkEvent.EVICT)  # a key is named twice
+        self._victims.forget(keys)
         self.policy.remove_all(keys, RemoveCause.EVICTED)
         self.evictions += len(keys)
         self._removals.note(keys)

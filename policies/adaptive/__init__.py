@@ -29,7 +29,7 @@ from policies.adaptive.segments import LONG_MAX, SMALL, Segment, run_ends
 from policies.adaptive.shadow_caches import Shadows, SpanQueues
 from policies.adaptive.span_kinds import keeps_head, kind_of, label_of, shared_kind
 from policies.adaptive.span_tree import Span, SpanTree, Taken
-from policies.base import EntryInfo, EvictionPolicy, Key, RemoveCause, hints_among
+from policies.base import EntryInfo, EvictionPolicy, Key, RemoveCause, free_in, hints_among
 from policies.options import Range
 
 _LEAD_MIN = 0.03
@@ -174,8 +174,8 @@ class AdaptivePolicy(EvictionPolicy):
             else:
                 drain(self._fresh, count, evictable, found)
         if len(found) < count:  # if necessary by breaking prefixes
-            rest = (k for k in self._segment_of if k not in found and evictable(k))
-            found.update(dict.fromkeys(islice(rest, count - len(found))))
+            rest = free_in((k for k in self._segment_of if k not in found), evictable)
+            found.update(dict.fromkeys(list(islice(rest, count - len(found)))))
         return list(found)
 
     def remove(self, key: Key, cause: RemoveCause) -> None:

@@ -7,7 +7,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterable
 from itertools import islice
 
-from policies.base import Key
+from policies.base import Key, free_in
 
 
 def take(
@@ -17,7 +17,7 @@ def take(
     keys."""
     missing = count - len(found)
     if missing > 0:
-        found.extend(islice(filter(evictable, order), missing))
+        found.extend(islice(free_in(order, evictable), missing))
 
 
 class GhostList:

@@ -8,10 +8,10 @@ when a ghost returns, which is after the eviction that made space for it.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Annotated
 
-from policies.base import EntryInfo, EvictionPolicy, Key, RemoveCause
+from policies.base import EntryInfo, EvictionPolicy, Key, RemoveCause, free_in
 from policies.eviction._queues import GhostList
 from policies.options import Range
 
@@ -59,8 +59,8 @@ class ArcPolicy(EvictionPolicy):
 
     def victims(self, count: int, evictable: Callable[[Key], bool]) -> list[Key]:
         self._capacity = max(self._option, self._capacity, len(self))
-        once: Iterator[Key] = filter(evictable, self._once)
-        again: Iterator[Key] = filter(evictable, self._again)
+        once = free_in(self._once, evictable)
+        again = free_in(self._again, evictable)
         left = len(self._once)
         found: list[Key] = []
         while len(found) < count:

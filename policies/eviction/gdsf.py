@@ -13,7 +13,7 @@ from heapq import heapify, heappop, heappush
 from itertools import count as counter
 from typing import Annotated
 
-from policies.base import EntryInfo, EvictionPolicy, Key, RemoveCause
+from policies.base import EntryInfo, EvictionPolicy, Key, RemoveCause, free_among
 from policies.options import Range
 
 
@@ -24,6 +24,9 @@ class _Prioritized:
         self.value = value
         self.uses = 0
         self.priority = priority
+
+
+_Item = tuple[float, int, Key, _Prioritized]
 
 
 class GdsfPolicy(EvictionPolicy):
@@ -38,7 +41,8 @@ class GdsfPolicy(EvictionPolicy):
     def __init__(self, depth_scale: Annotated[float, Range(0, above=True)] = 32768.0) -> None:
         self._scale = depth_scale
         self._entries: dict[Key, _Prioritized] = {}
-        self._heap: list[tuple[float, int, Key, _Prioritized]] = []
+        self._heap: list[_Item] = []
+        self._stayed: list[_Item] = []  # had to stay in the latest search, and wait beside the heap
         self._order = counter()
         self._clock = 0.0
 
@@ -58,8 +62,9 @@ class GdsfPolicy(EvictionPolicy):
                 entry.priority = clock + entry.uses * entry.value
 
     def victims(self, count: int, evictable: Callable[[Key], bool]) -> list[Key]:
+        self._return_free(evictable)
         found: list[Key] = []
-        passed: list[tuple[float, int, Key, _Prioritized]] = []
+        chosen: list[_Item] = []
         while self._heap and len(found) < count:
             item = heappop(self._heap)
             _, _, key, entry = item
@@ -68,12 +73,23 @@ class GdsfPolicy(EvictionPolicy):
             if entry.priority > item[0]:
                 heappush(self._heap, (entry.priority, next(self._order), key, entry))
                 continue
-            passed.append(item)
             if evictable(key):
                 found.append(key)
-        for item in passed:
+                chosen.append(item)
+            else:
+                self._stayed.append(item)
+        for item in chosen:
             heappush(self._heap, item)
         return found
+
+    def _return_free(self, evictable: Callable[[Key], bool]) -> None:
+        """Put items back into the heap if their keys need not stay any more."""
+        items = [item for item in self._stayed if self._entries.get(item[2]) is item[3]]
+        free = set(free_among(evictable, [item[2] for item in items]))
+        self._stayed = [item for item in items if item[2] not in free]
+        for item in items:
+            if item[2] in free:
+                heappush(self._heap, item)
 
     def remove(self, key: Key, cause: RemoveCause) -> None:
         entry = self._entries.pop(key, None)
@@ -88,6 +104,7 @@ class GdsfPolicy(EvictionPolicy):
     def clear(self) -> None:
         self._entries.clear()
         self._heap.clear()
+        self._stayed.clear()
         self._clock = 0.0
 
     def __len__(self) -> int:

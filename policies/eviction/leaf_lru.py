@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 
-from policies.base import EntryInfo, EvictionPolicy, Key, RemoveCause
+from policies.base import EntryInfo, EvictionPolicy, Key, RemoveCause, free_in
 
 
 class LeafLruPolicy(EvictionPolicy):
@@ -53,11 +53,9 @@ class LeafLruPolicy(EvictionPolicy):
         gone: dict[Key, int] = {}
         behind, before = self._behind, self._before
         blocked: list[Key] = []
-        for key in self._order:
+        for key in free_in(self._order, evictable):
             if len(found) >= count:
                 break
-            if not evictable(key):
-                continue
             if behind.get(key, 0) > gone.get(key, 0):
                 blocked.append(key)
                 continue

@@ -8,11 +8,10 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
-from itertools import islice
 from typing import Annotated
 
-from policies.base import EntryInfo, EvictionPolicy, Key, RemoveCause
-from policies.eviction._queues import GhostList
+from policies.base import EntryInfo, EvictionPolicy, Key, RemoveCause, free_in
+from policies.eviction._queues import GhostList, take
 from policies.options import Range
 
 _NEW = -1  # not touched since it was inserted
@@ -58,19 +57,17 @@ class S3FifoPolicy(EvictionPolicy):
         self._from_main(count, evictable, found)
         if len(found) < count:
             chosen = set(found)
-            rest = (k for k in (*self._small, *self._main) if k not in chosen and evictable(k))
-            found.extend(islice(rest, count - len(found)))
+            rest = (k for k in (*self._small, *self._main) if k not in chosen)
+            take(rest, count, evictable, found)
         return found
 
     def _from_small(self, count: int, evictable: Callable[[Key], bool], found: list[Key]) -> None:
         """Choose cold keys of the small queue. Move warm keys that are passed to the main queue."""
         warm: list[Key] = []
-        for key, uses in self._small.items():
+        for key in free_in(self._small, evictable):
             if len(found) >= count:
                 break
-            if not evictable(key):
-                continue
-            if uses >= self._moves_at:
+            if self._small[key] >= self._moves_at:
                 warm.append(key)
             else:
                 found.append(key)
@@ -85,12 +82,12 @@ class S3FifoPolicy(EvictionPolicy):
                 return
             chosen = set(found)
             used: list[Key] = []
-            for key, uses in self._main.items():
+            for key in free_in(self._main, evictable):
                 if len(found) >= count:
                     break
-                if key in chosen or not evictable(key):
+                if key in chosen:
                     continue
-                if uses > 0:
+                if self._main[key] > 0:
                     used.append(key)
                 else:
                     found.append(key)

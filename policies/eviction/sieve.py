@@ -6,9 +6,9 @@ turn-key eviction algorithm for web caches", NSDI 2024.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
-from policies.base import EntryInfo, EvictionPolicy, Key, RemoveCause
+from policies.base import EntryInfo, EvictionPolicy, Key, RemoveCause, free_in
 
 
 class _Node:
@@ -48,22 +48,27 @@ class SievePolicy(EvictionPolicy):
     def victims(self, count: int, evictable: Callable[[Key], bool]) -> list[Key]:
         found: list[Key] = []
         chosen: set[Key] = set()
-        node, root = self._hand, self._root
-        for _ in range(2 * len(self._nodes) + 3):
+        for key in free_in(self._from_hand(), evictable):
             if len(found) >= count:
                 break
-            if node is root:
-                node = root.younger
+            if key in chosen:
                 continue
-            if node.key not in chosen and evictable(node.key):
-                if node.uses > 1:  # the first touch is by the request that inserted the key
-                    node.uses = 1
-                else:
-                    found.append(node.key)
-                    chosen.add(node.key)
-            node = node.younger
-        self._hand = node
+            node = self._nodes[key]
+            if node.uses > 1:  # the first touch is by the request that inserted the key
+                node.uses = 1
+            else:
+                found.append(key)
+                chosen.add(key)
+            self._hand = node.younger
         return found
+
+    def _from_hand(self) -> Iterator[Key]:
+        """The keys of two rounds of the hand."""
+        node, root = self._hand, self._root
+        for _ in range(2 * len(self._nodes) + 3):
+            if node is not root:
+                yield node.key
+            node = node.younger
 
     def remove(self, key: Key, cause: RemoveCause) -> None:
         node = self._nodes.pop(key, None)

@@ -12,6 +12,7 @@ import time
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from heapq import heappop, heappush
+from itertools import takewhile
 from typing import Annotated, Any
 
 from policies import hints as names
@@ -65,14 +66,13 @@ class TtlPolicy(EvictionPolicy):
         now = self._clock()
         self._expire_holds(now)
         found: list[Key] = []
-        for key, born in self._born.items():
-            if born + self._ttl_s > now or len(found) >= count:
-                break
-            if key not in self._held and evictable(key):
-                found.append(key)
-        chosen = set(found)
-        rest = self._free.victims(count, lambda key: key not in chosen and evictable(key))
-        found += rest[: count - len(found)]
+        young_at = now - self._ttl_s
+        expired = takewhile(lambda key: self._born[key] <= young_at, self._born)
+        take((key for key in expired if key not in self._held), count, evictable, found)
+        if len(found) < count:
+            chosen = set(found)
+            rest = self._free.victims(count, evictable)
+            found += [key for key in rest if key not in chosen][: count - len(found)]
         take(self._held, count, evictable, found)
         return found
 

@@ -52,7 +52,7 @@ class TwoQueuePolicy(EvictionPolicy):
         take(self._main, count, evictable, found)
         if len(found) < count:
             chosen = set(found)
-            take(self._entry, count, lambda key: key not in chosen and evictable(key), found)
+            take((key for key in self._entry if key not in chosen), count, evictable, found)
         return found
 
     def remove(self, key: Key, cause: RemoveCause) -> None:

@@ -211,6 +211,30 @@ class PolicyContract:
         assert policy.victims(99, lambda key: key == 7) == [7]
         assert len(policy) == 20
 
+    def test_keys_that_must_stay_are_tested_a_few_times(self) -> None:
+        """If half of the keys must stay, a search tests each key a few times at most. Later
+        searches find the right victims as well."""
+        policy = self.make_policy()
+        _fill(policy, 2_000)
+        for first in range(2_000, 2_640, 64):
+            tested = 0
+
+            def evictable(key: Key) -> bool:
+                nonlocal tested
+                tested += 1
+                return not isinstance(key, int) or key >= 1_000
+
+            named = policy.victims(64, evictable)
+            assert len(set(named)) == 64
+            assert not set(named) & set(range(1_000))
+            assert tested <= 10 * len(policy), f"{tested} tests of {len(policy)} keys"
+            for key in named:
+                policy.remove(key, RemoveCause.EVICTED)
+            for key in reversed(range(first, first + 64)):
+                policy.insert(key, INFO)
+            policy.touch(range(first, first + 64))
+        assert set(policy.victims(2_000, _anything)) >= set(range(1_000))
+
     def test_memory_is_bounded_by_members(self) -> None:
         policy = self.make_policy()
         tier = SimTier(policy, 200)

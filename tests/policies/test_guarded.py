@@ -293,6 +293,31 @@ def test_checking_all_members_counts_as_the_guards_time() -> None:
     assert policy.active is inner
 
 
+def test_keys_that_must_stay_are_not_the_policys_fault() -> None:
+    """The policy takes 50 us per key, and has to pass 20 for each that it may name."""
+
+    class Test:
+        passed = 0
+
+        def __call__(self, key: object) -> bool:
+            self.passed += key % 21 != 0
+            return key % 21 == 0
+
+    class PerTest(LruPolicy):
+        def victims(self, count, evictable):
+            return super().victims(count, lambda key: clock.advance() and evictable(key))
+
+    clock = Clock()
+    clock.advance = lambda: setattr(clock, "now", clock.now + 50e-6) is None
+    policy = GuardedPolicy(PerTest(), pytest.fail, cpu_clock=clock, wall_clock=lambda: 0.0)
+    policy.insert_all(range(21_000), [INFO] * 21_000)
+    for _ in range(20):
+        test = Test()
+        assert len(policy.victims(1000, test)) == 1000
+        assert test.passed == 20_000
+    assert policy.faults == []
+
+
 def test_a_good_policy_is_left_alone() -> None:
     inner = LruPolicy()
     policy = GuardedPolicy(inner, pytest.fail)

@@ -88,6 +88,14 @@ class _Scans(LruPolicy):
         super().touch(keys)
 
 
+class _StartsAgain(LruPolicy):
+    def victims(self, count, evictable):
+        named = []
+        for _ in range(count):
+            named += super().victims(1, lambda key: evictable(key) and key not in named)  # noqa: B023  # called at once
+        return named
+
+
 class _Contract(PolicyContract):
     examples = 120
     shrink = False
@@ -111,6 +119,8 @@ class _Contract(PolicyContract):
         (_HeadFirst, lambda c: c.test_prefixes_stay_closed_if_promised(5)),
         (_NeverForgets, lambda c: c.test_memory_is_bounded_by_members()),
         (_ClearsHalf, lambda c: c.test_clear_forgets_history()),
+        (_StartsAgain, lambda c: c.test_keys_that_must_stay_are_tested_a_few_times()),
+        (_IgnoresPins, lambda c: c.test_keys_that_must_stay_are_tested_a_few_times()),
         (_Scans, lambda c: c.test_steps_hardly_grow()),
     ],
 )
