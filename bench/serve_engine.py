@@ -65,8 +65,8 @@ class Batch:
     CPU time of the engine and all its processes also covers the work after that. ``foreign_cpu_s``
     is the CPU time of other processes during the batch, of which the other engines used
     ``waiting_cpu_s``. ``thread_cpu_s`` is the CPU time of this project's threads. ``held_block_s``
-    adds up, over the GPU blocks that requests held while they waited for a load, the seconds for
-    which they did."""
+    is the sum, over all GPU blocks, of the seconds for which a request held the block while it
+    waited for a load."""
 
     seconds: float
     ttft_s: tuple[float, ...]

@@ -2,8 +2,8 @@
 
 Types are not inferred. An attribute is known by its name, and its content by the annotations and
 values that our classes give it. A method that returns a container of its object is known by its
-name and its annotation. So a module may write to the records that it defines, and a
-container that a function receives as an argument is not looked at.
+name and its annotation. So a module may write to the records that it defines, and a container that
+a function receives as an argument is not checked.
 """
 
 from __future__ import annotations

@@ -40,7 +40,7 @@ _DOMAIN = b"kvtiers geometry\n"
 class LayerGeometry:
     """One layer's page.
 
-    Units can be compared only if ``form`` is equal: the kernel and the number type.
+    ``form`` names the kernel and the number type; units can be compared only if it is equal.
     ``kernel_tokens`` is the number of tokens of one kernel block. ``tokens`` is the same number if
     each token has a separate unit, and 1 if a unit holds all tokens of a kernel block (and head),
     in an order that only the kernel knows.

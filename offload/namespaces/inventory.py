@@ -140,7 +140,7 @@ class RankFolder:
         return verdict or FolderVerdict(Standing.WHOLE), outside
 
     def _judge_folders(self) -> FolderVerdict | None:
-        """Judge the folders around it."""
+        """Judge the folders that contain this one."""
         replica = self.folder.parent
         try:
             trouble = judge_namespace(replica.parent) or judge_replica(replica)

@@ -171,8 +171,8 @@ class LoadSources:
     def _joins(self, key: bytes, source: int) -> bool:
         """True if a load should wait for another load's read of this chunk.
 
-        It should not wait if ``source``, which is readable, also has the chunk and that read may
-        come from an unreadable tier.
+        It should not wait if that read may come from an unreadable tier: ``source`` has the chunk
+        too and is readable.
         """
         if key not in self.promoting:
             return False

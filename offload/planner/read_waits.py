@@ -107,8 +107,8 @@ def decide(choice: str, outlook: Outlook) -> Answer:
 @dataclass(slots=True, eq=False)
 class _Wait:
     """A wait that began at ``since`` for ``tokens`` of lower tiers, most of them in ``tier``. Their
-    reads were expected to take ``read_s``. vLLM has asked ``idle`` times since the last progress,
-    at which look-ahead had begun ``begun`` reads."""
+    reads were expected to take ``read_s``. ``begun`` is the number of reads that look-ahead had
+    begun when there last was progress; vLLM has asked ``idle`` times since then."""
 
     since: float
     tier: int

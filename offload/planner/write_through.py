@@ -243,8 +243,8 @@ class WriteThroughQueue:
 
     @property
     def is_ready_for_deletes(self) -> bool:
-        """True if deletions may be sent to the tier: not while its circuit breaker is open, and
-        while it is half-open not behind a write that has not returned."""
+        """True if deletions may be sent to the tier. False while its circuit breaker is open, and,
+        while it is half-open, until every write has returned."""
         health = self._health
         return health.writes.closed or (health.writable and not self._flying)
 

@@ -122,8 +122,8 @@ class Explainer:
     ) -> Miss:
         """Explain why the hit of a lookup from ``start`` on ends at ``hit`` tokens.
 
-        ``limits`` are the maximum number of tokens that the request wanted, and the maximum that
-        its prompt could have had.
+        ``limits`` goes from the longest hit that the request allows to the longest that its prompt
+        allows, in tokens.
         """
         now = planner.stats.now
         self._started_s = now if self._started_s is None else self._started_s

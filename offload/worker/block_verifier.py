@@ -53,8 +53,8 @@ _LENGTH = struct.Struct("<I")
 
 
 class _DigestLine(msgspec.Struct, array_like=True):
-    """One line of the file: the digests of a chunk, or (without a key) a mark that voids all
-    earlier lines of this file, and of other files the lines before the offsets in ``others``."""
+    """One line of the file: the digests of a chunk or, without a key, a mark. A mark voids all
+    earlier lines of this file, and the lines of other files before the offsets in ``others``."""
 
     key: bytes
     layers: int

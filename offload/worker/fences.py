@@ -87,8 +87,8 @@ class Fences:
         """Wait until these stores have read their blocks, for at most ``timeout_s`` seconds in all.
 
         Returns the number of stores that have not; these are poisoned. Does not wait again for a
-        store that is already poisoned. If a store that an earlier step gave up on still
-        hangs, does not wait for other stores either, because copies run one after the other.
+        store that is already poisoned. While a store that an earlier step gave up on still hangs,
+        this does not wait for any other store, because copies run one after the other.
         """
         deadline = time.monotonic() + timeout_s
         missed = 0

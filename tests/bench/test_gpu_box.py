@@ -356,9 +356,9 @@ def pack(tmp_path: Path, wheels: Path) -> tuple[list[Path], subprocess.Completed
 def test_portions_contain_what_the_machine_lacks_within_the_limit(
     tmp_path: Path, wheels: Path
 ) -> None:
-    """The portions contain those of vLLM's compiled files that run with any torch, but not others
-    with similar names; and those of its requirements that are neither installed nor needless,
-    including requirements of an extra or with a marker."""
+    """The portions contain vLLM's compiled files that run with any torch, but no other files with
+    similar names. They also contain the requirements of vLLM that are neither installed nor
+    needless, including requirements of an extra or with a marker."""
     carries, done = pack(tmp_path, wheels)
     assert done.returncode == 0, done.stderr
     assert len(carries) > 1

@@ -7,7 +7,7 @@
 
 vLLM's wheels have no tests; its source distribution has. ``chosen.toml`` says which files run and
 why the others do not. They run with our parts in the place of vLLM's (``tests.upstream.attached``).
-The exit code is 1 if a test fails that should pass, or if the list does not know a file; 3 if the
+The exit code is 1 if a test fails that should pass, or if a file is not in the list; 3 if the
 source distribution cannot be fetched.
 """
 

@@ -140,7 +140,7 @@ def _hold_prompts(scheduler: Any) -> None:
 
 
 def _answers(metadata: Any) -> Any:
-    """The output of workers on which every store of a step has failed, so that nothing is held, and
+    """The output of workers after a step: every store has failed, so that nothing is held, and
     every load has ended."""
     plan = metadata.plan
     return _output({job.job: True for job in plan.stores} | {job.job: False for job in plan.loads})

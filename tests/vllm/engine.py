@@ -5,8 +5,8 @@
         engine.kill()
 
 An engine with this project's connector runs with ``"verify": "device"``. When it is closed, every
-loaded chunk must have been compared with what was computed and found equal, and if anything was
-loaded something must have been compared (`tests.vllm.verified`).
+loaded chunk must have been compared with the computed one and found equal (`tests.vllm.verified`).
+If chunks were loaded but none was compared, that is a failure, too.
 
 An engine runs vLLM in one process (``VLLM_ENABLE_V1_MULTIPROCESSING=0``; with tensor parallel size
 2 the ranks are separate processes), so the scheduler can be stepped and inspected. Every wait has a

@@ -39,9 +39,9 @@ class Reference:
     came from vLLM's own cache.
 
     The kernels that compute a token depend on how many tokens are computed with it. So ``ask`` may
-    be used only while every cached block, like the reference's, was computed one request at a
-    time, and it compares only answers whose hits had the same length. Then the whole prompt was
-    computed in the same pieces, and both are equal to the last bit on every processor. Where blocks
+    be used only while every cached block was computed one request at a time, as in the reference,
+    and it compares only answers whose hits had the same length. The whole prompt was then computed
+    in the same pieces, and both answers are equal to the last bit on every processor. Where blocks
     were computed in a batch, or again after a failed load, use ``ask_twice``.
     """
 

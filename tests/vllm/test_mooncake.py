@@ -71,7 +71,8 @@ def ask(engine: Engine, reference: Reference) -> float:
 
 def under_load(engine: Engine, reference: Reference, round_: int) -> int:
     """Send everything again while new prompts are computed and written. Returns how many answers
-    were compared: none if every hit was a part of a prompt, as with a small CPU tier alone."""
+    were compared. None are if every hit covers only a part of its prompt, as with a small CPU tier
+    alone."""
     engine.generate([*reference.prompts, *prompts(3, seed=1000 + round_)], max_tokens=2)
     engine.reset_prefix_cache()
     return ask_twice(engine, reference)

@@ -171,8 +171,8 @@ def misses_are_recorded(file: Path) -> None:
 
 
 def test_http_restart_and_kill_9(llama: Path, tmp_path: Path) -> None:
-    """The answers that the first server computes while its tiers are empty are the reference; that
-    they are those of vLLM without offloading is the subject of ``test_serve``."""
+    """The reference is the answers that the first server computes while its tiers are empty.
+    ``test_serve`` compares such answers with those of vLLM without offloading."""
     verify = {"verify": "device", "verify_path": str(tmp_path / "digests")}
     requests = str(tmp_path / "requests.jsonl")
     connector = config(tmp_path / "kv", record_requests=requests, **verify)

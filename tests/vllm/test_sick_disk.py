@@ -77,9 +77,9 @@ def on_disk(engine: Engine, function: Any, *args: Any) -> Any:
 
 
 def store_again(engine: Engine, reference: Reference) -> None:
-    """Send every prompt and wait until it is on the disk. The CPU tier holds one prompt, so the
-    writes of several in a row are given up if the disk does not keep up beside other work; hits
-    then have other lengths than the reference."""
+    """Send every prompt and wait until it is on the disk. The CPU tier holds only one prompt. If
+    several prompts were sent in a row and the disk did not keep up, some writes would be given up,
+    and hits would have other lengths than in the reference."""
     engine.reset_prefix_cache()
     for prompt in reference.prompts:
         engine.generate_one(prompt)

@@ -358,7 +358,7 @@ class SharedFolder(RecordFiles):
         return is_here or self.engines.now_ns - changed_ns > STRAY_NS
 
     def _remove_dead(self, engine: str) -> None:
-        """Remove what belonged to a dead engine alone. Raises ``OSError``."""
+        """Remove the files that only this dead engine used. Raises ``OSError``."""
         announced = self.engines.announced_by(engine)
         with contextlib.suppress(FileNotFoundError):  # another engine removed it first
             if announced is None and self.engines.silent_ns(engine) < STRAY_NS:

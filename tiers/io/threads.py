@@ -239,8 +239,9 @@ class Together(Generic[J]):
     """Jobs of one call, which report together: each message to the event loop wakes the loop's
     thread, which costs more than a small job.
 
-    They report when those that have ended have as many records as the others, but at least
-    ``REPORTED_MIN``. So the loop handles most records of a long call while the device still works.
+    They report when the jobs that have ended since the last report have at least as many records as
+    the remaining jobs, and at least ``REPORTED_MIN``. So the loop handles most records of a long
+    call while the device still works.
     """
 
     def __init__(self, post: Callable[[Together[J]], None], call: Call, records: int) -> None:

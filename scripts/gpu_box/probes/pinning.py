@@ -35,7 +35,7 @@ def beats(stop: threading.Event, waits: list[float]) -> None:
 
 
 def milliseconds(waits: list[float], number: int) -> float | None:
-    """The wait with this rank; ``None`` if no copy ended in that time."""
+    """The wait at this position of the sorted list; ``None`` if no copy ended in that time."""
     return round(1e3 * waits[number], 3) if waits else None
 
 

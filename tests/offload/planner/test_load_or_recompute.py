@@ -240,8 +240,8 @@ def test_what_can_be_read_in_time_may_be_too_little() -> None:
 
 
 def test_for_a_request_that_waits_anyway_the_queue_of_the_disk_does_not_matter() -> None:
-    """All of the prefix is read for it, even the part that a load could not read in time, but still
-    no short piece."""
+    """The whole prefix is read for such a request, even the part that a load could not read in
+    time. A short piece is still computed."""
     pace = LoadOrRecompute(prefill_of(1000), timeout_s=1.0)
     load_at(pace, 2000)
     for job in (1, 2):

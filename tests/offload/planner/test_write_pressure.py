@@ -151,9 +151,9 @@ def test_stores_wait_for_a_disk_that_lags_only_slightly() -> None:
 def test_a_long_prompt_does_not_evict_its_own_head(
     rate: float, per_step: int, chunks: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Four prompts run in a row. Of each, about as much stays as the CPU tier holds, whether there
-    is no disk, a slow one, or one that keeps up; the chunks that the disk writes in the meantime
-    come on top."""
+    """Four prompts run in a row. The part of each prompt that stays is about as long as the CPU
+    tier, whether there is no disk, a slow disk, or a disk that keeps up. Chunks that the disk
+    writes in the meantime are kept as well."""
     monkeypatch.setattr(f"{__name__}.PER_STEP", per_step)
     line = Line(rate)
     for prompt in range(4):

@@ -1,5 +1,5 @@
-"""A load that arrives in parts on a rank: it ends once, with its last part. Whatever ends it
-earlier leaves nothing behind that other loads could take for a chunk."""
+"""A load that arrives in parts on a rank ends once, with its last part. If it ends earlier, for any
+reason, it leaves nothing that other loads could take for a chunk."""
 
 from __future__ import annotations
 

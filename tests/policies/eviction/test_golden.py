@@ -19,7 +19,7 @@ GOLDEN = [
     ("slru", "+a +b +c a !3", "b c a"),
     # a returned; the entry queue keeps a quarter
     ("2q", "+a +b +c +d !1 +a +e !9", "a b c d a e"),
-    # through a's ghost, it has learned to keep one newcomer
+    # the ghost of a has taught it to keep one new key
     ("arc", "+a +b +c +d b !1 +a !9", "a c b a d"),
     ("sieve", "+a +b +c +d a !1 +e !1 !1 !1 !1", "b c d e a"),
     ("s3fifo", "+a +b +c a a !2 +d !9", "b c d a"),

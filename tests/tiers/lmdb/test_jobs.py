@@ -35,9 +35,10 @@ class SizedIo(DiskIo):
 
 
 async def test_what_is_in_progress_is_divided_among_the_threads(tmp_path: Path) -> None:
-    """A call that comes alone is divided into jobs of a MiB. Of four calls at once, the first two
-    are, too; the third one gets an eighth of the 12 MiB in progress (six records) per job, and the
-    last one an eighth of 16 MiB. Later calls are divided like the first ones."""
+    """A call that comes alone is divided into jobs of a MiB. If four calls come at once, the first
+    two are divided in the same way. The third gets jobs of an eighth of the 12 MiB in progress (six
+    records), and the fourth gets jobs of an eighth of 16 MiB. Later calls are divided like the
+    first ones."""
     io = SizedIo()
     tier = LmdbTier(tmp_path / "tier", 48 << 20, reserve_bytes=0, io=io)
     await tier.open()

@@ -300,9 +300,9 @@ async def test_swapped_records_are_not_mistaken_for_each_other(
 
 
 async def test_the_store_evicts_by_itself(master: Master, tmp_path: Path) -> None:
-    """Three times as much is stored as the segments can hold, and more until an old record has been
-    evicted and the newest was stored: evicted records are misses, the others are right. The master
-    evicts in the background, and requested records count as new."""
+    """Three times as much is stored as the segments can hold, and then more, until an old record
+    has been evicted and the newest record was stored. Evicted records are misses, the others are
+    right. The master evicts in the background, and requested records count as new."""
     with Master(tmp_path / "log") as own:
         async with opened(own.settings(32 << 20), tmp_path) as tier:
             keys: list[bytes] = []
