@@ -217,9 +217,9 @@ def least_ttft(config: Config, batches: Mapping[str, Sequence[Batch]]) -> float:
     """The mean TTFT if requests wait only for the first reads, divided by the mean TTFT with
     everything in the CPU tier.
 
-    ``in_flight`` prompts run at a time. The first of these places is filled when one prompt has
-    been read, the second when two have been read, and so on; later requests in a place are delayed
-    as much as the first one there.
+    Up to ``in_flight`` prompts run at a time. The first place is filled when one prompt has been
+    read, the second when two have been read, and so on; later requests in a place are delayed as
+    much as the first one there.
     """
     seconds = config.prompt_bytes / (config.disk_mb_s * 1e6)
     places = min(config.in_flight, config.prompts)

@@ -34,7 +34,7 @@ class SteppingClock:
 
 def pass_time_by_steps(patch: pytest.MonkeyPatch) -> None:
     """Let the scheduler side's time pass by steps, so that a seed gives the same run on every
-    machine. A clock that a test has put there before stays."""
+    machine. A clock that a test has already installed stays."""
     clock = SteppingClock()
     for module in TIMED:
         if module.time is time:

@@ -188,8 +188,9 @@ class KvMemory:
     ) -> list[str]:
         """Return the errors that a draft head resumed at token ``computed`` would read.
 
-        The tokens that the end of a block looks at are not in the block's key. There it may be the
-        continuation of the request that wrote the block, but a ``known`` one: not a wrong guess.
+        The last slots of a block look ahead to tokens that are not in the block's key. They may
+        hold the continuation of the request that wrote the block if it is ``known``, but no wrong
+        guess.
         """
         wrong = []
         for layer in self._heads:

@@ -5,10 +5,10 @@
     python -m tests.upstream --plain         # without our parts, to see what fails anyway
     python -m tests.upstream --source FILE   # with vllm-VERSION.tar.gz, without a network
 
-vLLM's wheels have no tests; its source distribution has. ``chosen.toml`` says which files run and
-why the others do not. They run with our parts in the place of vLLM's (``tests.upstream.attached``).
-The exit code is 1 if a test fails that should pass, or if a file is not in the list; 3 if the
-source distribution cannot be fetched.
+vLLM's wheels contain no tests, but its source distribution does. ``chosen.toml`` says which files
+run and why the others do not. They run with our parts in the place of vLLM's
+(``tests.upstream.attached``). The exit code is 1 if a test fails that should pass, or if a file is
+not in the list; 3 if the source distribution cannot be fetched.
 """
 
 from __future__ import annotations

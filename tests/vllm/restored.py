@@ -113,8 +113,8 @@ def ask_twice(engine: Engine, reference: Reference) -> int:
     """Send everything, one prompt after the other and each twice. This is exact however the cached
     blocks were computed: the second answer comes from the same blocks, now in vLLM's own cache, so
     both must be equal if their hits had the same length; and an answer without any hit must equal
-    the reference's. That the blocks are those which were computed is for ``verify`` to show.
-    Returns how many prompts were compared; those with other hits, or whose load failed, are
+    the reference's. Only ``verify`` shows that the blocks are the computed ones. Returns how many
+    prompts were compared; those with other hits, or whose load failed, are
     not."""
     compared = 0
     for number, prompt in enumerate(reference.prompts):

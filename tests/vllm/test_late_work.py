@@ -105,8 +105,8 @@ def test_blocks_that_v2_copies_into_before_the_fence_are_not_stored(tmp_path: Pa
 
 
 def restore(engine: Engine, asked: list[int]) -> tuple[set[bytes], list[bytes]]:
-    """Restore a prompt that was just computed from the CPU tier. Returns the keys of the loaded
-    blocks, and of those the ones whose bytes differ from vLLM's own."""
+    """Restore a prompt from the CPU tier that was just computed. Returns the keys of the loaded
+    blocks, and the keys of those whose bytes differ from vLLM's own."""
     own = engine.kv_snapshot()
     settle(engine)
     engine.call(take_loads)

@@ -261,7 +261,7 @@ def _break(side: Any, name: str) -> None:
     real, draw, calls = getattr(side, name), random.Random(name), itertools.count()
 
     def broken(*args: Any) -> Any:
-        # Every n-th call could always be the one that plans the load.
+        # at random: every n-th call might never be, or always be, the one that plans the load
         if next(calls) == 0 or draw.random() < 0.25:
             raise RuntimeError(f"planted in {name}")
         return real(*args)

@@ -285,8 +285,8 @@ def test_a_load_from_the_cpu_tier_says_nothing_about_the_tier_below() -> None:
 
 
 def test_in_a_hundred_minutes_of_a_slow_tier_only_a_few_requests_try_it() -> None:
-    """Loads run at half the speed of computing, probes at twice that speed (no other reads run
-    then)."""
+    """Loads run at half the speed of computing, and probes at twice the speed of computing, because
+    no other reads run at the same time."""
     planner = make()
     holding(planner, 1)
     compute_at(planner, 1000.0)

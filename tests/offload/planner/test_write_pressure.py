@@ -136,7 +136,8 @@ def test_a_prompt_longer_than_the_cpu_tier_is_complete_on_a_disk_that_keeps_up(
 
 
 def test_stores_wait_for_a_disk_that_lags_only_slightly() -> None:
-    """A store that waits gives up no write as long as its request could store it at its end."""
+    """A waiting store does not cancel a write as long as its request could still store the chunk at
+    its end."""
     line = Line(2.0)
     line.serve(0, SLOTS, decodes=0)
     assert line.planner.cpu.unwritten, "the disk lags"

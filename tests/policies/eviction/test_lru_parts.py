@@ -35,7 +35,7 @@ class _Naive:
 
 
 class _Pins:
-    """Like the index's test: one by one or at once."""
+    """Says which keys are not pinned, for one key or for many at once, as the index does."""
 
     def __init__(self, pinned: set[int]) -> None:
         self.pinned = pinned

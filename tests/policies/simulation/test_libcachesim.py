@@ -91,7 +91,8 @@ def test_the_optimum_is_beladys_plus_the_gain_of_bypass(capacity: int, seed: int
 
 @pytest.mark.parametrize("name", ["LRU", "FIFO", "ARC"])
 def test_a_different_policy_is_detected(name: str) -> None:
-    """The agreement above is not due to streams on which all caches are alike."""
+    """On these streams different policies have different hits, so the agreement above is no
+    coincidence."""
     blocks = _stream(0)
     others = {"LRU": FifoPolicy, "FIFO": LruPolicy, "ARC": LruPolicy}
     difference = _ours(others[name](), blocks, 60) - _theirs(name, blocks, 60)

@@ -67,7 +67,7 @@ def differences(folder: Path) -> dict[str, tuple[float, float]]:
         scraped = Scraped(world)
         live(world, 150)
         collector: Any = world.connector._collector
-        # makes numbers due that are published only from time to time
+        # numbers that are published only from time to time become due
         collector._gauges_at = time.monotonic() - 10.0
         scraped.take()
         page = scraped.page()

@@ -39,7 +39,7 @@ TIGHT = 6 << 20
 
 def run_world(folder: Path, capacity: int, count: int, seed: int, fault: str = "none") -> None:
     """Two processes are killed: one at a random moment in the first half, one in the middle of
-    writing a payload. The others wait for this at their own middle, so that they find what the
+    writing a payload. The others wait for this after half of their work, so that they find what the
     killed processes have left. ``fault`` is planted in the children."""
     rng = random.Random(seed)
     arguments = (capacity, SIZE)
