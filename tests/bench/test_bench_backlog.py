@@ -108,9 +108,8 @@ def test_a_goal_can_be_missed(took: float, verdict: str) -> None:
     assert all(verdict in note for note in measured)
     assert all("lower in 8 of 8 rounds" in note for note in measured)
     assert "at most 0.250 of those needed in any round (goal 1.05: met)" in read
-    assert (
-        "below 2.510 of that" in least
-    )  # places start after 0.5 and 1.0 s (12.6 MB each at 25 MB/s), beside a TTFT of 0.5 s
+    # places start after 0.5 and 1.0 s (12.6 MB each at 25 MB/s), beside a TTFT of 0.5 s
+    assert "below 2.510 of that" in least
 
 
 def test_look_ahead_can_cost() -> None:
