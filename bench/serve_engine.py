@@ -256,7 +256,7 @@ class _HeldBlocks:
         self._since = time.perf_counter()
 
     def look(self) -> None:
-        """Count the time since the last look for the blocks that were held then."""
+        """Add the time since the last call for the blocks that were held at that call."""
         from vllm.v1.request import RequestStatus
 
         now = time.perf_counter()

@@ -28,8 +28,8 @@ STEPS = 120
 
 
 class DrivenEngine(CudaCopyEngine):
-    """The engine with the handles that the world needs: here, copies progress without being
-    advanced."""
+    """The engine with the methods that the simulated world calls. The world need not advance copies
+    here, because threads do."""
 
     def __init__(self, cuda: Cuda, seed: int, *arguments: Any, **options: Any) -> None:
         super().__init__(
