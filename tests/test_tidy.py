@@ -41,7 +41,7 @@ ORDER = (
     "policies.simulation",
     "policies.testing",
     # tiers: where chunks are stored, and copies between there and the KV cache
-    "tiers.cuda_driver tiers.base tiers.record",
+    "tiers.cuda_driver tiers.base tiers.record tiers.tally",
     "tiers.io",
     "tiers.folders",
     "tiers.slab",

@@ -35,9 +35,9 @@ from offload.planner.work_limits import NO_LIMIT, WorkLimits
 from offload.worker.executor import Executor
 from offload.worker.runtime import UnopenedTier, make_memory, open_rank
 from tiers.base import Tier
-from tiers.copy.failures import Tally
 from tiers.io.threads import settled
 from tiers.slab.slab import HostSlab
+from tiers.tally import Tally
 
 __all__ = ["OffloadManager", "SimpleConfig", "SimpleGroup", "SimpleSpec"]
 

@@ -177,7 +177,7 @@ class LoadPlanner:
             self.loading -= load.chunks
             self.holding -= load.holds
             for tier in self._health.tiers:
-                tier.reads_in_flight.end(load.job)
+                tier.break_even.reads.end(load.job)
             if load.rest:
                 self._cut(load, NOBODY)
 
@@ -225,7 +225,7 @@ class LoadPlanner:
         self.loading += load.chunks
         self.holding += load.holds
         load.before = {
-            tier: self._health[tier].reads_in_flight.begin(load.job, tokens)
+            tier: self._health[tier].break_even.reads.begin(load.job, tokens)
             for tier, tokens in load.tokens.by_tier.items()
             if tier != CPU
         }

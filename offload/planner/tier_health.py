@@ -14,8 +14,7 @@ from dataclasses import dataclass
 
 from offload.messages.report import Observed
 from offload.planner.circuit_breaker import BreakerState, CircuitBreaker
-from offload.planner.load_or_recompute import Cut, LoadOrRecompute, Rate
-from offload.planner.read_queue import ReadQueue
+from offload.planner.load_or_recompute import LoadOrRecompute, Rate
 
 logger = logging.getLogger(__name__)
 
@@ -81,34 +80,6 @@ class TierHealth:
     def breaker_state(self) -> BreakerState:
         """The worse state of the two circuit breakers."""
         return max(self.reads.state, self.writes.state, key=lambda state: state.value)
-
-    @property
-    def pays(self) -> bool:
-        """True if loading from this tier is faster than computing."""
-        return self.break_even.pays
-
-    @property
-    def tokens_min(self) -> float:
-        """See ``LoadOrRecompute.tokens_min``."""
-        return self.break_even.tokens_min
-
-    @property
-    def reads_in_flight(self) -> ReadQueue:
-        """The loads that this tier is serving."""
-        return self.break_even.reads
-
-    def may_cut(self, tokens: int) -> bool:
-        """See ``LoadOrRecompute.may_cut``."""
-        return self.break_even.may_cut(tokens)
-
-    def part(self, tokens: int, computing: int | None) -> tuple[int, Cut]:
-        """See ``LoadOrRecompute.part``."""
-        return self.break_even.part(tokens, computing)
-
-    @property
-    def load_rate(self) -> float | None:
-        """Tokens per second of loads from this tier, once measured."""
-        return self.break_even.rate.value()
 
     def begin_probe(self, job: int | None) -> None:
         """Record that a probe was planned, or with ``None`` that the tier has no chunks to read."""

@@ -82,13 +82,14 @@ def tokens_to_load(
         there = longest_match(above=CPU, end=limit)
         return Hit(None) if known.is_partial else Hit(there, cut if there < hit else why)
     for tier in reversed(range(len(planner.lower))):
-        if hit <= start or known.is_partial or not planner.health[tier].may_cut(hit - start):
+        break_even = planner.health[tier].break_even
+        if hit <= start or known.is_partial or not break_even.may_cut(hit - start):
             break
         shorter = longest_match(above=tier, end=limit)
         if shorter >= hit:
             continue
         read = _tokens_read(matcher, planner, keys, range(shorter, hit), tier, origin)
-        part, cut = planner.health[tier].part(read, computing())
+        part, cut = break_even.part(read, computing())
         if part >= read:
             break
         why = cut

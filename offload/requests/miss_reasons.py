@@ -190,7 +190,7 @@ class Explainer:
                 found = found or Miss(Reason.FILTERED, tier=index.name, note="tiers")
             elif not health.reads.closed:
                 return Miss(Reason.BREAKER, tier=index.name)
-            elif not health.pays:
+            elif not health.break_even.pays:
                 return Miss(Reason.BREAK_EVEN, tier=index.name)
         return found
 

@@ -140,7 +140,7 @@ class Executor:
             self._refuse_unposted(plan, (), "copies of earlier loads hang")
             plan = replace(plan, loads=())
         try:
-            sources = self._fences.add(plan.stores)
+            sources = self._fences.add(plan.stores) if plan.stores else {}
             after = self._engine.record_event()
             self._loop.call_soon_threadsafe(self.accept, plan, sources, loads, after)
         except Exception as error:  # the plan's jobs must still be answered
@@ -198,9 +198,10 @@ class Executor:
             job, is_ok = self._ended.popleft()
             self._open.end(job, is_ok=is_ok)
         results: dict[int, JobResult] = {}
+        fenced = self._fences.reading
         while self._results:
             job, result = self._results.popleft()
-            results[job] = self._fences.answered(job, result)
+            results[job] = self._fences.answered(job, result) if job in fenced else result
         self._watch_loop()
         self.stats.copies_failed(sum(self._engine.failures().values()))
         ended = self._open.take_ended()

@@ -45,41 +45,41 @@ class Reading(Future[None]):
 
 
 class Fences:
-    """The stores that were posted and have no answer yet, by job."""
+    """Waits for stores. ``reading`` has those that were posted and have no answer yet, by job."""
 
     def __init__(self) -> None:
-        self._reading: dict[int, Reading] = {}
+        self.reading: dict[int, Reading] = {}
         self._poisoned: set[int] = set()
         self._missed: set[int] = set()  # jobs for which a step has waited without success
 
     def __len__(self) -> int:
-        return len(self._reading)
+        return len(self.reading)
 
     def add(self, stores: Iterable[StoreJob]) -> dict[int, Reading]:
         """Add stores. Each future must be completed when the store has read its blocks; a store
         whose future is cancelled must not begin."""
         added = {store.job: Reading() for store in stores}
-        self._reading |= added
+        self.reading |= added
         return added
 
     def remove(self, jobs: Iterable[int]) -> None:
         """Remove stores that could not be posted."""
         for job in jobs:
-            self._reading.pop(job, None)
+            self.reading.pop(job, None)
 
     def is_reading(self, job: int) -> bool:
         """True if this store may still read its blocks."""
-        reading = self._reading.get(job)
+        reading = self.reading.get(job)
         return reading is not None and not reading.done()
 
     @property
     def any_reading(self) -> bool:
         """True if any store may still read its blocks."""
-        return any(not reading.done() for reading in self._reading.values())
+        return any(not reading.done() for reading in self.reading.values())
 
     def fail_unstarted(self) -> None:
         """Fail the stores that have not begun to copy; they never will."""
-        for job, reading in self._reading.items():
+        for job, reading in self.reading.items():
             if reading.cancel():
                 self._poisoned.add(job)
 
@@ -93,7 +93,7 @@ class Fences:
         deadline = time.monotonic() + timeout_s
         missed = 0
         for job in jobs:
-            reading = self._reading.get(job)
+            reading = self.reading.get(job)
             if reading is None or job in self._poisoned:
                 continue
             try:
@@ -122,13 +122,13 @@ class Fences:
     def poison(self, jobs: Iterable[int]) -> None:
         """Fail these stores, even if they still copy. A store that has not begun never begins."""
         for job in jobs:
-            if job in self._reading:
-                self._reading[job].cancel()
+            if job in self.reading:
+                self.reading[job].cancel()
                 self._poisoned.add(job)
 
     def answered(self, job: int, result: JobResult) -> JobResult:
-        """End a job, and return the result that may be reported for it."""
-        self._reading.pop(job, None)
+        """End a store, and return the result that may be reported for it."""
+        self.reading.pop(job, None)
         self._missed.discard(job)
         if job not in self._poisoned:
             return result

@@ -24,8 +24,8 @@ from offload.worker.tier_monitor import TierMonitor
 from offload.worker.unanswered_jobs import ExecutorLimits, OpenLoad
 from tiers.base import ReadOutcome, Tier
 from tiers.copy.base import CopyBatch, CopyEngine, GroupRegions, TransferError
-from tiers.copy.failures import Tally
 from tiers.slab.slab import HostSlab
+from tiers.tally import Tally
 
 if TYPE_CHECKING:
     from offload.worker.block_verifier import Verifier

@@ -12,7 +12,7 @@ from collections.abc import AsyncIterator, Collection
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 
-from offload.worker.calls_in_flight import CallsInFlight
+from offload.worker.tier_monitor import CallsInFlight
 
 
 @dataclass(slots=True, eq=False)

@@ -20,8 +20,7 @@ from contextlib import suppress
 from offload.messages.plan import WriteThroughJob
 from offload.messages.report import JobResult
 from offload.telemetry.counters import WorkerStats
-from offload.worker.calls_in_flight import CallsInFlight
-from offload.worker.tier_monitor import TierMonitor
+from offload.worker.tier_monitor import CallsInFlight, TierMonitor
 from tiers.base import Tier, TierError, WriteOutcome
 from tiers.copy.base import GroupRegions
 from tiers.slab.slab import HostSlab

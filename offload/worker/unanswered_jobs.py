@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 
 from offload.messages.plan import LoadJob, StepPlan
 from offload.messages.report import StepReport
-from offload.worker.calls_in_flight import CALLS_MAX
+from offload.worker.tier_monitor import CALLS_MAX
 from tiers.copy.base import Ticket
 
 

@@ -427,7 +427,7 @@ class OracleEngine:
     def _fence_and_turn(self, jobs: Any) -> None:
         """Run the loop until the fenced stores are submitted, as its own thread would."""
         for _ in range(10_000):
-            fenced = filter(None, map(self.executor._fences._reading.get, jobs))
+            fenced = filter(None, map(self.executor._fences.reading.get, jobs))
             if all(reading._end.done() for reading in fenced):
                 break
             self._loop.turn(1)

@@ -39,7 +39,7 @@ def measured(served: Backlog, chunks_per_step: int) -> None:
     for _ in range(SAMPLES_MIN):
         served.planner.health[0].loaded(1000, 1000 / (chunks_per_step * CHUNK), 0.0)
         served.planner.health.computed(1000, 1000 / COMPUTED)
-    assert served.planner.health[0].pays
+    assert served.planner.health[0].break_even.pays
 
 
 def serve_all(served: Backlog) -> tuple[int, float]:

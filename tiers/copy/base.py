@@ -8,19 +8,25 @@ the order of the group's regions.
 from __future__ import annotations
 
 import asyncio
+import logging
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
+from typing import TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 
 from tiers.base import ALIGNMENT
 from tiers.io.threads import from_threads
+from tiers.tally import Tally
+
+logger = logging.getLogger(__name__)
 
 BlockIds = npt.NDArray[np.int64]
 SlotIds = npt.NDArray[np.int64]
+Work: TypeAlias = Callable[[], None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -215,10 +221,48 @@ class CopyEngine(ABC):
         return ()
 
     def failures(self) -> dict[str, int]:
-        """Count the unexpected failures so far by kind; ``tiers.copy.failures`` logs them. Callable
+        """Count the unexpected failures so far by kind; ``Failures`` logs them. Callable
         from any thread."""
         return {}
 
     @abstractmethod
     def close(self) -> None:
         """Wait for the copies in flight, then release threads and streams. Idempotent."""
+
+
+def type_name(error: Exception) -> str:
+    """Return the default kind of a failure: the name of its exception."""
+    return type(error).__name__
+
+
+class Failures:
+    """Runs work and counts unexpected failures. ``kind_of`` names the kind of an exception:
+    failures of one kind share a count and a log line."""
+
+    def __init__(self, kind_of: Callable[[Exception], str] = type_name) -> None:
+        self._tally = Tally()
+        self._kind_of = kind_of
+
+    def run(self, work: Work) -> TransferError | None:
+        """Run ``work`` and return how it failed, if it did. A ``TransferError`` rejects a wrong
+        request and is raised only to its caller; any other exception is counted and logged too."""
+        try:
+            work()
+        except TransferError as error:
+            return error
+        except Exception as error:
+            # fail only this copy: if the lane's thread died, every later copy would hang
+            self._note(error)
+            return TransferError(f"the copy failed: {type(error).__name__}: {error}")
+        return None
+
+    def counts(self) -> dict[str, int]:
+        """Return the count of each kind: a driver function with its error code, or an exception."""
+        return self._tally.counts()
+
+    def _note(self, error: Exception) -> None:
+        count = self._tally.add(self._kind_of(error))
+        if count == 1:
+            logger.error("a copy failed unexpectedly (%s)", error, exc_info=error)
+        elif count:
+            logger.error("%d copies have failed like this so far: %s", count, error)

@@ -27,9 +27,11 @@ from tiers.copy.base import (
     CopyBatch,
     CopyEngine,
     CopyWay,
+    Failures,
     GroupRegions,
     Ticket,
     TransferError,
+    type_name,
 )
 from tiers.copy.cuda_kernel import CopyKernel
 from tiers.copy.cuda_lanes import CudaEvent, CudaLane, EventPool
@@ -44,7 +46,6 @@ from tiers.copy.cuda_paths import (
     rate_of,
 )
 from tiers.copy.descriptors import CopyShape, DescriptorBuilder, Descriptors
-from tiers.copy.failures import Failures, type_name
 from tiers.cuda_driver import Driver, DriverError, load_driver
 from tiers.slab.host_memory import NODES, PCI_DEVICES, node_count, pci_node
 from tiers.slab.slab import HostSlab

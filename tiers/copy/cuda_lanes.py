@@ -20,8 +20,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TypeAlias
 
-from tiers.copy.base import EventTicket, FutureTicket, Ticket, TransferError
-from tiers.copy.failures import Failures
+from tiers.copy.base import EventTicket, Failures, FutureTicket, Ticket, TransferError
 from tiers.cuda_driver import Driver, DriverError
 
 CopyJob: TypeAlias = Callable[[int, list[object]], None]

@@ -13,13 +13,14 @@ from collections.abc import Sequence
 from tiers.copy.base import (
     CopyBatch,
     CopyEngine,
+    Failures,
     FutureTicket,
     GroupRegions,
     Ticket,
     TransferError,
+    Work,
 )
 from tiers.copy.descriptors import DescriptorBuilder
-from tiers.copy.failures import Failures, Work
 from tiers.copy.host_loop import CopyLoop, copy_loop
 from tiers.slab.slab import HostSlab
 

@@ -118,7 +118,7 @@ def _health_gauges(planner: Planner) -> dict[str, float]:
         gauges["prefill_tokens_per_second"] = prefill
     for tier in planner.health.tiers:
         gauges[f"breaker_state:{tier.name}"] = tier.breaker_state.value
-        gauges[f"break_even:{tier.name}"] = int(tier.pays)
-        if tier.load_rate is not None:
-            gauges[f"load_tokens_per_second:{tier.name}"] = tier.load_rate
+        gauges[f"break_even:{tier.name}"] = int(tier.break_even.pays)
+        if (rate := tier.break_even.rate.value()) is not None:
+            gauges[f"load_tokens_per_second:{tier.name}"] = rate
     return gauges

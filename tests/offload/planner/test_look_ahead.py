@@ -413,7 +413,7 @@ def test_a_tier_that_turns_slow_is_not_read_any_more() -> None:
     queue.wait("one", range(16), 1)
     queue.step()
     queue.end(failed=True, late=True, seconds=10.0)
-    assert not queue.planner.health[0].pays
+    assert not queue.planner.health[0].break_even.pays
     queue.wait("two", range(20, 30), 2)
     assert queue.step() == []
 

@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from offload.planner.read_queue import ReadQueue
+from offload.planner.load_or_recompute import ReadQueue
 
 
 def queue_of(tokens: list[int]) -> ReadQueue:

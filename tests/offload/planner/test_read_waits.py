@@ -280,7 +280,7 @@ def test_loads_in_flight_delay_the_reads() -> None:
     waits.wait("one", range(1), 1)
     waits.wait("two", range(1, 2), 2)
     assert waits.ask("one") is Answer.BEGIN
-    waits.planner.health[0].reads_in_flight.begin(1, 1600)
+    waits.planner.health[0].break_even.reads.begin(1, 1600)
     assert waits.ask("two") is Answer.WAIT
 
 

@@ -151,7 +151,7 @@ def test_a_request_does_not_wait_behind_other_loads(
     computing them."""
     planner = planner_with(20, 10)
     delivers(planner, 0, 2 * STOP_BELOW)
-    reads = planner.health[0].reads_in_flight
+    reads = planner.health[0].break_even.reads
     for job, chunks in enumerate(others):
         reads.begin(job, chunks * CHUNK)
     tokens = computing * CHUNK
@@ -166,7 +166,7 @@ def test_a_request_does_not_wait_behind_other_loads(
 def test_without_break_even_a_request_waits_behind_other_loads() -> None:
     planner = planner_with(20, 10, limits=HealthLimits(break_even=False))
     delivers(planner, 0, 0.1)
-    planner.health[0].reads_in_flight.begin(1, 10**6)
+    planner.health[0].break_even.reads.begin(1, 10**6)
     assert hit(planner).end_tokens == 30 * CHUNK
 
 
@@ -188,7 +188,7 @@ def test_of_a_long_prefix_the_part_is_loaded_that_can_be_read_in_time(
     assert chunks_to_load(planner) == 30, "the tier was not measured yet"
     delivers(planner, 0, 2)
     for job, chunks in enumerate(others):
-        planner.health[0].reads_in_flight.begin(job, chunks * CHUNK)
+        planner.health[0].break_even.reads.begin(job, chunks * CHUNK)
     found = hit(planner)
     assert found.end_tokens == loaded * CHUNK
     assert found.cut is Cut.DEADLINE
@@ -204,7 +204,7 @@ def test_chunks_of_nearer_tiers_behind_the_first_gap_need_no_read() -> None:
 
 def test_a_load_counts_until_its_request_stops_waiting() -> None:
     planner = planner_with(0, 9)
-    reads = planner.health[0].reads_in_flight
+    reads = planner.health[0].break_even.reads
     batch = [ChunkBatch(KEYS[:9], 0, list(range(9)), range(1, 10))]
     planner.loads.plan("r", batch)
     assert reads.before(10**6) == 9 * CHUNK

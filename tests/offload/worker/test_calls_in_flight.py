@@ -10,9 +10,15 @@ from typing import Any
 
 from offload.messages.plan import WriteThroughJob
 from offload.telemetry.counters import WorkerStats
-from offload.worker.calls_in_flight import CALLS_MAX, CALLS_MIN, QUICK_S, SLOW_S, CallsInFlight
 from offload.worker.read_turns import ReadTurns
-from offload.worker.tier_monitor import TierMonitor
+from offload.worker.tier_monitor import (
+    CALLS_MAX,
+    CALLS_MIN,
+    QUICK_S,
+    SLOW_S,
+    CallsInFlight,
+    TierMonitor,
+)
 from offload.worker.tier_writer import TierWriter
 from tests.sim.virtual_time import run_virtually
 from tiers.base import Buffer, Key, WriteOutcome

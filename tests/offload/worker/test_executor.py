@@ -146,7 +146,7 @@ async def test_a_fence_returns_after_the_store_has_read_its_blocks() -> None:
         compute(rank.caches, keys(1), [1])
         rank.executor.post(StepPlan(stores=(store(1, [1], [0]),)))
         waits = threading.Event()
-        reading: Any = rank.executor._fences._reading[1]
+        reading: Any = rank.executor._fences.reading[1]
         result = reading.end
 
         def wait(timeout: float) -> Any:

@@ -128,7 +128,7 @@ def test_late_bytes_are_not_written_into_slots(
 ) -> None:
     """Mooncake abandons a transfer after a minute; when the peer continues, so does the transfer.
     By then the slots may hold other blocks."""
-    monkeypatch.setattr(bounce_buffers, "ROOM_BYTES", RECORDS * SIZE)  # all of them in one call
+    monkeypatch.setattr(bounce_buffers, "BUFFER_BYTES", RECORDS * SIZE)  # all of them in one call
     slab = np.zeros(RECORDS * SIZE, np.uint8)
     slots = [slab[n * SIZE : (n + 1) * SIZE] for n in range(RECORDS)]
     keys = [key_of(n) for n in range(RECORDS)]
