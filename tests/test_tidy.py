@@ -47,6 +47,7 @@ ORDER = (
     "tiers.slab",
     "tiers.copy",
     "tiers.files",
+    "tiers.lmdb.records",
     "tiers.lmdb.recovery",
     "tiers.lmdb",
     "tiers.lmdb.shared",

@@ -41,14 +41,14 @@ from lmdb.verify import VerifyError, verify
 from tiers.base import ALIGNMENT, Key
 from tiers.folders.folder import FolderUnusableError
 from tiers.io.extents import Extent, Extents
-from tiers.lmdb.recovery.pages import DamagedError, UnsoundError
-from tiers.lmdb.recovery.record_table import (
+from tiers.lmdb.records.record_table import (
     EXTENT_BYTES,
     EXTENTS_AT,
     USE_BYTES,
     RecordTable,
     tables_of,
 )
+from tiers.lmdb.recovery.pages import DamagedError, UnsoundError
 from tiers.lmdb.recovery.walk import walk
 from tiers.record import Identity
 

@@ -14,7 +14,7 @@ from tiers.lmdb.files import LmdbFiles
 from tiers.lmdb.index import extents_of, payload_bytes_of, start_of
 from tiers.lmdb.io_jobs import ReadItem, ReadJob, job_bytes
 from tiers.lmdb.options import LmdbOptions
-from tiers.lmdb.recovery.record_table import USE_BYTES
+from tiers.lmdb.records.record_table import USE_BYTES
 
 _COUNTERS = ("read_ok", "read_miss", "read_corrupt", "read_busy", "read_bytes", "io_errors")
 _Found = tuple[int, int, bytes]

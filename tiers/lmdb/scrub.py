@@ -29,7 +29,7 @@ from tiers.lmdb.contents import LmdbContents
 from tiers.lmdb.files import LmdbFiles
 from tiers.lmdb.index import extents_of, payload_bytes_of
 from tiers.lmdb.io_jobs import ReadItem, ReadJob
-from tiers.lmdb.recovery.record_table import USE_BYTES
+from tiers.lmdb.records.record_table import USE_BYTES
 from tiers.record import KEY_BYTES_MAX
 
 MARK_NAME = "scrub"

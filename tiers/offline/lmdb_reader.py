@@ -40,7 +40,7 @@ from tiers.lmdb.index import (
     extents_of,
 )
 from tiers.lmdb.io_jobs import ReadItem, ReadJob
-from tiers.lmdb.recovery.record_table import EXTENT_BYTES, EXTENTS_AT, USE_BYTES
+from tiers.lmdb.records.record_table import EXTENT_BYTES, EXTENTS_AT, USE_BYTES
 from tiers.lmdb.shared.index import READERS_MAX, epoch_of
 from tiers.offline.offline_folder import FolderChangedError, ListedRecord
 from tiers.record import ENCRYPTED, Identity

@@ -25,7 +25,7 @@ from tests.offload.cli.rank_folders import (
 )
 from tiers.files.tier import record_name
 from tiers.lmdb.index import Changes
-from tiers.lmdb.recovery.record_table import with_use
+from tiers.lmdb.records.record_table import with_use
 from tiers.testing import key_of
 
 THIRD = {"model": {"name": "tiny/llama"}, "parallel": {"tp": 2}}

@@ -27,7 +27,7 @@ from tests.offload.cli.rank_folders import (
 )
 from tests.offload.cli.test_top import Server, serving
 from tiers.lmdb.index import Changes
-from tiers.lmdb.recovery.record_table import with_use
+from tiers.lmdb.records.record_table import with_use
 from tiers.testing import key_of
 
 

@@ -18,8 +18,8 @@ import numpy.typing as npt
 
 from tiers.base import ALIGNMENT, Key
 from tiers.io.extents import Extent
-from tiers.lmdb.recovery.record_map import RecordMap
-from tiers.lmdb.recovery.record_table import RecordTable
+from tiers.lmdb.records.record_map import RecordMap
+from tiers.lmdb.records.record_table import RecordTable
 from tiers.record import COMPRESSED, ENCRYPTED, MAGIC, VERSION, Identity
 
 ROWS_AT_ONCE = 1 << 12

@@ -24,6 +24,7 @@ from pathlib import Path
 
 import numpy as np
 
+from tiers.lmdb.records.record_table import RecordTable
 from tiers.lmdb.recovery.pages import (
     BIG_DATA,
     BRANCH,
@@ -44,7 +45,6 @@ from tiers.lmdb.recovery.pages import (
     nodes_of,
     require,
 )
-from tiers.lmdb.recovery.record_table import RecordTable
 
 WALK_BATCH_BYTES = 2 << 20
 """Number of bytes of the file that are checked together, so that they stay in the processor's

@@ -32,7 +32,7 @@ from tiers.lmdb.folder import (
 )
 from tiers.lmdb.index import Changes, IndexUnusableError, LmdbIndex, index_exists
 from tiers.lmdb.options import LmdbOptions, Recovery
-from tiers.lmdb.recovery.record_table import USE_BYTES, with_use
+from tiers.lmdb.records.record_table import USE_BYTES, with_use
 from tiers.lmdb.recovery.recover import Expected, Recovered
 from tiers.lmdb.shared.free_extents import put_free_extents
 from tiers.lmdb.shared.index import SHARED_RECORD_INDEX_BYTES, SharedIndex, State

@@ -44,8 +44,8 @@ from tiers.lmdb.index import (
     Manifest,
     extents_of,
 )
-from tiers.lmdb.recovery.key_order import Part, keys_by_use
-from tiers.lmdb.recovery.record_table import EXTENTS_AT, USE_BYTES, tables_of
+from tiers.lmdb.records.key_order import Part, keys_by_use
+from tiers.lmdb.records.record_table import EXTENTS_AT, USE_BYTES, tables_of
 from tiers.lmdb.shared.free_extents import free_extents
 
 WRITING_NAME = "writing.lock"

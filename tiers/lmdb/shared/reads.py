@@ -16,7 +16,7 @@ from tiers.io.codec import Codec
 from tiers.io.direct_io import PayloadFile, Scratch
 from tiers.lmdb.index import extents_of, payload_bytes_of
 from tiers.lmdb.io_jobs import ReadItem, ReadJob
-from tiers.lmdb.recovery.record_table import USE_BYTES
+from tiers.lmdb.records.record_table import USE_BYTES
 from tiers.lmdb.shared.index import SharedIndex
 
 READ_ATTEMPTS = 5

@@ -27,7 +27,7 @@ from tiers.base import Key, WriteOutcome
 from tiers.io.extents import Extent, Extents, clip
 from tiers.lmdb.index import EXTENT, READER_CHECK_EVERY, extents_of
 from tiers.lmdb.io_jobs import Put
-from tiers.lmdb.recovery.record_table import USE_BYTES, with_use
+from tiers.lmdb.records.record_table import USE_BYTES, with_use
 from tiers.lmdb.shared.free_extents import FreeExtents
 from tiers.lmdb.shared.index import SharedIndex, epoch_of
 

@@ -9,7 +9,7 @@ import pytest
 
 from tiers.io.extents import Extent, gaps
 from tiers.lmdb.index import pack_value
-from tiers.lmdb.recovery.record_table import tables_of
+from tiers.lmdb.records.record_table import tables_of
 from tiers.lmdb.recovery.recover import Expected, recover
 from tiers.record import COMPRESSED, ENCRYPTED, Identity, prefix
 

@@ -10,8 +10,8 @@ import numpy as np
 import numpy.typing as npt
 
 from tiers.base import KeyColumn, StoredKeys, stored_keys
-from tiers.lmdb.recovery.record_table import RecordTable
-from tiers.lmdb.recovery.rows import Rows
+from tiers.lmdb.records.record_table import RecordTable
+from tiers.lmdb.records.rows import Rows
 
 ORDERED_AT_ONCE = 1 << 13
 _Numbers = npt.NDArray[np.int64]

@@ -24,7 +24,7 @@ from collections.abc import Iterator
 import numpy as np
 import numpy.typing as npt
 
-from tiers.lmdb.recovery.rows import Rows
+from tiers.lmdb.records.rows import Rows
 
 MODULUS = (1 << 61) - 1
 assert sys.hash_info.modulus == MODULUS, "a 64-bit Python"

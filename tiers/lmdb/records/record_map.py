@@ -16,9 +16,9 @@ import numpy as np
 import numpy.typing as npt
 
 from tiers.base import Key, StoredKeys
-from tiers.lmdb.recovery.key_order import Part, keys_by_use
-from tiers.lmdb.recovery.key_table import KeyTable
-from tiers.lmdb.recovery.record_table import USE_BYTES, RecordTable, tables_of, with_use
+from tiers.lmdb.records.key_order import Part, keys_by_use
+from tiers.lmdb.records.key_table import KeyTable
+from tiers.lmdb.records.record_table import USE_BYTES, RecordTable, tables_of, with_use
 
 MOVED_AT_ONCE = 4
 """Number of rows that move per deletion. All rows have moved before another tenth of them is

@@ -9,11 +9,11 @@ import pytest
 
 from tiers.io.extents import Extent
 from tiers.lmdb.index import pack_value
-from tiers.lmdb.recovery.key_order import rising
-from tiers.lmdb.recovery.key_table import HASHED_AT_ONCE, MODULUS, KeyTable, remainders
-from tiers.lmdb.recovery.record_map import RecordMap
-from tiers.lmdb.recovery.record_table import tables_of
-from tiers.lmdb.recovery.rows import Rows
+from tiers.lmdb.records.key_order import rising
+from tiers.lmdb.records.key_table import HASHED_AT_ONCE, MODULUS, KeyTable, remainders
+from tiers.lmdb.records.record_map import RecordMap
+from tiers.lmdb.records.record_table import tables_of
+from tiers.lmdb.records.rows import Rows
 from tiers.record import Identity, prefix
 from tiers.testing import key_of
 

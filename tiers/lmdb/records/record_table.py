@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from tiers.base import Key, KeyColumn
-from tiers.lmdb.recovery.rows import Rows
+from tiers.lmdb.records.rows import Rows
 from tiers.record import HEADER_BYTES
 
 USE_BYTES = 8
