@@ -53,7 +53,7 @@ def digests(older: Path, kind: str) -> dict[bytes, tuple[int, str]]:
 
 
 async def contents(tier: Tier, expected: Iterable[tuple[bytes, int]]) -> dict[bytes, Any]:
-    """What an opened tier has for these keys and lengths."""
+    """The lengths and digests that an opened tier returns for these keys."""
     found: dict[bytes, Any] = {}
     for key, length in expected:
         into = aligned(length)
