@@ -321,10 +321,7 @@ class LoadPlanner:
         Loads of low priority may use half of the limits. One load is always allowed, however large.
         """
         share, limits = 2 if origin.priority == LOW else 1, self._context.limits
-        if not self.loading or (
+        return not self.loading or (
             share * (self.loading + chunks) <= limits.load_chunks
             and share * (self.holding + blocks) <= limits.load_blocks
-        ):
-            return True
-        self._stats.load_refused()
-        return False
+        )

@@ -41,7 +41,7 @@ AHEAD_FLYING_MAX = 64
 WANTED_SHARE = 0.5
 """The chunks that are evicted last are at most this share of the CPU tier."""
 AHEAD_STALE_S = 60.0
-"""When a request has made no progress in the queue for this long since its first chunk was read,
+"""When others have overtaken a request for this long, so that it has made no progress in the queue,
 the chunks read for it may be evicted."""
 AHEAD_RETRY_STEPS = 8
 """When the CPU tier has no space for a read ahead, the next attempt is made after this many steps,
@@ -57,7 +57,7 @@ class _Want:
     """The chunks that a waiting request will load. The chunks before chunk ``at`` of run ``run``
     need no more attention; ``read`` are those that were read ahead for it, and ``flying`` counts
     those that are still being read. Once the first chunk was read, ``place`` is the request's
-    position in the queue at the time ``seen``."""
+    position in the queue at the time ``seen``, when ``left`` requests had left the queue."""
 
     request: str
     order: tuple[Any, ...]
@@ -68,6 +68,7 @@ class _Want:
     flying: int = 0
     read: set[bytes] = field(default_factory=set)
     place: int = 0
+    left: int = 0
     seen: float = 0.0
 
     @property
@@ -122,6 +123,7 @@ class LookAhead:
         self._wanted: Counter[bytes] = Counter()  # by the first ``_wanting`` requests of the queue
         self._wanting = 0
         self._flying = 0
+        self._left = 0  # requests that have left the queue
         self._flights: dict[int, _Want] = {}  # by job: whose chunks it reads
         self._full: tuple[int, int] | None = None  # the jobs that had ended, and steps since
         self._now = 0.0
@@ -140,14 +142,22 @@ class LookAhead:
         return self._flying > 0
 
     def others_unread(self, request: str) -> int:
-        """The number of other waiting requests whose chunks are not all read or being read."""
+        """The number of other waiting requests whose chunks are not all read."""
         want = self._wants.get(request)
-        return len(self._open) - (want is not None and want.is_open)
+        unread = {one for one in self._flights.values() if self._wants.get(one.request) is one}
+        closed = {one for one in unread if not one.is_open}
+        is_counted = want is not None and (want.is_open or want in closed)
+        return len(self._open) + len(closed) - is_counted
 
     def runs(self, request: str) -> Sequence[ChunkBatch]:
         """The chunks that a waiting request will load; none if it is not known."""
         want = self._wants.get(request)
         return () if want is None else want.runs
+
+    def has_read(self, request: str) -> bool:
+        """True if chunks were read for a waiting request, or are being read."""
+        want = self._wants.get(request)
+        return want is not None and bool(want.read)
 
     def progress(self, request: str) -> ReadProgress | None:
         """The state of a waiting request's reads; ``None`` if the request is not known."""
@@ -189,6 +199,7 @@ class LookAhead:
     def _leave(self, want: _Want, load: Sequence[ChunkBatch]) -> int:
         place = _place(self.queue, want)
         del self.queue[place]
+        self._left += 1
         if want.is_open:
             del self._open[_place(self._open, want)]
         if place < self._wanting:
@@ -248,8 +259,8 @@ class LookAhead:
         self._held.update(dict.fromkeys(keys, want))
         want.read.update(keys)
         if want not in self._since:
-            self._since[want] = want.seen = self._now
-            want.place = _place(self.queue, want)
+            self._since[want] = self._now
+            self._see(want, _place(self.queue, want))
 
     def _count(self, what: str, keys: Collection[bytes]) -> None:
         if not keys:
@@ -276,16 +287,21 @@ class LookAhead:
             self.forget_all()  # the next step must not fail again
             raise
 
+    def _see(self, want: _Want, place: int) -> None:
+        want.place, want.left, want.seen = place, self._left, self._now
+
     def _give_up_late(self) -> None:
+        """Give up what was read for requests that others overtake. While no request leaves the
+        queue, the running ones take their time, and nobody is overtaken."""
         while self._since:
             want = next(iter(self._since))
             if self._now - want.seen <= AHEAD_STALE_S:
                 return
             place = _place(self.queue, want)
-            if place >= want.place:
+            if place >= want.place and self._left > want.left:
                 self.leave(want.request)
                 continue
-            want.place, want.seen = place, self._now
+            self._see(want, place)
             self._since[want] = self._since.pop(want)  # it is last in the queue now
 
     def _may_have_space(self) -> bool:

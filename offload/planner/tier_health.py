@@ -159,11 +159,13 @@ class TierHealth:
 
 class TierHealths:
     """The health of all lower tiers by number (``tiers``), and the rate of computing that loads are
-    compared with. Owned by the planner; used on vLLM's scheduler thread."""
+    compared with. A request waits ``load_timeout_s`` at most for a load. Owned by the planner; used
+    on vLLM's scheduler thread."""
 
     def __init__(self, names: Sequence[str], limits: HealthLimits | None = None) -> None:
         self._prefill = Rate()
         limits = limits or HealthLimits()
+        self.load_timeout_s = limits.load_timeout_s
         self.tiers = tuple(TierHealth(name, self._prefill, limits) for name in names)
 
     def __getitem__(self, tier: int) -> TierHealth:

@@ -185,8 +185,9 @@ class Lookups:
         """Return how many tokens beyond ``computed_tokens`` can be loaded now; with a ``cut``, only
         from the CPU tier.
 
-        ``None`` means: try again in the next step. Either a shared tier was queried and may reply
-        soon, or the prompt is too long for one step's allowance. Does not change the tiers.
+        ``None`` means: try again in the next step. A shared tier was queried and may reply soon,
+        the prompt is too long for one step's allowance, or other loads must end before that of a
+        request whose chunks were read ahead. Does not change the tiers.
         """
         started = time.perf_counter()
         lookup, identity = state.lookup, state.identity
@@ -206,7 +207,7 @@ class Lookups:
                 elif self._unfinished:
                     self.given_up(state)
                 if end > computed_tokens and not self._can_load(state, end):
-                    lookup.refuse()
+                    is_waiting = self._refuse(state, time.monotonic())
                 lookup.end(end, hit.cut.value)
                 self._asked.add(identity.request)
         self.seconds += time.perf_counter() - started
@@ -237,6 +238,19 @@ class Lookups:
         chunks = [len(part) for part in self.load_ranges(state, end_tokens)]
         blocks = sum(map(operator.mul, chunks, self._chunk_blocks))
         return self._planner.loads.can_load(sum(chunks), blocks, state.identity.origin)
+
+    def _refuse(self, state: RequestState, now: float) -> bool:
+        """Refuse the load of a hit, because too many others are in flight.
+
+        True if the request waits until they have ended: chunks were read ahead for it, and it has
+        not waited longer than for a load. Otherwise it is computed, and these reads are wasted.
+        """
+        lookup, planner = state.lookup, self._planner
+        if lookup.refuse(now):
+            planner.stats.load_refused()
+        if not planner.look_ahead.has_read(state.identity.request):
+            return False
+        return now - lookup.refused_s < planner.health.load_timeout_s
 
     def _limits(self, state: RequestState, request: Request) -> range:
         """The maximum number of tokens that the request wants, and the maximum that it could

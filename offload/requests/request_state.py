@@ -80,9 +80,10 @@ class LookupState:
     the request's first lookup (``time.perf_counter``). ``known`` caches the
     results of all lookups; ``wait`` is the last query to shared tiers. ``is_promised`` means that a
     hit was reported to vLLM and that vLLM has not allocated blocks for it yet. ``refused`` means
-    that too many loads were under way; ``shortened`` says why a tail that the tiers hold was cut
-    off. ``waited_s`` is the time for which the request got no GPU blocks because its chunks were
-    being read ahead. ``load`` has the chunks to load by group, for a hit that ends at
+    that too many loads were under way, for the first time at ``refused_s`` (0: not yet);
+    ``shortened`` says why a tail that the tiers hold was cut off. ``waited_s`` is the time for
+    which the request got no GPU blocks because its chunks were being read ahead. ``load`` has the
+    chunks to load by group, for a hit that ends at
     ``load_end_tokens``. ``logged`` is the request's log entry, once vLLM has accepted the hit.
     """
 
@@ -95,6 +96,7 @@ class LookupState:
         "load_end_tokens",
         "logged",
         "refused",
+        "refused_s",
         "shortened",
         "start",
         "wait",
@@ -108,6 +110,7 @@ class LookupState:
         self.known = PartialLookup()
         self.is_promised = False
         self.refused = False
+        self.refused_s = 0.0
         self.shortened = ""
         self.waited_s = 0.0
         self.load: tuple[range, ...] = ()
@@ -131,9 +134,14 @@ class LookupState:
         """Set the time for which the request waited for reads ahead."""
         self.waited_s = seconds
 
-    def refuse(self) -> None:
-        """Record that this request's load was refused because too many loads are in progress."""
+    def refuse(self, now_s: float) -> bool:
+        """Record that this request's load was refused because too many loads are in progress.
+        Returns whether that is the first time since its last hit."""
         self.refused = True
+        is_first = not self.refused_s
+        if is_first:
+            self.refused_s = now_s
+        return is_first
 
     def end(self, hit_end_tokens: int, shortened: str) -> None:
         """End the lookup with this hit, which is promised to vLLM unless it was refused."""
@@ -149,6 +157,7 @@ class LookupState:
     def accept(self) -> None:
         """Record that vLLM has allocated blocks for the hit."""
         self.is_promised = False
+        self.refused_s = 0.0
         self.known.clear()
 
     def keep(self, logged: Any) -> None:

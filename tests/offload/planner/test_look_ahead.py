@@ -160,7 +160,7 @@ def test_what_was_read_for_a_request_that_leaves_goes_to_the_next_that_wants_it(
     assert queue.ahead.counts == {"read": 15, "used": 10, "late": 0, "wasted": 5}
 
 
-def test_a_request_is_late_only_if_it_does_not_run_after_its_read() -> None:
+def test_a_request_is_late_only_if_others_overtake_it_after_its_read() -> None:
     """In a long queue, chunks that were read for its end are not given up at once."""
     queue = Queue(share=0.25)
     queue.wait("first", range(10), 1)
@@ -173,9 +173,23 @@ def test_a_request_is_late_only_if_it_does_not_run_after_its_read() -> None:
     queue.end()
     queue.step()
     assert queue.held() == list(range(10, 20))
+    queue.wait("urgent", (), 0)
+    queue.ahead.leave("urgent")
     queue.step(look_ahead.AHEAD_STALE_S)
     assert queue.held() == []
     assert queue.ahead.counts["wasted"] == 10
+
+
+def test_the_next_request_keeps_its_chunks_while_others_write_long_answers() -> None:
+    """Nobody leaves the queue for minutes, so nobody overtakes it."""
+    queue = Queue(share=0.5)
+    queue.wait("next", range(10), 1)
+    queue.step()
+    queue.end()
+    for _ in range(4):
+        queue.step(look_ahead.AHEAD_STALE_S)
+    assert queue.ahead.counts["wasted"] == 0
+    assert queue.evictable() == []
 
 
 def test_in_a_queue_of_minutes_each_chunk_is_read_once_and_used() -> None:

@@ -1,0 +1,141 @@
+"""Many long prompts wait over a CPU tier smaller than two of them (vllm#49902), with the default
+limits on loads and the default share of look-ahead, under vLLM's real scheduler."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from offload.planner.load_or_recompute import SAMPLES_MIN, LoadOrRecompute
+from tests.oracle.models import MODELS
+from tests.oracle.serving import Conditions
+from tests.oracle.test_look_ahead import TOKENS, Backlog, PacedTier, prompts_of, side
+from tiers.base import Tier
+from tiers.testing.memory_tier import MemoryTier
+
+PROMPTS = 50
+SLOTS = 55
+STEP_TOKENS = 32
+
+
+class LargePacedTier(PacedTier):
+    """Holds all prompts."""
+
+    def __init__(self, **options: Any) -> None:
+        MemoryTier.__init__(self, 1 << 25, **options)
+        self.granted = 0.0
+        self.order: list[bytes] = []
+
+
+class LongBacklog(Backlog):
+    """``first`` has the step of each request's first token."""
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self.first: dict[str, int] = {}
+
+    def _make_tier(self, spec: Any) -> Tier:
+        self.disk = LargePacedTier(namespace=spec.namespace, rank=spec.rank, epoch=spec.epoch)
+        return self.disk
+
+    def step(self) -> None:
+        waiting = dict(self.scheduler.requests)
+        super().step()
+        for name, request in waiting.items():
+            if request.num_output_tokens:
+                self.first.setdefault(name, self.steps)
+
+
+def world(folder: Path, look_ahead: float) -> LongBacklog:
+    conditions = Conditions(
+        slots=SLOTS,
+        batched_tokens=STEP_TOKENS,
+        late=20,
+        options={"look_ahead": look_ahead},
+    )
+    return LongBacklog(dataclasses.replace(MODELS["full"], blocks=75), conditions, folder, 0)
+
+
+def measure(served: LongBacklog, reads_per_step: int) -> None:
+    """Let break-even know both speeds, as on a server whose prompts are long."""
+    for _ in range(SAMPLES_MIN):
+        served.planner.health[0].loaded(1000, 1000 / (4 * reads_per_step), 0.0)
+        served.planner.health.computed(1000, 1000 / STEP_TOKENS)
+
+
+thorough = pytest.mark.thorough
+
+
+@pytest.mark.parametrize(
+    ("reads_per_step", "measured"),
+    [
+        (12, True),
+        pytest.param(2, True, marks=thorough),
+        pytest.param(8, True, marks=thorough),
+        pytest.param(12, False, marks=thorough),
+        pytest.param(4, False, marks=thorough),
+    ],
+)
+def test_more_waits_than_the_cpu_tier_holds(
+    reads_per_step: int, measured: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nothing that was read is given up or read twice, and the last request is answered as soon as
+    without look-ahead."""
+    monkeypatch.setattr(LoadOrRecompute, "tokens_min", 0.0)  # short loads: not measured in steps
+    ended = {}
+    for share in (0.0, 0.25):
+        with world(tmp_path / str(share), share) as served:
+            served.begin(prompts_of(PROMPTS, TOKENS), reads_per_step)
+            if measured:
+                measure(served, reads_per_step)
+            while served.scheduler.requests:
+                served.step()
+                held = served.planner.look_ahead._held
+                assert not any(map(served.planner.cpu.is_absent, held))
+            served.drain()
+            loaded = served.loaded()
+            assert len(served.disk.order) * 4 == loaded["file"] + loaded["cpu"]
+            counts = served.counts()
+            assert counts["wasted"] == 0
+            assert (counts["used"] > 0) == (share > 0)
+            again = [served.first[f"again{number}"] for number in range(PROMPTS)]
+            ended[share] = served.steps, max(again)
+            assert served.planner.stats.load_refusals <= PROMPTS, "once per request"
+            served.check_idle()
+    assert ended[0.25] <= ended[0.0], ended
+
+
+def test_a_request_whose_load_is_refused_waits_no_longer_than_for_a_load(tmp_path: Path) -> None:
+    """The disk hangs. Chunks are being read for the next request, but it is computed in the end."""
+    with world(tmp_path, 0.25) as served:
+        served.planner.health.load_timeout_s = 0.02  # of simulated time
+        served.begin(prompts_of(6, TOKENS), reads_per_step=0)
+        requests, states = served.scheduler.requests, side(served)._states
+        waits = None
+        while waits is None:
+            served.step()
+            assert served.steps < 100
+            refused = (name for name, state in states.items() if state.lookup.refused)
+            waits = next(filter(served.planner.look_ahead.has_read, refused), None)
+        request = requests[waits]
+        while not request.num_output_tokens:
+            served.step()
+            assert served.steps < 200
+        assert served.planner.stats.load_refusals < 6, "once per request"
+        served.reads_per_step = 12
+        served.drain()
+        served.check_idle()
+
+
+def test_prompts_of_default_limits_are_read_once(tmp_path: Path) -> None:
+    """The loads of two prompts may be in flight at a time; the others wait for them."""
+    with world(tmp_path, 0.5) as served:
+        served.begin(prompts_of(6, TOKENS), reads_per_step=1e9)
+        served.drain()
+        assert served.counts()["wasted"] == 0
+        loaded = served.loaded()
+        assert len(served.disk.order) * 4 == loaded["file"] + loaded["cpu"]
+        served.check_idle()
