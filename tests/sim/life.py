@@ -302,7 +302,7 @@ class ServerLife(Engine):
             assert not executor._lane._open, f"loads are left: {executor._lane._open}"
             assert executor._lane.staging.free == STAGING, "staging buffers got lost"
             fences, owed = executor._fences, executor._open._open
-            assert not fences._reading, f"stores are left: {fences._reading}"
+            assert not fences.reading, f"stores are left: {fences.reading}"
             assert not owed, f"requests without an answer: {owed}"
             assert not fences._poisoned, f"poisoned stores are left: {fences._poisoned}"
             for key in planner.cpu._resident:
