@@ -299,8 +299,8 @@ class ServerLife(Engine):
         for rank in self.ranks:
             executor = rank.executor
             assert not executor._tasks, f"tasks are left: {executor._tasks}"
-            assert not executor._lane._open, f"loads are left: {executor._lane._open}"
-            assert executor._lane.staging.free == STAGING, "staging buffers got lost"
+            assert not executor._loads._open, f"loads are left: {executor._loads._open}"
+            assert executor._loads.staging.free == STAGING, "staging buffers got lost"
             fences, owed = executor._fences, executor._open._open
             assert not fences.reading, f"stores are left: {fences.reading}"
             assert not owed, f"requests without an answer: {owed}"
