@@ -226,7 +226,7 @@ class KvTiersConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  
             self._worker.post(_plan_of(self._connector_metadata), refused=self._distrust())
 
     def _distrust(self) -> str:
-        """Return the reason why none of the plan's copies may run, or ``None``."""
+        """Return the reason why none of the plan's copies may run, or an empty string."""
         meta = self._connector_metadata
         if not isinstance(meta, OffloadMetadata) or not meta.adapters:
             return ""

@@ -29,7 +29,7 @@ STUCK_ASKS = 3
 """A wait ends when vLLM has asked this many times in a row while nothing was being read ahead."""
 
 
-class Answer(Enum):
+class Action(Enum):
     """The next action of a request that vLLM could run. With ``COMPUTE`` and ``LATE`` it begins
     with the chunks in the CPU tier and computes the rest."""
 
@@ -41,11 +41,11 @@ class Answer(Enum):
     @property
     def cut(self) -> Cut:
         """Why only the chunks in the CPU tier are loaded; ``NOTHING`` if all are."""
-        return {Answer.COMPUTE: Cut.QUEUE, Answer.LATE: Cut.LATE}.get(self, Cut.NOTHING)
+        return {Action.COMPUTE: Cut.QUEUE, Action.LATE: Cut.LATE}.get(self, Cut.NOTHING)
 
 
 @dataclass(frozen=True, slots=True)
-class Room:
+class BlockDemand:
     """GPU blocks that are ``free`` and that the request has to get (``needed``), and the number of
     other requests that are ``waiting`` for blocks."""
 
@@ -88,20 +88,20 @@ class Outlook:
         return self.others > 0 and self.free_blocks < self.needed_blocks * (1 + self.others)
 
 
-def decide(choice: str, outlook: Outlook) -> Answer:
+def decide(choice: str, outlook: Outlook) -> Action:
     """Choose what the request does now."""
     if outlook.is_read or outlook.is_stuck or outlook.waited_s >= TOTAL_S:
-        return Answer.BEGIN
+        return Action.BEGIN
     if outlook.reading_s >= outlook.limit_s:
-        return Answer.LATE
+        return Action.LATE
     if choice == ALWAYS:
-        return Answer.WAIT
+        return Action.WAIT
     if outlook.read_s is None:
-        return Answer.BEGIN  # loads measure the speed
+        return Action.BEGIN  # loads measure the speed
     if outlook.is_queued and outlook.read_s > (outlook.compute_s or math.inf):
-        return Answer.COMPUTE
+        return Action.COMPUTE
     is_better = outlook.is_queued or outlook.is_scarce
-    return Answer.WAIT if is_better and outlook.read_s >= outlook.worth_s else Answer.BEGIN
+    return Action.WAIT if is_better and outlook.read_s >= outlook.worth_s else Action.BEGIN
 
 
 @dataclass(slots=True, eq=False)
@@ -138,7 +138,7 @@ class ReadWaits:
         self._ahead = look_ahead
         self._choice = choice
         self._waits: dict[str, _Wait] = {}  # oldest first
-        self._ended: dict[str, tuple[Answer, float]] = {}  # final answers, and seconds waited
+        self._ended: dict[str, tuple[Action, float]] = {}  # final actions, and seconds waited
 
     def __len__(self) -> int:
         """The number of requests that wait."""
@@ -149,24 +149,26 @@ class ReadWaits:
         """True if requests wait at all."""
         return self._choice != NEVER and self._ahead.is_on
 
-    def ask(self, request: str, now: float, room: Room, computing: Callable[[], int]) -> Answer:
-        """Decide what a request does that vLLM could run now. Every answer but ``WAIT`` is final.
+    def ask(
+        self, request: str, now: float, blocks: BlockDemand, computing: Callable[[], int]
+    ) -> Action:
+        """Decide what a request does that vLLM could run now. Every action but ``WAIT`` is final.
 
         ``computing`` counts the tokens that vLLM computes for others first.
         """
         if (ended := self._ended.get(request)) is not None:
             return ended[0]
         wait = self._waits.get(request) or self._expect(request, now)
-        answer = Answer.BEGIN
+        action = Action.BEGIN
         if wait is not None:
-            outlook = self._outlook(request, wait, now, room, computing)
-            answer = decide(self._choice, outlook)
-        if answer is not Answer.WAIT:
-            self._end(request, answer, now)
+            outlook = self._outlook(request, wait, now, blocks, computing)
+            action = decide(self._choice, outlook)
+        if action is not Action.WAIT:
+            self._end(request, action, now)
         elif request not in self._waits:
             self._waits[request] = wait  # type: ignore[assignment]  # only such requests wait
             self.count += 1
-        return answer
+        return action
 
     def _expect(self, request: str, now: float) -> _Wait | None:
         """A wait that may begin; ``None`` if there is nothing to wait for."""
@@ -179,57 +181,62 @@ class ReadWaits:
         if not tokens:
             return None
         tier = max(tokens, key=tokens.__getitem__)
-        pace, total = self._health[tier].break_even, sum(tokens.values())
-        before = sum(wait.tokens for wait in self._waits.values()) + pace.reads.tokens
-        read_s = None if pace.speed is None else (before + total) / pace.speed
+        break_even, total = self._health[tier].break_even, sum(tokens.values())
+        before = sum(wait.tokens for wait in self._waits.values()) + break_even.reads.tokens
+        read_s = None if break_even.speed is None else (before + total) / break_even.speed
         return _Wait(now, tier, total, read_s, self._ahead.counts["read"])
 
     def _outlook(
-        self, request: str, wait: _Wait, now: float, room: Room, computing: Callable[[], int]
+        self,
+        request: str,
+        wait: _Wait,
+        now: float,
+        blocks: BlockDemand,
+        computing: Callable[[], int],
     ) -> Outlook:
-        ahead, pace = self._ahead, self._health[wait.tier].break_even
+        ahead, break_even = self._ahead, self._health[wait.tier].break_even
         progress, begun = ahead.progress(request), ahead.counts["read"]
         wait.idle = 0 if ahead.is_reading or begun > wait.begun else wait.idle + 1
         wait.begun = begun
         since = now if progress is None or progress.since is None else progress.since
-        is_first_ask, compute_s, others = request not in self._waits, None, room.waiting
+        is_first_ask, compute_s, others = request not in self._waits, None, blocks.waiting
         if is_first_ask and self._choice == AUTO:
-            compute_s = pace.compute_s(wait.tokens, computing())
-        if not pace.is_compared:  # requests that wait for reads will not compute instead
+            compute_s = break_even.compute_s(wait.tokens, computing())
+        if not break_even.is_compared:  # requests that wait for reads will not compute instead
             others -= ahead.others_unread(request)
         return Outlook(
             is_read=progress is None or progress.is_read,
             is_stuck=wait.idle > STUCK_ASKS or not self._health[wait.tier].readable,
             waited_s=now - wait.since,
             reading_s=now - max(since, wait.since),
-            limit_s=pace.timeout_s,
+            limit_s=break_even.timeout_s,
             is_queued=next(iter(self._waits), request) != request,
             read_s=wait.read_s,
             compute_s=compute_s,
             worth_s=max(WORTH_S, WORTH_STEPS * self._budget.step_s),
-            free_blocks=room.free,
-            needed_blocks=room.needed,
+            free_blocks=blocks.free,
+            needed_blocks=blocks.needed,
             others=others,
         )
 
-    def _end(self, request: str, answer: Answer, now: float) -> None:
+    def _end(self, request: str, action: Action, now: float) -> None:
         wait = self._waits.pop(request, None)
         waited_s = 0.0 if wait is None else now - wait.since
         self.seconds += waited_s
-        self._ended[request] = answer, waited_s
+        self._ended[request] = action, waited_s
 
     def begin(self, request: str) -> None:
         """Let this request run without a wait: it was preempted, and has waited already."""
-        self._ended[request] = Answer.BEGIN, 0.0
+        self._ended[request] = Action.BEGIN, 0.0
 
     def waited_s(self, request: str) -> float:
         """The seconds that a request has waited, if its wait has ended; otherwise 0."""
-        return self._ended.get(request, (Answer.BEGIN, 0.0))[1]
+        return self._ended.get(request, (Action.BEGIN, 0.0))[1]
 
     def leave(self, request: str, now: float) -> None:
         """Forget a request that runs, loads or has ended."""
         if request in self._waits:
-            self._end(request, Answer.BEGIN, now)
+            self._end(request, Action.BEGIN, now)
         self._ended.pop(request, None)
 
     def totals(self) -> dict[str, float]:

@@ -42,7 +42,7 @@ class LoggedRequest:
     final: bool = False
     trace_headers: Mapping[str, str] | None = None
 
-    def was_read_ahead(self, tokens: int) -> None:
+    def note_read_ahead(self, tokens: int) -> None:
         """Record how many tokens of the load were read while the request waited."""
         self.ahead_tokens = tokens
 

@@ -2,7 +2,7 @@
 
 Part of the executor. ``begin`` and ``end`` belong to the thread that drives vLLM's model runner,
 which posts no plan in between. This thread and the loop share the states of loads and stores, which
-are safe to share (`offload.worker.unanswered_jobs`, `offload.worker.fences`): whichever thread
+are safe to share (`offload.worker.open_loads`, `offload.worker.fences`): whichever thread
 comes second sees what the first one did, so no copy begins after ``begin`` has looked.
 """
 
@@ -12,7 +12,7 @@ import time
 from typing import TYPE_CHECKING
 
 from offload.worker.fences import Fences
-from offload.worker.unanswered_jobs import OpenLoads
+from offload.worker.open_loads import OpenLoads
 from tiers.copy.base import TransferError
 
 if TYPE_CHECKING:

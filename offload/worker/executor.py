@@ -28,12 +28,14 @@ from offload.telemetry.counters import WorkerStats
 from offload.worker.copy_pause import CopyPause
 from offload.worker.fences import Fences, Reading
 from offload.worker.idle_scrub import IdleScrub, ScrubLimits
-from offload.worker.loads import LoadLane, LoadTask
+from offload.worker.limits import ExecutorLimits
+from offload.worker.loads import LoadTask, RankLoads
+from offload.worker.open_loads import OpenLoad, OpenLoads
 from offload.worker.presence_queries import PresenceQueries
 from offload.worker.rank_health import RankHealth
 from offload.worker.tier_monitor import TierMonitor, close_tier
 from offload.worker.tier_writer import TierWriter
-from offload.worker.unanswered_jobs import Drained, ExecutorLimits, OpenLoad, OpenLoads, Unanswered
+from offload.worker.unanswered_jobs import Drained, Unanswered
 from tiers.base import Scrubbed, Tier
 from tiers.copy.base import CopyBatch, CopyEngine, GroupRegions, TransferError
 from tiers.slab.slab import HostSlab
@@ -79,16 +81,16 @@ class Executor:
         self._groups = {group.group: group for group in groups}
         self._tiers = tuple(tiers)
         self._seen: deque[tuple[int, Observed]] = deque()
-        watches = [
+        monitors = [
             TierMonitor(self.limits.tier_timeout_s, partial(self._see, tier))
             for tier in range(len(self._tiers))
         ]
-        self._lane = LoadLane(
+        self._loads = RankLoads(
             slab,
             engine,
             self._groups,
             self._tiers,
-            watches,
+            monitors,
             staging,
             self.limits,
             self.stats,
@@ -97,11 +99,11 @@ class Executor:
         for number, tier in enumerate(self._tiers):
             tier.on_loss(partial(self._lose, number))
         self._writers = [
-            TierWriter(tier, watch, slab, self._groups, self.stats)
-            for tier, watch in zip(self._tiers, watches, strict=True)
+            TierWriter(tier, monitor, slab, self._groups, self.stats)
+            for tier, monitor in zip(self._tiers, monitors, strict=True)
         ]
         self._scrubs = [
-            IdleScrub(self._tiers[n], watches[n], bounds, partial(self._take_scrubbed, n))
+            IdleScrub(self._tiers[n], monitors[n], bounds, partial(self._take_scrubbed, n))
             for n, bounds in (scrubs or {}).items()
         ]
         self._presence_queries = PresenceQueries(self._tiers, self._writers, self._see)
@@ -119,10 +121,9 @@ class Executor:
     # -- the driver's thread -----------------------------------------------------------------
 
     def post(self, plan: StepPlan, *, refused: str = "") -> None:
-        """Pass a plan to the loop. Call this after the step's forward pass was submitted; it never
-        waits.
+        """Pass a plan to the loop, after the step's forward pass was submitted. Never waits.
 
-        ``refused``: the reason why the plan's stores and loads must fail, or ``None``.
+        ``refused``: the reason why the plan's stores and loads must fail, or an empty string.
         """
         if plan.empty or self._loop is None:
             return
@@ -151,7 +152,7 @@ class Executor:
 
     def _refuse_unposted(self, plan: StepPlan, stores: Sequence[StoreJob], why: str) -> None:
         """Fail a plan's loads and these stores without involving the loop."""
-        if count := self._lane.failed.add(why):
+        if count := self._loads.failed.add(why):
             logger.warning("kvtiers: %d plans were not carried out because %s", count, why)
         self._refuse(Unanswered(StepPlan(loads=plan.loads, stores=tuple(stores))))
         self._refuse_on_loop(plan.loads)
@@ -160,7 +161,7 @@ class Executor:
         """Fail these loads' fills, so that no other load joins them or waits for their parts."""
         if loads and self._loop is not None:
             with contextlib.suppress(RuntimeError):  # the loop is closed, so no load can join these
-                self._loop.call_soon_threadsafe(self._lane.refuse, loads)
+                self._loop.call_soon_threadsafe(self._loads.refuse, loads)
 
     def before_step(self, plan: StepPlan) -> None:
         """Wait for fences; call this before the step's forward pass, which may overwrite blocks
@@ -267,7 +268,7 @@ class Executor:
                 if job in sources:
                     _reads_nothing(sources[job])
             self._refuse(unanswered)
-            self._lane.refuse(unanswered.loads)
+            self._loads.refuse(unanswered.loads)
 
     def _accept(
         self,
@@ -278,7 +279,7 @@ class Executor:
         unanswered: Unanswered,
     ) -> None:
         if plan.reset:
-            self._lane.cancel_all()
+            self._loads.cancel_all()
         for tier, writer in enumerate(self._writers):
             if tier in plan.epochs:
                 writer.reset(plan.epochs[tier])
@@ -295,9 +296,9 @@ class Executor:
             writer.touch(plan.touches.get(tier, ()))
         for load in plan.loads:
             if load.part:
-                self._lane.advance(load)
+                self._loads.advance(load)
             else:
-                task = self._lane.open(load, loads[load.job], after)
+                task = self._loads.open(load, loads[load.job], after)
                 self._spawn(self._run_load(task)).add_done_callback(partial(self._load_ended, task))
             unanswered.begun(load)
 
@@ -310,7 +311,7 @@ class Executor:
             self._answer(store.job, JobResult(failed=True))
             return
         try:
-            self._lane.overwrite(store.slots)
+            self._loads.overwrite(store.slots)
             batch = CopyBatch(
                 store.group,
                 np.asarray(store.blocks, dtype=np.int64).reshape(len(store.slots), -1),
@@ -338,7 +339,7 @@ class Executor:
         """Record that a store's copy has succeeded or failed."""
         end = partial(self._end_store, job, source, error)
         if error is not None:
-            if count := self._lane.failed.add("store"):
+            if count := self._loads.failed.add("store"):
                 logger.warning("kvtiers: %d stores have failed, the last with: %s", count, error)
             end()
             return
@@ -364,7 +365,7 @@ class Executor:
         Call this on the loop.
         """
         assert self._loop is not None
-        self._loop.call_soon(self._lane.leave, request)  # after the plan that contains the load
+        self._loop.call_soon(self._loads.leave, request)  # after the plan that contains the load
 
     def _load_ended(self, load: LoadTask, task: asyncio.Future[None]) -> None:
         """End a load whose task was cancelled or has failed.

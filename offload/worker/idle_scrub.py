@@ -36,18 +36,18 @@ class ScrubLimits:
 class IdleScrub:
     """Scrubs one tier while it is idle.
 
-    ``watch`` sees all operations of the tier; ``report`` receives the result of each batch.
+    ``monitor`` sees all operations of the tier; ``report`` receives the result of each batch.
     """
 
     def __init__(
         self,
         tier: Tier,
-        watch: TierMonitor,
+        monitor: TierMonitor,
         limits: ScrubLimits,
         report: Callable[[Scrubbed], None],
     ) -> None:
         self._tier = tier
-        self._watch = watch
+        self._monitor = monitor
         self._limits = limits
         self._report = report
         self._task: asyncio.Task[None] | None = None
@@ -64,7 +64,7 @@ class IdleScrub:
 
     async def _run(self) -> None:
         while True:
-            left = self._watch.seconds_until_quiet(QUIET_S)
+            left = self._monitor.seconds_until_quiet(QUIET_S)
             if left > 0:
                 await asyncio.sleep(left)
                 continue

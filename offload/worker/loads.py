@@ -18,10 +18,11 @@ import numpy as np
 from offload.messages.plan import IN_SLAB, STAGED, LoadItem, LoadJob
 from offload.messages.report import JobResult
 from offload.telemetry.counters import WorkerStats
+from offload.worker.limits import ExecutorLimits
+from offload.worker.open_loads import OpenLoad
 from offload.worker.read_turns import ReadTurns
 from offload.worker.staging import Staging, Window
 from offload.worker.tier_monitor import TierMonitor
-from offload.worker.unanswered_jobs import ExecutorLimits, OpenLoad
 from tiers.base import ReadOutcome, Tier
 from tiers.copy.base import CopyBatch, CopyEngine, GroupRegions, TransferError
 from tiers.slab.slab import HostSlab
@@ -37,7 +38,7 @@ AHEAD_WAIT_S = 60.0
 load starts the clock of ``load_timeout_s``: reads ahead wait while the disk is busy."""
 
 
-class LoadLane:
+class RankLoads:
     """The state that all loads of a rank share: staging window, reads in flight, and fills.
 
     A fill is a future per slot that tells whether the bytes that a load reads into the slot are
@@ -51,7 +52,7 @@ class LoadLane:
         engine: CopyEngine,
         groups: Mapping[int, GroupRegions],
         tiers: Sequence[Tier],
-        watches: Sequence[TierMonitor],
+        monitors: Sequence[TierMonitor],
         staging: Sequence[int],
         limits: ExecutorLimits,
         stats: WorkerStats,
@@ -62,7 +63,7 @@ class LoadLane:
         self.engine = engine
         self.groups = groups
         self.tiers = tiers
-        self.watches = watches
+        self.monitors = monitors
         self.stats = stats
         self.read_batch = limits.read_batch
         # One per tier, and one per tier for probes: a tier that hangs must delay neither the other
@@ -167,7 +168,7 @@ class LoadLane:
         for item in items if self._ahead else ():
             task = self._ahead.get(item.slot)
             if task is not None:
-                task.is_awaited()
+                task.note_awaited()
                 for turns in self._reads:
                     turns.hurry(item.slot)
 
@@ -184,12 +185,14 @@ class LoadTask:
     when the load was given up and the parts that had arrived have ended.
     """
 
-    def __init__(self, lane: LoadLane, job: LoadJob, load: OpenLoad, after: object | None) -> None:
+    def __init__(
+        self, loads: RankLoads, job: LoadJob, load: OpenLoad, after: object | None
+    ) -> None:
         self.job = job.job
         self.request = job.request
         self.is_ahead = job.is_ahead
         self._is_probe = not (job.request or job.is_ahead)
-        self._lane = lane
+        self._loads = loads
         self._load = load
         self._items: list[LoadItem] = []
         self._after = after
@@ -220,7 +223,7 @@ class LoadTask:
         if job.part != self._parts:
             self.give_up()
         self._parts = job.part + 1
-        self._lane.expect(job.items)
+        self._loads.expect(job.items)
         self._items += job.items
         self._new += job.items
         self._is_whole = self._is_whole or job.is_last
@@ -232,7 +235,7 @@ class LoadTask:
         """The slots that are read ahead."""
         return [item.slot for item in self._items] if self.is_ahead else ()
 
-    def is_awaited(self) -> None:
+    def note_awaited(self) -> None:
         """Record that a request waits for this read ahead from now on."""
         if self._waits_for_turn:
             self._begin_clock()
@@ -264,9 +267,9 @@ class LoadTask:
         self._abandoned = True
         self._late = self._late or (late and not self._waits_for_turn)
         if self.is_ahead:
-            self._lane.pass_by(self.slots_ahead)
+            self._loads.pass_by(self.slots_ahead)
         elif late:
-            self._lane.stats.load_timed_out()
+            self._loads.stats.load_timed_out()
         self._news.set()
 
     def leave(self) -> None:
@@ -293,11 +296,11 @@ class LoadTask:
         finally:
             for part in parts:
                 part.cancel()
-            self._lane.fail(self._items)
-            self._lane.ended(self)
+            self._loads.fail(self._items)
+            self._loads.ended(self)
         seconds = time.perf_counter() - self._began
         if not self.is_ahead:
-            self._lane.stats.load_ended(seconds)
+            self._loads.stats.load_ended(seconds)
         return JobResult(
             bad=frozenset(self._bad),
             lost=frozenset(self._lost),
@@ -340,25 +343,25 @@ class LoadTask:
                 # an item without slot and tier is the planner's request to fail
                 self._bad.add(item.key)
             else:
-                fill = self._lane.fill(item.slot)
+                fill = self._loads.fill(item.slot)
                 (joined if fill is not None and not fill.done() else ready).append(item)
         reads = []
         for (tier, staged), items in by_source.items():
-            step = self._lane.read_batch
+            step = self._loads.read_batch
             if staged:
                 step = max(1, min(step, self._window(tier).size))
             reads += [(tier, items[at : at + step]) for at in range(0, len(items), step)]
         return ready, joined, reads
 
     def _window(self, tier: int) -> Window:
-        return self._lane.staging.window(tier, probe=self._is_probe)
+        return self._loads.staging.window(tier, probe=self._is_probe)
 
     async def _join(self, items: Sequence[LoadItem]) -> None:
         """Copy chunks from slots, once other loads' reads into them have succeeded."""
-        self._lane.hurry(items)
+        self._loads.hurry(items)
         good = []
         for item in items:
-            fill = self._lane.fill(item.slot)
+            fill = self._loads.fill(item.slot)
             if fill is None or await asyncio.shield(fill):
                 good.append(item)
             else:
@@ -374,7 +377,7 @@ class LoadTask:
             return
         slots = await window.take(len(items)) if staged else [item.slot for item in items]
         try:
-            turns = self._lane.turns(tier, probe=self._is_probe)
+            turns = self._loads.turns(tier, probe=self._is_probe)
             async with turns.turn(slots, is_ahead=self.is_ahead):
                 if self._waits_for_turn:
                     self._begin_clock()
@@ -386,7 +389,7 @@ class LoadTask:
                 else:
                     self._note_bad(item, outcome)
                 if not staged:
-                    self._lane.filled(slot, outcome is ReadOutcome.OK)
+                    self._loads.filled(slot, outcome is ReadOutcome.OK)
             await self._copy([item for item, _ in good], [slot for _, slot in good])
         finally:
             if staged:
@@ -398,19 +401,19 @@ class LoadTask:
     async def _read_into(
         self, tier: int, items: Sequence[LoadItem], slots: Sequence[int]
     ) -> list[ReadOutcome]:
-        lane = self._lane
+        loads = self._loads
         if self._abandoned:
             return [ReadOutcome.BUSY] * len(items)
-        sizes = [lane.groups[item.group].record_bytes for item in items]
-        views = [lane.slab.slot_view(slot, size) for slot, size in zip(slots, sizes, strict=True)]
+        sizes = [loads.groups[item.group].record_bytes for item in items]
+        views = [loads.slab.slot_view(slot, size) for slot, size in zip(slots, sizes, strict=True)]
         started = time.perf_counter()
         try:
-            reading = lane.tiers[tier].read([item.key for item in items], views)
-            outcomes = await lane.watches[tier].read(reading, len(items))
+            reading = loads.tiers[tier].read([item.key for item in items], views)
+            outcomes = await loads.monitors[tier].read(reading, len(items))
         except Exception as error:  # the tier may be third-party code
             logger.warning("kvtiers: tier %d could not be read: %s", tier, error)
             return [ReadOutcome.BUSY] * len(items)
-        lane.stats.read(tier, sum(sizes), time.perf_counter() - started)
+        loads.stats.read(tier, sum(sizes), time.perf_counter() - started)
         return outcomes
 
     def _note_bad(self, item: LoadItem, outcome: ReadOutcome) -> None:
@@ -419,7 +422,7 @@ class LoadTask:
             self._lost.add(item.key)
         if outcome is ReadOutcome.CORRUPT:
             self._corrupt.add(item.key)
-            self._lane.stats.corrupt(item.tier)
+            self._loads.stats.corrupt(item.tier)
 
     async def _copy(self, items: Sequence[LoadItem], slots: Sequence[int] | None = None) -> None:
         """Copy slots into GPU blocks, unless the request has ended or the load is a probe without
@@ -442,17 +445,17 @@ class LoadTask:
         self._copying += 1
         self._no_copies.clear()
         try:
-            ticket = self._load.submit(lambda: self._lane.engine.submit_load(batches, self._after))
+            ticket = self._load.submit(lambda: self._loads.engine.submit_load(batches, self._after))
             if ticket is None:
                 self._failed = True
                 return
             await ticket.ended()
-            if self._lane.verifier is not None:
-                wrong = await self._lane.verifier.wrong(items, self._load_has_ended)
+            if self._loads.verifier is not None:
+                wrong = await self._loads.verifier.wrong(items, self._load_has_ended)
                 self._wrong |= wrong
                 self._bad |= wrong
         except TransferError as error:
-            if count := self._lane.failed.add("load"):
+            if count := self._loads.failed.add("load"):
                 logger.warning("kvtiers: %d loads were not copied, the last: %s", count, error)
             self._failed = True
             return
@@ -460,5 +463,5 @@ class LoadTask:
             self._copying -= 1
             if not self._copying:
                 self._no_copies.set()
-        loaded_bytes = sum(self._lane.groups[item.group].chunk_bytes for item in items)
-        self._lane.stats.copied(loaded_bytes=loaded_bytes)
+        loaded_bytes = sum(self._loads.groups[item.group].chunk_bytes for item in items)
+        self._loads.stats.copied(loaded_bytes=loaded_bytes)

@@ -18,7 +18,7 @@ class RankHealth:
     ``degraded`` is the reason why it stores nothing at present; ``is_stalled`` means that the loop
     has not answered a ping.
 
-    Ownership: the loop and the driver may call ``degrade``; ``_has_turned`` belongs to the loop,
+    Ownership: the loop and the driver may call ``degrade``; ``_note_turn`` belongs to the loop,
     everything else to the driver. Times are in monotonic seconds.
     """
 
@@ -47,7 +47,7 @@ class RankHealth:
         if not self.is_stalled:
             self.is_stalled, self._has_answered = True, False
             with contextlib.suppress(RuntimeError):  # the loop is closed and will never answer
-                call_soon(self._has_turned)
+                call_soon(self._note_turn)
 
     def look(self, now: float) -> None:
         """Check whether the loop has answered, and whether stores may resume."""
@@ -57,5 +57,5 @@ class RankHealth:
             why, self.degraded = self.degraded, ""
             logger.warning("kvtiers: this rank stores again; it was degraded because %s", why)
 
-    def _has_turned(self) -> None:
+    def _note_turn(self) -> None:
         self._has_answered = True

@@ -24,9 +24,9 @@ from offload.layout.registration import Registration
 from offload.messages.report import RankState, RankTier
 from offload.namespaces.manifest import Namespace
 from offload.worker.executor import Executor
+from offload.worker.limits import ExecutorLimits
 from offload.worker.tier_factory import scrub_limits
 from offload.worker.tier_monitor import close_tier
-from offload.worker.unanswered_jobs import ExecutorLimits
 from tiers.base import KeyColumn, SharedTier, StoredKeys, Tier
 from tiers.copy.base import CopyEngine, GroupRegions
 from tiers.copy.host_engine import HostCopyEngine

@@ -27,7 +27,7 @@ from tiers.slab.slab import HostSlab
 
 logger = logging.getLogger(__name__)
 
-Answer = Callable[[int, JobResult], None]
+ReportResult = Callable[[int, JobResult], None]
 
 
 class TierWriter:
@@ -36,20 +36,20 @@ class TierWriter:
     def __init__(
         self,
         tier: Tier,
-        watch: TierMonitor,
+        monitor: TierMonitor,
         slab: HostSlab,
         groups: Mapping[int, GroupRegions],
         stats: WorkerStats,
     ) -> None:
         self._tier = tier
-        self._watch = watch
+        self._monitor = monitor
         self._slab = slab
         self._groups = groups
         self._stats = stats
         self._queue: asyncio.Queue[Callable[[], Awaitable[None]]] = asyncio.Queue()
         self._calls = CallsInFlight()
         self._writing: set[asyncio.Task[None]] = set()
-        self._answer: Answer = lambda _job, _result: None
+        self._answer: ReportResult = lambda _job, _result: None
         self._task: asyncio.Task[None] | None = None
         self._reported = False
         self._undeleted: dict[bytes, None] = {}
@@ -57,7 +57,7 @@ class TierWriter:
         self._resets = 0  # the operations still in the queue
         self._caught_up = asyncio.Event()
 
-    def start(self, answer: Answer) -> None:
+    def start(self, answer: ReportResult) -> None:
         """Start working; ``answer`` receives each write-through's result."""
         self._answer = answer
         self._task = asyncio.ensure_future(self._run())
@@ -100,7 +100,7 @@ class TierWriter:
     def touch(self, keys: Sequence[bytes]) -> None:
         """Queue a use notification."""
         if keys:
-            self._queue.put_nowait(lambda: self._watch.change(self._tier.touch(tuple(keys))))
+            self._queue.put_nowait(lambda: self._monitor.change(self._tier.touch(tuple(keys))))
 
     def reset(self, epoch: int) -> None:
         """Queue a reset. Earlier writes end before it, and later writes belong to the new epoch."""
@@ -122,7 +122,7 @@ class TierWriter:
     async def _delete(self, keys: Sequence[bytes]) -> None:
         self._undeleted.update(dict.fromkeys(keys))
         if self._undeleted:
-            await self._watch.change(self._tier.delete(tuple(self._undeleted)))
+            await self._monitor.change(self._tier.delete(tuple(self._undeleted)))
             self._undeleted.clear()
 
     async def _reset(self, epoch: int) -> None:
@@ -133,7 +133,7 @@ class TierWriter:
 
     async def _begin_epoch(self) -> None:
         if self._epoch_due is not None:
-            await self._watch.change(self._tier.reset(self._epoch_due))
+            await self._monitor.change(self._tier.reset(self._epoch_due))
             self._epoch_due = None
             self._undeleted.clear()
             self._caught_up.set()
@@ -169,7 +169,7 @@ class TierWriter:
         try:
             views = [self._slab.slot_view(slot, nbytes) for slot in job.slots]
             writing = self._tier.write(job.keys, views)
-            outcomes = await self._watch.write(writing, len(job.keys))
+            outcomes = await self._monitor.write(writing, len(job.keys))
             bad = frozenset(
                 key
                 for key, outcome in zip(job.keys, outcomes, strict=True)

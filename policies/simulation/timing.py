@@ -104,7 +104,7 @@ class _Disk:
         """Add the reads of this request's missing blocks."""
         self._loads.append(prompt)
 
-    def may_read_ahead(self, prompt: _Prompt) -> None:
+    def offer_ahead(self, prompt: _Prompt) -> None:
         """Let look-ahead read for this request while no load waits."""
         self._ahead.append(prompt)
 
@@ -210,7 +210,7 @@ class _Engine:
         prompt = _Prompt(request, request.blocks(), self.now_s)
         if self._ahead_max:
             prompt.ahead.extend(self._below(prompt.blocks[: self._leading(prompt.blocks)]))
-            self._disk.may_read_ahead(prompt)
+            self._disk.offer_ahead(prompt)
         self._queue.append(prompt)
         self._admit()
 

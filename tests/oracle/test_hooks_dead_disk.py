@@ -265,7 +265,7 @@ def test_no_hook_waits_for_a_file_system(world: Served, failed: list[str]) -> No
     assert missing == NOT_CALLED, missing
     # The disks are back, and the tiers receive the reset.
     owed: Any = world.connector._epochs
-    world.until(lambda: not owed._owed)
+    world.until(lambda: not owed._pending)
     assert all(not queue._is_closed for queue in world.planner.write_through.queues)
 
 

@@ -14,7 +14,7 @@ from offload.index.chunk_batch import ChunkBatch
 from offload.layout.keys import CPU
 from offload.messages.plan import StepPlan
 from offload.messages.report import StepReport
-from offload.planner.read_waits import TOTAL_S, Answer, Room
+from offload.planner.read_waits import TOTAL_S, Action, BlockDemand
 from offload.requests.lookup_cache import PartialLookup
 from tests.sim.content import (
     BLOCKS_PER_POSITION,
@@ -96,10 +96,10 @@ class Engine(Server):
             if len(request.chain) * BLOCKS_PER_POSITION > len(self.free):
                 break
             answer = self._ask_waits(request, len(skipped))
-            if answer is Answer.WAIT:
+            if answer is Action.WAIT:
                 skipped.append(self.waiting.pop(0))
                 continue
-            above = None if answer is Answer.BEGIN else CPU
+            above = None if answer is Action.BEGIN else CPU
             hit = 0 if request.failed else self._lookup(request, above)
             if hit is None:
                 break
@@ -118,13 +118,13 @@ class Engine(Server):
         self.planner.read_waits.leave(request.name, self.now())
         self.planner.look_ahead.leave(request.name, load)
 
-    def _ask_waits(self, request: Request, skipped: int) -> Answer:
+    def _ask_waits(self, request: Request, skipped: int) -> Action:
         if request.failed or not self.planner.read_waits.is_on:
-            return Answer.BEGIN
+            return Action.BEGIN
         now, needed = self.now(), len(request.chain) * BLOCKS_PER_POSITION
-        room = Room(len(self.free), needed, skipped + len(self.waiting) - 1)
-        answer = self.planner.read_waits.ask(request.name, now, room, lambda: 0)
-        if answer is Answer.WAIT:
+        blocks = BlockDemand(len(self.free), needed, skipped + len(self.waiting) - 1)
+        answer = self.planner.read_waits.ask(request.name, now, blocks, lambda: 0)
+        if answer is Action.WAIT:
             request.waits_since = now if request.waits_since is None else request.waits_since
             assert now - request.waits_since < TOTAL_S, f"{request.name} starves"
         elif request.waits_since is not None:

@@ -11,7 +11,8 @@ import numpy as np
 
 from offload.messages.plan import StepPlan
 from offload.worker.executor import Executor
-from offload.worker.unanswered_jobs import Drained, ExecutorLimits
+from offload.worker.limits import ExecutorLimits
+from offload.worker.unanswered_jobs import Drained
 from tests.sim.content import LAYERS, REGIONS, SLOT_BYTES, chunk, page
 from tests.sim.device import Device
 from tests.sim.weather import DelayedTier, Weather, under

@@ -27,7 +27,7 @@ from offload.planner.stores import StorePlanner
 from offload.planner.tier_health import TierHealth
 from offload.worker.executor import Executor
 from offload.worker.fences import Fences
-from offload.worker.loads import LoadLane, LoadTask
+from offload.worker.loads import LoadTask, RankLoads
 from offload.worker.staging import Window
 from offload.worker.tier_writer import TierWriter
 from tests.sim import rank as sim_rank
@@ -159,8 +159,8 @@ def cut_loads_are_not_told(patch: pytest.MonkeyPatch) -> None:
 
 
 def failed_reads_fill_slots(patch: pytest.MonkeyPatch) -> None:
-    filled = LoadLane.filled
-    patch.setattr(LoadLane, "filled", lambda self, slot, good: filled(self, slot, good=True))
+    filled = RankLoads.filled
+    patch.setattr(RankLoads, "filled", lambda self, slot, good: filled(self, slot, good=True))
 
 
 def failed_fills_are_committed(patch: pytest.MonkeyPatch) -> None:
@@ -250,7 +250,7 @@ MUTANTS: dict[str, tuple[Patch, Setup | None, str]] = {
         HURRIED_IN_TROUBLE,
         "no rest|has waited|KeyError",
     ),
-    "loads go on over a reset": (skip(LoadLane, "cancel_all"), SHORT_STEPS, "old weights"),
+    "loads go on over a reset": (skip(RankLoads, "cancel_all"), SHORT_STEPS, "old weights"),
     "lost records stay known": (skip(Planner, "forget"), IN_TROUBLE, "has lost|rest"),
     "deletions get lost": (skip(TierWriter, "delete"), None, "stray|no rest"),
     "a deletion that failed is forgotten": (

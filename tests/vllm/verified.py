@@ -43,7 +43,7 @@ def count(llm: Any) -> Verified:
 
 def stop(worker: Any) -> None:
     """From now on, loads are not compared."""
-    faults.executor(worker)._lane.verifier = None
+    faults.executor(worker)._loads.verifier = None
 
 
 def log_again(worker: Any) -> None:

@@ -4,7 +4,7 @@
                        held --freed--> free               (never named by a transaction)
 
 An allocation that a read is using when it is ``freed`` is parked and becomes free with the last
-``unpin``. ``forget`` is called when a record leaves the index in memory, ``freed`` when the
+``release``. ``forget`` is called when a record leaves the index in memory, ``freed`` when the
 transaction that deletes it is durable: in between the allocation must not be written.
 
 The event loop's thread owns this; it knows nothing about keys.
@@ -24,7 +24,7 @@ class Allocations:
     def __init__(self, file_pages: int, free: list[Extent]) -> None:
         self._map = ExtentMap(file_pages, free)
         self._held: dict[int, Extents] = {}
-        self._pins: dict[int, tuple[int, Extents]] = {}
+        self._leases: dict[int, tuple[int, Extents]] = {}
         self._parked: dict[int, Extents] = {}
 
     @property
@@ -66,7 +66,7 @@ class Allocations:
     def freed(self, extents: Extents) -> None:
         """Free this held allocation: no durable transaction refers to it any more."""
         start = extents[0].start
-        if start in self._pins:
+        if start in self._leases:
             self._parked[start] = extents
         else:
             del self._held[start]
@@ -75,25 +75,25 @@ class Allocations:
     def cleared(self) -> None:
         """Free all allocations except those held for pending writes: no durable transaction refers
         to them."""
-        for start, (_count, extents) in self._pins.items():
+        for start, (_count, extents) in self._leases.items():
             if start not in self._held:
                 self._held[start] = self._parked[start] = extents
         used = [extent for extents in self._held.values() for extent in extents]
         self._map = ExtentMap(self._map.pages, gaps(self._map.pages, [_HEADER, *used]))
 
-    def pin(self, extents: Extents) -> None:
+    def lease(self, extents: Extents) -> None:
         """Record that a read of this allocation begins."""
-        count, _ = self._pins.get(extents[0].start, (0, extents))
-        self._pins[extents[0].start] = (count + 1, extents)
+        count, _ = self._leases.get(extents[0].start, (0, extents))
+        self._leases[extents[0].start] = (count + 1, extents)
 
-    def unpin(self, extents: Extents) -> None:
+    def release(self, extents: Extents) -> None:
         """Record that a read of this allocation has ended."""
         start = extents[0].start
-        count, _ = self._pins[start]
+        count, _ = self._leases[start]
         if count > 1:
-            self._pins[start] = (count - 1, extents)
+            self._leases[start] = (count - 1, extents)
             return
-        del self._pins[start]
+        del self._leases[start]
         parked = self._parked.pop(start, None)
         if parked is not None:
             self.freed(parked)
@@ -104,4 +104,6 @@ class Allocations:
         free = self._map.free_extents()
         expected = gaps(self._map.pages, [_HEADER, *owned])
         assert free == expected, f"free {free}, but {expected} have no owner"
-        assert set(self._parked) <= set(self._held) & set(self._pins), "parked allocations are held"
+        assert set(self._parked) <= set(self._held) & set(self._leases), (
+            "parked allocations are held"
+        )

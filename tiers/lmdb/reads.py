@@ -81,12 +81,12 @@ class LmdbReads:
         self._queued_bytes += sum(into[position].nbytes for _, position, _ in found)
         size_max = job_bytes(self._options, self._queued_bytes)
         files, epoch = self._files, self._contents.epoch
-        pin, submit = self._contents.allocations.pin, self._threads.submit
+        lease, submit = self._contents.allocations.lease, self._threads.submit
         items: list[ReadItem] = []
         size = 0
         for count, (_, position, value) in enumerate(found, 1):
             data, extents = into[position], extents_of(value)
-            pin(extents)
+            lease(extents)
             items.append(ReadItem(keys[position], value, extents, data, position))
             size += data.nbytes
             if size >= size_max or count == len(found):
@@ -106,7 +106,7 @@ class LmdbReads:
         is_current = job.epoch == contents.epoch
         for item in job.items:
             self._queued_bytes -= item.into.nbytes
-            contents.allocations.unpin(item.extents)
+            contents.allocations.release(item.extents)
             if not is_current:
                 item.end(ReadOutcome.MISS)
             if item.outcome is ReadOutcome.OK:

@@ -147,14 +147,14 @@ class LmdbScrub:
         """Read and verify the records; delete the damaged ones."""
         contents, epoch = self._contents, self._contents.epoch
         for item in items:
-            contents.allocations.pin(item.extents)
+            contents.allocations.lease(item.extents)
         try:
             bad = await self._read(items, epoch)
             bad = await self._read(bad, epoch)
             is_sick = bool(bad) and not await self._in_thread(self._can_read)
         finally:
             for item in items:
-                contents.allocations.unpin(item.extents)
+                contents.allocations.release(item.extents)
             contents.notify_waiting()
         if is_sick:
             return Scrubbed(trouble="its payload file cannot be read")

@@ -3,7 +3,7 @@ unavailable.
 
 A tier whose new epoch is not durable is neither written nor read. The other tiers continue.
 
-Ownership: ``reset``, ``take``, ``withdraw``, ``close`` and ``_owed`` belong to the scheduler's
+Ownership: ``reset``, ``take``, ``withdraw``, ``close`` and ``_pending`` belong to the scheduler's
 thread. Each tier has an executor with one daemon thread, which a hanging disk may block without
 end; no other code here touches a disk. The threads report their results through the attempts, whose
 condition they share.
@@ -88,7 +88,7 @@ class PendingEpochs:
         self._retry_s = retry_s
         self._changed = threading.Condition()
         self._closed = threading.Event()
-        self._owed: dict[int, _Attempt] = {}
+        self._pending: dict[int, _Attempt] = {}
         self._disks = [DaemonExecutor(f"kvtiers-epoch-{tier}") for tier in range(tiers)]
 
     def reset(self, wait_s: float = EPOCH_WAIT_S) -> bool:
@@ -99,13 +99,13 @@ class PendingEpochs:
         written under that epoch.
         """
         for tier, disk in enumerate(self._disks):
-            if tier not in self._owed:
-                attempt = self._owed[tier] = _Attempt(self._changed)
+            if tier not in self._pending:
+                attempt = self._pending[tier] = _Attempt(self._changed)
                 disk.submit(self._try, tier, attempt)
-        new = [attempt for attempt in self._owed.values() if not attempt.was_waited_for]
+        new = [attempt for attempt in self._pending.values() if not attempt.was_waited_for]
         with self._changed:
             self._changed.wait_for(lambda: all(attempt.is_over for attempt in new), wait_s)
-            missing = [tier for tier, attempt in self._owed.items() if not attempt.is_noted]
+            missing = [tier for tier, attempt in self._pending.items() if not attempt.is_noted]
         for attempt in new:
             attempt.was_waited_for = True
         if missing:
@@ -118,26 +118,26 @@ class PendingEpochs:
 
     def take(self) -> dict[int, int]:
         """Return the epochs that have become durable since the previous call, by tier."""
-        if not self._owed:
+        if not self._pending:
             return {}
         with self._changed:
             found = {
                 tier: attempt.epoch
-                for tier, attempt in self._owed.items()
+                for tier, attempt in self._pending.items()
                 if attempt.epoch is not None
             }
         for tier in found:
-            del self._owed[tier]
+            del self._pending[tier]
         return found
 
     def withdraw(self) -> None:
         """Keep the current epochs, because the weights have not changed: cancel the epochs that
         ``take`` has not returned. Does not wait. If the process ends before the old epoch is back
         on the disk, or if the disk fails, the next server begins with an empty tier."""
-        for tier, attempt in self._owed.items():
+        for tier, attempt in self._pending.items():
             attempt.is_withdrawn = True
             self._disks[tier].submit(self._take_back, tier, attempt)
-        self._owed.clear()
+        self._pending.clear()
 
     def close(self) -> None:
         """Stop trying. Does not wait for a thread whose disk hangs."""

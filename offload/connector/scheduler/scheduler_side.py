@@ -31,7 +31,7 @@ from offload.messages.plan import StepPlan
 from offload.messages.report import RankState, StepReport
 from offload.planner.build import copy_gauges, unit_bytes
 from offload.planner.planner import Planner
-from offload.planner.read_waits import Answer
+from offload.planner.read_waits import Action
 from offload.planner.step_budget import EXPIRED_MAX
 from offload.requests.lookup import Lookups
 from offload.requests.request_log import RequestLog
@@ -174,19 +174,19 @@ class SchedulerSide:
             return None if self._unseen.must_wait(request.request_id, time.monotonic()) else 0
         if self.lookups is None or self._is_held:
             return 0
-        answer = self._ask_waits(state, request)
-        if answer is Answer.WAIT:
+        action = self._ask_waits(state, request)
+        if action is Action.WAIT:
             state.lookup.begin(computed_tokens, time.perf_counter())
             return None
-        return self.lookups.ask(state, request, computed_tokens, answer.cut)
+        return self.lookups.ask(state, request, computed_tokens, action.cut)
 
-    def _ask_waits(self, state: RequestState, request: Request) -> Answer:
+    def _ask_waits(self, state: RequestState, request: Request) -> Action:
         if self._waiting is not None:
             try:
                 return self._waiting.ask(state, request, time.monotonic())
             except Exception as error:  # must not cost the request its hit
                 self._faults.note("look_ahead", error)
-        return Answer.BEGIN
+        return Action.BEGIN
 
     def allocated(
         self, request: Request, block_ids: tuple[list[int], ...], external_tokens: int
@@ -228,7 +228,7 @@ class SchedulerSide:
             ahead_tokens = self._waiting.remove(request.request_id, time.monotonic(), load)
             state = self._states.get(request.request_id)
             if ahead_tokens and state is not None and state.lookup.logged is not None:
-                state.lookup.logged.was_read_ahead(ahead_tokens)
+                state.lookup.logged.note_read_ahead(ahead_tokens)
         except Exception as error:  # must not fail the load, nor the end of the request
             self._faults.note("look_ahead", error)
 

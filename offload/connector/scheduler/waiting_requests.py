@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from offload.index.chunk_batch import ChunkBatch
 from offload.layout.keys import CPU
 from offload.planner.planner import Planner
-from offload.planner.read_waits import Answer, Room
+from offload.planner.read_waits import Action, BlockDemand
 from offload.planner.step_budget import MATCHED_MAX
 from offload.requests.lookup import Lookups
 from offload.requests.request_state import RequestState
@@ -89,20 +89,20 @@ class WaitingRequests:
         self._planner.read_waits.leave(request, now)
         return self._planner.look_ahead.leave(request, load)
 
-    def ask(self, state: RequestState, request: Request, now: float) -> Answer:
+    def ask(self, state: RequestState, request: Request, now: float) -> Action:
         """Decide what a request does that vLLM could run now."""
         waits, name = self._planner.read_waits, request.request_id
         if not waits.is_on:
-            return Answer.BEGIN
+            return Action.BEGIN
         if name in self._unmatched:
             self.advance()
         if name in self._unmatched:
-            return Answer.BEGIN  # its lookup probably takes another step, too
+            return Action.BEGIN  # its lookup probably takes another step, too
         needed = sum(-(-request.num_tokens // tokens) for tokens in self._block_tokens)
-        room = Room(self._free_blocks(), needed, len(self._names) - 1)
-        answer = waits.ask(name, now, room, self._computing)
+        blocks = BlockDemand(self._free_blocks(), needed, len(self._names) - 1)
+        action = waits.ask(name, now, blocks, self._computing)
         state.lookup.waited(waits.waited_s(name))
-        return answer
+        return action
 
     def advance(self) -> None:
         """Match requests that have arrived, as far as the step allows."""

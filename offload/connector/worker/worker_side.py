@@ -198,7 +198,7 @@ class WorkerSide:
     def post(self, plan: StepPlan, *, refused: str = "") -> None:
         """Start the step's jobs, after its forward pass was submitted.
 
-        ``refused``: the reason why the plan's stores and loads must fail, or ``None``.
+        ``refused``: the reason why the plan's stores and loads must fail, or an empty string.
         """
         if self._executor is not None:
             self._executor.post(plan, refused=refused)

@@ -27,7 +27,7 @@ from offload.namespaces.epochs import TierEpochs
 from offload.namespaces.folders import claim_rank_folder, read_epoch, replica_folder
 from offload.worker.copy_pause import CopyPause
 from offload.worker.fences import Fences
-from offload.worker.unanswered_jobs import OpenLoads
+from offload.worker.open_loads import OpenLoads
 from tests.offload.namespaces.test_epochs import NAMESPACE
 from tests.patience import PATIENCE_S
 from tiers.copy.base import TransferError

@@ -19,9 +19,9 @@ from offload.planner.read_waits import (
     STUCK_ASKS,
     TOTAL_S,
     WORTH_S,
-    Answer,
+    Action,
+    BlockDemand,
     Outlook,
-    Room,
     decide,
 )
 from offload.planner.tier_health import HealthLimits, TierHealths
@@ -29,7 +29,10 @@ from tests.offload.planner.simulated_ranks import key_of
 from tests.offload.planner.test_look_ahead import Queue, run
 
 LIMIT_S = 10.0
-SCARCE, AMPLE = Room(free=15, needed=10, waiting=1), Room(free=20, needed=10, waiting=1)
+SCARCE, AMPLE = (
+    BlockDemand(free=15, needed=10, waiting=1),
+    BlockDemand(free=20, needed=10, waiting=1),
+)
 
 READING = Outlook(
     is_read=False,
@@ -50,33 +53,33 @@ READING = Outlook(
 @pytest.mark.parametrize(
     ("change", "auto", "always"),
     [
-        ({}, Answer.WAIT, Answer.WAIT),
-        ({"is_read": True}, Answer.BEGIN, Answer.BEGIN),
-        ({"is_stuck": True}, Answer.BEGIN, Answer.BEGIN),
-        ({"waited_s": TOTAL_S}, Answer.BEGIN, Answer.BEGIN),
-        ({"reading_s": LIMIT_S}, Answer.LATE, Answer.LATE),
-        ({"read_s": None}, Answer.BEGIN, Answer.WAIT),
-        ({"read_s": WORTH_S / 2}, Answer.BEGIN, Answer.WAIT),
-        ({"free_blocks": 20}, Answer.BEGIN, Answer.WAIT),
-        ({"free_blocks": 0, "others": 0}, Answer.BEGIN, Answer.WAIT),
-        ({"free_blocks": 20, "is_queued": True}, Answer.WAIT, Answer.WAIT),
-        ({"is_queued": True, "compute_s": 1.0}, Answer.COMPUTE, Answer.WAIT),
-        ({"is_queued": True, "compute_s": 3.0}, Answer.WAIT, Answer.WAIT),
-        ({"compute_s": 1.0}, Answer.WAIT, Answer.WAIT),
+        ({}, Action.WAIT, Action.WAIT),
+        ({"is_read": True}, Action.BEGIN, Action.BEGIN),
+        ({"is_stuck": True}, Action.BEGIN, Action.BEGIN),
+        ({"waited_s": TOTAL_S}, Action.BEGIN, Action.BEGIN),
+        ({"reading_s": LIMIT_S}, Action.LATE, Action.LATE),
+        ({"read_s": None}, Action.BEGIN, Action.WAIT),
+        ({"read_s": WORTH_S / 2}, Action.BEGIN, Action.WAIT),
+        ({"free_blocks": 20}, Action.BEGIN, Action.WAIT),
+        ({"free_blocks": 0, "others": 0}, Action.BEGIN, Action.WAIT),
+        ({"free_blocks": 20, "is_queued": True}, Action.WAIT, Action.WAIT),
+        ({"is_queued": True, "compute_s": 1.0}, Action.COMPUTE, Action.WAIT),
+        ({"is_queued": True, "compute_s": 3.0}, Action.WAIT, Action.WAIT),
+        ({"compute_s": 1.0}, Action.WAIT, Action.WAIT),
     ],
 )
-def test_the_choice(change: dict[str, Any], auto: Answer, always: Answer) -> None:
+def test_the_choice(change: dict[str, Any], auto: Action, always: Action) -> None:
     outlook = dataclasses.replace(READING, **change)
     assert (decide(AUTO, outlook), decide(ALWAYS, outlook)) == (auto, always)
 
 
 def test_only_answers_that_leave_something_out_have_a_reason() -> None:
-    cuts = {answer: answer.cut for answer in Answer}
+    cuts = {answer: answer.cut for answer in Action}
     assert cuts == {
-        Answer.BEGIN: Cut.NOTHING,
-        Answer.WAIT: Cut.NOTHING,
-        Answer.COMPUTE: Cut.QUEUE,
-        Answer.LATE: Cut.LATE,
+        Action.BEGIN: Cut.NOTHING,
+        Action.WAIT: Cut.NOTHING,
+        Action.COMPUTE: Cut.QUEUE,
+        Action.LATE: Cut.LATE,
     }
 
 
@@ -96,23 +99,23 @@ class Waits(Queue):
                 tier.loaded(1600, 1600 / speed, 0.0)
             self.planner.health.computed(1600, 20.0)
 
-    def ask(self, name: str, room: Room = SCARCE) -> Answer:
-        return self.waits.ask(name, self.now, room, lambda: self.computing)
+    def ask(self, name: str, blocks: BlockDemand = SCARCE) -> Action:
+        return self.waits.ask(name, self.now, blocks, lambda: self.computing)
 
     def begins(self, name: str, numbers: Iterable[int], *order: int) -> list[int]:
         """Let a request wait for these chunks; return those whose reads begin."""
         self.wait(name, numbers, *order)
-        assert self.ask(name) is Answer.WAIT
+        assert self.ask(name) is Action.WAIT
         return self.step()
 
 
 def test_a_request_waits_until_its_reads_have_ended() -> None:
     waits = Waits()
     assert waits.begins("one", range(10), 1) == list(range(10))
-    assert waits.ask("one") is Answer.WAIT
+    assert waits.ask("one") is Action.WAIT
     waits.end()
-    assert waits.ask("one") is Answer.BEGIN
-    assert waits.ask("one") is Answer.BEGIN, "vLLM had no blocks for it"
+    assert waits.ask("one") is Action.BEGIN
+    assert waits.ask("one") is Action.BEGIN, "vLLM had no blocks for it"
     assert waits.waits.waited_s("one") == pytest.approx(0.01)
     waits.waits.leave("one", waits.now)
     totals = waits.planner.totals()
@@ -125,12 +128,12 @@ def test_the_last_reads_are_not_waited_for() -> None:
     """The request does not wait for its last reads; its load does."""
     waits = Waits(slots=80)
     waits.wait("one", range(33), 1)
-    assert waits.ask("one") is Answer.WAIT
+    assert waits.ask("one") is Action.WAIT
     waits.step()
     first, second, third = waits.plans.pop().loads
     waits.planner.complete(StepReport({job: JobResult() for job in (first.job, second.job)}))
     assert len(third.items) == 1
-    assert waits.ask("one") is Answer.BEGIN
+    assert waits.ask("one") is Action.BEGIN
 
 
 def test_what_the_cpu_tier_holds_is_not_waited_for() -> None:
@@ -139,19 +142,19 @@ def test_what_the_cpu_tier_holds_is_not_waited_for() -> None:
     waits.end()
     waits.ahead.leave("one", [run(range(10))])
     waits.wait("two", range(10), 2)
-    assert waits.ask("two") is Answer.BEGIN
+    assert waits.ask("two") is Action.BEGIN
     assert waits.planner.totals()["read_waits"] == 1, "only the first"
 
 
 def test_a_request_that_is_not_read_for_does_not_wait() -> None:
-    assert Waits(ALWAYS).ask("unknown") is Answer.BEGIN
+    assert Waits(ALWAYS).ask("unknown") is Action.BEGIN
 
 
 def test_a_tier_that_was_not_measured_is_not_waited_for() -> None:
     """Requests do not wait for such a tier; otherwise no load would ever measure it."""
     waits = Waits(speed=0.0)
     waits.wait("one", range(10), 1)
-    assert waits.ask("one") is Answer.BEGIN
+    assert waits.ask("one") is Action.BEGIN
 
 
 def test_reads_that_take_too_long_are_given_up() -> None:
@@ -161,16 +164,16 @@ def test_reads_that_take_too_long_are_given_up() -> None:
     waits.begins("one", range(10), 1)
     waits.wait("two", range(20, 30), 2)
     waits.now += LIMIT_S - 1
-    assert waits.ask("one") is Answer.WAIT
-    assert waits.ask("two") is Answer.WAIT
+    assert waits.ask("one") is Action.WAIT
+    assert waits.ask("two") is Action.WAIT
     waits.now += 1
-    assert waits.ask("one") is Answer.LATE
+    assert waits.ask("one") is Action.LATE
     waits.end()
     waits.ahead.leave("one", [run(range(10))])
     waits.waits.leave("one", waits.now)
     waits.now += LIMIT_S
     assert waits.step() == list(range(20, 30))
-    assert waits.ask("two") is Answer.WAIT, "its reads have just begun"
+    assert waits.ask("two") is Action.WAIT, "its reads have just begun"
 
 
 def test_the_reading_time_before_a_wait_does_not_count() -> None:
@@ -178,7 +181,7 @@ def test_the_reading_time_before_a_wait_does_not_count() -> None:
     waits.wait("one", range(10), 1)
     waits.step()
     waits.now += 2 * LIMIT_S
-    assert waits.ask("one") is Answer.WAIT
+    assert waits.ask("one") is Action.WAIT
 
 
 def test_nobody_waits_for_ever() -> None:
@@ -187,10 +190,10 @@ def test_nobody_waits_for_ever() -> None:
     waits.begins("urgent", range(60), 1)
     waits.wait("one", range(60, 70), 2)
     began = waits.now
-    while (answer := waits.ask("one")) is Answer.WAIT:
+    while (answer := waits.ask("one")) is Action.WAIT:
         waits.now += 1.0
         assert waits.now - began <= TOTAL_S
-    assert answer is Answer.BEGIN
+    assert answer is Action.BEGIN
     assert waits.now - began == TOTAL_S
 
 
@@ -202,10 +205,10 @@ def test_a_wait_ends_when_nothing_is_read() -> None:
     waits.end()
     waits.wait("one", range(30, 40), 2)
     answers = []
-    while not answers or answers[-1] is Answer.WAIT:
+    while not answers or answers[-1] is Action.WAIT:
         answers.append(waits.ask("one"))
         waits.step()
-    assert answers == [Answer.WAIT] * STUCK_ASKS + [Answer.BEGIN]
+    assert answers == [Action.WAIT] * STUCK_ASKS + [Action.BEGIN]
 
 
 def test_reads_that_end_within_a_step_are_progress(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -213,27 +216,27 @@ def test_reads_that_end_within_a_step_are_progress(monkeypatch: pytest.MonkeyPat
     waits = Waits(ALWAYS, slots=200)
     waits.wait("one", range(80), 1)
     for _ in range(10):
-        assert waits.ask("one") is Answer.WAIT
+        assert waits.ask("one") is Action.WAIT
         assert len(waits.step()) == 8
         waits.end()
         assert not waits.ahead.is_reading
-    assert waits.ask("one") is Answer.BEGIN
+    assert waits.ask("one") is Action.BEGIN
 
 
 def test_a_tier_that_fails_ends_the_waits() -> None:
     waits = Waits(ALWAYS)
     waits.begins("one", range(10), 1)
     waits.planner.complete(StepReport(tiers={(0, 0): Observed(reads_failed=3)}))
-    assert waits.ask("one") is Answer.BEGIN
+    assert waits.ask("one") is Action.BEGIN
     waits.wait("two", range(20, 30), 2)
-    assert waits.ask("two") is Answer.BEGIN
+    assert waits.ask("two") is Action.BEGIN
 
 
 def test_a_reset_ends_the_waits() -> None:
     waits = Waits(ALWAYS)
     waits.begins("one", range(10), 1)
     waits.planner.forget_all()
-    assert waits.ask("one") is Answer.BEGIN
+    assert waits.ask("one") is Action.BEGIN
 
 
 def test_a_request_that_ends_leaves_nothing() -> None:
@@ -250,7 +253,7 @@ def test_a_preempted_request_does_not_wait_again() -> None:
     waits = Waits(ALWAYS)
     waits.waits.begin("one")
     waits.wait("one", range(10), 1)
-    assert waits.ask("one") is Answer.BEGIN
+    assert waits.ask("one") is Action.BEGIN
 
 
 def test_few_requests_wait_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -258,12 +261,12 @@ def test_few_requests_wait_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
     waits = Waits(ALWAYS)
     waits.begins("one", range(10), 1)
     waits.wait("two", range(20, 30), 2)
-    assert waits.ask("two") is Answer.BEGIN
+    assert waits.ask("two") is Action.BEGIN
 
 
-@pytest.mark.parametrize(("computing", "answer"), [(0, Answer.COMPUTE), (64, Answer.WAIT)])
+@pytest.mark.parametrize(("computing", "answer"), [(0, Action.COMPUTE), (64, Action.WAIT)])
 def test_behind_other_reads_a_request_computes_if_that_is_sooner(
-    computing: int, answer: Answer
+    computing: int, answer: Action
 ) -> None:
     """Both reads take 2.6 s. Computing the 160 tokens of the request takes 160 / (0.9 * 80) = 2.2
     s, and after 64 other tokens 3.1 s."""
@@ -279,20 +282,20 @@ def test_loads_in_flight_delay_the_reads() -> None:
     waits = Waits(speed=1600.0)
     waits.wait("one", range(1), 1)
     waits.wait("two", range(1, 2), 2)
-    assert waits.ask("one") is Answer.BEGIN
+    assert waits.ask("one") is Action.BEGIN
     waits.planner.health[0].break_even.reads.begin(1, 1600)
-    assert waits.ask("two") is Answer.WAIT
+    assert waits.ask("two") is Action.WAIT
 
 
 def test_only_tiers_that_the_request_may_read_are_waited_for() -> None:
     waits = Waits(ALWAYS)
     waits.wait("one", range(10), 1, controls=Controls(read=frozenset({CPU})))
-    assert waits.ask("one") is Answer.BEGIN
+    assert waits.ask("one") is Action.BEGIN
 
 
 def test_reads_that_fail_end_the_wait() -> None:
     waits = Waits(ALWAYS)
     waits.begins("one", range(10), 1)
     waits.end(*range(10))
-    assert waits.ask("one") is Answer.BEGIN
+    assert waits.ask("one") is Action.BEGIN
     assert key_of(0) not in waits.planner.cpu.resident

@@ -77,8 +77,8 @@ async def most_writes(seconds: float) -> int:
     slab = HostSlab(RECORD, 1, background=False)
     with contextlib.closing(slab):
         group: Any = SimpleNamespace(record_bytes=RECORD)
-        watch = TierMonitor(1000.0, lambda _observed: None)
-        writer = TierWriter(tier, watch, slab, {0: group}, WorkerStats())
+        monitor = TierMonitor(1000.0, lambda _observed: None)
+        writer = TierWriter(tier, monitor, slab, {0: group}, WorkerStats())
         writer.start(lambda job, _result: answered.add(job))
         for job in range(4 * CALLS_MAX):
             writer.write(WriteThroughJob(job, 0, 0, (key_of(job),), (0,)))

@@ -23,8 +23,9 @@ from offload.messages.plan import (
 )
 from offload.worker.block_verifier import Verifier
 from offload.worker.executor import Executor
+from offload.worker.limits import ExecutorLimits
 from offload.worker.staging import Staging
-from offload.worker.unanswered_jobs import Drained, ExecutorLimits
+from offload.worker.unanswered_jobs import Drained
 from tests.offload.small_model import BLOCKS, compute, keys, kv_caches, wrong_blocks
 from tests.patience import PATIENCE_S
 from tests.sim.virtual_time import run_virtually

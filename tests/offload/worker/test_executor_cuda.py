@@ -16,7 +16,8 @@ from offload.layout.registration import GroupCaches, register_kv_caches
 from offload.messages.plan import StepPlan, StoreJob
 from offload.worker.executor import Executor
 from offload.worker.fences import Reading
-from offload.worker.unanswered_jobs import Drained, ExecutorLimits
+from offload.worker.limits import ExecutorLimits
+from offload.worker.unanswered_jobs import Drained
 from tests.libcuda import Cuda, strict_cuda
 from tests.offload.small_model import BLOCKS, kv_caches
 from tests.patience import PATIENCE_S

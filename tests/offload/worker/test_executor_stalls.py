@@ -17,8 +17,9 @@ import offload.worker.executor
 from offload.messages.plan import LoadItem, LoadJob, StepPlan, WriteThroughJob
 from offload.planner.loads import NOBODY
 from offload.worker.executor import Executor
+from offload.worker.open_loads import OpenLoads
 from offload.worker.rank_health import PAUSE_S
-from offload.worker.unanswered_jobs import Drained, OpenLoads
+from offload.worker.unanswered_jobs import Drained
 from tests.clock import Clock
 from tests.offload.small_model import BLOCKS, compute, keys, wrong_blocks
 from tests.offload.worker.test_executor import KEYS, Rank, fill, load, rank_with, store
@@ -263,7 +264,7 @@ async def test_an_unreadable_part_ends_its_load_when_the_others_have_ended() -> 
         rank.executor.post(StepPlan(loads=(first,)))
         await submitted(rank)
         odd: Any = LoadItem(KEYS[0], 0, (10,), [], -1)  # no slot
-        task = rank.executor._lane._open[2]
+        task = rank.executor._loads._open[2]
         task._new, task._parts = [odd], 1
         task._news.set()
         for _ in range(20):

@@ -53,16 +53,16 @@ def whole_batch() -> Scrubbed:
 def scrubbing(
     answer: Callable[[], Scrubbed | None], seconds: float, beside: Callable[..., Awaitable[Any]]
 ) -> tuple[Scrubbing, list[Scrubbed]]:
-    """Scrub a tier for that many seconds while ``beside(watch)`` runs; return the tier and the
+    """Scrub a tier for that many seconds while ``beside(monitor)`` runs; return the tier and the
     reports."""
     found: list[Scrubbed] = []
     tier = Scrubbing(answer)
 
     async def main() -> None:
-        watch = TierMonitor(5.0, lambda _seen: None)
-        scrub = IdleScrub(tier, watch, LIMITS, found.append)
+        monitor = TierMonitor(5.0, lambda _seen: None)
+        scrub = IdleScrub(tier, monitor, LIMITS, found.append)
         scrub.start()
-        asked = asyncio.ensure_future(beside(watch))
+        asked = asyncio.ensure_future(beside(monitor))
         await asyncio.sleep(seconds)
         scrub.stop()
         asked.cancel()
@@ -74,7 +74,7 @@ def scrubbing(
     return tier, found
 
 
-async def nothing(_watch: TierMonitor) -> None:
+async def nothing(_monitor: TierMonitor) -> None:
     """No other operation uses the tier."""
 
 
@@ -91,7 +91,7 @@ def test_nothing_is_scrubbed_while_requests_read_or_have_just_read(seed: int) ->
     between."""
     busy: list[tuple[float, float]] = []
 
-    async def ask(watch: TierMonitor) -> None:
+    async def ask(monitor: TierMonitor) -> None:
         rng, loop = random.Random(seed), asyncio.get_running_loop()
 
         async def operation(seconds: float) -> list[Any]:
@@ -104,9 +104,9 @@ def test_nothing_is_scrubbed_while_requests_read_or_have_just_read(seed: int) ->
             began = loop.time()
             try:
                 if kind == "change":
-                    await watch.change(operation(seconds))  # type: ignore[arg-type]  # its answer is not looked at
+                    await monitor.change(operation(seconds))  # type: ignore[arg-type]  # its answer is not looked at
                 else:
-                    await getattr(watch, kind)(operation(seconds), 0)
+                    await getattr(monitor, kind)(operation(seconds), 0)
             except TierIoError:
                 pass
             finally:

@@ -12,8 +12,8 @@ import pytest
 from offload.messages.plan import IN_SLAB, STAGED, LoadItem, LoadJob, StepPlan
 from offload.planner.loads import NOBODY
 from offload.worker import executor as executor_module
-from offload.worker.loads import LoadLane, LoadTask
-from offload.worker.unanswered_jobs import OpenLoads
+from offload.worker.loads import LoadTask, RankLoads
+from offload.worker.open_loads import OpenLoads
 from tests.offload.small_model import compute, keys, wrong_blocks
 from tests.offload.worker.test_executor import KEYS, Rank, fill, rank_with
 from tests.sim.virtual_time import run_virtually
@@ -50,7 +50,7 @@ async def all_parts(rank: Rank) -> None:
     assert (done.finished, done.failed) == ({"r"}, set())
     assert not done.report.results[7].failed
     assert wrong_blocks(rank.caches, keys(3), TO) == []
-    assert not rank.executor._lane._open
+    assert not rank.executor._loads._open
 
 
 async def ready(rank: Rank, tier: MemoryTier) -> None:
@@ -149,7 +149,7 @@ async def test_slots_of_unread_parts_must_not_look_filled(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """A planted fault."""
-    monkeypatch.setattr(LoadLane, "refuse", lambda self, jobs: None)
+    monkeypatch.setattr(RankLoads, "refuse", lambda self, jobs: None)
     tier = MemoryTier(1 << 20)
     async with rank_with(tier) as rank:
         await ready(rank, tier)
@@ -187,7 +187,7 @@ async def test_the_time_between_parts_does_not_count() -> None:
         await ready(rank, inner)
         post(rank, part(0, [4]))
         await rank.turn()
-        task = rank.executor._lane._open[7]
+        task = rank.executor._loads._open[7]
         task._came_at -= 100.0
         assert task.time_left(5.0) == 5.0
         post(rank, part(1, [5, 6], last=True))

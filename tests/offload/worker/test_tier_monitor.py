@@ -26,7 +26,7 @@ class Watched:
 
     def __init__(self) -> None:
         self.seen: list[Observed] = []
-        self.watch = TierMonitor(1.0, self.seen.append)
+        self.monitor = TierMonitor(1.0, self.seen.append)
 
     @property
     def total(self) -> Observed:
@@ -66,7 +66,7 @@ def test_the_outcomes_of_a_read_are_counted(
     outcomes: list[ReadOutcome], expected: Observed
 ) -> None:
     watched = Watched()
-    assert run_virtually(watched.watch.read(answer(outcomes), len(outcomes))) == outcomes
+    assert run_virtually(watched.monitor.read(answer(outcomes), len(outcomes))) == outcomes
     assert watched.total == expected
 
 
@@ -83,7 +83,7 @@ def test_the_outcomes_of_a_write_are_counted(
     outcomes: list[WriteOutcome], expected: Observed
 ) -> None:
     watched = Watched()
-    assert run_virtually(watched.watch.write(written(outcomes), len(outcomes))) == outcomes
+    assert run_virtually(watched.monitor.write(written(outcomes), len(outcomes))) == outcomes
     assert watched.total == expected
 
 
@@ -97,7 +97,7 @@ def test_a_failure_is_counted_and_passed_on(after_s: float) -> None:
         watched = Watched()
         operation: Awaitable[None] = fail(after_s)
         with pytest.raises(TierIoError):
-            run_virtually(getattr(watched.watch, method)(operation, *counts))
+            run_virtually(getattr(watched.monitor, method)(operation, *counts))
         assert watched.total == expected, method
 
 
@@ -107,7 +107,7 @@ def test_a_failure_is_counted_and_passed_on(after_s: float) -> None:
 def test_a_result_that_does_not_match_the_keys_is_a_failure(outcomes: Any) -> None:
     watched = Watched()
     with pytest.raises(TierIoError, match="called with 2 keys"):
-        run_virtually(watched.watch.read(answer(outcomes), 2))
+        run_virtually(watched.monitor.read(answer(outcomes), 2))
     assert watched.total == Observed(reads_failed=1)
 
 
@@ -117,22 +117,22 @@ def test_a_tier_that_cancels_a_call_itself_does_not_cancel_the_caller() -> None:
 
     watched = Watched()
     with pytest.raises(TierIoError, match="itself has cancelled a call"):
-        run_virtually(watched.watch.write(cancelled(), 1))
+        run_virtually(watched.monitor.write(cancelled(), 1))
     assert watched.total == Observed(writes_failed=1)
 
 
 def test_every_late_period_is_a_failure_and_a_late_end_is_no_success() -> None:
     watched = Watched()
-    assert run_virtually(watched.watch.read(answer([OK], 3.5), 1)) == [OK]
+    assert run_virtually(watched.monitor.read(answer([OK], 3.5), 1)) == [OK]
     assert watched.total == Observed(reads_failed=3)
     watched = Watched()
-    assert run_virtually(watched.watch.write(written([GOOD], 3.5), 1)) == [GOOD]
+    assert run_virtually(watched.monitor.write(written([GOOD], 3.5), 1)) == [GOOD]
     assert watched.total == Observed(writes_failed=3)
 
 
 def test_a_deletion_in_time_says_nothing_about_health() -> None:
     watched = Watched()
-    run_virtually(watched.watch.change(asyncio.sleep(0.5)))
+    run_virtually(watched.monitor.change(asyncio.sleep(0.5)))
     assert watched.seen == []
 
 
@@ -140,7 +140,7 @@ def test_an_operation_that_never_ends_is_no_longer_reported() -> None:
     watched = Watched()
 
     async def hang() -> None:
-        reading = asyncio.ensure_future(watched.watch.read(answer([OK], 1e6), 1))
+        reading = asyncio.ensure_future(watched.monitor.read(answer([OK], 1e6), 1))
         await asyncio.sleep(1000.0)
         assert not reading.done(), "the operation may still use its buffers"
         reading.cancel()
@@ -162,7 +162,7 @@ def test_cancelling_the_call_cancels_the_operation() -> None:
         return [OK]
 
     async def cancel() -> None:
-        reading = asyncio.ensure_future(Watched().watch.read(operation(), 1))
+        reading = asyncio.ensure_future(Watched().monitor.read(operation(), 1))
         await asyncio.sleep(0.5)
         reading.cancel()
         await asyncio.wait({reading})

@@ -93,16 +93,16 @@ def test_an_extent_is_free_only_after_commit_and_last_read() -> None:
     extents = allocations.allocate(4)
     assert extents is not None
     allocations.adopt(extents, 4)
-    allocations.pin(extents)
-    allocations.pin(extents)
+    allocations.lease(extents)
+    allocations.lease(extents)
     allocations.forget(extents)
     assert allocations.allocate(1) is None, "the transaction is not durable yet"
     allocations.freed(extents)
     assert allocations.allocate(1) is None, "two reads are under way"
-    allocations.unpin(extents)
+    allocations.release(extents)
     assert allocations.allocate(1) is None, "one read is under way"
     allocations.check([])
-    allocations.unpin(extents)
+    allocations.release(extents)
     assert allocations.allocate(4) == extents
 
 
@@ -114,11 +114,11 @@ def test_clearing_frees_all_but_reads_and_writes_under_way() -> None:
     assert being_written is not None
     allocations.adopt(present, 2)
     allocations.adopt(being_read, 2)
-    allocations.pin(being_read)
+    allocations.lease(being_read)
     allocations.cleared()
     allocations.check([])
     assert allocations.used_pages == 4
-    allocations.unpin(being_read)
+    allocations.release(being_read)
     assert allocations.used_pages == 2
     allocations.adopt(being_written, 2)
     allocations.check([being_written])
