@@ -9,7 +9,7 @@ import typer
 
 QUESTIONS = (
     *("copy", "tiers", "shared", "churn", "restart", "hooks", "policies", "gates"),
-    *("serve", "backlog"),
+    *("serve", "backlog", "replay"),
 )
 
 

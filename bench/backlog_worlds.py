@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from bench.serve_engine import Engine
-from bench.serve_systems import BLOCK_TOKENS, MODELS, SYSTEMS, Start, TierSizes
+from bench.serve_systems import BLOCK_TOKENS, MODELS, SYSTEMS, Start, TierSizes, kvtiers
 from demo.tiny_model import make_llama
 
 PLAIN = "nothing stored"
@@ -77,7 +77,9 @@ def engines_of(config: Config, root: Path) -> Iterator[dict[str, Engine]]:
             folder.mkdir(mode=0o700)
             sizes = TierSizes(host, small, 2 * everything + (256 << 20), folder)
             start = _start(world, config, sizes)
-            arguments = _arguments(config, model) | {"kv_transfer_config": start.connector}
+            longest = config.size + config.output_tokens
+            arguments = engine_arguments(config.model, model, longest, config.in_flight)
+            arguments["kv_transfer_config"] = start.connector
             threads = {"OMP_NUM_THREADS": str(config.threads)}
             engine = Engine(arguments, threads | start.env, root / f"engine{number}.log")
             stack.callback(engine.close)
@@ -105,35 +107,32 @@ def _start(world: str, config: Config, sizes: TierSizes) -> Start:
         "tiers": [disk] if on_disk else [],
     }
     if world in FORCED:
-        # What is compared is reading early or late, so nothing is computed that could be read.
-        extra |= {
-            "look_ahead": config.look_ahead if world == AHEAD else 0.0,
-            "break_even": False,
-            "max_load_gpu_share": 1.0,
-        }
+        extra |= forced(config.look_ahead if world == AHEAD else 0.0)
     if world == WAITS:
         extra["wait_for_reads"] = "auto"
-    connector = {
-        "kv_connector": "KvTiersConnector",
-        "kv_connector_module_path": "offload.connector",
-        "kv_role": "kv_both",
-        "kv_connector_extra_config": extra,
-    }
-    return Start(connector)
+    return kvtiers(extra)
 
 
-def _arguments(config: Config, model: Path) -> dict[str, Any]:
-    blocks = -(-(config.size + config.output_tokens) // BLOCK_TOKENS) + 1
-    gpu_blocks = config.in_flight * blocks + 1  # vLLM keeps one for itself
-    block_bytes = BLOCK_TOKENS * MODELS[config.model].kv_bytes_per_token
+def forced(look_ahead: float) -> dict[str, Any]:
+    """The options of a world that compares reading early with reading late: nothing is computed
+    that could be read."""
+    return {"look_ahead": look_ahead, "break_even": False, "max_load_gpu_share": 1.0}
+
+
+def engine_arguments(model: str, folder: Path, longest: int, in_flight: int) -> dict[str, Any]:
+    """The arguments of a real engine that runs ``in_flight`` requests at a time. The GPU has blocks
+    for so many requests of ``longest`` tokens, with their answers."""
+    blocks = -(-longest // BLOCK_TOKENS) + 1
+    gpu_blocks = in_flight * blocks + 1  # vLLM keeps one for itself
+    block_bytes = BLOCK_TOKENS * MODELS[model].kv_bytes_per_token
     return {
-        "model": str(model),
-        **MODELS[config.model].settings,
+        "model": str(folder),
+        **MODELS[model].settings,
         "enforce_eager": True,
         "block_size": BLOCK_TOKENS,
         "kv_cache_memory_bytes": gpu_blocks * block_bytes,
         "num_gpu_blocks_override": gpu_blocks,
-        "max_num_seqs": config.in_flight,
+        "max_num_seqs": in_flight,
         "max_model_len": blocks * BLOCK_TOKENS,
         "max_num_batched_tokens": 2048,
         "disable_log_stats": False,

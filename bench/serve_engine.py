@@ -1,4 +1,4 @@
-"""A real vLLM engine in a separate process, for ``bench serve`` and ``bench backlog``.
+"""A real vLLM engine in a separate process, for ``bench serve``, ``backlog`` and ``replay``.
 
 All of vLLM runs in that process (``VLLM_ENABLE_V1_MULTIPROCESSING=0``), which also calls its steps.
 By default vLLM's CPU platform runs the worker in another process that polls for its next step, and
@@ -38,6 +38,8 @@ PINNED_S = 150.0
 PUBLISHED_S = 1.1
 """The times of hooks are published about once a second."""
 SETTLE_S = 20.0
+IDLE_S = 0.001
+"""Between the steps of an engine without requests."""
 PR_SET_PDEATHSIG = 1  # linux/prctl.h
 BASE_ENV = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
@@ -154,11 +156,15 @@ class Engine:
     def run(self, prompts: Prompts, output_tokens: int, in_flight: int) -> Batch:
         """Let the engine answer these prompts, ``in_flight`` at a time, and wait for the resulting
         transfers."""
-        before = self.cpu_s(), busy_s()
-        batch: Batch = self._ask("run", prompts, output_tokens, in_flight)
-        own = self.cpu_s() - before[0]
-        foreign = max(0.0, busy_s() - before[1] - own)
-        return replace(batch, cpu_s=own, foreign_cpu_s=foreign)
+        return self._measured("run", prompts, output_tokens, in_flight)
+
+    def replay(
+        self, prompts: Prompts, output_tokens: Sequence[int], arrivals_s: Sequence[float]
+    ) -> Batch:
+        """Send each prompt at its arrival time, however many are being answered, and measure its
+        time to first token from then on."""
+        deadline_s = arrivals_s[-1] + CALL_DEADLINE_S
+        return self._measured("replay", prompts, output_tokens, arrivals_s, deadline_s=deadline_s)
 
     def cpu_s(self) -> float:
         """CPU seconds used so far by the engine's process and all its descendants."""
@@ -188,13 +194,20 @@ class Engine:
             os.killpg(self._process.pid, signal.SIGKILL)
         self._process.wait()
 
-    def _ask(self, method: str, *arguments: Any) -> Any:
+    def _measured(self, method: str, *arguments: Any, deadline_s: float = CALL_DEADLINE_S) -> Batch:
+        before = self.cpu_s(), busy_s()
+        batch: Batch = self._ask(method, *arguments, deadline_s=deadline_s)
+        own = self.cpu_s() - before[0]
+        foreign = max(0.0, busy_s() - before[1] - own)
+        return replace(batch, cpu_s=own, foreign_cpu_s=foreign)
+
+    def _ask(self, method: str, *arguments: Any, deadline_s: float = CALL_DEADLINE_S) -> Any:
         self._is_busy = True
         try:
             self._connection.send((method, arguments))
         except OSError as error:
             raise EngineError(self._end()) from error
-        return self._receive(CALL_DEADLINE_S)
+        return self._receive(deadline_s)
 
     def _receive(self, deadline_s: float) -> Any:
         try:
@@ -243,6 +256,38 @@ def wait_until_pinned(_worker: Any) -> bool:
 
     group = get_kv_transfer_group() if has_kv_transfer_group() else None
     return not isinstance(group, KvTiersConnector) or group.wait_until_pinned(PINNED_S)
+
+
+class Arrivals:
+    """Decides when each request is sent: at its time, or, without times, as soon as fewer than
+    ``in_flight`` requests are being answered. All times are in seconds since the first one."""
+
+    def __init__(
+        self, count: int, in_flight: int = 0, times_s: Sequence[float] | None = None
+    ) -> None:
+        self._count = count
+        self._in_flight = in_flight
+        self._times_s = times_s
+        self._sent = 0
+
+    def __bool__(self) -> bool:
+        """Whether requests are still to be sent."""
+        return self._sent < self._count
+
+    def due(self, now_s: float, flying: int) -> tuple[int, float] | None:
+        """The next request to send and its arrival time, or None if it is too early. ``flying``
+        requests are being answered."""
+        if not self:
+            return None
+        if self._times_s is None:
+            is_due, arrived_s = flying < self._in_flight, now_s
+        else:
+            arrived_s = self._times_s[self._sent]
+            is_due = arrived_s <= now_s
+        if not is_due:
+            return None
+        self._sent += 1
+        return self._sent - 1, arrived_s
 
 
 class _HeldBlocks:
@@ -305,29 +350,31 @@ class _Host:
             )
 
     def run(self, prompts: Prompts, output_tokens: int, in_flight: int) -> Batch:
-        from vllm import SamplingParams
+        answers = [output_tokens] * len(prompts)
+        return self._serve(prompts, answers, Arrivals(len(prompts), in_flight))
 
-        sampling = SamplingParams(
-            temperature=0.0, max_tokens=output_tokens, ignore_eos=True, detokenize=False
-        )
-        waiting = list(reversed(prompts))
+    def replay(
+        self, prompts: Prompts, output_tokens: Sequence[int], arrivals_s: Sequence[float]
+    ) -> Batch:
+        return self._serve(prompts, output_tokens, Arrivals(len(prompts), times_s=arrivals_s))
+
+    def _serve(self, prompts: Prompts, answers: Sequence[int], arrivals: Arrivals) -> Batch:
         held = _HeldBlocks(self._engine.engine_core.engine_core.scheduler)
-        sent: dict[str, float] = {}
+        arrived: dict[str, float] = {}
         first: dict[str, float] = {}
         flying = 0
         before, own = self._counters(), own_threads()
         began = time.perf_counter()
-        while waiting or flying:
-            while waiting and flying < in_flight:
-                self._names += 1
-                name = str(self._names)
-                sent[name] = time.perf_counter()
-                self._engine.add_request(name, {"prompt_token_ids": waiting.pop()}, sampling)
+        while arrivals or flying:
+            while due := arrivals.due(time.perf_counter() - began, flying):
+                number, at = due
+                arrived[self._send(prompts[number], answers[number])] = at
                 flying += 1
+            if not flying:
+                time.sleep(IDLE_S)
             for output in self._engine.step():
-                now = time.perf_counter()
                 if output.outputs[0].token_ids:
-                    first.setdefault(output.request_id, now)
+                    first.setdefault(output.request_id, time.perf_counter() - began)
                 flying -= bool(output.finished)
             held.look()
         seconds = time.perf_counter() - began
@@ -335,13 +382,25 @@ class _Host:
         after = self._counters()
         return Batch(
             seconds,
-            tuple(first[name] - sent[name] for name in sent),
+            tuple(first[name] - at for name, at in arrived.items()),
             sum(map(len, prompts)),
-            output_tokens * len(prompts),
+            sum(answers),
             {name: value - before.get(name, 0.0) for name, value in after.items()},
             thread_cpu_s=sum(cpu - own.get(name, 0.0) for name, cpu in own_threads().items()),
             held_block_s=held.block_s,
         )
+
+    def _send(self, prompt: Sequence[int], output_tokens: int) -> str:
+        """Add a request to the engine, and return its name."""
+        from vllm import SamplingParams
+
+        sampling = SamplingParams(
+            temperature=0.0, max_tokens=output_tokens, ignore_eos=True, detokenize=False
+        )
+        self._names += 1
+        name = str(self._names)
+        self._engine.add_request(name, {"prompt_token_ids": prompt}, sampling)
+        return name
 
     def _settle(self) -> None:
         """Step until transfers have ended, as an idle server would, and until the metrics include

@@ -144,7 +144,8 @@ def _plain(_sizes: TierSizes) -> Start:
     return Start()
 
 
-def _ours(extra: dict[str, Any]) -> Start:
+def kvtiers(extra: dict[str, Any]) -> Start:
+    """The connector with these options."""
     return Start(
         {
             "kv_connector": "KvTiersConnector",
@@ -156,12 +157,12 @@ def _ours(extra: dict[str, Any]) -> Start:
 
 
 def _cpu(sizes: TierSizes) -> Start:
-    return _ours({"cpu": {"capacity": sizes.host, "policy": "lru"}, "tiers": []})
+    return kvtiers({"cpu": {"capacity": sizes.host, "policy": "lru"}, "tiers": []})
 
 
 def _cpu_and_disk(sizes: TierSizes) -> Start:
     disk = {"type": "lmdb", "path": str(sizes.folder), "capacity": sizes.disk, "policy": "lru"}
-    return _ours({"cpu": {"capacity": sizes.small, "policy": "lru"}, "tiers": [disk]})
+    return kvtiers({"cpu": {"capacity": sizes.small, "policy": "lru"}, "tiers": [disk]})
 
 
 def _native(extra: dict[str, Any]) -> Start:
