@@ -46,12 +46,12 @@ HOST = "all in the CPU tier"
 DISK = "disk"
 AHEAD = "disk, look-ahead"
 WORLDS = (HOST, DISK, AHEAD)
-MIX = Mix(users=6, turns=5, system=256, prompt=160, answer=64, gap=4, hours=0.1)
+MIX = Mix(users=6, turns=5, system=256, prompt=160, answer=64, gap=6, hours=0.1)
 """The requests without a trace: conversations, with gaps that suit a small model."""
 TOLERANCE = 0.2
 """A prediction that differs from the measurement by more than this share is named."""
-SAMPLES = 4
-"""Prompts that measure the speeds. The first one warms the engine up and does not count."""
+SAMPLES = 3
+"""Prompts that measure the speed of computing, one after the other."""
 SAMPLE_ANSWER = 16
 
 
@@ -62,6 +62,7 @@ class Config:
     ``answer_tokens``. ``in_flight`` requests run at a time, for which the GPU has blocks. In the
     worlds with a disk, the CPU tier holds the share ``cpu_share`` of all blocks, and ``look_ahead``
     of that may be read ahead. ``disk_mb_s`` (MB/s) limits the disk's reads; 0 does not limit them.
+    By default one core does not compute: in the simulation, copies and reads slow nothing.
     """
 
     trace: str = ""
@@ -74,7 +75,7 @@ class Config:
     look_ahead: float = 0.5
     disk_mb_s: float = 25.0
     model: str = "small"
-    threads: int = os.cpu_count() or 1
+    threads: int = max(1, (os.cpu_count() or 1) - 1)
     folder: str = ""
 
 
@@ -115,7 +116,7 @@ def run(config: Config, progress: Progress) -> Report:
 
 def requests_of(config: Config) -> Trace:
     """The requests to replay: shortened, arriving from 0 on, in blocks of the engine. Each prompt
-    ends with a token of its own, so at most all of its blocks are hits."""
+    ends with one more token, so at most all of its blocks are hits."""
     source = read_trace(config.trace) if config.trace else mix_trace(MIX, BLOCK_TOKENS)
     chosen = source.requests[: config.requests]
     requests = []
@@ -178,7 +179,8 @@ def _tiers(config: Config, trace: Trace, world: str, folder: Path) -> dict[str, 
     block_bytes = BLOCK_TOKENS * MODELS[config.model].kv_bytes_per_token
     above = cpu_blocks(config, trace, world)
     if world == HOST:
-        above += SAMPLES * _sample_tokens(trace) // BLOCK_TOKENS
+        samples = 1 + SAMPLES + config.in_flight
+        above += samples * _sample_tokens(trace) // BLOCK_TOKENS
     cpu = {"capacity": above * block_bytes, "policy": "lru"}
     below = 2 * trace.unique_blocks() * block_bytes + (256 << 20)
     disk = {"type": "lmdb", "path": str(folder), "capacity": below, "reserve": 0, "policy": "lru"}
@@ -220,23 +222,25 @@ def _sample_tokens(trace: Trace) -> int:
 
 
 def _speeds(config: Config, engine: Engine, size: int) -> Speeds:
-    """The speeds of an engine that has nothing else to do, and the disk's limit."""
+    """The speeds of an engine that answers nothing else, and the disk's limit."""
     draw = random.Random(-1)
-    found = [
-        engine.run([[draw.randrange(BYTE_TOKENS) for _ in range(size)]], SAMPLE_ANSWER, 1)
-        for _ in range(SAMPLES)
-    ]
-    return speeds_from(config, found[1:])
+
+    def answer(count: int) -> Batch:
+        prompts = [[draw.randrange(BYTE_TOKENS) for _ in range(size)] for _ in range(count)]
+        return engine.run(prompts, SAMPLE_ANSWER, count)
+
+    answer(1)  # warms the engine up
+    single = [answer(1) for _ in range(SAMPLES)]
+    return speeds_from(config, single, answer(config.in_flight))
 
 
-def speeds_from(config: Config, batches: Sequence[Batch]) -> Speeds:
-    """The simulator's speeds, from batches of one prompt each. A disk without a limit takes no
-    time."""
+def speeds_from(config: Config, single: Sequence[Batch], full: Batch) -> Speeds:
+    """The simulator's speeds: for computing, from batches of one prompt; for an answer, from a
+    batch that fills the engine. A disk without a limit takes no time."""
+    answer_s = full.seconds - max(full.ttft_s)
     return Speeds(
-        prefill=median([batch.prompt_tokens / batch.ttft_s[0] for batch in batches]),
-        decode=median(
-            [(batch.output_tokens - 1) / (batch.seconds - batch.ttft_s[0]) for batch in batches]
-        ),
+        prefill=median([batch.prompt_tokens / batch.ttft_s[0] for batch in single]),
+        decode=(full.output_tokens / len(full.ttft_s) - 1) / answer_s,
         read=config.disk_mb_s * 1e6 / MODELS[config.model].kv_bytes_per_token or math.inf,
         in_flight=config.in_flight,
     )

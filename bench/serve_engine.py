@@ -271,7 +271,7 @@ class Arrivals:
         self._sent = 0
 
     def __bool__(self) -> bool:
-        """Whether requests are still to be sent."""
+        """True if requests are still to be sent."""
         return self._sent < self._count
 
     def due(self, now_s: float, flying: int) -> tuple[int, float] | None:

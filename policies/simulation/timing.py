@@ -4,7 +4,7 @@ The model. A request arrives at its recorded time and waits until fewer than ``i
 run. Its hit is the longest prefix whose blocks are all in one of the tiers. Blocks that are only in
 the lower tier are read; requests that read at the same time take turns, ``BATCH`` blocks at a time.
 Then the rest of the prompt is computed, one prompt at a time, which produces the first token. The
-answer follows token by token, undisturbed by other requests. Computed blocks are stored in both
+answer follows token by token, except while a prompt is computed. Computed blocks are stored in both
 tiers, and nothing waits for that. The GPU's own cache is not modelled, and copies from the upper
 tier take no time.
 
@@ -32,6 +32,7 @@ WANTED_SHARE = 0.5
 """Share of the upper tier that may be kept for waiting requests."""
 WANTED_REQUESTS = 32
 """Number of waiting requests for which the upper tier keeps blocks."""
+ROUNDING_S = 1e-9
 
 
 @dataclass(frozen=True, slots=True)
@@ -173,6 +174,7 @@ class _Engine:
         self._held: set[int] = set()
         self._flying: set[int] = set()
         self._computing_until_s = 0.0
+        self._computing_s = 0.0
 
     @property
     def now_s(self) -> float:
@@ -237,8 +239,9 @@ class _Engine:
 
     def _compute(self, prompt: _Prompt) -> None:
         tokens = prompt.request.prompt_tokens - prompt.hits * self._block_tokens
-        begin_s = max(self.now_s, self._computing_until_s)
-        self._computing_until_s = begin_s + max(1, tokens) / self._speeds.prefill
+        seconds = max(1, tokens) / self._speeds.prefill
+        self._computing_until_s = max(self.now_s, self._computing_until_s) + seconds
+        self._computing_s += seconds
         self._at(self._computing_until_s, lambda: self._answer(prompt))
 
     def _answer(self, prompt: _Prompt) -> None:
@@ -246,7 +249,20 @@ class _Engine:
         self.served.append((prompt, self.now_s - prompt.arrived_s))
         self._store(prompt)
         others = max(0, prompt.request.output_tokens - 1)
-        self._at(self.now_s + others / self._speeds.decode, self._end)
+        self._generate(others / self._speeds.decode)
+
+    def _generate(self, seconds: float) -> None:
+        """End an answer that needs so many seconds more without prompts to compute."""
+        before_s = self._computing_s
+
+        def end() -> None:
+            begun_s = self._computing_s - max(0.0, self._computing_until_s - self.now_s)
+            if begun_s - before_s > ROUNDING_S:  # the answer waited for new prompts
+                self._generate(begun_s - before_s)
+            else:
+                self._end()
+
+        self._at(max(self.now_s, self._computing_until_s) + seconds, end)
 
     def _end(self) -> None:
         self.ended_s = self.now_s

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import math
 from pathlib import Path
@@ -56,12 +57,25 @@ def close(value: float) -> object:
 
 def test_computed_prompts_wait_for_each_other() -> None:
     """Two requests run at a time, but one prompt is computed at a time. Answers do not delay each
-    other."""
+    other; the first one waits while the second prompt is computed."""
     speeds = Speeds(prefill=100, decode=10, read=1, in_flight=2)
     found = run([prompt(0, 10, answer=6), prompt(100, 10, 0.5, answer=6)], speeds=speeds).extra
     assert found["ttft_mean_s"] == close((1.01 + 2.02 - 0.5) / 2)
     assert found["ttft_p99_s"] == close(2.02 - 0.5)
     assert found["total_s"] == close(2.02 + 0.5)
+
+
+def test_an_answer_waits_while_prompts_are_computed() -> None:
+    """The first answer takes 2 s from 0.11 s on, but waits twice: for the prompt that arrives
+    meanwhile, and for one whose read ends meanwhile. The fourth request needs its place."""
+    speeds = Speeds(prefill=100, decode=10, read=100, in_flight=3)
+    stored = prompt(100, 10)
+    requests = [prompt(0, 1, answer=21), prompt(200, 10, 0.5, answer=100)]
+    requests += [dataclasses.replace(stored, time_s=1.0, output_tokens=100), prompt(300, 10, 1.2)]
+    found = run(requests, upper=100, on_disk=[stored], speeds=speeds).extra
+    ends = 0.11 + 2 + 1.01 + 0.01
+    ttft = [0.11, 1.01, 2.0 + 0.01 - 1.0, ends + 1.01 - 1.2]
+    assert found["ttft_mean_s"] == close(sum(ttft) / 4)
 
 
 def test_a_request_waits_for_a_place_and_for_its_reads() -> None:
