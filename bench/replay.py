@@ -327,24 +327,21 @@ def _ratio(value: float, base: float) -> str:
 
 
 def facts(config: Config, outcomes: Mapping[str, Outcome]) -> list[str]:
-    """The speeds that were measured, other load on the machine, and what the model leaves out."""
-    notes = [
-        f"{world}: measured prefill {outcome.speeds.prefill:,.0f} and decode "
-        f"{outcome.speeds.decode:.1f} tokens/s; the replay took {outcome.batch.seconds:.1f} s"
-        for world, outcome in outcomes.items()
-    ]
+    """The speeds that were measured, and the load of other processes during each replay."""
+    notes = []
+    for world, outcome in outcomes.items():
+        batch, speeds = outcome.batch, outcome.speeds
+        foreign = batch.foreign_cpu_s / batch.seconds / (os.cpu_count() or 1)
+        notes.append(
+            f"{world}: measured prefill {speeds.prefill:,.0f} and decode {speeds.decode:.1f} "
+            f"tokens/s; during the replay of {batch.seconds:.1f} s, other processes used "
+            f"{foreign:.0%} of the machine's processor time"
+        )
     read = next(iter(outcomes.values())).speeds.read
     notes.append(
         f"the disk reads at most {config.disk_mb_s:g} MB/s: {read:,.0f} tokens/s"
         if config.disk_mb_s
         else "the disk is not slowed; in the predictions its reads take no time"
-    )
-    seconds = sum(outcome.batch.seconds for outcome in outcomes.values())
-    foreign = sum(outcome.batch.foreign_cpu_s for outcome in outcomes.values())
-    cores = os.cpu_count() or 1
-    notes.append(
-        f"during the replays, other processes used {foreign / seconds / cores:.0%} of the "
-        "machine's processor time"
     )
     return notes
 

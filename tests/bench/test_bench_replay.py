@@ -203,8 +203,9 @@ def test_a_prediction_that_is_wrong_is_named() -> None:
 
 def test_load_of_others_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(replay.os, "cpu_count", lambda: 3)
-    *_, read, load = replay.facts(CONFIG, _outcomes())
+    *worlds, read = replay.facts(CONFIG, _outcomes())
+    assert [note.split(":")[0] for note in worlds] == list(WORLDS)
+    assert all("used 10% of the machine's processor time" in note for note in worlds)
     assert "25 MB/s" in read
-    assert "used 10% of the machine's processor time" in load
-    *_, read, _ = replay.facts(dataclasses.replace(CONFIG, disk_mb_s=0.0), _outcomes())
+    *_, read = replay.facts(dataclasses.replace(CONFIG, disk_mb_s=0.0), _outcomes())
     assert "not slowed" in read
