@@ -4,7 +4,7 @@ The first requests of a trace are sent to a real vLLM engine at their arrival ti
 the trace becomes one block of random tokens, so prompts share prefixes as in the trace. All tiers
 are empty at first. The CPU tier holds all blocks, or a part of them above a disk that the kernel
 slows (see ``bench.slow_disk``), without and with look-ahead. The simulator gets the same requests,
-the capacities of the tiers, and the speeds that were measured on that engine before.
+the capacities of the tiers, and the speeds that were measured on that engine before and after.
 """
 
 from __future__ import annotations
@@ -50,8 +50,8 @@ MIX = Mix(users=6, turns=5, system=256, prompt=160, answer=64, gap=6, hours=0.1)
 """The requests without a trace: conversations, with gaps that suit a small model."""
 TOLERANCE = 0.2
 """A prediction that differs from the measurement by more than this share is named."""
-SAMPLES = 3
-"""Prompts that measure the speed of computing, one after the other."""
+SAMPLES = 2
+"""Times that the speeds are measured before the replay, and again after it."""
 SAMPLE_ANSWER = 16
 
 
@@ -179,7 +179,7 @@ def _tiers(config: Config, trace: Trace, world: str, folder: Path) -> dict[str, 
     block_bytes = BLOCK_TOKENS * MODELS[config.model].kv_bytes_per_token
     above = cpu_blocks(config, trace, world)
     if world == HOST:
-        samples = 1 + SAMPLES + config.in_flight
+        samples = 1 + SAMPLES * (1 + config.in_flight)
         above += samples * _sample_tokens(trace) // BLOCK_TOKENS
     cpu = {"capacity": above * block_bytes, "policy": "lru"}
     below = 2 * trace.unique_blocks() * block_bytes + (256 << 20)
@@ -196,23 +196,25 @@ def _measure(
     disk: SlowDisk,
     progress: Progress,
 ) -> dict[str, Outcome]:
-    """Measure the speeds of each world's engine, replay the trace on it, and predict that."""
+    """Replay the trace on each world's engine, measure its speeds, and predict the replay."""
     prompts = [tokens_of(request, number) for number, request in enumerate(trace.requests)]
     answers = [request.output_tokens for request in trace.requests]
     arrivals_s = [request.time_s for request in trace.requests]
     outcomes = {}
-    task = progress.add_task("", total=2 * len(engines))
+    size, draw = _sample_tokens(trace), random.Random(-1)
+    task = progress.add_task("", total=len(engines))
     for world, engine in engines.items():
+        progress.update(task, description=f"{world}: {len(prompts)} requests")
         disk.add(engine.process)
-        progress.update(task, description=f"{world}: speeds")
-        speeds = _speeds(config, engine, _sample_tokens(trace))
+        before = _sample(engine, config.in_flight, size, draw)
         engine.reset()
         if world != HOST:
             engine.empty_cpu_tier(0)
-        progress.update(task, advance=1, description=f"{world}: {len(prompts)} requests")
         batch = engine.replay(prompts, answers, arrivals_s)
-        progress.advance(task)
+        after = _sample(engine, config.in_flight, size, draw)
+        speeds = speeds_from(config, before + after)
         outcomes[world] = Outcome(batch, speeds, predict(config, trace, world, speeds))
+        progress.advance(task)
     return outcomes
 
 
@@ -221,26 +223,30 @@ def _sample_tokens(trace: Trace) -> int:
     return round(statistics.fmean(request.prompt_tokens for request in trace.requests))
 
 
-def _speeds(config: Config, engine: Engine, size: int) -> Speeds:
-    """The speeds of an engine that answers nothing else, and the disk's limit."""
-    draw = random.Random(-1)
+def _sample(
+    engine: Engine, in_flight: int, size: int, draw: random.Random
+) -> list[tuple[Batch, Batch]]:
+    """Pairs of batches of new prompts: one prompt, and as many as the engine runs at a time."""
 
     def answer(count: int) -> Batch:
         prompts = [[draw.randrange(BYTE_TOKENS) for _ in range(size)] for _ in range(count)]
         return engine.run(prompts, SAMPLE_ANSWER, count)
 
     answer(1)  # warms the engine up
-    single = [answer(1) for _ in range(SAMPLES)]
-    return speeds_from(config, single, answer(config.in_flight))
+    return [(answer(1), answer(in_flight)) for _ in range(SAMPLES)]
 
 
-def speeds_from(config: Config, single: Sequence[Batch], full: Batch) -> Speeds:
-    """The simulator's speeds: for computing, from batches of one prompt; for an answer, from a
-    batch that fills the engine. A disk without a limit takes no time."""
-    answer_s = full.seconds - max(full.ttft_s)
+def speeds_from(config: Config, samples: Sequence[tuple[Batch, Batch]]) -> Speeds:
+    """The simulator's speeds: for computing, from batches of one prompt; for an answer, from
+    batches that fill the engine. A disk without a limit takes no time."""
     return Speeds(
-        prefill=median([batch.prompt_tokens / batch.ttft_s[0] for batch in single]),
-        decode=(full.output_tokens / len(full.ttft_s) - 1) / answer_s,
+        prefill=median([single.prompt_tokens / single.ttft_s[0] for single, _ in samples]),
+        decode=median(
+            [
+                (full.output_tokens / len(full.ttft_s) - 1) / (full.seconds - max(full.ttft_s))
+                for _, full in samples
+            ]
+        ),
         read=config.disk_mb_s * 1e6 / MODELS[config.model].kv_bytes_per_token or math.inf,
         in_flight=config.in_flight,
     )

@@ -142,13 +142,15 @@ def test_without_times_a_request_follows_another_one() -> None:
 def test_speeds_come_from_single_prompts_a_full_engine_and_the_limit_of_the_disk() -> None:
     """100 tokens in 2 s; two answers together generate 15 more tokens each in 3 s. Noise does not
     change the median."""
-    single = [Batch(9.0, (ttft,), 100, 16, {}) for ttft in (2.0, 2.0, 20.0)]
-    full = Batch(7.0, (2.0, 4.0), 200, 32, {})
+    samples = [
+        (Batch(9.0, (ttft,), 100, 16, {}), Batch(seconds, (2.0, 4.0), 200, 32, {}))
+        for ttft, seconds in [(2.0, 70.0), (2.0, 7.0), (20.0, 7.0)]
+    ]
     config = Config(in_flight=2, disk_mb_s=16.384)
     read = 16.384e6 / MODELS["small"].kv_bytes_per_token
-    assert replay.speeds_from(config, single, full) == Speeds(50, 5, read, in_flight=2)
+    assert replay.speeds_from(config, samples) == Speeds(50, 5, read, in_flight=2)
     unlimited = dataclasses.replace(config, disk_mb_s=0)
-    assert replay.speeds_from(unlimited, single, full).read == math.inf
+    assert replay.speeds_from(unlimited, samples).read == math.inf
 
 
 SPEEDS = Speeds(prefill=33, decode=1, read=BLOCK_TOKENS / 4, in_flight=1)
