@@ -252,7 +252,7 @@ class _Engine:
         self._generate(others / self._speeds.decode)
 
     def _generate(self, seconds: float) -> None:
-        """End an answer that needs so many seconds more without prompts to compute."""
+        """End an answer after ``seconds`` in which no prompt is computed."""
         before_s = self._computing_s
 
         def end() -> None:
