@@ -4,9 +4,9 @@ The model. A request arrives at its recorded time and waits until fewer than ``i
 run. Its hit is the longest prefix whose blocks are all in one of the tiers. Blocks that are only in
 the lower tier are read; requests that read at the same time take turns, ``BATCH`` blocks at a time.
 Then the rest of the prompt is computed, one prompt at a time, which produces the first token. The
-answer follows token by token, except while a prompt is computed. Computed blocks are stored in both
-tiers, and nothing waits for that. The GPU's own cache is not modelled, and copies from the upper
-tier take no time.
+answer follows token by token; while a prompt is computed, each step of ``STEP_TOKENS`` generates
+one token of each answer. Computed blocks are stored in both tiers, and nothing waits for that. The
+GPU's own cache is not modelled, and copies from the upper tier take no time.
 
 With look-ahead, blocks that waiting requests need from the lower tier are read into the upper tier
 while no other read is waiting, in order of arrival and within a share of the upper tier. They stay
@@ -32,6 +32,8 @@ WANTED_SHARE = 0.5
 """Share of the upper tier that may be kept for waiting requests."""
 WANTED_REQUESTS = 32
 """Number of waiting requests for which the upper tier keeps blocks."""
+STEP_TOKENS = 2048
+"""Prompt tokens that a step computes, as vLLM does by default."""
 ROUNDING_S = 1e-9
 
 
@@ -175,6 +177,8 @@ class _Engine:
         self._flying: set[int] = set()
         self._computing_until_s = 0.0
         self._computing_s = 0.0
+        # the speed of answers while a prompt is computed: one token per step
+        self._speed_beside = min(1.0, speeds.prefill / STEP_TOKENS / speeds.decode)
 
     @property
     def now_s(self) -> float:
@@ -252,17 +256,27 @@ class _Engine:
         self._generate(others / self._speeds.decode)
 
     def _generate(self, seconds: float) -> None:
-        """End an answer after ``seconds`` in which no prompt is computed."""
-        before_s = self._computing_s
+        """End an answer that takes ``seconds`` if no prompt is computed meanwhile."""
+        computed_s = self._computed_s()
+        busy_s = max(0.0, self._computing_until_s - self.now_s)
+        if seconds < busy_s * self._speed_beside:
+            after_s = busy_s = seconds / self._speed_beside
+        else:
+            after_s = seconds + busy_s * (1 - self._speed_beside)
 
         def end() -> None:
-            begun_s = self._computing_s - max(0.0, self._computing_until_s - self.now_s)
-            if begun_s - before_s > ROUNDING_S:  # the answer waited for new prompts
-                self._generate(begun_s - before_s)
+            later_s = self._computed_s() - computed_s - busy_s  # for prompts that came meanwhile
+            missing_s = later_s * (1 - self._speed_beside)
+            if missing_s > ROUNDING_S:
+                self._generate(missing_s)
             else:
                 self._end()
 
-        self._at(max(self.now_s, self._computing_until_s) + seconds, end)
+        self._at(self.now_s + after_s, end)
+
+    def _computed_s(self) -> float:
+        """Seconds in which prompts were computed until now."""
+        return self._computing_s - max(0.0, self._computing_until_s - self.now_s)
 
     def _end(self) -> None:
         self.ended_s = self.now_s

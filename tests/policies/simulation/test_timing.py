@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 from policies.registry import make_policy
 from policies.simulation.cli import app
 from policies.simulation.simulator import FlopModel, Infos, Result, SimTier
-from policies.simulation.timing import Speeds, simulate_timed
+from policies.simulation.timing import STEP_TOKENS, Speeds, simulate_timed
 from policies.simulation.trace import Request, Trace
 
 TOKENS = 10
@@ -73,9 +73,22 @@ def test_an_answer_waits_while_prompts_are_computed() -> None:
     requests = [prompt(0, 1, answer=21), prompt(200, 10, 0.5, answer=100)]
     requests += [dataclasses.replace(stored, time_s=1.0, output_tokens=100), prompt(300, 10, 1.2)]
     found = run(requests, upper=100, on_disk=[stored], speeds=speeds).extra
-    ends = 0.11 + 2 + 1.01 + 0.01
+    beside = speeds.prefill / STEP_TOKENS / speeds.decode
+    ends = 0.11 + 2 + (1.01 + 0.01) * (1 - beside)
     ttft = [0.11, 1.01, 2.0 + 0.01 - 1.0, ends + 1.01 - 1.2]
     assert found["ttft_mean_s"] == close(sum(ttft) / 4)
+
+
+def test_an_answer_goes_on_slowly_while_a_long_prompt_is_computed() -> None:
+    """A step takes 0.2 s. Beside a prompt of 20 steps the answer of 9 more tokens ends after 9 of
+    them, and the third request begins."""
+    speeds = Speeds(prefill=5 * STEP_TOKENS, decode=50, read=1, in_flight=2)
+    requests = [Request(0.0, 10, (), 10), Request(0.0, 20 * STEP_TOKENS - 10, (), 1)]
+    requests += [Request(1.0, 5 * STEP_TOKENS, (), 1)]
+    found = run(requests, speeds=speeds).extra
+    assert found["ttft_p99_s"] == close(4.0)
+    waits = [10 / speeds.prefill, 4.0, 4.0 + 1.0 - 1.0]
+    assert found["ttft_mean_s"] == close(sum(waits) / 3)
 
 
 def test_a_request_waits_for_a_place_and_for_its_reads() -> None:
