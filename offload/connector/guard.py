@@ -19,8 +19,8 @@ logger = logging.getLogger(__name__)
 F = TypeVar("F", bound=Callable[..., Any])
 ERRORS_LOGGED_MAX = 20
 ERROR_LINES_MAX = 60
-HOOKS = {"explain", "build_connector_meta"}
-"""Names of all hooks in metrics; each guarded method adds its name. The two listed here are parts
+HOOKS = {"explain", "build_connector_meta", "look_ahead", "lookup"}
+"""Names of all hooks in metrics; each guarded method adds its name. Those listed here are parts
 of hooks, guarded by their callers."""
 
 

@@ -266,8 +266,9 @@ class LookAhead:
         if not keys:
             return
         self.counts[what] += len(keys)
+        groups, ranks = self._context.groups, self._context.ranks
         for group, count in Counter(map(group_of, keys)).items():
-            self._bytes[what] += count * self._context.groups[group].footprints[0]
+            self._bytes[what] += ranks * count * groups[group].footprints[0]
 
     # -- a step ------------------------------------------------------------------------------
 

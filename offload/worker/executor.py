@@ -390,10 +390,7 @@ class Executor:
         body = asyncio.ensure_future(task.run())
         self._tasks.add(body)
         body.add_done_callback(self._tasks.discard)
-        timeout_s = self.limits.load_timeout_s
-        while not (body.done() or task.left.done()) and (left_s := task.time_left(timeout_s)) > 0:
-            either: set[asyncio.Future[Any]] = {body, task.left}
-            await asyncio.wait(either, timeout=left_s, return_when=asyncio.FIRST_COMPLETED)
+        await task.wait_in_time(body, self.limits.load_timeout_s)
         if not body.done():
             if not task.left.done():
                 task.give_up(late=True)

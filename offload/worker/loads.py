@@ -11,7 +11,7 @@ import asyncio
 import logging
 import time
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -68,7 +68,7 @@ class RankLoads:
         self.read_batch = limits.read_batch
         # One per tier, and one per tier for probes: a tier that hangs must delay neither the other
         # tiers nor the probe that detects its recovery.
-        self._reads = [ReadTurns(limits.reads_in_flight) for _ in tiers]
+        self._reads = [ReadTurns(limits.reads_in_flight, limits.tier_timeout_s) for _ in tiers]
         self._probes = [ReadTurns(1) for _ in tiers]
         self.staging = Staging(staging, len(tiers))
         self._fills: dict[int, asyncio.Future[bool]] = {}
@@ -202,6 +202,7 @@ class LoadTask:
         self._news = asyncio.Event()
         self._came_at = 0.0
         self._waits_for_turn = job.is_ahead
+        self._clock_begins: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._began = time.perf_counter()
         self._running = 0
         self._abandoned = False
@@ -243,6 +244,7 @@ class LoadTask:
     def _begin_clock(self) -> None:
         loop = asyncio.get_running_loop()
         self._waits_for_turn, self._came_at = False, loop.time()
+        self._clock_begins.set_result(None)
         self._began = time.perf_counter()
 
     def time_left(self, timeout_s: float) -> float:
@@ -256,6 +258,14 @@ class LoadTask:
         if self._waits_for_turn:
             timeout_s = max(timeout_s, AHEAD_WAIT_S)
         return self._came_at + timeout_s - asyncio.get_running_loop().time()
+
+    async def wait_in_time(self, body: asyncio.Future[JobResult], timeout_s: float) -> None:
+        """Wait until the load's ``body`` has ended, or the load was abandoned or is late."""
+        while not (body.done() or self.left.done()) and (left_s := self.time_left(timeout_s)) > 0:
+            events: set[asyncio.Future[Any]] = {body, self.left}
+            if self._waits_for_turn:  # the time left becomes shorter when this ends
+                events.add(self._clock_begins)
+            await asyncio.wait(events, timeout=left_s, return_when=asyncio.FIRST_COMPLETED)
 
     async def copies_ended(self) -> None:
         """Wait until no copy into the request's GPU blocks is under way."""

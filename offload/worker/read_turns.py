@@ -7,6 +7,7 @@ For the worker's event loop.
 from __future__ import annotations
 
 import asyncio
+import math
 from collections import deque
 from collections.abc import AsyncIterator, Collection
 from contextlib import asynccontextmanager
@@ -21,15 +22,18 @@ class _Read:
 
     slots: frozenset[int]
     turn: asyncio.Future[None]
+    began: float = 0.0
 
 
 class ReadTurns:
     """Gives reads their turn, as many at a time as ``CallsInFlight`` allows. A read ahead gets its
     turn only while no other read of this tier is in flight: reads that are in flight together share
-    the device's speed, and a read that a request waits for may come at any time."""
+    the device's speed, and a read that a request waits for may come at any time. A read
+    that has taken ``hung_s`` hangs, and reads ahead do not wait for it."""
 
-    def __init__(self, count_max: int) -> None:
+    def __init__(self, count_max: int, hung_s: float = math.inf) -> None:
         self._calls = CallsInFlight(count_max)
+        self._hung_s = hung_s
         self._awaited: deque[_Read] = deque()
         self._ahead: deque[_Read] = deque()
         self._running: list[_Read] = []
@@ -47,10 +51,9 @@ class ReadTurns:
             self._begin()
         try:
             await read.turn
-            began = loop.time()
             yield
             if read in self._running:  # otherwise it was passed by, and has read nothing
-                self._calls.ended(loop.time() - began)
+                self._calls.ended(loop.time() - read.began)
         finally:
             for reads in (self._running, self._awaited, self._ahead):
                 if read in reads:
@@ -63,12 +66,17 @@ class ReadTurns:
         while len(self._running) < self._calls.limit and (queue := self._next()):
             read = queue.popleft()
             if not read.turn.done():  # otherwise it was cancelled, and leaves in a moment
+                read.began = asyncio.get_running_loop().time()
                 self._running.append(read)
                 read.turn.set_result(None)
 
     def _next(self) -> deque[_Read]:
         """The queue whose first read is the next one; an empty one if none may begin."""
-        return self._awaited if self._awaited or self._running else self._ahead
+        if self._awaited:
+            return self._awaited
+        since = asyncio.get_running_loop().time() - self._hung_s
+        is_busy = any(read.began > since for read in self._running)
+        return self._awaited if is_busy else self._ahead
 
     def hurry(self, slot: int) -> None:
         """Schedule the read ahead that fills this slot like other reads: a request waits for it

@@ -79,7 +79,7 @@ def simulate(
     timing: Annotated[str, typer.Option(help=TIMING_HELP)] = "",
     look_ahead: Annotated[
         float, typer.Option(min=0, max=0.5, help="With --timing: share of the upper tier.")
-    ] = 0.5,
+    ] = 0.25,
     part: Annotated[str, typer.Option(help="Only this part of each trace, as 0.5:1.")] = "0:1",
     jobs: Annotated[int, typer.Option(min=0, help="Processes (0: one per core).")] = 0,
     csv: Annotated[Path | None, typer.Option(help="Write the rows as CSV.")] = None,

@@ -111,6 +111,13 @@ def test_what_the_request_loads_is_used_and_the_rest_is_given_up() -> None:
     assert queue.evictable() == list(range(10))
 
 
+def test_bytes_are_those_of_all_ranks() -> None:
+    queue = Queue(ranks=2)
+    queue.wait("one", range(10), 1)
+    queue.step()
+    assert queue.planner.totals()["ahead_read_bytes"] == 2 * 10 * SIZE
+
+
 def test_a_load_that_still_waits_for_its_read_is_late() -> None:
     queue = Queue()
     queue.wait("one", range(10), 1)

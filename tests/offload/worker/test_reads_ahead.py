@@ -69,6 +69,44 @@ async def ahead_of_a_disk_that_stays_busy() -> None:
         await rank.turn()
 
 
+async def joined_by_a_load_that_is_late() -> None:
+    async with busy_disk() as (rank, tier):
+        await asyncio.sleep(1)
+        rank.executor.post(StepPlan(loads=(load(2, [SLOT], [10]),)))
+        await asyncio.sleep(rank.executor.limits.load_timeout_s + 2)
+        done = await rank.turn()
+        assert "r2" in done.failed
+        assert done.report.results[AHEAD].late
+        tier.release()
+
+
+async def slow_since_its_turn() -> None:
+    memory = MemoryTier(1 << 20)
+    tier = HoldingTier(memory, nth(1), methods={"read"})
+    async with rank_with(tier) as rank:
+        await fill(rank, memory, 1)
+        rank.executor.post(StepPlan(loads=(ahead(),)))
+        await tier.waiting()
+        await asyncio.sleep(2 * rank.executor.limits.load_timeout_s)
+        tier.release()
+        assert (await rank.turn()).report.results[AHEAD].late
+
+
+async def beside_a_read_that_hangs() -> None:
+    memory = MemoryTier(1 << 20)
+    tier = HoldingTier(memory, nth(1), methods={"read"})
+    async with rank_with(tier) as rank:
+        await fill(rank, memory, 1)
+        rank.executor.post(StepPlan(loads=(load(1, [3], [9], tier=0),)))
+        await tier.waiting()
+        await asyncio.sleep(rank.executor.limits.tier_timeout_s + 1)
+        await rank.turn()
+        rank.executor.post(StepPlan(loads=(ahead(),)))
+        await asyncio.sleep(1)
+        assert not (await rank.turn()).report.results[AHEAD].failed
+        tier.release()
+
+
 async def joined_after_a_long_wait() -> None:
     async with busy_disk() as (rank, tier):
         await asyncio.sleep(AHEAD_WAIT_S - 1)
@@ -132,3 +170,15 @@ def test_a_read_ahead_that_is_given_up_does_not_wait_for_its_turn() -> None:
 
 def test_a_read_ahead_that_is_late_is_no_late_load() -> None:
     run_virtually(late_on_a_disk_that_hangs())
+
+
+def test_a_read_ahead_that_a_load_joins_is_late_when_the_load_is() -> None:
+    run_virtually(joined_by_a_load_that_is_late())
+
+
+def test_a_read_ahead_that_is_slow_since_its_turn_is_late() -> None:
+    run_virtually(slow_since_its_turn())
+
+
+def test_one_read_that_hangs_does_not_end_reading_ahead() -> None:
+    run_virtually(beside_a_read_that_hangs())
