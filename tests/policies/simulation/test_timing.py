@@ -198,7 +198,7 @@ def test_the_command_compares_with_both_limits(tmp_path: Path) -> None:
     assert [(row["policy"], row["look_ahead"]) for row in rows] == [
         ("nothing stored", 0),
         ("lru / lru", 0),
-        ("lru / lru", 0.5),
+        ("lru / lru", 0.25),
         ("all in the upper tier", 0),
     ]
     waits = [row["ttft_mean_s"] for row in rows]
