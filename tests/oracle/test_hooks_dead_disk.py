@@ -64,6 +64,8 @@ OTHERS = [
 NOT_CALLED = {
     "explain",  # parts of other hooks
     "build_connector_meta",
+    "look_ahead",
+    "lookup",
     "request_finished",  # vLLM calls it for connectors that know one group only
     "shutdown",  # not called while vLLM serves
 }
