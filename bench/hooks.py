@@ -16,6 +16,7 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Annotated, Any
 
 import numpy as np
@@ -25,17 +26,22 @@ from rich.progress import Progress
 from bench.environment import describe
 from bench.report import Chart, deliver
 from bench.scenario import Report, Row, progress_bar
-from offload.messages.plan import StepPlan
+from offload.messages.plan import LoadJob, StepPlan
 
 BLOCK = 16
 GOAL_CHUNKS = 8192
 POLICY = "adaptive"
-CHECKED_MAX = 1_100_000
-"""Up to this number of keys, the planner's invariants are checked after each request. With ten
-million keys a check would take seconds."""
+CHECKED_MAX = 200_000
+"""Up to this number of keys, the planner's invariants are checked after each request. With a
+million keys the checks would take longer than everything else."""
 SCHEDULER_GOAL_US = 2000.0
 RUNNER_GOAL_US = 100.0
 GOAL_BYTES_PER_KEY = 200.0
+WAITERS, WAITING_CHUNKS = 8, 2048
+"""Number of requests that wait while another one stores, and of the chunks of each, as far as half
+of the CPU tier holds them."""
+CHUNKS_PER_STEP = 128
+"""Number of chunks of waiting requests that a step looks at."""
 DECODES = 256
 """Number of requests in the step that only decodes."""
 HOOKS = "all hooks of a step"
@@ -49,7 +55,7 @@ class Config:
 
     chunks: tuple[int, ...] = (512, GOAL_CHUNKS, 65_536)
     keys: tuple[int, ...] = (100_000, 1_000_000, 10_000_000)
-    repeats: int = 7
+    repeats: int = 5
     policy: str = POLICY
 
 
@@ -93,6 +99,7 @@ class Bed:
     ``bytes_per_key`` is the memory that the index takes per key."""
 
     def __init__(self, keys: int, chunks_max: int, policy: str) -> None:
+        from offload.config.schema import CpuConfig, OffloadConfig
         from offload.connector.guard import Faults
         from offload.connector.model.adapters import AdapterBook
         from offload.connector.scheduler.scheduler_side import SchedulerSide
@@ -112,7 +119,9 @@ class Bed:
         self.side = SchedulerSide(layout, AdapterBook(), Faults(), tiers=["lmdb"])
         cpu = TierIndex("cpu", SlotCapacity(2 * chunks_max), make_policy(policy))
         lower = TierIndex("lmdb", ByteCapacity(1 << 62), make_policy({"name": "lru"}))
-        self.planner = Planner({0: GroupInfo(FULL, BLOCK, (4096,))}, cpu, [lower])
+        groups = {0: GroupInfo(FULL, BLOCK, (4096,))}
+        look_ahead = OffloadConfig(CpuConfig(1 << 30)).look_ahead
+        self.planner = Planner(groups, cpu, [lower], look_ahead=look_ahead)
         tier = RankTier("lmdb", 1 << 62, {0: 4096}, ())
         rank = RankState(0, Namespace.of({}), 0, 2 * chunks_max, 4096, (tier,))
         self.side.attach(self.planner, [rank])
@@ -146,6 +155,31 @@ class Bed:
         keys = [os.urandom(36) for _ in range(self.planner.cpu.space.capacity)]
         self.planner.cpu.recover(keys, [EntryInfo()] * len(keys))
 
+    def fill_and_wait(self, clock: Clock) -> list[Any]:
+        """Fill the CPU tier, and let requests wait whose chunks are the oldest in it. Returns the
+        requests; the clock gets the time of each arrival, with the step's plan."""
+        from policies.base import EntryInfo
+
+        capacity = self.planner.cpu.space.capacity
+        chunks = min(WAITING_CHUNKS, capacity // 2 // WAITERS)
+        hashes = [[os.urandom(32) for _ in range(chunks)] for _ in range(WAITERS)]
+        oldest = [h + bytes(4) for mine in hashes for h in mine]
+        keys = oldest + [os.urandom(36) for _ in range(capacity - len(oldest))]
+        self.planner.cpu.recover(keys, [EntryInfo()] * len(keys))
+        prompt = list(range(chunks * BLOCK + 1))
+        requests = [self.request(mine, prompt) for mine in hashes]
+        for request in requests:
+            clock.time("arrived", partial(self.side.on_new_request, request))
+            clock.time("build plan", lambda: self.side.build_plan(_output()))
+            clock.next_step()
+        for _ in range(WAITERS + 2 * len(oldest) // CHUNKS_PER_STEP):
+            clock.time("build plan", lambda: self.side.build_plan(_output()))
+            clock.next_step()
+        wanted = len(self.planner.cpu.retention.wanted)
+        assert wanted == len(oldest), (wanted, len(oldest))
+        clock.end("wait")
+        return requests
+
     def life(self, clock: Clock, case: str, keys: Sequence[bytes], prompt: list[int]) -> None:
         """Run one request whose chunks are in a tier: lookup, load, end."""
         from offload.messages.report import JobResult, StepReport
@@ -155,18 +189,15 @@ class Bed:
         tables = (list(range(1, 2 + len(keys))),)
         clock.time("arrived", lambda: side.on_new_request(request))
         while (found := clock.time("first lookup", lambda: side.lookup(request, 0))) is None:
-            self._plan(clock, None, ((),))
-            clock.next_step()
-        self._plan(clock, None, ((),))
-        clock.next_step()
+            self._step(clock, None, ((),))
+        self._step(clock, None, ((),))
         found = clock.time("lookup", lambda: side.lookup(request, 0))
         assert found == BLOCK * len(keys), (found, len(keys))
         clock.time("allocated", lambda: side.allocated(request, tables, found))
-        parts = self._plan(clock, request, tables).loads
+        parts: list[LoadJob] = []
         while not parts or not parts[-1].is_last:
-            clock.next_step()
-            parts += self._plan(clock, request, tables).loads
-        clock.next_step()
+            plan = self._step(clock, request, tables)
+            parts += [load for load in plan.loads if not load.is_ahead]
         report = StepReport({parts[0].job: JobResult()})
         clock.time("take in", lambda: side.update(report, [request.request_id], ()))
         self._rest(clock)
@@ -207,14 +238,21 @@ class Bed:
         assert isinstance(plan, StepPlan)
         return plan
 
+    def _step(self, clock: Clock, request: Any, tables: Any) -> StepPlan:
+        plan = self._plan(clock, request, tables)
+        clock.next_step()
+        self._answer(clock, plan)
+        return plan
+
     def _answer(self, clock: Clock, plan: StepPlan) -> None:
+        """Answer all jobs of a plan except loads of requests."""
         from offload.messages.report import JobResult, StepReport
 
-        if plan.stores or plan.write_throughs:
-            report = StepReport({store.job: JobResult() for store in plan.stores})
-            report.results |= {
-                write_through.job: JobResult() for write_through in plan.write_throughs
-            }
+        jobs = [store.job for store in plan.stores]
+        jobs += [write_through.job for write_through in plan.write_throughs]
+        jobs += [load.job for load in plan.loads if load.is_ahead]
+        if jobs:
+            report = StepReport({job: JobResult() for job in jobs})
             clock.time("take in", lambda: self.side.update(report, (), ()))
 
     def _rest(self, clock: Clock) -> None:
@@ -286,6 +324,15 @@ def _measure(bed: Bed, chunks: int, repeats: int) -> dict[str, float]:
         new = [os.urandom(32) for _ in range(chunks)]
         bed.store(clock, "store, cpu full", new, prompt)
         planner.forget([key + bytes(4) for key in new])
+        planner.cpu.clear()
+        waiting = bed.fill_and_wait(clock)
+        new = [os.urandom(32) for _ in range(chunks)]
+        bed.store(clock, "store, cpu full, others wait", new, prompt)
+        for request in waiting:
+            bed.side.finished(request, ([],))
+        assert not planner.cpu.retention.wanted
+        assert not getattr(planner.cpu.policy, "faults", [])
+        planner.forget([key + bytes(4) for key in new])
         bed._rest(Clock())
         bed.decode(clock, prompt)
     return clock.medians()
@@ -303,6 +350,8 @@ def run(config: Config, progress: Progress) -> Report:
             "median over requests. Chunks of one request, with 16 tokens each.",
             "disk, cpu: the request's chunks are in that tier. store: they are computed in one "
             "step. full: storing them requires evicting as many other chunks from the CPU tier. "
+            f"wait: {WAITERS} requests of up to {WAITING_CHUNKS:,} chunks arrive whose chunks are "
+            "the oldest in the CPU tier; others wait: they wait during the store. "
             "begin, decode: a step that begins 256 requests without a whole chunk, and a step in "
             "which these decode.",
             "all hooks of a step: the sum of arrival, lookup, allocation and the step's plan. "
@@ -334,7 +383,7 @@ def _verdicts(report: Report) -> list[str]:
     """Compare each hook for a request of ``GOAL_CHUNKS`` chunks with the goals."""
     notes = []
     for row in report.rows:
-        if not row.case.startswith(f"{GOAL_CHUNKS} chunks"):
+        if not row.case.startswith(f"{GOAL_CHUNKS:,} chunks"):
             continue
         goal = RUNNER_GOAL_US if row.series.startswith("runner") else SCHEDULER_GOAL_US
         if row.values.get("us", 0.0) > goal:
@@ -356,7 +405,7 @@ def register(app: typer.Typer) -> None:
         keys: Annotated[
             list[int] | None, typer.Option(help=("Number of keys in the lower tier."))
         ] = None,
-        repeats: Annotated[int, typer.Option(min=1)] = 7,
+        repeats: Annotated[int, typer.Option(min=1)] = 5,
         policy: Annotated[str, typer.Option(help="Policy of the CPU tier.")] = POLICY,
         as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
         keep: Annotated[bool, typer.Option(help="Write into bench/results.")] = False,

@@ -13,14 +13,17 @@ from bench.__main__ import build
 
 
 def test_every_hook_is_measured_and_a_missed_goal_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(hooks, "GOAL_CHUNKS", 32)
+    monkeypatch.setattr(hooks, "GOAL_CHUNKS", 1024)
     monkeypatch.setattr(hooks, "SCHEDULER_GOAL_US", 0.0)
-    report = hooks.run(hooks.Config(chunks=(32,), keys=(100,), repeats=2), Progress(disable=True))
+    config = hooks.Config(chunks=(1024,), keys=(1500,), repeats=2)
+    report = hooks.run(config, Progress(disable=True))
     series = {row.series for row in report.rows}
     for hook in ("lookup", "allocated", "build plan", "take in", "ended"):
         assert {f"disk: {hook}", f"cpu: {hook}"} <= series
+    assert {"wait: build plan", "store, cpu full, others wait: build plan"} <= series
     assert {"store: build plan", "decode: build plan", "memory"} <= series
-    assert any(note.startswith("MISSED, 32 chunks, 100 keys, cpu: lookup") for note in report.notes)
+    missed = "MISSED, 1,024 chunks, 1,500 keys, cpu: lookup"
+    assert any(note.startswith(missed) for note in report.notes)
     monkeypatch.setattr(hooks, "SCHEDULER_GOAL_US", 1e9)
     monkeypatch.setattr(hooks, "RUNNER_GOAL_US", 1e9)
     monkeypatch.setattr(hooks, "GOAL_BYTES_PER_KEY", 1e9)
