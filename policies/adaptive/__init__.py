@@ -21,7 +21,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from itertools import chain, islice, repeat
+from itertools import chain, filterfalse, islice, repeat
 from typing import Annotated, Any
 
 from policies.adaptive.reuse_table import ReuseTable
@@ -174,7 +174,7 @@ class AdaptivePolicy(EvictionPolicy):
             else:
                 drain(self._fresh, count, evictable, found)
         if len(found) < count:  # if necessary by breaking prefixes
-            rest = free_in((k for k in self._segment_of if k not in found), evictable)
+            rest = free_in(filterfalse(found.__contains__, self._segment_of), evictable)
             found.update(dict.fromkeys(list(islice(rest, count - len(found)))))
         return list(found)
 
