@@ -3,7 +3,11 @@
 Run: ``python scripts/block_path.py``; ``--list`` also names the modules. The in-process manager
 offloads one chunk to a CPU tier and an LMDB tier, and restores it from the disk after the CPU tier
 has evicted it. Every Python call into ``offload``, ``tiers`` and ``policies`` counts, on any
-thread. To compare two trees, run this script in both:
+thread, until the manager is idle again: so the steps in between count too, whether or not they
+touch the chunk. vLLM's hooks do not run: ``offload.connector`` and ``offload.requests`` are not
+counted, and ``offload.manager``, which no server runs, is.
+
+To compare two trees, run this script in both:
 ``cd OTHER && PYTHONPATH=. python THIS/scripts/block_path.py``.
 """
 

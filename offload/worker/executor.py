@@ -130,7 +130,7 @@ class Executor:
         if self._verifier is not None:
             self._verifier.after_step(plan)
         due = time.monotonic() + self.limits.load_timeout_s + LOOP_STALL_S
-        loads = self._open.expect(plan.loads, due)
+        loads = self._open.expect(plan.loads, due) if plan.loads else {}
         if self._health.is_stalled:
             self._refuse_unposted(plan, plan.stores, "the loop does not answer")
             plan = replace(plan, loads=(), stores=(), fence=(), queries=())
@@ -205,7 +205,7 @@ class Executor:
             results[job] = self._fences.answered(job, result) if job in fenced else result
         self._watch_loop()
         self.stats.copies_failed(sum(self._engine.failures().values()))
-        ended = self._open.take_ended()
+        ended = self._open.take_ended() if self._open.by_job else []
         finished = {request for request, _ in ended} if ended else set()
         failed = {request for request, is_ok in ended if not is_ok} if ended else set()
         answers = dict(self._answers.popleft() for _ in range(len(self._answers)))
@@ -230,7 +230,7 @@ class Executor:
         still write into them.
         """
         now = time.monotonic()
-        late = self._open.give_up_overdue(now)
+        late = self._open.give_up_overdue(now) if self._open.by_job else 0
         if late and self._loop is not None:
             self._health.suspect(self._loop.call_soon_threadsafe, late, now)
         if self._health.degraded:

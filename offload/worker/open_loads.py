@@ -69,23 +69,23 @@ class OpenLoad:
 
 
 class OpenLoads:
-    """The loads of a rank by job, for the driver's thread.
+    """The loads of a rank, for the driver's thread.
 
-    They are kept by job because a request's name may be reused before the first load under that
+    They are kept ``by_job`` because a request's name may be reused before the first load under that
     name has ended here.
     """
 
     def __init__(self) -> None:
-        self._open: dict[int, OpenLoad] = {}
+        self.by_job: dict[int, OpenLoad] = {}
 
     def __len__(self) -> int:
-        return len(self._open)
+        return len(self.by_job)
 
     @property
     def are_stuck(self) -> bool:
         """True if copies of a load that has ended are still under way. Later copies have to wait
         for them."""
-        return any(load.is_ok is not None for load in self._open.values())
+        return any(load.is_ok is not None for load in self.by_job.values())
 
     def expect(self, jobs: Iterable[LoadJob], due: float) -> dict[int, OpenLoad]:
         """Add posted loads, or parts of loads. Returns those that begin.
@@ -98,33 +98,33 @@ class OpenLoads:
             if job.part == 0:
                 begun[job.job] = OpenLoad(job.request)
                 if job.request:
-                    self._open[job.job] = begun[job.job]
-            if job.is_last and (load := self._open.get(job.job)) is not None:
+                    self.by_job[job.job] = begun[job.job]
+            if job.is_last and (load := self.by_job.get(job.job)) is not None:
                 load.due = due
         return begun
 
     def end(self, job: int, *, is_ok: bool) -> None:
         """End a load. Only the first call has an effect."""
-        load = self._open.get(job)
+        load = self.by_job.get(job)
         if load is not None and load.is_ok is None:
             load.is_ok = is_ok
 
     def fail_all(self) -> None:
         """Fail every load whose end has not been reported; none of their copies begins from now
         on."""
-        for load in self._open.values():
+        for load in self.by_job.values():
             if load.is_ok is None:
                 load.is_ok = False
 
     @property
     def is_copying(self) -> bool:
         """True if a copy may still write into blocks of any request."""
-        return any(load.is_copying for load in self._open.values())
+        return any(load.is_copying for load in self.by_job.values())
 
     def give_up_overdue(self, now: float) -> int:
         """Fail the loads that are past their deadline; return their number."""
         late = 0
-        for load in self._open.values():
+        for load in self.by_job.values():
             if load.is_ok is None and load.due is not None and load.due < now:
                 load.is_ok = False
                 late += 1
@@ -139,9 +139,9 @@ class OpenLoads:
         """
         ended = [
             (job, load)
-            for job, load in self._open.items()
+            for job, load in self.by_job.items()
             if load.is_ok is not None and not load.is_copying
         ]
         for job, _ in ended:
-            del self._open[job]
+            del self.by_job[job]
         return [(load.request, bool(load.is_ok)) for _, load in ended]

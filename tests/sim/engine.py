@@ -236,7 +236,7 @@ class Engine(Server):
 
     def _cut_loads(self, rank: Rank) -> None:
         """A load that has not ended on a rank when the reset reaches it must fail."""
-        open_loads = rank.executor._open._open
+        open_loads = rank.executor._open.by_job
         ended = {open_loads[job].request for job, _ in rank.executor._ended if job in open_loads}
         ended |= set(rank.finished)
         for request in self.loading.values():

@@ -301,7 +301,7 @@ class ServerLife(Engine):
             assert not executor._tasks, f"tasks are left: {executor._tasks}"
             assert not executor._loads._open, f"loads are left: {executor._loads._open}"
             assert executor._loads.staging.free == STAGING, "staging buffers got lost"
-            fences, owed = executor._fences, executor._open._open
+            fences, owed = executor._fences, executor._open.by_job
             assert not fences.reading, f"stores are left: {fences.reading}"
             assert not owed, f"requests without an answer: {owed}"
             assert not fences._poisoned, f"poisoned stores are left: {fences._poisoned}"

@@ -242,6 +242,7 @@ class Failures:
     def __init__(self, kind_of: Callable[[Exception], str] = type_name) -> None:
         self._tally = Tally()
         self._kind_of = kind_of
+        self._has_failed = False
 
     def run(self, work: Work) -> TransferError | None:
         """Run ``work`` and return how it failed, if it did. A ``TransferError`` rejects a wrong
@@ -258,10 +259,11 @@ class Failures:
 
     def counts(self) -> dict[str, int]:
         """Return the count of each kind: a driver function with its error code, or an exception."""
-        return self._tally.counts()
+        return self._tally.counts() if self._has_failed else {}
 
     def _note(self, error: Exception) -> None:
         count = self._tally.add(self._kind_of(error))
+        self._has_failed = True
         if count == 1:
             logger.error("a copy failed unexpectedly (%s)", error, exc_info=error)
         elif count:

@@ -301,7 +301,7 @@ async def test_blocks_of_a_load_that_was_given_up_are_not_compared() -> None:
     async with rank_that_holds_comparisons() as (rank, held):
         load = LoadJob(2, "r2", [LoadItem(KEYS[0], 0, (9,), 0, IN_SLAB)])
         rank.executor.post(StepPlan(loads=(load,)))
-        while not rank.executor._open._open[2]._copies:
+        while not rank.executor._open.by_job[2]._copies:
             await rank.turn()
         rank.executor._open.fail_all()  # as at the deadline
         while not (done := await rank.turn()).finished:
