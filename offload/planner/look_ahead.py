@@ -40,6 +40,9 @@ AHEAD_FLYING_MAX = 64
 """Maximum number of chunks whose reads ahead are in flight."""
 WANTED_SHARE = 0.5
 """The chunks that are evicted last are at most this share of the CPU tier."""
+WANTED_MAX = 4096
+"""They are also at most this many, because an eviction may have to pass all of them: 16,384 made a
+step take 4 ms."""
 AHEAD_STALE_S = 60.0
 """When others have overtaken a request for this long, so that it has made no progress in the queue,
 the chunks read for it may be evicted."""
@@ -222,7 +225,7 @@ class LookAhead:
 
     @property
     def _wanted_max(self) -> int:
-        return int(self._cpu.space.capacity * WANTED_SHARE)
+        return min(WANTED_MAX, int(self._cpu.space.capacity * WANTED_SHARE))
 
     def _limit_wanted(self) -> None:
         """Mark the chunks of the next requests as wanted, so that they are evicted last, as far as
