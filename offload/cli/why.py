@@ -23,7 +23,10 @@ File = Annotated[Path, typer.Argument(help="The file of record_requests in the c
 FIX = 'Start the server with "record_requests": "/path/of/a/file.jsonl" and give that path.'
 LINE_MAX = 1 << 16
 NUMBERS = ("time", "prompt_tokens", "gpu_tokens", "wanted_tokens")
-OPTIONAL_NUMBERS = ("ago_s", "ahead_tokens", "waited_s")
+OPTIONAL_NUMBERS = (
+    *("ago_s", "waited_s"),
+    *("ahead_tokens", "ahead_late_tokens", "ahead_saved_s", "ahead_wasted_tokens"),
+)
 NUMBER_MAX = 1e15
 TEXTS = ("tier", "policy", "note", "namespace")
 _HEX = re.compile(r"(?:[0-9a-f]{2})+", re.ASCII)
@@ -134,10 +137,16 @@ def _table(records: list[dict[str, Any]]) -> FittingTable:
 
 
 def _loaded(record: dict[str, Any]) -> str:
-    """The loaded tokens by tier, and those that were read into the CPU tier before."""
+    """The loaded tokens by tier, and what was read into the CPU tier before."""
     parts = [f"{tokens:,} {tier}" for tier, tokens in record["loaded_tokens"].items()]
     if "ahead_tokens" in record:
-        parts.append(f"{record['ahead_tokens']:,} of them read ahead")
+        late = record.get("ahead_late_tokens")
+        late_text = f" ({late:,} still being read)" if late else ""
+        parts.append(f"{record['ahead_tokens']:,} of them read ahead{late_text}")
+    if "ahead_saved_s" in record:
+        parts.append(f"saved {record['ahead_saved_s']:,.1f} s of reads")
+    if "ahead_wasted_tokens" in record:
+        parts.append(f"{record['ahead_wasted_tokens']:,} tokens were read ahead for nothing")
     if "waited_s" in record:
         parts.append(f"waited {record['waited_s']:,.1f} s for reads")
     return ", ".join(parts)

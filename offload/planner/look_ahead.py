@@ -11,10 +11,10 @@ them. Pure.
 from __future__ import annotations
 
 from bisect import bisect_left, insort
-from collections import Counter
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import chain, repeat
 from operator import attrgetter, not_
 from typing import Any
@@ -89,6 +89,20 @@ class ReadProgress:
     since: float | None
 
 
+@dataclass(frozen=True, slots=True)
+class AheadUse:
+    """The result of look-ahead for one request. ``tokens`` of its load were read ahead, of which
+    ``late_tokens`` were still being read when the load was planned. The reads of the others took
+    ``saved_s``. ``wasted_tokens`` were read ahead for it and not loaded."""
+
+    tokens: int = 0
+    late_tokens: int = 0
+    saved_s: float = 0.0
+    wasted_tokens: int = 0
+
+
+NOT_READ_AHEAD = AheadUse()
+
 _order_of = attrgetter("order")
 
 
@@ -123,6 +137,7 @@ class LookAhead:
         self._since: dict[_Want, float] = {}  # when the first chunk was read, by ``seen``
         self._held: dict[bytes, _Want] = {}  # read ahead, with the request that waits for it
         self._took_s: dict[bytes, float] = {}  # of those: time of the read, once it has ended
+        self._wasted: defaultdict[str, list[bytes]] = defaultdict(list)  # by request that waits
         self._wanted: Counter[bytes] = Counter()  # by the first ``_wanting`` requests of the queue
         self._wanting = 0
         self._flying = 0
@@ -190,16 +205,18 @@ class LookAhead:
             self._wanting += 1
         self._limit_wanted()
 
-    def leave(self, request: str, load: Sequence[ChunkBatch] = ()) -> int:
+    def leave(self, request: str, load: Sequence[ChunkBatch] = ()) -> AheadUse:
         """Remove a request that no longer waits: this ``load`` was planned for it, or it computes
-        everything, or it has ended. Returns the tokens of the load that were read ahead for it."""
+        everything, or it has ended. Returns what was done for it since it entered."""
         want = self._wants.pop(request, None)
-        if want is None:
-            return 0
-        with self._forgets_all_on_error():
-            return self._leave(want, load)
+        use = NOT_READ_AHEAD
+        if want is not None:
+            with self._forgets_all_on_error():
+                use = self._leave(want, load)
+        wasted = self._wasted.pop(request, ())
+        return replace(use, wasted_tokens=self._tokens(wasted)) if wasted else use
 
-    def _leave(self, want: _Want, load: Sequence[ChunkBatch]) -> int:
+    def _leave(self, want: _Want, load: Sequence[ChunkBatch] = ()) -> AheadUse:
         place = _place(self.queue, want)
         del self.queue[place]
         self._left += 1
@@ -212,15 +229,20 @@ class LookAhead:
         self._since.pop(want, None)
         used = want.read.intersection(chain.from_iterable(run.keys for run in load))
         late = used & self._sources.promoting.keys()
+        saved_s = 0.0
         for key in used:
             del self._held[key]
             took_s = self._took_s.pop(key, 0.0)
-            self.saved_s += 0.0 if key in late else took_s
+            saved_s += 0.0 if key in late else took_s
+        self.saved_s += saved_s
         self._count("used", used)
         self._count("late", late)
-        self._release(want.read - used)
+        self._release(want, want.read - used)
+        return AheadUse(self._tokens(used), self._tokens(late), saved_s)
+
+    def _tokens(self, keys: Iterable[bytes]) -> int:
         groups = self._context.groups
-        counts = Counter(map(group_of, used))
+        counts = Counter(map(group_of, keys))
         return max((n * groups[group].chunk_tokens for group, n in counts.items()), default=0)
 
     @property
@@ -245,7 +267,7 @@ class LookAhead:
             rest = zip(want.keys, counts, strict=True)
             self._wanted.update({key: count - 1 for key, count in rest if count > 1})
 
-    def _release(self, rest: Collection[bytes]) -> None:
+    def _release(self, want: _Want, rest: Collection[bytes]) -> None:
         """Allow the eviction of chunks that were read for a request that does not use them, unless
         one of the next requests wants them."""
         for heir in self.queue[:AHEAD_HEIRS_MAX] if rest else ():
@@ -256,7 +278,13 @@ class LookAhead:
         for key in rest:
             del self._held[key]
             self._took_s.pop(key, None)
-        self._count("wasted", rest)
+        self._waste(dict.fromkeys(rest, want))
+
+    def _waste(self, reads: Mapping[bytes, _Want]) -> None:
+        """Count chunks as wasted, in total and for the requests that they were read for."""
+        for key, want in reads.items():
+            self._wasted[want.request].append(key)
+        self._count("wasted", reads.keys())
 
     def _hold(self, keys: Collection[bytes], want: _Want) -> None:
         self._held.update(dict.fromkeys(keys, want))
@@ -289,6 +317,7 @@ class LookAhead:
             yield
         except Exception:
             self.forget_all()  # the next step must not fail again
+            self._wasted.clear()  # the request may have left
             raise
 
     def _see(self, want: _Want, place: int) -> None:
@@ -303,7 +332,7 @@ class LookAhead:
                 return
             place = _place(self.queue, want)
             if place >= want.place and self._left > want.left:
-                self.leave(want.request)
+                self._leave(self._wants.pop(want.request))
                 continue
             self._see(want, place)
             self._since[want] = self._since.pop(want)  # it is last in the queue now
@@ -416,20 +445,20 @@ class LookAhead:
     def _lost(self, keys: Iterable[bytes]) -> None:
         """Forget chunks that could not be read, or that were dropped since: no tier holds them any
         more."""
-        lost = []
+        lost = {}
         for key in keys:
             want = self._held.pop(key, None)
             self._took_s.pop(key, None)
             if want is not None:
                 want.read.discard(key)
-                lost.append(key)
+                lost[key] = want
                 if not want.read:
                     self._since.pop(want, None)
-        self._count("wasted", lost)
+        self._waste(lost)
 
     def forget_all(self) -> None:
         """Forget all chunks and requests."""
-        self._count("wasted", self._held)
+        self._waste(self._held)
         for state in (
             *(self.queue, self._wants, self._open, self._since),
             *(self._held, self._took_s, self._wanted),

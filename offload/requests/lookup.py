@@ -355,6 +355,7 @@ class Lookups:
             wanted,
             hit,
             miss=self._miss(state, wanted, hit, limits),
+            ahead=lookup.ahead,
             waited_s=lookup.waited_s,
             lookup_s=time.perf_counter() - lookup.asked_s,
             trace_headers=request.trace_headers,

@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
+from offload.planner.look_ahead import NOT_READ_AHEAD, AheadUse
 from offload.requests.miss_reasons import Miss, Reason
 
 
@@ -19,8 +20,8 @@ class LoggedRequest:
     """The result of one request's lookup.
 
     Token counts: ``gpu_tokens`` came from vLLM's own cache, ``wanted_tokens`` were looked up beyond
-    them, and ``hit_tokens`` of those were found; ``loaded`` has the tokens loaded by tier, of which
-    ``ahead_tokens`` were read into the CPU tier while the request waited. ``waited_s`` is the time
+    them, and ``hit_tokens`` of those were found; ``loaded`` has the tokens loaded by tier.
+    ``ahead`` is what was read into the CPU tier while the request waited, and ``waited_s`` the time
     for which it got no GPU blocks because of these reads. ``time_s`` is Unix time. ``lookup_s`` is
     the time from the request's first lookup until vLLM accepted the result, and ``load_s`` that of
     its load on the slowest rank; ``None`` if nothing was loaded. A ``final`` entry no longer
@@ -34,17 +35,13 @@ class LoggedRequest:
     wanted_tokens: int = 0
     hit_tokens: int = 0
     loaded: Mapping[str, int] = field(default_factory=dict)
-    ahead_tokens: int = 0
+    ahead: AheadUse = NOT_READ_AHEAD
     waited_s: float = 0.0
     lookup_s: float = 0.0
     load_s: float | None = None
     miss: Miss = field(default_factory=lambda: Miss(Reason.COMPLETE))
     final: bool = False
     trace_headers: Mapping[str, str] | None = None
-
-    def note_read_ahead(self, tokens: int) -> None:
-        """Record how many tokens of the load were read while the request waited."""
-        self.ahead_tokens = tokens
 
     def took(self, load_s: float | None) -> None:
         """Record the time of a load that has succeeded."""
@@ -62,10 +59,7 @@ class LoggedRequest:
             "loaded_tokens": dict(self.loaded),
             "reason": miss.reason.value,
         }
-        if self.loaded and self.ahead_tokens:
-            found["ahead_tokens"] = self.ahead_tokens
-        if self.waited_s:
-            found["waited_s"] = round(self.waited_s, 3)
+        found |= {name: value for name, value in self._look_ahead().items() if value}
         if miss.key:
             found["missing"] = {
                 "group": miss.group,
@@ -76,6 +70,16 @@ class LoggedRequest:
         found |= {name: value for name, value in more.items() if value}
         if miss.ago_s is not None:
             found["ago_s"] = round(miss.ago_s, 1)
+        return found
+
+    def _look_ahead(self) -> dict[str, float]:
+        ahead, found = self.ahead, dict[str, float]()
+        if self.loaded:
+            found["ahead_tokens"] = ahead.tokens
+            found["ahead_late_tokens"] = ahead.late_tokens
+            found["ahead_saved_s"] = round(ahead.saved_s, 3)
+        found["ahead_wasted_tokens"] = ahead.wasted_tokens
+        found["waited_s"] = round(self.waited_s, 3)
         return found
 
 

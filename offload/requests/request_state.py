@@ -12,6 +12,7 @@ from offload.index.chunk_batch import UNKNOWN, RequestOrigin
 from offload.layout.groups import ModelLayout
 from offload.layout.request_keys import RequestKeys
 from offload.planner.jobs import LoadTokens
+from offload.planner.look_ahead import NOT_READ_AHEAD, AheadUse
 from offload.planner.own_chunks import OwnChunks
 from offload.planner.presence import PendingLookup
 from offload.requests.lookup_cache import PartialLookup
@@ -82,12 +83,13 @@ class LookupState:
     hit was reported to vLLM and that vLLM has not allocated blocks for it yet. ``refused`` means
     that too many loads were under way, for the first time at ``refused_s`` (0: not yet);
     ``shortened`` says why a tail that the tiers hold was cut off. ``waited_s`` is the time for
-    which the request got no GPU blocks because its chunks were being read ahead. ``load`` has the
-    chunks to load by group, for a hit that ends at
+    which the request got no GPU blocks because its chunks were being read ahead, and ``ahead`` what
+    look-ahead did for it. ``load`` has the chunks to load by group, for a hit that ends at
     ``load_end_tokens``. ``logged`` is the request's log entry, once vLLM has accepted the hit.
     """
 
     __slots__ = (
+        "ahead",
         "asked_s",
         "hit_end_tokens",
         "is_promised",
@@ -113,6 +115,7 @@ class LookupState:
         self.refused_s = 0.0
         self.shortened = ""
         self.waited_s = 0.0
+        self.ahead = NOT_READ_AHEAD
         self.load: tuple[range, ...] = ()
         self.load_end_tokens = 0
         self.wait: PendingLookup | None = None
@@ -133,6 +136,12 @@ class LookupState:
     def waited(self, seconds: float) -> None:
         """Set the time for which the request waited for reads ahead."""
         self.waited_s = seconds
+
+    def note_read_ahead(self, ahead: AheadUse) -> None:
+        """Set what look-ahead did for the request, which no longer waits."""
+        self.ahead = ahead
+        if self.logged is not None and not self.logged.final:
+            self.logged.ahead = ahead
 
     def refuse(self, now_s: float) -> bool:
         """Record that this request's load was refused because too many loads are in progress.

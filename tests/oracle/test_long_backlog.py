@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from offload.planner.load_or_recompute import SAMPLES_MIN, LoadOrRecompute
+from offload.requests.request_log import LoggedRequest
 from tests.oracle.models import MODELS
 from tests.oracle.serving import Conditions
 from tests.oracle.test_look_ahead import TOKENS, Backlog, PacedTier, prompts_of, side
@@ -66,6 +67,18 @@ def measure(served: LongBacklog, reads_per_step: int) -> None:
         served.planner.health.computed(1000, 1000 / STEP_TOKENS)
 
 
+class Records(dict[str, dict[str, Any]]):
+    """A sink of the request log: the entries by request, as they are when they are passed on."""
+
+    dropped = 0
+
+    def __call__(self, logged: LoggedRequest) -> None:
+        self[logged.request] = logged.as_json()
+
+    def close(self) -> None:
+        """Nothing is open."""
+
+
 thorough = pytest.mark.thorough
 
 
@@ -109,8 +122,11 @@ def test_more_waits_than_the_cpu_tier_holds(
 
 
 def test_a_request_whose_load_is_refused_waits_no_longer_than_for_a_load(tmp_path: Path) -> None:
-    """The disk hangs. Chunks are being read for the next request, but it is computed in the end."""
+    """The disk hangs. Chunks are being read for the next request, but it is computed in the end,
+    and its entry in the log says that they are wasted."""
     with world(tmp_path, 0.25) as served:
+        records = Records()
+        side(served).log._sinks = (records,)
         served.planner.health.load_timeout_s = 0.02  # of simulated time
         served.begin(prompts_of(6, TOKENS), reads_per_step=0)
         requests, states = served.scheduler.requests, side(served)._states
@@ -125,6 +141,8 @@ def test_a_request_whose_load_is_refused_waits_no_longer_than_for_a_load(tmp_pat
             served.step()
             assert served.steps < 200
         assert served.planner.stats.load_refusals < 6, "once per request"
+        assert (records[waits]["reason"], records[waits]["loaded_tokens"]) == ("budget", {})
+        assert records[waits]["ahead_wasted_tokens"] == 4 * served.counts()["wasted"] > 0
         served.reads_per_step = 12
         served.drain()
         served.check_idle()

@@ -30,6 +30,7 @@ from offload.layout.prefix_match import PrefixMatcher
 from offload.messages.plan import StepPlan
 from offload.messages.report import RankState, StepReport
 from offload.planner.build import copy_gauges, unit_bytes
+from offload.planner.look_ahead import NOT_READ_AHEAD
 from offload.planner.planner import Planner
 from offload.planner.read_waits import Action
 from offload.planner.step_budget import EXPIRED_MAX
@@ -195,14 +196,15 @@ class SchedulerSide:
         self._unseen.forget(request.request_id)
         if self.planner is None:
             return
-        self._explain(request, external_tokens)
         if external_tokens <= 0:
+            self._waits_no_more(request)  # before its entry in the log is final
+            self._explain(request, external_tokens)
             state = self._states.get(request.request_id)
             if state is not None and not state.outcome.has_answered:
                 computed = max(request.num_computed_tokens, state.lookup.start)
                 self._clock.accepted(request, computed)
-            self._waits_no_more(request)
             return
+        self._explain(request, external_tokens)
         self._unseen.begin(request.request_id)
         try:
             load = self._plan_load(self._state(request), block_ids, external_tokens)
@@ -225,10 +227,10 @@ class SchedulerSide:
         if self._waiting is None:
             return
         try:
-            ahead_tokens = self._waiting.remove(request.request_id, time.monotonic(), load)
+            ahead = self._waiting.remove(request.request_id, time.monotonic(), load)
             state = self._states.get(request.request_id)
-            if ahead_tokens and state is not None and state.lookup.logged is not None:
-                state.lookup.logged.note_read_ahead(ahead_tokens)
+            if state is not None and ahead != NOT_READ_AHEAD:
+                state.lookup.note_read_ahead(ahead)
         except Exception as error:  # must not fail the load, nor the end of the request
             self._faults.note("look_ahead", error)
 

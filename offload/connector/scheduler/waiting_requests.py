@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from offload.index.chunk_batch import ChunkBatch
 from offload.layout.keys import CPU
+from offload.planner.look_ahead import AheadUse
 from offload.planner.planner import Planner
 from offload.planner.read_waits import Action, BlockDemand
 from offload.planner.step_budget import MATCHED_MAX
@@ -81,9 +82,9 @@ class WaitingRequests:
             order = (request.priority, request.arrival_time, self._count)
         self._unmatched[request.request_id] = _Unmatched(state, request, order)
 
-    def remove(self, request: str, now: float, load: Sequence[ChunkBatch] = ()) -> int:
+    def remove(self, request: str, now: float, load: Sequence[ChunkBatch] = ()) -> AheadUse:
         """Remove a request that no longer waits: this ``load`` was planned for it, or it runs or
-        has ended. Returns the tokens of the load that were read ahead for it."""
+        has ended. Returns what look-ahead did for it."""
         self._unmatched.pop(request, None)
         self._names.discard(request)
         self._planner.read_waits.leave(request, now)

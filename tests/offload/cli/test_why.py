@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from offload.namespaces.manifest import Namespace
+from offload.planner.look_ahead import AheadUse
 from offload.requests.miss_reasons import Miss, Reason
 from offload.requests.request_file import RequestFile
 from offload.requests.request_log import LoggedRequest
@@ -31,19 +32,35 @@ def recorded(folder: Path, *numbers: int) -> Path:
     return file
 
 
-def test_tokens_that_were_read_ahead_are_shown(tmp_path: Path) -> None:
+def test_what_look_ahead_did_is_shown(tmp_path: Path) -> None:
     file = tmp_path / "requests.jsonl"
     written = RequestFile(str(file), 100, Namespace.of(FIELDS).name)
-    written(LoggedRequest("hit", 1.0, 64, 0, 60, 60, {"cpu": 60}, ahead_tokens=48, waited_s=2.34))
-    written(LoggedRequest("failed", 1.0, 64, 0, 60, 60, ahead_tokens=48))
+    late = AheadUse(48, 16, 1.23456)
+    written(LoggedRequest("hit", 1.0, 64, 0, 60, 60, {"cpu": 60}, late, waited_s=2.34))
+    written(LoggedRequest("in time", 1.0, 64, 0, 60, 60, {"cpu": 60}, AheadUse(44)))
+    written(LoggedRequest("failed", 1.0, 64, 0, 60, 60, ahead=AheadUse(48, 16, 1.2, 32)))
     written.close()
-    hit, failed = kvtiers("why", file, "--json").json["requests"]
-    assert hit["ahead_tokens"] == 48
-    assert "ahead_tokens" not in failed, "nothing was loaded"
-    assert (hit["waited_s"], "waited_s" in failed) == (2.34, False)
-    shown = " ".join(kvtiers("why", file).out.split())
-    assert "48 of them read ahead" in shown
-    assert "waited 2.3 s for reads" in shown
+    found = kvtiers("why", file, "--json").json["requests"]
+    hit, in_time, failed = (
+        {name: value for name, value in record.items() if name.startswith(("ahead_", "waited_"))}
+        for record in found
+    )
+    assert hit == {
+        "ahead_tokens": 48,
+        "ahead_late_tokens": 16,
+        "ahead_saved_s": 1.235,
+        "waited_s": 2.34,
+    }
+    assert in_time == {"ahead_tokens": 44}
+    assert failed == {"ahead_wasted_tokens": 32}, "nothing was loaded"
+    shown = [kvtiers("why", file, "--request", record["request"]).out for record in found]
+    hit_text, in_time_text, failed_text = (" ".join(text.split()) for text in shown)
+    assert (
+        "60 cpu, 48 of them read ahead (16 still being read), saved 1.2 s of reads, "
+        "waited 2.3 s for reads"
+    ) in hit_text
+    assert "60 cpu, 44 of them read ahead │" in in_time_text
+    assert "32 tokens were read ahead for nothing" in failed_text
 
 
 def test_a_line_that_is_being_written_is_left_out(tmp_path: Path) -> None:
@@ -72,6 +89,9 @@ def test_a_reason_of_a_newer_version_is_shown(tmp_path: Path) -> None:
         {**WHOLE, "tier": 5},
         {**WHOLE, "ago_s": "long"},
         {**WHOLE, "ahead_tokens": "all"},
+        {**WHOLE, "ahead_late_tokens": "16"},
+        {**WHOLE, "ahead_saved_s": None},
+        {**WHOLE, "ahead_wasted_tokens": [32]},
         ["request", "reason"],
         None,
     ],

@@ -15,6 +15,7 @@ from offload.messages.plan import StepPlan
 from offload.messages.report import JobResult, Observed, StepReport
 from offload.planner import look_ahead
 from offload.planner.circuit_breaker import BreakerState
+from offload.planner.look_ahead import NOT_READ_AHEAD, AheadUse
 from offload.planner.planner import Planner
 from policies import hints
 from policies.base import EntryInfo
@@ -104,7 +105,8 @@ def test_what_the_request_loads_is_used_and_the_rest_is_given_up() -> None:
     queue.wait("one", range(10), 1)
     queue.step()
     queue.end()
-    assert queue.ahead.leave("one", [run(range(6))]) == 6 * 16
+    use = queue.ahead.leave("one", [run(range(6))])
+    assert use == AheadUse(tokens=6 * 16, wasted_tokens=4 * 16)
     assert queue.ahead.counts == {"read": 10, "used": 6, "late": 0, "wasted": 4}
     totals = queue.planner.totals()
     assert (totals["ahead_used_bytes"], totals["ahead_wasted_bytes"]) == (6 * SIZE, 4 * SIZE)
@@ -122,7 +124,8 @@ def test_a_load_that_still_waits_for_its_read_is_late() -> None:
     queue = Queue()
     queue.wait("one", range(10), 1)
     queue.step()
-    queue.ahead.leave("one", [run(range(10))])
+    use = queue.ahead.leave("one", [run(range(10))])
+    assert use == AheadUse(tokens=160, late_tokens=160)
     assert queue.ahead.counts == {"read": 10, "used": 10, "late": 10, "wasted": 0}
 
 
@@ -131,11 +134,12 @@ def test_the_saved_time_is_that_of_reads_that_were_used_and_not_late() -> None:
     queue.wait("one", range(10), 1)
     queue.step()
     queue.end(9, seconds=2.0)
-    queue.ahead.leave("one", [run([*range(4), 9])])
-    assert queue.planner.totals()["ahead_saved_seconds"] == pytest.approx(4 * 2.0 / 10)
+    use = queue.ahead.leave("one", [run([*range(4), 9])])
+    assert use.saved_s == pytest.approx(4 * 2.0 / 10)
+    assert queue.planner.totals()["ahead_saved_seconds"] == use.saved_s
     queue.wait("late", range(20, 30), 2)
     queue.step()
-    queue.ahead.leave("late", [run(range(20, 30))])
+    assert queue.ahead.leave("late", [run(range(20, 30))]).saved_s == 0.0
     queue.end(seconds=5.0)
     assert queue.ahead.saved_s == pytest.approx(0.8)
     assert queue.ahead._took_s == {}, "nothing is kept for chunks that no request waits for"
@@ -153,16 +157,31 @@ def test_an_heir_saves_the_time_of_what_was_read_for_another() -> None:
     assert queue.ahead.saved_s == pytest.approx(0.5)
 
 
+def test_what_a_request_lost_before_it_left_is_wasted() -> None:
+    """A read fails, and a reset drops the rest."""
+    queue = Queue()
+    queue.wait("one", range(10), 1)
+    queue.wait("two", range(10, 13), 2)
+    queue.step()
+    queue.end(3)
+    assert queue.ahead.counts["wasted"] == 1
+    queue.ahead.forget_all()
+    assert queue.ahead.leave("one", [run(range(10))]) == AheadUse(wasted_tokens=10 * 16)
+    assert queue.ahead.leave("one") == NOT_READ_AHEAD, "it is counted once"
+    assert queue.ahead.leave("two") == AheadUse(wasted_tokens=3 * 16)
+    assert not queue.ahead._wasted
+
+
 def test_what_was_read_for_a_request_that_leaves_goes_to_the_next_that_wants_it() -> None:
     queue = Queue()
     queue.wait("one", range(10), 1)
     queue.wait("two", range(5, 15), 2)
     queue.step()
     queue.end()
-    queue.ahead.leave("one")
+    assert queue.ahead.leave("one") == AheadUse(wasted_tokens=5 * 16), "not what the next one wants"
     assert queue.held() == list(range(5, 15))
     assert queue.ahead.counts["wasted"] == 5
-    queue.ahead.leave("two", [run(range(5, 15))])
+    assert queue.ahead.leave("two", [run(range(5, 15))]) == AheadUse(tokens=10 * 16)
     assert queue.held() == []
     assert queue.ahead.counts == {"read": 15, "used": 10, "late": 0, "wasted": 5}
 
@@ -227,6 +246,8 @@ def test_a_request_that_others_overtake_for_minutes_loses_what_was_read_for_it()
         queue.wait(f"urgent{number}", (), number)
         queue.step(look_ahead.AHEAD_STALE_S / 4)
     assert queue.held() == []
+    use = queue.ahead.leave("patient", [run(range(10))])
+    assert use == AheadUse(wasted_tokens=10 * 16), "once it has left"
 
 
 def test_a_failed_read_is_given_up_and_not_repeated() -> None:
@@ -419,9 +440,9 @@ def test_a_chunk_that_was_dropped_is_read_for_the_request_that_wants_it_next() -
     queue.wait("two", range(4), 2)
     assert queue.step() == [2]
     queue.end()
-    assert queue.ahead.leave("one", [run(range(4))]) == 3 * 16
+    assert queue.ahead.leave("one", [run(range(4))]) == AheadUse(3 * 16, wasted_tokens=16)
     assert queue.held() == [2]
-    assert queue.ahead.leave("two", [run(range(4))]) == 16
+    assert queue.ahead.leave("two", [run(range(4))]) == AheadUse(16)
     assert queue.held() == []
     assert queue.ahead.counts == {"read": 5, "used": 4, "late": 0, "wasted": 1}
 

@@ -134,7 +134,7 @@ def test_look_ahead_is_bounded_by_its_share_of_the_upper_tier() -> None:
     assert found["read_per_needed"] == 1
 
 
-def test_what_was_read_ahead_stays_until_its_request_begins() -> None:
+def test_what_note_read_ahead_stays_until_its_request_begins() -> None:
     """The first request finds space for 8 of its 15 blocks. The rest of the tier belongs to the
     second request: 10 blocks that were read for it and 2 that were there before."""
     first, second = prompt(0, 15), prompt(100, 12)
