@@ -38,11 +38,6 @@ def test_every_metric_is_used_or_left_out_on_purpose() -> None:
     left_out = {
         "copy_bytes_per_second": "measured once, at the start",
         "copy_groups": "chosen once, at the start",
-        "ahead_read_bytes_total": "look-ahead is off by default",
-        "ahead_used_bytes_total": "look-ahead is off by default",
-        "ahead_wasted_bytes_total": "look-ahead is off by default",
-        "ahead_late_bytes_total": "look-ahead is off by default",
-        "ahead_saved_seconds_total": "look-ahead is off by default",
         "read_waits_total": "requests do not wait for reads by default",
         "read_wait_seconds_total": "requests do not wait for reads by default",
         "copy_failures_total": "the stores and loads that fail are shown",
