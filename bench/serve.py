@@ -224,6 +224,8 @@ def _notes(config: Config, model: Model) -> list[str]:
         "ratio: tokens/s of a batch to those of the same batch without offloading, median, with "
         "low and high as its 95 % confidence interval. TTFT ratio and CPU ratio likewise; CPU "
         "time counts the whole process tree until its transfers have ended.",
+        "Pictures show intervals of 95 % for the medians of tokens/s and TTFT p50, from batch to "
+        "batch.",
         f"TTFT: from passing a request to vLLM until its first token, with {config.in_flight} "
         "requests at a time. With few rounds, p99 is the maximum of fewer than 100 values.",
         "restored: prompt tokens that were loaded from outside, by vLLM's own count; from disk: "

@@ -59,14 +59,21 @@ class Samples:
     def rows(self) -> list[Row]:
         """Rows for every case and every system."""
         return [
-            _row(str(case), system, _values(found, systems.get(BASELINE, [])))
+            _row(str(case), system, found, systems.get(BASELINE, []))
             for case, systems in self.batches.items()
             for system, found in systems.items()
         ]
 
 
-def _row(case: str, system: str, values: dict[str, float]) -> Row:
-    intervals = {"ratio": (values["low"], values["high"])} if "ratio" in values else {}
+def _row(case: str, system: str, found: Sequence[Batch], plain: Sequence[Batch]) -> Row:
+    values = _values(found, plain)
+    intervals = {
+        "tokens/s": interval([throughput(batch) for batch in found]),
+        # requests of the same batch are not independent
+        "TTFT p50 ms": interval([1e3 * median(batch.ttft_s) for batch in found]),
+    }
+    if "ratio" in values:
+        intervals["ratio"] = values["low"], values["high"]
     return Row(case, system, values, intervals)
 
 

@@ -19,6 +19,8 @@ from demo.tiny_model import VOCAB_SIZE, LlamaShape
 BLOCK_TOKENS = 32
 NUMBER_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 BASELINE = "no offloading"
+SPARK_CHUNK_TOKENS = 256
+"""SparkCache stores and restores multiples of this; by default at least four times as much."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -217,6 +219,27 @@ def _lmcache_server(sizes: TierSizes) -> Start:
     )
 
 
+def _sparkcache(sizes: TierSizes) -> Start:
+    extra = {
+        "spark_cache_root": str(sizes.folder),
+        "spark_cache_max_bytes": sizes.disk,
+        # SparkCache has profiles for two model families only. This one stores pages of any layers;
+        # the other needs layers that a Llama has not.
+        "spark_cache_model_profile": "deepseek-v4-fp8-hma",
+        "spark_cache_min_span_tokens": SPARK_CHUNK_TOKENS,
+        "spark_cache_target_checkpoint_sha256": "0" * 64,  # any name of the weights
+    }
+    return Start(
+        {
+            "kv_connector": "SparkContextCacheConnector",
+            "kv_connector_module_path": "sparkcache.spark_context_cache_connector",
+            "kv_role": "kv_both",
+            "kv_load_failure_policy": "recompute",
+            "kv_connector_extra_config": extra,
+        }
+    )
+
+
 @dataclass(frozen=True, slots=True)
 class System:
     """One system: the name of its rows, how to start it, and the package that it needs."""
@@ -241,5 +264,6 @@ SYSTEMS = {
     "vllm-tiering": System("vLLM tiering, fs", _vllm_tiering),
     "lmcache": System("LMCache in the engine", _lmcache, "lmcache"),
     "lmcache-server": System("LMCache server", _lmcache_server, "lmcache"),
+    "sparkcache": System("SparkCache", _sparkcache, "sparkcache"),
 }
 OURS = ("cpu", "disk")
