@@ -69,7 +69,7 @@ def draw() -> Figure:
 
 
 def reach_of(rows: list[dict[str, Any]], name: str) -> list[list[float]]:
-    """How far the interval of each row extends below and above its value."""
+    """Returns how far the interval of each row extends below and above its value."""
     below, above = [], []
     for row in rows:
         value = row["values"][name]

@@ -40,6 +40,8 @@ NOT_HERE = {
     "./run test": "this is part of it",
     "python scripts/gpu_box/": "needs a GPU",
     "PYTHONHASHSEED=0 vllm bench serve": "tests/vllm/test_bench_recipes.py runs them",
+    "pip install --target rivals": "downloads other systems",
+    "PYTHONPATH=rivals python -m bench serve": "takes half an hour",
     "docker": "needs a builder",
     "helm": "needs a cluster; tests/test_deployments.py reads the values",
     "guidellm": "it brings another torch, 6 GB with its packages",
