@@ -70,7 +70,8 @@ def table(outcomes: Sequence[Outcome]) -> FittingTable:
 
 def timing_table(outcomes: Sequence[Outcome]) -> FittingTable:
     """All runs with arrival times as a table for a terminal."""
-    numbers = ["token hits", "TTFT mean", "TTFT p99", "total", "read/needed", "ahead", "wasted"]
+    numbers = ["token hits", "upper", "TTFT mean", "TTFT p99", "total"]
+    numbers += ["read/needed", "ahead", "wasted"]
     headings = ["trace", "capacity", "policy", "look-ahead", *numbers]
     title = "Time to the first token and total time, in seconds"
     shown = FittingTable(headings, right=numbers, title=title)
@@ -82,6 +83,7 @@ def timing_table(outcomes: Sequence[Outcome]) -> FittingTable:
             row["policy"],
             f"{row['look_ahead']:.0%}" if row["look_ahead"] else "off",
             f"{row['token_hit_ratio']:.1%}",
+            f"{row['upper_hit_ratio']:.1%}",
             *(f"{row[name]:,.3g}" if row[name] < 1000 else f"{row[name]:,.0f}"
               for name in ("ttft_mean_s", "ttft_p99_s", "total_s")),
             f"{row['read_per_needed']:.2f}",

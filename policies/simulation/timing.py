@@ -160,6 +160,7 @@ class _Engine:
         self.served: list[tuple[_Prompt, float]] = []
         self.ended_s = 0.0
         self.needed = 0
+        self.hits_above = 0
         self.read = 0
         self.read_ahead = 0
         self._speeds = speeds
@@ -234,6 +235,7 @@ class _Engine:
             ahead = self._held.intersection(hit)
             self._held -= ahead
             self.needed += len(ahead) + reads
+            self.hits_above += prompt.hits - len(ahead) - reads
             if prompt.missing:
                 self._loading.append(prompt)
                 self._disk.add(prompt)
@@ -391,10 +393,11 @@ def simulate_timed(
 ) -> Result:
     """Run a trace at its arrival times. ``look_ahead`` is a share of the upper tier, 0 for none.
 
-    The result's ``extra`` has the mean and the 99th percentile of the time to the first token and
-    the end of the last answer (seconds), the blocks read from the lower tier per block needed from
-    it (0 if none was needed), the number of blocks read ahead, and the number of those that were
-    not used.
+    The result's ``extra`` has the share of prompt tokens that the upper tier had when their request
+    began, without blocks that were read ahead and not yet used. It also has the mean and the 99th
+    percentile of the time to the first token and the end of the last answer (seconds), the blocks
+    read from the lower tier per block needed from it (0 if none was needed), the number of blocks
+    read ahead, and the number of those that were not used.
     """
     model = FlopModel()
     result = Result(trace.name, name, upper.capacity, trace.block_tokens)
@@ -405,8 +408,10 @@ def simulate_timed(
         result.count(prompt.request, prompt.hits, model)
     result.count_work(upper, lower)
     waits = sorted(seconds for _, seconds in engine.served)
+    tokens_above = engine.hits_above * trace.block_tokens
     result.note(
         look_ahead=look_ahead,
+        upper_hit_ratio=tokens_above / result.prompt_tokens if result.prompt_tokens else 0.0,
         ttft_mean_s=sum(waits) / len(waits) if waits else 0.0,
         ttft_p99_s=waits[math.ceil(0.99 * len(waits)) - 1] if waits else 0.0,
         total_s=engine.ended_s,

@@ -108,6 +108,18 @@ def test_look_ahead_reads_while_a_request_waits() -> None:
     assert found["read_per_needed"] == 1
 
 
+def test_hits_of_the_upper_tier_need_no_read() -> None:
+    """Blocks that are read ahead are no hits of the upper tier: both runs have the same number."""
+    above, below = prompt(0, 10, answer=11), prompt(100, 5)
+    for look_ahead, read_ahead in ((0.0, 0), (0.5, 5)):
+        found = run(
+            [above, below], upper=100, above=[above], on_disk=[below], look_ahead=look_ahead
+        )
+        assert found.hit_blocks == 15
+        assert found.extra["read_ahead_blocks"] == read_ahead
+        assert found.extra["upper_hit_ratio"] == close(100 / (101 + 51))
+
+
 def test_loads_come_before_look_ahead_and_join_its_reads() -> None:
     """Look-ahead is in its first batch when the request begins: it waits for that batch, and reads
     the rest itself."""
@@ -204,6 +216,12 @@ def test_the_command_compares_with_both_limits(tmp_path: Path) -> None:
     waits = [row["ttft_mean_s"] for row in rows]
     assert waits == sorted(waits, reverse=True)
     assert len(set(waits)) == len(waits)
+    screen = CliRunner().invoke(app, command[:-1])
+    assert screen.exit_code == 0, screen.output
+    shown = next(line for line in screen.output.splitlines() if "all in the upper tier" in line)
+    ratio = rows[-1]["upper_hit_ratio"]
+    assert ratio == rows[-1]["token_hit_ratio"]
+    assert shown.count(f"{ratio:.1%}") == 2
 
 
 def test_options_that_do_not_fit_are_refused_together() -> None:
