@@ -14,6 +14,7 @@ import difflib
 import importlib
 import importlib.metadata
 import platform
+import sys
 from typing import Annotated, Any
 
 import typer
@@ -24,6 +25,13 @@ from offload.cli.lost_output import guarded_output
 
 INTERRUPTED = 130
 """Exit code after Ctrl-C, as in shells: 128 plus the number of SIGINT."""
+
+NO_VLLM = (
+    "vLLM",
+    "is not installed in this Python environment",
+    "Install it, for example with pip install vllm.",
+)
+"""The problem of commands that need vLLM."""
 
 COMMANDS = {
     "top": ("offload.cli.top", "Show a running server, live, from its /metrics."),
@@ -110,3 +118,8 @@ def main() -> None:
             app()
     except KeyboardInterrupt:  # outside the part of a command that typer guards
         raise SystemExit(INTERRUPTED) from None
+    except ModuleNotFoundError as error:
+        if error.name != "vllm":
+            raise
+        print("kvtiers: {} {}. {}".format(*NO_VLLM), file=sys.stderr)
+        raise SystemExit(1) from None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import json
 import sys
 from pathlib import Path
@@ -78,7 +79,7 @@ def _transfer(problems: Problems, where: str) -> dict[str, Any]:
     except RepeatedNameError as error:
         problems.add(shown, f'has "{error}" twice in one object', "Remove one of them.")
         return {}
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         problems.add(shown, f"is not JSON: {error}", "Write one object in JSON.")
         return {}
     for name in AROUND:
@@ -88,6 +89,8 @@ def _transfer(problems: Problems, where: str) -> dict[str, Any]:
         problems.add(shown, "is not an object", 'Write {"cpu": {...}, "tiers": [...]}.')
         return {}
     if "kv_connector" not in found:
+        if near := difflib.get_close_matches("kv_connector", found, 1, 0.8):
+            problems.add(near[0], "is unknown", 'Write "kv_connector".')
         return transfer_config(found.get(EXTRA, found))
     if not any(ours(found)):
         what = f'names another connector (got "{found["kv_connector"]}")'

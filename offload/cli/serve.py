@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
 import shlex
@@ -12,6 +13,7 @@ from typing import Annotated, Any
 
 import typer
 
+from offload.cli import NO_VLLM
 from offload.cli.common import Problems, check_spelling, make_app
 from offload.cli.doctor import PASS_FLAGS_ON
 from offload.cli.model_names import has_flag, wrong_path
@@ -67,6 +69,8 @@ def serve(
         problems.add(model, wrong[0], f"{wrong[1]}.")
     check_spelling(problems, "serve", ["--kv-cpu", "--kv-disk", "--dry-run"], context.args)
     added = flags_to_add(context.args, kv_cpu, kv_disk or [], os.environ, problems)
+    if not dry_run and importlib.util.find_spec("vllm") is None:
+        problems.add(*NO_VLLM)
     problems.refuse("serve")
     command = [*VLLM, model, *added, *context.args]
     if added:

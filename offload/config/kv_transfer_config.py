@@ -3,6 +3,7 @@ for the connector."""
 
 from __future__ import annotations
 
+import difflib
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -18,6 +19,13 @@ ALIASES = ("OffloadConnector",)
 NAMES = (NAME, *ALIASES)
 MODULE = "offload.connector"
 EXTRA = "kv_connector_extra_config"
+FIELDS = (
+    *("kv_connector", "kv_connector_module_path", "kv_role", "kv_load_failure_policy", EXTRA),
+    *("engine_id", "kv_buffer_device", "kv_port", "enable_permute_local_kv"),
+)
+"""The fields of vLLM 0.32's ``KVTransferConfig``. Other versions have others, so only a name that
+resembles one of these is taken for a mistake."""
+FAILURE_POLICIES = ("recompute", "fail")
 
 
 def transfer_config(extra: Mapping[str, Any]) -> dict[str, Any]:
@@ -53,9 +61,12 @@ def _check_now(transfer: Mapping[str, Any]) -> list[LoadedConfig]:
     loaded: list[LoadedConfig] = []
     problems: list[Problem] = []
     for found in ours(transfer):
-        problems += role_problems(found.get("kv_role"))
+        problems += field_problems(found)
+        extra = found.get(EXTRA)
+        if not isinstance(extra, Mapping | None):
+            continue
         try:
-            loaded.append(load_config(found.get(EXTRA) or {}))
+            loaded.append(load_config(extra or {}))
         except ConfigError as error:
             problems += error.problems
     if problems:
@@ -74,6 +85,24 @@ def ours(transfer: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
         for one in inner if isinstance(inner, list) else []:
             if isinstance(one, Mapping):
                 yield from ours(one)
+
+
+def field_problems(transfer: Mapping[str, Any]) -> list[Problem]:
+    """Check vLLM's own fields, which vLLM would refuse only after it has loaded for a while."""
+    problems = role_problems(transfer.get("kv_role"))
+    for name in transfer:
+        if name not in FIELDS and (near := difflib.get_close_matches(name, FIELDS, 1, 0.8)):
+            problems.append(Problem(name, "is unknown", f'Write "{near[0]}".'))
+    policy = transfer.get("kv_load_failure_policy", "fail")
+    if policy not in FAILURE_POLICIES:
+        what = f'is "recompute" or "fail" (got "{policy}")'
+        fix = 'Use "recompute": a request whose load fails is computed.'
+        problems.append(Problem("kv_load_failure_policy", what, fix))
+    extra = transfer.get(EXTRA)
+    if not isinstance(extra, Mapping | None):
+        what = f"is an object (got {extra!r})"
+        problems.append(Problem(EXTRA, what, 'Write {"cpu": {...}, "tiers": [...]}.'))
+    return problems
 
 
 def role_problems(role: object) -> list[Problem]:

@@ -111,7 +111,7 @@ def json_lines(path: Path) -> Iterator[tuple[int, Any]]:
                             return
                         raise
                     yield number, value
-        except (ValueError, OSError, EOFError) as error:
+        except (ValueError, RecursionError, OSError, EOFError) as error:
             raise TraceError(f"{path}: not JSON lines, at line {number}: {error}") from error
 
 

@@ -79,7 +79,7 @@ def _guard(
 ) -> Request:
     try:
         return parse(row)
-    except (KeyError, TypeError, ValueError) as error:
+    except (KeyError, TypeError, ValueError, OverflowError) as error:
         raise TraceError(f"{path}: line {number}: {error!r}") from error
 
 

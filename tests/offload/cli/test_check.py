@@ -69,6 +69,8 @@ def test_all_problems_at_once_and_as_json(tmp_path: Path) -> None:
     [
         ("{", "the JSON: is not JSON: "),
         ("[]", "the JSON: is not an object. Write "),
+        ("[" * 100_000, "the JSON: is not JSON: maximum recursion depth"),
+        ('{"kv_conector": "x", "cpu": {}}', 'kv_conector: is unknown. Write "kv_connector".'),
         ("/no/such/file", "/no/such/file: does not exist. Name a file"),
         ("/proc", "/proc: is not a file. Name a file"),
         ('{"kv_connector": "LMCacheConnectorV1"}', f'Use "kv_connector": "{NAME}".'),
@@ -78,6 +80,40 @@ def test_bad_input_is_reported(where: str, words: str) -> None:
     found = kvtiers("check", where)
     assert (found.code, found.out) == (2, "")
     assert words in found.err
+
+
+def test_mistakes_in_vllms_own_fields_are_found() -> None:
+    """vLLM refuses them, too, but only after it has imported everything."""
+    transfer = transfer_config(GOOD)
+    extra = transfer.pop("kv_connector_extra_config")
+    wrong = transfer | {"kv_connector_extra_confg": extra, "kv_load_failure_policy": "recomput"}
+    found = kvtiers("check", json.dumps(wrong))
+    assert found.code == 1
+    assert 'kv_connector_extra_confg: is unknown. Write "kv_connector_extra_config".' in found.err
+    assert 'kv_load_failure_policy: is "recompute" or "fail" (got "recomput")' in found.err
+    found = kvtiers("check", json.dumps(transfer | {"kv_connector_extra_config": []}))
+    assert found.code == 1
+    assert "kv_connector_extra_config: is an object (got [])" in found.err
+    later = transfer_config(GOOD) | {"a_field_of_a_later_version": 1}
+    assert kvtiers("check", json.dumps(later)).code == 0
+
+
+@pytest.mark.parametrize("command", ["serve m --kv-cpu 64MiB", "plan {model} --cpu 64MiB"])
+def test_a_missing_vllm_is_named(command: str, tmp_path: Path) -> None:
+    model = tmp_path / "model"
+    model.mkdir()
+    (model / "config.json").write_text('{"model_type": "llama"}')
+    words = command.format(model=model).split()
+    program = (
+        f"import sys; sys.modules['vllm'] = None; sys.argv = {['kvtiers', *words]!r}\n"
+        "from offload.cli import main\n"
+        "main()"
+    )
+    done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode in (1, 2), done.stderr
+    assert "vLLM" in done.stderr
+    assert "is not installed in this Python environment" in done.stderr
+    assert "Traceback" not in done.stderr
 
 
 def test_check_imports_neither_torch_nor_vllm() -> None:

@@ -118,6 +118,8 @@ def test_kv_events_as_vllm_makes_them(tmp_path) -> None:
     ("text", "complaint"),
     [
         ("nonsense\n", "not JSON lines"),
+        ("[" * 100_000, "not JSON lines"),
+        ('{"timestamp": 0, "input_length": Infinity, "hash_ids": [1]}\n', "OverflowError"),
         ('{"what": 1}\n', "no known format"),
         ("", "no known format"),
         ('{"meta": {"name": "x"}}\n', "block_tokens"),
