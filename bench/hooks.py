@@ -96,9 +96,12 @@ class Clock:
 
 class Bed:
     """A scheduler side over an index of ``keys`` chunks in a lower tier, and a worker's executor.
-    ``bytes_per_key`` is the memory that the index takes per key."""
+    ``bytes_per_key`` is the memory that the index takes per key. ``look_ahead`` is a server's
+    default if it is ``None``."""
 
-    def __init__(self, keys: int, chunks_max: int, policy: str) -> None:
+    def __init__(
+        self, keys: int, chunks_max: int, policy: str, look_ahead: float | None = None
+    ) -> None:
         from offload.config.schema import CpuConfig, OffloadConfig
         from offload.connector.guard import Faults
         from offload.connector.model.adapters import AdapterBook
@@ -120,7 +123,8 @@ class Bed:
         cpu = TierIndex("cpu", SlotCapacity(2 * chunks_max), make_policy(policy))
         lower = TierIndex("lmdb", ByteCapacity(1 << 62), make_policy({"name": "lru"}))
         groups = {0: GroupInfo(FULL, BLOCK, (4096,))}
-        look_ahead = OffloadConfig(CpuConfig(1 << 30)).look_ahead
+        if look_ahead is None:
+            look_ahead = OffloadConfig(CpuConfig(1 << 30)).look_ahead
         self.planner = Planner(groups, cpu, [lower], look_ahead=look_ahead)
         tier = RankTier("lmdb", 1 << 62, {0: 4096}, ())
         rank = RankState(0, Namespace.of({}), 0, 2 * chunks_max, 4096, (tier,))

@@ -33,10 +33,11 @@ def random_hashes(count: int) -> list[bytes]:
 
 
 class Server(Bed):
-    """A scheduler side that a test steps one by one."""
+    """A scheduler side that a test steps one by one. It reads nothing ahead, so that all that a
+    step does is for the request of the test."""
 
     def __init__(self, chunks: int) -> None:
-        super().__init__(chunks, 2 * chunks, "lru")
+        super().__init__(chunks, 2 * chunks, "lru", look_ahead=0.0)
         self.keys = self.planner.lower[0].some(chunks)
 
     def came(self, keys: Any) -> Any:
