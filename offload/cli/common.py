@@ -161,6 +161,11 @@ def guarded_work(command: str) -> Iterator[None]:
     effect meanwhile. SIGTERM ends the program as Ctrl-C does: everything is closed, and no work is
     left half done.
     """
+    # The work shows its progress with rich. An interrupt within an import can come out of it as
+    # another error, or end Python with the signal, so everything is imported first.
+    import rich.console
+    import rich.progress  # noqa: F401  # see above
+
     from tiers.base import TierError
     from tiers.folders.folder import FolderUnusableError
     from tiers.offline.offline_folder import FolderChangedError

@@ -3,6 +3,8 @@ behind."""
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -10,7 +12,7 @@ import pytest
 from offload import cli
 from policies.simulation.trace import TraceWriter
 from policies.testing import synthetic_trace
-from tests.offload.cli.rank_folders import make_rank_folder
+from tests.offload.cli.rank_folders import ROOT, make_rank_folder
 from tests.offload.cli.terminal import CTRL_C, on_a_terminal
 from tests.offload.cli.test_top import Server, serving
 
@@ -112,3 +114,17 @@ def test_interrupting_doctor_while_it_queries_vllm(tmp_path: Path) -> None:
         terminal.press(CTRL_C)
         assert terminal.end() == 130
     assert TRACEBACK not in terminal.shown
+
+
+def test_work_on_a_folder_begins_with_everything_imported() -> None:
+    """An interrupt within an import can come out of it as another error."""
+    program = (
+        "import sys\n"
+        "from offload.cli.common import guarded_work, progress_bar\n"
+        "with guarded_work('export'):\n"
+        "    before = set(sys.modules)\n"
+        "    with progress_bar(is_bytes=True): pass\n"
+        "print(sorted(name for name in set(sys.modules) - before if name.startswith('rich')))"
+    )
+    done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True)
+    assert (done.returncode, done.stdout) == (0, "[]\n"), done.stderr
