@@ -23,7 +23,7 @@ from offload.planner.planner import Planner
 from offload.planner.presence import KNOWN_MAX, SharedLimits
 from offload.planner.tier_health import HealthLimits, TierHealths
 from offload.planner.work_limits import WorkLimits
-from offload.planner.write_through import WriteThroughQueue
+from offload.planner.write_through import QueueSettings
 from offload.sizes import DAY_S
 from policies.admission import WriteBudget
 from policies.base import AdmissionPolicy, EntryInfo
@@ -58,17 +58,9 @@ def make_planner(
     cpu = TierIndex("cpu", space, make_policy(config.cpu.policy.spec))
     lower = [_lower_index(config, ranks, tier) for tier in range(len(first.tiers))]
     health = TierHealths([index.name for index in lower], _health_limits(config, layouts))
-    queues = [
-        WriteThroughQueue(
-            tier,
-            index,
-            health=health[tier],
-            admissions=_tier_admissions(config.lower[tier], len(ranks)),
-            read_only=config.is_read_only(tier),
-            waiting_max=limits.waiting_writes,
-            flying_max=max(1, slots // 4),  # a hanging operation does not release its slots
-        )
-        for tier, index in enumerate(lower)
+    queue_settings = [
+        QueueSettings(_tier_admissions(config.lower[tier], len(ranks)), config.is_read_only(tier))
+        for tier in range(len(lower))
     ]
     planner = Planner(
         groups,
@@ -78,7 +70,7 @@ def make_planner(
         ranks=len(ranks),
         health=health,
         admission=_admission(config.cpu.admission),
-        write_through_queues=queues,
+        queue_settings=queue_settings,
         shared=[tier for tier, state in enumerate(first.tiers) if state.shared],
         shared_limits=SharedLimits(config.lookup_timeout_s, config.remember_s),
         slots=UsableSlots(space, usable),

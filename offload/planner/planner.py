@@ -36,7 +36,7 @@ from offload.planner.step_budget import (
 from offload.planner.stores import StorePlanner
 from offload.planner.tier_health import TierHealths
 from offload.planner.work_limits import WorkLimits
-from offload.planner.write_through import WriteThrough, WriteThroughQueue, queues_of
+from offload.planner.write_through import QueueSettings, WriteThrough
 from offload.telemetry.counters import PlannerStats
 from offload.telemetry.removed_chunks import RemovalCauses, RemovalLog
 from policies.base import AdmissionPolicy
@@ -56,10 +56,11 @@ class Planner:
     ``removals`` and ``causes`` say which chunks have left the tiers lately, and why.
 
     ``groups`` maps group ids to their geometry; ``ranks`` workers answer every job; ``admission``
-    decides what may enter the CPU tier (``None``: everything); ``shared`` are the numbers of the
-    lower tiers that other engines write to as well; ``look_ahead`` is the share of the CPU tier for
-    chunks that are read ahead (see ``LookAhead``), ``wait_for_reads`` says which requests wait for
-    them (see ``ReadWaits``).
+    decides what may enter the CPU tier (``None``: everything); ``queue_settings`` are for the
+    write-through to each lower tier; ``shared`` are the numbers of the lower tiers that other
+    engines write to as well; ``look_ahead`` is the share of the CPU tier for chunks that are read
+    ahead (see ``LookAhead``), ``wait_for_reads`` says which requests wait for them (see
+    ``ReadWaits``).
     """
 
     def __init__(
@@ -72,7 +73,7 @@ class Planner:
         ranks: int = 1,
         health: TierHealths | None = None,
         admission: AdmissionPolicy | None = None,
-        write_through_queues: Sequence[WriteThroughQueue] | None = None,
+        queue_settings: Sequence[QueueSettings] = (),
         shared: Collection[int] = (),
         shared_limits: SharedLimits | None = None,
         slots: UsableSlots | None = None,
@@ -113,10 +114,7 @@ class Planner:
         self.uses = RequestUses(cpu, self.lower, self.recency.note)
         self.stores = StorePlanner(context, self.sources, self.uses, admission)
         self.deletes = PendingDeletes(context.shared)
-        if write_through_queues is None:
-            write_through_queues = queues_of(cpu, self.lower, self.health)
-        queues, deletes = write_through_queues, self.deletes
-        self.write_through = WriteThrough(context, queues, self.presence, deletes)
+        self.write_through = WriteThrough(context, self.presence, self.deletes, queue_settings)
         self.deferred = DeferredWork(self.budget)
         self._now = 0.0
         self._reset = False

@@ -14,12 +14,11 @@ from dataclasses import dataclass
 from functools import partial
 from itertools import compress, groupby
 
-from offload.index.chunk_batch import GroupInfo, LazyEntryInfos, chosen, joined, sized
-from offload.index.tier_index import TierIndex
+from offload.index.chunk_batch import LazyEntryInfos, chosen, joined, sized
 from offload.layout.keys import CPU, group_of
 from offload.messages.plan import Keys, WriteThroughJob
 from offload.planner.context import PlannerContext
-from offload.planner.jobs import Job, JobKind, JobTable
+from offload.planner.jobs import Job, JobKind
 from offload.planner.pending_deletes import PendingDeletes
 from offload.planner.presence import PresenceCache
 from offload.planner.step_budget import (
@@ -29,7 +28,6 @@ from offload.planner.step_budget import (
     WRITTEN_THROUGH_COST,
     DeferredWork,
 )
-from offload.planner.tier_health import TierHealth, TierHealths
 from policies.admission import WriteBudget
 from policies.base import AdmissionPolicy, EntryInfo
 from policies.hints import HIGH, LOW, PRIORITY
@@ -38,19 +36,21 @@ from policies.hints import HIGH, LOW, PRIORITY
 class WriteThrough:
     """Manages write-through to all lower tiers, within the budget of a step, and deletions.
 
-    Owned by the planner; used on its thread. ``queues`` has one queue per lower tier."""
+    Owned by the planner; used on its thread. ``queues`` has one queue per lower tier, with
+    the tier's ``settings``."""
 
     def __init__(
         self,
         context: PlannerContext,
-        queues: Sequence[WriteThroughQueue],
         presence: PresenceCache,
         deletes: PendingDeletes,
+        settings: Sequence[QueueSettings] = (),
     ) -> None:
-        self.queues = tuple(queues)
-        self._groups = context.groups
-        self._cpu = context.cpu
-        self._jobs = context.jobs
+        settings = settings or [QueueSettings()] * len(context.lower)
+        self.queues = tuple(
+            WriteThroughQueue(context, tier, mine) for tier, mine in enumerate(settings)
+        )
+        self._unwritten = context.cpu.unwritten
         self._stats = context.stats
         self._budget = context.budget
         self._presence = presence
@@ -67,13 +67,13 @@ class WriteThrough:
         infos = job.infos_of(keys)
         for queue in self.queues:
             if job.write is None or queue.tier in job.write:
-                queue.offer(keys, self._cpu, self._groups, infos)
+                queue.offer(keys, infos)
 
     def take(self, *, writes: bool) -> tuple[tuple[WriteThroughJob, ...], Mapping[int, Keys]]:
         """End the step: the jobs that it sends, if it sends ``writes``, and the deletions."""
         ready = self._ready_for_deletes()
         jobs = self._due() if writes else ()
-        unwritten = self._cpu.unwritten
+        unwritten = self._unwritten
         if unwritten.gave_up or unwritten.is_behind:
             unwritten.end_step(sum(queue.depth for queue in self.queues))
         return jobs, self._deletes.take(ready) if self._deletes.waiting else {}
@@ -91,7 +91,7 @@ class WriteThrough:
     def _due(self) -> tuple[WriteThroughJob, ...]:
         """The jobs of this step, within what is left of the budget, which the tiers share. A tier
         that is behind with deletions gets none."""
-        is_behind = self._cpu.unwritten.is_behind
+        is_behind = self._unwritten.is_behind
         queues = [queue for queue in self.queues if is_behind or not queue.is_idle]
         if self._deletes.waiting:
             queues = [queue for queue in queues if not self._deletes.is_behind(queue.tier)]
@@ -99,7 +99,7 @@ class WriteThrough:
         chunks_max = max(1, self._budget.left // (WRITE_THROUGH_COST * waiting))
         write_throughs: list[WriteThroughJob] = []
         for queue in queues:
-            jobs, evicted = queue.due(self._cpu, self._jobs, chunks_max, is_behind=is_behind)
+            jobs, evicted = queue.due(chunks_max, is_behind=is_behind)
             write_throughs += jobs
             if evicted:
                 self._deletes.add(queue.tier, evicted)
@@ -116,7 +116,7 @@ class WriteThrough:
                 deferred.add(cost, partial(self._take_in, tier, some, now))
 
     def _take_in(self, tier: int, jobs: Sequence[Job], now: float) -> None:
-        kept, bad, gone = self.queues[tier].ended(jobs, self._cpu, now)
+        kept, bad, gone = self.queues[tier].ended(jobs, now)
         self._stats.stored(tier, kept, bad)
         if tier in self._presence.tiers:
             self._presence.written(tier, kept, now)
@@ -130,7 +130,7 @@ class WriteThrough:
         """Drop the chunks that wait, because the weights have changed, and queue nothing before
         ``resume``."""
         for queue in self.queues:
-            queue.close(self._cpu)
+            queue.close()
 
     def resume(self, tiers: Container[int]) -> None:
         """Allow chunks to be queued again for these tiers."""
@@ -144,7 +144,7 @@ class WriteThrough:
         for queue in self.queues:
             found[f"write_refusals:{queue.name}"] = queue.refused
             found[f"writes_skipped:{queue.name}"] = queue.skipped
-            found[f"writes_given_up:{queue.name}"] = self._cpu.unwritten.given_up[queue.tier]
+            found[f"writes_given_up:{queue.name}"] = self._unwritten.given_up[queue.tier]
         return found
 
 
@@ -152,6 +152,22 @@ WRITES_FLYING_MAX = 1024
 """Maximum number of chunks that are being written to one tier."""
 SLOW_TIER_SHARE = 1 / 16
 """Share of the limit that a slow tier gets at a time: about a hundredth of the CPU tier."""
+
+
+@dataclass(frozen=True, slots=True)
+class QueueSettings:
+    """The settings of one lower tier's queue.
+
+    Each of ``admissions`` must admit a chunk; a ``read_only`` tier accepts none. ``flying_max``
+    bounds the chunks that are being written (never more than ``WRITES_FLYING_MAX``): by default a
+    quarter of the CPU tier, because writes that hang keep their slots. ``batch`` bounds the chunks
+    of one job.
+    """
+
+    admissions: Sequence[AdmissionPolicy] = ()
+    read_only: bool = False
+    flying_max: int | None = None
+    batch: int = 32
 
 
 @dataclass(frozen=True, slots=True)
@@ -190,37 +206,29 @@ class _WritesInFlight:
 class WriteThroughQueue:
     """Chunks that wait for one lower tier.
 
-    Owned by ``WriteThrough``. A queue of a ``read_only`` tier accepts nothing. ``waiting_max`` and
-    ``flying_max`` bound the chunks that wait and those being written (never more than
-    ``WRITES_FLYING_MAX``); ``batch`` bounds the chunks of one job. ``skipped`` counts chunks that
-    were not queued because the queue was full or the tier unavailable, ``refused`` those that an
-    admission policy or the write budget rejected.
+    Owned by ``WriteThrough``. ``skipped`` counts chunks that were not queued because the queue was
+    full or the tier unavailable, ``refused`` those that an admission policy or the write budget
+    rejected.
     """
 
-    def __init__(
-        self,
-        tier: int,
-        index: TierIndex,
-        *,
-        health: TierHealth | None = None,
-        admissions: Sequence[AdmissionPolicy] = (),
-        waiting_max: int = 1 << 30,
-        flying_max: int = WRITES_FLYING_MAX,
-        batch: int = 32,
-        read_only: bool = False,
-    ) -> None:
+    def __init__(self, context: PlannerContext, tier: int, settings: QueueSettings) -> None:
         self.tier = tier
-        self._read_only = read_only
+        self.name = context.lower[tier].name
         self.skipped = 0
         self.refused = 0
-        self.name = index.name
+        self._cpu = context.cpu
+        self._unwritten = context.cpu.unwritten
+        self._groups = context.groups
+        self._jobs = context.jobs
+        self._index = context.lower[tier]
+        self._health = context.health[tier]
+        self._admissions = tuple(settings.admissions)
+        self._read_only = settings.read_only
         self._is_closed = False
-        self._index = index
-        self._health = health or TierHealths([index.name])[0]
-        self._admissions = tuple(admissions)
-        self._waiting_max = waiting_max
-        self._flying_max = min(flying_max, WRITES_FLYING_MAX)
-        self._batch = min(batch, self._flying_max)
+        self._waiting_max = context.limits.waiting_writes
+        quarter = max(1, context.cpu.space.capacity // 4)
+        self._flying_max = min(settings.flying_max or quarter, WRITES_FLYING_MAX)
+        self._batch = min(settings.batch, self._flying_max)
         self._waiting: deque[_Waiting] = deque()
         # number of chunks in ``_waiting``, including chunks that were evicted meanwhile
         self._count = 0
@@ -261,13 +269,7 @@ class WriteThroughQueue:
             return 0
         return min(self._batch, self._waiting_max)
 
-    def offer(
-        self,
-        keys: Sequence[bytes],
-        cpu: TierIndex,
-        groups: Mapping[int, GroupInfo],
-        infos: Sequence[EntryInfo] | None = None,
-    ) -> None:
+    def offer(self, keys: Sequence[bytes], infos: Sequence[EntryInfo] | None = None) -> None:
         """Queue chunks that were just committed to the CPU tier. ``infos`` are for the tier's
         policies; with ``infos``, all chunks are of one group."""
         if self._is_closed or self._read_only or not keys:
@@ -279,17 +281,17 @@ class WriteThroughQueue:
         if infos is None:
             for group, part in groupby(keys, group_of):
                 mine = list(part)
-                self.offer(mine, cpu, groups, [EntryInfo(group, groups[group].kind)] * len(mine))
+                self.offer(mine, [EntryInfo(group, self._groups[group].kind)] * len(mine))
             return
-        infos = sized(infos, groups[group_of(keys[0])].footprints[self.tier])
+        infos = sized(infos, self._groups[group_of(keys[0])].footprints[self.tier])
         # The store planner never stores chunks that a readable tier holds (``StorePlanner.plan``),
         # so this check is needed only if no tier is readable.
         if not self._health.readable and not self._index.are_absent(keys):
             absent = list(map(self._index.is_absent, keys))
             keys, infos = list(compress(keys, absent)), chosen(infos, absent)
-        self._forget_evicted(cpu)
+        self._forget_evicted()
         # Check the limit first, because an admission policy can spend a budget.
-        left = max(0, left - cpu.unwritten.count(self.tier))
+        left = max(0, left - self._unwritten.count(self.tier))
         if self._admissions or _any_is_low(infos):
             flags = self._admitted(keys, infos, left)
             keys, infos = list(compress(keys, flags)), chosen(infos, flags)
@@ -297,18 +299,17 @@ class WriteThroughQueue:
             self.skipped += max(0, len(keys) - left)
             keys, infos = keys[:left], infos[:left]
         if keys:
-            cpu.unwritten.add(self.tier, keys)
+            self._unwritten.add(self.tier, keys)
             self._waiting.append(_Waiting(keys, infos))
             self._count += len(keys)
 
-    def _forget_evicted(self, cpu: TierIndex) -> None:
+    def _forget_evicted(self) -> None:
         """Rebuild the queue without evicted chunks once they are the majority."""
-        unwritten = cpu.unwritten
-        if self._count < 2 * unwritten.count(self.tier) + self._batch:
+        if self._count < 2 * self._unwritten.count(self.tier) + self._batch:
             return
         left: deque[_Waiting] = deque()
         for some in self._waiting:
-            flags = unwritten.flags(self.tier, some.keys)
+            flags = self._unwritten.flags(self.tier, some.keys)
             if any(flags):
                 left.append(_Waiting(list(compress(some.keys, flags)), chosen(some.infos, flags)))
         count = sum(len(some.keys) for some in left)
@@ -348,12 +349,7 @@ class WriteThroughQueue:
         return info.hints.get(PRIORITY) != LOW or not self._index.space.missing(info.size_bytes)
 
     def due(
-        self,
-        cpu: TierIndex,
-        job_table: JobTable,
-        chunks_max: int = WRITES_FLYING_MAX,
-        *,
-        is_behind: bool = False,
+        self, chunks_max: int = WRITES_FLYING_MAX, *, is_behind: bool = False
     ) -> tuple[list[WriteThroughJob], list[bytes]]:
         """Open write-throughs of about ``chunks_max`` chunks, within the bound on those in flight:
         none while the tier's circuit breaker is open, one job while it is half-open. If the disk
@@ -362,7 +358,7 @@ class WriteThroughQueue:
         evicted from the tier to make space."""
         if not self._health.writable:
             self.skipped += self._count
-            self.clear(cpu)
+            self.clear()
         flying_max = self._in_flight.step(self._flying, is_behind=is_behind)
         is_probe = not self._health.writes.closed
         if is_probe:
@@ -370,35 +366,33 @@ class WriteThroughQueue:
         flying_max = min(flying_max, self._flying + chunks_max)
         due: list[WriteThroughJob] = []
         evicted: list[bytes] = []
-        evicted_since = min(EVICTED_WRITES_MAX, self._count - cpu.unwritten.count(self.tier))
+        evicted_since = min(EVICTED_WRITES_MAX, self._count - self._unwritten.count(self.tier))
         rest = self._count - (flying_max - self._flying) - evicted_since
         while self._waiting and self._flying < flying_max and self._count > rest:
-            due += self._next(flying_max - self._flying, cpu, job_table, evicted)
+            due += self._next(flying_max - self._flying, evicted)
             if due and is_probe:
                 break
         self._in_flight.end_step(self._flying)
         return due, evicted
 
-    def _next(
-        self, chunks_max: int, cpu: TierIndex, job_table: JobTable, evicted: list[bytes]
-    ) -> list[WriteThroughJob]:
+    def _next(self, chunks_max: int, evicted: list[bytes]) -> list[WriteThroughJob]:
         """Write-throughs of at most ``chunks_max`` chunks of one group. Adds evicted chunks to
         ``evicted``, even if that made space for none of these."""
-        keys, infos = self._take(chunks_max, cpu)
+        keys, infos = self._take(chunks_max)
         if not keys:
             return []
         grant = self._index.reserve(keys, infos, remember=False, checked=True)
         evicted += grant.evicted
         granted = len(grant.locations)
         self.skipped += len(keys) - granted
-        cpu.pin(keys[:granted])
+        self._cpu.pin(keys[:granted])
         self._flying += granted
-        slots = tuple(map(cpu.resident.__getitem__, keys[:granted]))
+        slots = tuple(map(self._cpu.resident.__getitem__, keys[:granted]))
         due = []
         for first in range(0, granted, self._batch):
             end = min(granted, first + self._batch)
-            job, mine = job_table.next_id(), keys[first:end]
-            job_table.open(
+            job, mine = self._jobs.next_id(), keys[first:end]
+            self._jobs.open(
                 Job(
                     job,
                     JobKind.WRITE_THROUGH,
@@ -411,9 +405,7 @@ class WriteThroughQueue:
             due.append(WriteThroughJob(job, self.tier, group_of(mine[0]), mine, slots[first:end]))
         return due
 
-    def _take(
-        self, chunks_max: int, cpu: TierIndex
-    ) -> tuple[tuple[bytes, ...], Sequence[EntryInfo]]:
+    def _take(self, chunks_max: int) -> tuple[tuple[bytes, ...], Sequence[EntryInfo]]:
         """The next waiting chunks of one group that the tier does not have yet."""
         keys: list[bytes] = []
         infos: list[Sequence[EntryInfo]] = []
@@ -430,7 +422,7 @@ class WriteThroughQueue:
                 self._waiting.popleft()
         self._count -= len(keys)
         known = joined(infos)
-        due = cpu.unwritten.take(self.tier, keys)
+        due = self._unwritten.take(self.tier, keys)
         if len(due) == len(keys) and self._index.are_absent(keys):
             return tuple(keys), known
         flags = []
@@ -440,7 +432,7 @@ class WriteThroughQueue:
         return tuple(compress(keys, flags)), chosen(known, flags)
 
     def ended(
-        self, jobs: Sequence[Job], cpu: TierIndex, now: float
+        self, jobs: Sequence[Job], now: float
     ) -> tuple[list[bytes], list[bytes], list[bytes]]:
         """Process write-throughs of this tier that every rank has answered. Returns the chunks that
         can be hit now, the chunks that could not be written, and the chunks that the index does not
@@ -455,7 +447,7 @@ class WriteThroughQueue:
             infos.append(job.infos_of(mine) or ())
             self._flying -= len(job.fills)
             for _cpu, keys in job.pins:
-                cpu.unpin(keys)
+                self._cpu.unpin(keys)
             self._health.written(now, good=bool(mine))
         if bad:
             self._index.abort(bad)
@@ -464,18 +456,18 @@ class WriteThroughQueue:
             return kept, bad, [key for key in bad if key not in self._index]
         return kept, bad, [key for key in (*good, *bad) if key not in self._index]
 
-    def close(self, cpu: TierIndex) -> None:
+    def close(self) -> None:
         """Drop the chunks that wait, and accept none before ``reopen``."""
-        self.clear(cpu)
+        self.clear()
         self._is_closed = True
 
     def reopen(self) -> None:
         """Accept chunks again."""
         self._is_closed = False
 
-    def clear(self, cpu: TierIndex) -> None:
+    def clear(self) -> None:
         """Drop the chunks that wait; chunks that are being written are left to their jobs."""
-        cpu.unwritten.forget(self.tier)
+        self._unwritten.forget(self.tier)
         self._waiting.clear()
         self._count = 0
 
@@ -484,14 +476,3 @@ def _any_is_low(infos: Sequence[EntryInfo]) -> bool:
     if isinstance(infos, LazyEntryInfos):
         return infos.priority == LOW
     return any(info.hints and info.hints.get(PRIORITY) == LOW for info in infos)
-
-
-def queues_of(
-    cpu: TierIndex, lower: Sequence[TierIndex], health: TierHealths
-) -> list[WriteThroughQueue]:
-    """One queue per lower tier. Writes that hang keep at most a quarter of the CPU tier's slots."""
-    flying = max(1, cpu.space.capacity // 4)
-    return [
-        WriteThroughQueue(tier, index, health=health[tier], flying_max=flying)
-        for tier, index in enumerate(lower)
-    ]

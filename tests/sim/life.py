@@ -210,7 +210,7 @@ class ServerLife(Engine):
         assert planner.stores.storing <= self.max_store
         probes = planner.jobs.count(JobKind.PROBE)
         assert probes <= len(planner.lower), f"{probes} probes at a time"
-        for queue in self.queues:
+        for queue in planner.write_through.queues:
             waiting = planner.cpu.unwritten.count(queue.tier)
             assert waiting <= self.setup.slots * 3 // 4, f"{waiting} chunks wait for a tier"
         for rank in self.ranks:

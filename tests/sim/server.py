@@ -15,7 +15,7 @@ from offload.layout.keys import group_of
 from offload.planner.planner import Planner
 from offload.planner.tier_health import HealthLimits, TierHealths
 from offload.planner.work_limits import WorkLimits
-from offload.planner.write_through import WriteThroughQueue
+from offload.planner.write_through import WRITES_FLYING_MAX, QueueSettings
 from policies.base import EntryInfo
 from policies.eviction.lru import LruPolicy
 from tests.sim.content import (
@@ -146,10 +146,7 @@ class Server:
         ]
         limits = HealthLimits(FAILURES, load_timeout_s=LIMITS.load_timeout_s)
         health = TierHealths([index.name for index in lower], limits)
-        self.queues = [
-            WriteThroughQueue(t, i, health=health[t], waiting_max=setup.slots * 3 // 4, batch=4)
-            for t, i in enumerate(lower)
-        ]
+        queues = QueueSettings(flying_max=WRITES_FLYING_MAX, batch=4)
         self.max_store, self.max_load = setup.slots, 2 * setup.slots
         self.planner = Planner(
             group_infos(setup.tiers),
@@ -159,11 +156,12 @@ class Server:
                 store_chunks=self.max_store,
                 load_chunks=self.max_load,
                 load_blocks=setup.blocks // 2,
+                waiting_writes=setup.slots * 3 // 4,
                 step_chunks=setup.step_chunks,
             ),
             ranks=setup.ranks,
             health=health,
-            write_through_queues=self.queues,
+            queue_settings=[queues] * setup.tiers,
             look_ahead=setup.look_ahead,
             wait_for_reads=setup.wait_for_reads,
         )

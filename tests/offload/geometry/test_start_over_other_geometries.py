@@ -17,7 +17,8 @@ from offload.index.tier_index import TierIndex
 from offload.namespaces.epochs import TierEpochs
 from offload.namespaces.folders import read_epoch, replica_folder
 from offload.namespaces.geometry import OWN
-from offload.planner.write_through import WriteThroughQueue
+from offload.planner.planner import Planner
+from offload.planner.write_through import QueueSettings
 from policies.base import EntryInfo
 from policies.registry import make_policy
 from tests.offload.geometry.engines_on_disk import (
@@ -157,8 +158,9 @@ def test_nothing_is_written_through_to_a_read_only_tier() -> None:
         cpu.reserve(KEYS[:1], [EntryInfo(0, "full")])
         cpu.commit(KEYS[:1])
         disk = TierIndex("disk", ByteCapacity(1 << 20), make_policy("lru"))
-        queue = WriteThroughQueue(0, disk, read_only=read_only)
-        queue.offer(KEYS[:1], cpu, groups)
+        settings = QueueSettings(read_only=read_only)
+        (queue,) = Planner(groups, cpu, [disk], queue_settings=[settings]).write_through.queues
+        queue.offer(KEYS[:1])
         queued.append(len(queue))
     assert queued == [1, 0]
 

@@ -19,9 +19,8 @@ from offload.planner.jobs import Job
 from offload.planner.planner import Planner
 from offload.planner.step_budget import StepBudget
 from offload.planner.stores import StorePlanner
-from offload.planner.tier_health import TierHealths
 from offload.planner.work_limits import WorkLimits
-from offload.planner.write_through import WriteThroughQueue, queues_of
+from offload.planner.write_through import WriteThroughQueue
 from policies.base import EntryInfo
 from policies.eviction.lru import LruPolicy
 
@@ -54,13 +53,11 @@ class Bed:
             for n in range(tiers)
         ]
         groups = {0: GroupInfo("full", 16, (SIZE,) * tiers)}
-        queues = queues_of(self.cpu, self.lower, TierHealths([index.name for index in self.lower]))
         self.planner = Planner(
             groups,
             self.cpu,
             self.lower,
             WorkLimits(step_chunks=step_chunks),
-            write_through_queues=queues,
         )
         self.now = self.step_s = 0.0
         self.computed = self.stored = 0
@@ -341,10 +338,10 @@ def _no_least_share(patch: pytest.MonkeyPatch) -> None:
 def _pins_stay(patch: pytest.MonkeyPatch) -> None:
     ended = WriteThroughQueue.ended
 
-    def forgetful(self: WriteThroughQueue, jobs: list[Job], cpu: TierIndex, now: float) -> object:
+    def forgetful(self: WriteThroughQueue, jobs: list[Job], now: float) -> object:
         for job in jobs:
             job.pins = ()
-        return ended(self, jobs, cpu, now)
+        return ended(self, jobs, now)
 
     patch.setattr(WriteThroughQueue, "ended", forgetful)
 

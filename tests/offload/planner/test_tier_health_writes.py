@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-from offload.index.chunk_batch import GroupInfo
 from offload.messages.report import JobResult
 from offload.planner.circuit_breaker import BreakerState
-from offload.planner.jobs import JobTable
-from offload.planner.write_through import WriteThroughQueue
+from offload.planner.write_through import QueueSettings
 from policies.admission import WriteBudget
 from policies.base import EntryInfo
 from tests.offload.planner.simulated_ranks import GROUP, key_of
 from tests.offload.planner.troubled_tiers import (
-    TOKENS,
     WAIT_S,
     answer,
     break_reads,
@@ -71,16 +68,15 @@ def test_a_hung_first_write_pins_only_its_own_chunks() -> None:
 
 
 def test_the_first_write_is_one_job_also_with_two_groups() -> None:
-    planner = make()
+    planner = make(groups=(GROUP, 1))
     break_writes(planner)
     planner.tick(WAIT_S)
     info = EntryInfo(GROUP, size_bytes=100)
     keys = [key_of(1), (1).to_bytes(12, "big")]
-    groups = {GROUP: GroupInfo("full", TOKENS, (100,)), 1: GroupInfo("full", TOKENS, (100,))}
     assert planner.cpu.recover(keys, [info] * 2) == []
-    queue = WriteThroughQueue(0, planner.lower[0], health=planner.health[0])
-    queue.offer(keys, planner.cpu, groups)
-    jobs, _evicted = queue.due(planner.cpu, JobTable(1))
+    (queue,) = planner.write_through.queues
+    queue.offer(keys)
+    jobs, _evicted = queue.due()
     assert len(jobs) == 1
 
 
@@ -172,15 +168,14 @@ def test_a_change_of_weights_while_a_disk_is_unavailable() -> None:
 
 
 def test_a_chunk_without_space_spends_no_budget() -> None:
-    planner = make()
-    cpu = planner.cpu
+    budget = WriteBudget(1.0, burst_bytes=250)
+    planner = make(queue_settings=[QueueSettings([budget])], waiting_writes=1)
     info = EntryInfo(GROUP, size_bytes=1)
     keys = [key_of(n) for n in range(3)]
-    cpu.recover(keys, [info] * 3)
-    budget = WriteBudget(1.0, burst_bytes=250)
-    queue = WriteThroughQueue(0, planner.lower[0], admissions=[budget], waiting_max=1)
-    queue.offer(keys[:2], cpu, planner.groups)
+    planner.cpu.recover(keys, [info] * 3)
+    (queue,) = planner.write_through.queues
+    queue.offer(keys[:2])
     assert (len(queue), queue.skipped, queue.refused) == (1, 1, 0)
-    queue.clear(cpu)
-    queue.offer(keys[2:], cpu, planner.groups)
+    queue.clear()
+    queue.offer(keys[2:])
     assert (len(queue), queue.refused) == (1, 0), "100 of 250 bytes were spent before"

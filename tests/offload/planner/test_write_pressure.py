@@ -12,7 +12,6 @@ from offload.index.capacity import ByteCapacity, SlotCapacity
 from offload.index.chunk_batch import ChunkBatch, GroupInfo
 from offload.index.tier_index import TierIndex
 from offload.messages.report import JobResult, StepReport
-from offload.planner.jobs import JobTable
 from offload.planner.planner import Planner
 from offload.planner.work_limits import WorkLimits
 from offload.planner.write_through import WriteThroughQueue
@@ -257,23 +256,27 @@ def test_queued_chunks_that_were_evicted_do_not_pile_up() -> None:
     assert len(queue) <= 3 * SLOTS
 
 
-def store_and_queue(
-    cpu: TierIndex, queue: WriteThroughQueue, groups: dict[int, GroupInfo], keys: list[bytes]
-) -> None:
+def planner_over_disk() -> tuple[TierIndex, WriteThroughQueue]:
+    """The CPU tier of a planner, and its queue for the disk."""
+    cpu = TierIndex("cpu", SlotCapacity(SLOTS), LruPolicy())
+    disk = TierIndex("disk", ByteCapacity(1 << 30), LruPolicy())
+    planner = Planner({0: GroupInfo("full", 16, (1,))}, cpu, [disk])
+    return cpu, planner.write_through.queues[0]
+
+
+def store_and_queue(cpu: TierIndex, queue: WriteThroughQueue, keys: list[bytes]) -> None:
     infos = [EntryInfo(0, "full", size_bytes=1)] * len(keys)
     cpu.reserve(keys, infos)
-    queue.offer(cpu.commit(keys), cpu, groups, infos)
+    queue.offer(cpu.commit(keys), infos)
 
 
 def test_a_chunk_that_is_stored_again_while_its_first_entry_waits_is_written_once() -> None:
     """If it occurred twice in one write, the planning of the step ended with an error."""
-    cpu = TierIndex("cpu", SlotCapacity(SLOTS), LruPolicy())
-    disk = TierIndex("disk", ByteCapacity(1 << 30), LruPolicy())
-    queue, groups = WriteThroughQueue(0, disk), {0: GroupInfo("full", 16, (1,))}
-    store_and_queue(cpu, queue, groups, keys_of(0, 8))
+    cpu, queue = planner_over_disk()
+    store_and_queue(cpu, queue, keys_of(0, 8))
     cpu.evict(4)
-    store_and_queue(cpu, queue, groups, [key for key in keys_of(0, 8) if key not in cpu])
-    jobs, _ = queue.due(cpu, JobTable(1))
+    store_and_queue(cpu, queue, [key for key in keys_of(0, 8) if key not in cpu])
+    jobs, _ = queue.due()
     assert sorted(key for job in jobs for key in job.keys) == keys_of(0, 8)
     assert not len(queue)
 
@@ -282,12 +285,10 @@ def test_a_chunk_that_is_stored_again_while_its_first_entry_waits_is_written_onc
 def test_a_chunk_that_is_dropped_while_it_waits_is_not_written(
     leave: Callable[[TierIndex], object],
 ) -> None:
-    cpu = TierIndex("cpu", SlotCapacity(SLOTS), LruPolicy())
-    disk = TierIndex("disk", ByteCapacity(1 << 30), LruPolicy())
-    queue, groups = WriteThroughQueue(0, disk), {0: GroupInfo("full", 16, (1,))}
-    store_and_queue(cpu, queue, groups, keys_of(0, 8))
+    cpu, queue = planner_over_disk()
+    store_and_queue(cpu, queue, keys_of(0, 8))
     leave(cpu)
-    jobs, _ = queue.due(cpu, JobTable(1))
+    jobs, _ = queue.due()
     assert {key for job in jobs for key in job.keys} == set(cpu.resident)
     assert not len(queue)
     assert not cpu.unwritten.given_up[0]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from offload.index.capacity import ByteCapacity, SlotCapacity
@@ -13,6 +14,7 @@ from offload.planner.circuit_breaker import BreakerState
 from offload.planner.planner import Planner
 from offload.planner.tier_health import HealthLimits, TierHealth, TierHealths
 from offload.planner.work_limits import WorkLimits
+from offload.planner.write_through import QueueSettings
 from policies.base import EntryInfo
 from policies.eviction.lru import LruPolicy
 from tests.offload.planner.simulated_ranks import GROUP, key_of
@@ -23,12 +25,27 @@ TOKENS = 512
 """Tokens of one chunk: enough to count as a measurement."""
 
 
-def make(slots: int = 8, tiers: int = 1, ranks: int = 1, **limits: int) -> Planner:
-    groups = {GROUP: GroupInfo("full", TOKENS, (100,) * tiers)}
+def make(
+    slots: int = 8,
+    tiers: int = 1,
+    ranks: int = 1,
+    groups: Sequence[int] = (GROUP,),
+    queue_settings: Sequence[QueueSettings] = (),
+    **limits: int,
+) -> Planner:
+    infos = {group: GroupInfo("full", TOKENS, (100,) * tiers) for group in groups}
     cpu = TierIndex("cpu", SlotCapacity(slots), LruPolicy())
     lower = [TierIndex(f"disk{n}", ByteCapacity(6400), LruPolicy()) for n in range(tiers)]
     health = TierHealths([index.name for index in lower], HealthLimits(FAILURES))
-    return Planner(groups, cpu, lower, WorkLimits(**limits), ranks=ranks, health=health)
+    return Planner(
+        infos,
+        cpu,
+        lower,
+        WorkLimits(**limits),
+        ranks=ranks,
+        health=health,
+        queue_settings=queue_settings,
+    )
 
 
 def holding(planner: Planner, *numbers: int, tier: int = 0) -> None:

@@ -17,7 +17,7 @@ from offload.messages.plan import IN_SLAB, STAGED
 from offload.messages.report import JobResult, StepReport
 from offload.planner.planner import Planner
 from offload.planner.work_limits import WorkLimits
-from offload.planner.write_through import WriteThroughQueue
+from offload.planner.write_through import QueueSettings
 from offload.requests import parse_options
 from offload.requests.parse_options import (
     CONTROL_NAMES,
@@ -255,16 +255,16 @@ class Bed:
     ) -> None:
         cpu = TierIndex("cpu", SlotCapacity(slots), LruPolicy())
         self.disk = TierIndex("lmdb", ByteCapacity(disk_chunks * 10), LruPolicy())
-        self.queue = WriteThroughQueue(0, self.disk, admissions=admission or ())
         groups = {GROUP: GroupInfo("full", 16, (10,))}
         self.planner = Planner(
             groups,
             cpu,
             [self.disk],
             WorkLimits(load_chunks=4, load_blocks=4),
-            write_through_queues=[self.queue],
+            queue_settings=[QueueSettings(admission or (), flying_max=8)],
             admission=cpu_admission,
         )
+        (self.queue,) = self.planner.write_through.queues
 
     def store(self, numbers: range, **options: Any) -> None:
         origin = self.origin(**options)
