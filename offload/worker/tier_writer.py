@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import suppress
 
@@ -165,7 +164,7 @@ class TierWriter:
         result = JobResult(failed=True)
         nbytes = self._groups[job.group].record_bytes
         loop = asyncio.get_running_loop()
-        started, began = time.perf_counter(), loop.time()
+        began = loop.time()
         try:
             views = [self._slab.slot_view(slot, nbytes) for slot in job.slots]
             writing = self._tier.write(job.keys, views)
@@ -177,8 +176,7 @@ class TierWriter:
             )
             result = JobResult(bad=bad)
             written_bytes = nbytes * (len(job.keys) - len(bad))
-            seconds = time.perf_counter() - started
-            self._stats.wrote(job.tier, written_bytes, seconds, failures=len(bad))
+            self._stats.wrote(job.tier, written_bytes, loop.time() - began, failures=len(bad))
         except Exception as error:  # the job must be answered, whatever the tier does
             self._report(error)
         finally:

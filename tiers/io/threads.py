@@ -116,8 +116,7 @@ def _prepared(
     function: Callable[..., T], arguments: tuple[object, ...]
 ) -> tuple[asyncio.Future[T], Callable[[], None]]:
     """Return a future of the running loop, and the function that a thread calls to complete it."""
-    loop = asyncio.get_running_loop()
-    done: asyncio.Future[T] = loop.create_future()
+    done: asyncio.Future[T] = asyncio.get_running_loop().create_future()
 
     def settle(result: T | None, error: BaseException | None) -> None:
         if done.done():
@@ -127,16 +126,15 @@ def _prepared(
         else:
             done.set_result(result)  # type: ignore[arg-type]  # what the function returned
 
+    post = from_threads(settle)
+
     def run() -> None:
         result, failure = None, None
         try:
             result = function(*arguments)
         except BaseException as error:  # the caller handles it
             failure = error
-        try:
-            loop.call_soon_threadsafe(settle, result, failure)
-        except RuntimeError:
-            return  # the loop was closed: nothing waits for the result
+        post(result, failure)
 
     return done, run
 
@@ -156,14 +154,14 @@ async def settled(future: asyncio.Future[T], on_cancel: Callable[[], object] = l
     return future.result()
 
 
-def from_threads(function: Callable[[T], object]) -> Callable[[T], None]:
+def from_threads(function: Callable[P, object]) -> Callable[P, None]:
     """Wrap ``function``, which must run on the current loop, so that other threads can call it. A
     call is dropped if the loop has been closed."""
     loop = asyncio.get_running_loop()
 
-    def post(value: T) -> None:
+    def post(*args: P.args, **kwargs: P.kwargs) -> None:
         try:
-            loop.call_soon_threadsafe(function, value)
+            loop.call_soon_threadsafe(partial(function, *args, **kwargs))
         except RuntimeError:
             # The loop was closed while a tier was open, so nothing waits for this call.
             return

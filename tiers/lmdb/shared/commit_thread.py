@@ -18,6 +18,7 @@ from typing import Any, TypeVar
 
 import lmdb
 
+from tiers.io.threads import from_threads
 from tiers.lmdb.shared.index import SharedIndex
 from tiers.lmdb.shared.transaction import WriteTransaction, changing
 
@@ -31,14 +32,11 @@ class CommitClient:
     def __init__(self, commits: SharedCommits) -> None:
         self.commits = commits
         self._loop = asyncio.get_running_loop()
+        self._call = from_threads(_call)
 
     def post(self, function: Callable[..., object], *arguments: object) -> None:
         """Call ``function`` on the loop. Does nothing if the loop is closed."""
-        try:
-            self._loop.call_soon_threadsafe(function, *arguments)
-        except RuntimeError:
-            # The loop was closed while a tier was open, so nothing waits for this call.
-            return
+        self._call(function, *arguments)
 
     def ask(self, change: Callable[[WriteTransaction], T]) -> asyncio.Future[T | None]:
         """Make the change in a transaction and return its result; ``None`` if it failed."""
@@ -65,6 +63,10 @@ class CommitClient:
                 self.post(call, error is None)
 
         self.commits.submit(CommitRequest(change, end, flushes))
+
+
+def _call(function: Callable[..., object], *arguments: object) -> None:
+    function(*arguments)
 
 
 FLUSH_GATHER_S = 0.002
