@@ -219,7 +219,7 @@ class LoadSources:
         self.begin_promotion(promoted, job)
         return promoted, len(grant.evicted)
 
-    def let_go(
+    def release(
         self, job: Job, chunks_max: int, filled: Callable[[Sequence[bytes]], None]
     ) -> Iterator[tuple[int, Callable[[], None]]]:
         """The work (cost, call) that remains when every rank has answered a load, in pieces of at

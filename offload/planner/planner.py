@@ -54,6 +54,7 @@ class Planner:
     ``uses`` and ``recency`` inform the eviction policies, ``health`` says which tiers may be used,
     ``jobs`` holds the open jobs, ``budget`` bounds a step and ``deferred`` holds what did not fit,
     ``removals`` and ``causes`` say which chunks have left the tiers lately, and why.
+    ``now`` is the time of the last ``tick``.
 
     ``groups`` maps group ids to their geometry; ``ranks`` workers answer every job; ``admission``
     decides what may enter the CPU tier (``None``: everything); ``queue_settings`` are for the
@@ -114,9 +115,11 @@ class Planner:
         self.uses = RequestUses(cpu, self.lower, self.recency.note)
         self.stores = StorePlanner(context, self.sources, self.uses, admission)
         self.deletes = PendingDeletes(context.shared)
-        self.write_through = WriteThrough(context, self.presence, self.deletes, queue_settings)
+        self.write_through = WriteThrough(
+            context, self.stores, self.presence, self.deletes, queue_settings
+        )
         self.deferred = DeferredWork(self.budget)
-        self._now = 0.0
+        self.now = 0.0
         self._reset = False
         self._epochs: dict[int, int] = {}
 
@@ -124,7 +127,7 @@ class Planner:
 
     def tick(self, now: float) -> None:
         """Set the time (monotonic seconds); call this before each ``step`` and ``complete``."""
-        self._now = now
+        self.now = now
         self.stats.tick(now)
         if self.uses.behind and self.uses.is_long:  # before anything else draws from the budget
             self.budget.spend(TOUCH_COST * self.uses.step())
@@ -162,7 +165,7 @@ class Planner:
         if self.loads.queue:
             self.loads.advance()
         if self.look_ahead.queue:
-            self.look_ahead.advance(self._now)
+            self.look_ahead.advance(self.now)
         if errors:
             raise errors[0]
         write_throughs, deletes = self.write_through.take(writes=write_through)
@@ -182,7 +185,7 @@ class Planner:
         )
         self._reset = False
         self._epochs.clear()
-        self.budget.end_step(self._now, half=bool(self.loads.queue))  # for loads that continue
+        self.budget.end_step(self.now, half=bool(self.loads.queue))  # for loads that continue
         return plan
 
     def _take_loads(self) -> tuple[LoadJob, ...]:
@@ -209,13 +212,13 @@ class Planner:
         if report.usable and self._slots is not None:
             self._slots.take_in(report.usable)
         for (tier, rank), seen in report.tiers.items():
-            self.health[tier].observe(rank, seen, self._now)
+            self.health[tier].observe(rank, seen, self.now)
             if seen.losses:  # a chunk must be on every rank
                 self._lost(tier)
             elif bad := seen.damaged:
                 self.deferred.add(len(bad), partial(self._drop, tier, list(bad), bad))
         if report.answers:
-            self.presence.answered(report.answers, self._now)
+            self.presence.answered(report.answers, self.now)
         errors: list[Exception] = []
         written: list[Job] = []
         for job_id, result in report.results.items():
@@ -228,7 +231,7 @@ class Planner:
             except Exception as error:  # one bad answer must not affect the others
                 errors.append(error)
         if written:
-            self.write_through.answered(written, self.deferred, self._now)
+            self.write_through.answered(written, self.deferred, self.now)
         if self.deferred.pieces:
             errors += self.deferred.work()
         if errors:
@@ -249,22 +252,23 @@ class Planner:
 
     def _read_ahead(self, job: Job) -> None:
         self.look_ahead.ended(job)
-        for piece in self.sources.let_go(job, self.budget.piece_chunks, self._filled):
-            self.deferred.add(*piece)
-        lost, corrupt = job.answer.lost, job.answer.corrupt
-        self.deferred.add(len(lost), partial(self.forget, lost, corrupt))
+        self._release(job)
 
     def _loaded(self, job: Job) -> None:
-        self.loads.ended(job, self._now)
-        for piece in self.sources.let_go(job, self.budget.piece_chunks, self._filled):
-            self.deferred.add(*piece)
-        lost, corrupt = job.answer.lost, job.answer.corrupt
-        self.deferred.add(len(lost), partial(self.forget, lost, corrupt))
+        self.loads.ended(job, self.now)
+        self._release(job)
         if wrong := job.answer.wrong:
             self.deferred.add(len(wrong), partial(self._forget_wrong, wrong))
 
+    def _release(self, job: Job) -> None:
+        """Release the chunks of a job that has read from the tiers; forget the lost ones."""
+        for piece in self.sources.release(job, self.budget.piece_chunks, self._filled):
+            self.deferred.add(*piece)
+        lost, corrupt = job.answer.lost, job.answer.corrupt
+        self.deferred.add(len(lost), partial(self.forget, lost, corrupt))
+
     def _probed(self, job: Job) -> None:
-        self.loads.probed(job, self._now)
+        self.loads.probed(job, self.now)
         self.forget(job.answer.lost, job.answer.corrupt)
 
     # -- forgetting --------------------------------------------------------------------------

@@ -66,6 +66,7 @@ class StorePlanner:
         self._planned: list[StoreJob] = []
         self._fence: set[int] = set()
         self._step = 0
+        self._entered = 0  # number of chunks that have entered any tier
         # set if nothing can be evicted in this step, so that eviction is not tried again
         self._is_full = False
         # set if a request has found only its own chunks to evict in this step
@@ -96,7 +97,12 @@ class StorePlanner:
             self._cpu.abort(bad)
         kept = self._cpu.commit(good, job.infos_of(good))
         self._stats.stored(CPU, kept, bad)
+        self.note_entered(len(kept))
         return kept
+
+    def note_entered(self, chunks: int) -> None:
+        """Record that chunks have entered a tier: a store may find victims again."""
+        self._entered += chunks
 
     def own_chunks(self) -> OwnChunks:
         """Make the record of a new request's chunks."""
@@ -130,7 +136,7 @@ class StorePlanner:
         is_patient = may_wait and not (ended or is_state)
         if self._is_full or chunks_max <= 0 or (is_patient and self._waits):
             return 0
-        if own is not None and not ended and own.is_full(self._stats.entered, self._step):
+        if own is not None and not ended and own.is_full(self._entered, self._step):
             return 0
         holders = (*self._sources.holders(), *self._cpu.barred)
         fresh, settled = self._absent_prefix(run, holders, chunks_max)
@@ -170,7 +176,7 @@ class StorePlanner:
             self._is_full = self._is_full_of_own or not own
             if own:
                 self._is_full_of_own = True
-                own.found_full(self._stats.entered, self._step)
+                own.found_full(self._entered, self._step)
         self._stats.no_space(len(refused), refused[:1])
 
     def plan_late(self) -> None:

@@ -28,6 +28,7 @@ from offload.planner.step_budget import (
     WRITTEN_THROUGH_COST,
     DeferredWork,
 )
+from offload.planner.stores import StorePlanner
 from policies.admission import WriteBudget
 from policies.base import AdmissionPolicy, EntryInfo
 from policies.hints import HIGH, LOW, PRIORITY
@@ -42,6 +43,7 @@ class WriteThrough:
     def __init__(
         self,
         context: PlannerContext,
+        stores: StorePlanner,
         presence: PresenceCache,
         deletes: PendingDeletes,
         settings: Sequence[QueueSettings] = (),
@@ -53,6 +55,7 @@ class WriteThrough:
         self._unwritten = context.cpu.unwritten
         self._stats = context.stats
         self._budget = context.budget
+        self._stores = stores
         self._presence = presence
         self._deletes = deletes
 
@@ -118,6 +121,7 @@ class WriteThrough:
     def _take_in(self, tier: int, jobs: Sequence[Job], now: float) -> None:
         kept, bad, gone = self.queues[tier].ended(jobs, now)
         self._stats.stored(tier, kept, bad)
+        self._stores.note_entered(len(kept))
         if tier in self._presence.tiers:
             self._presence.written(tier, kept, now)
         # Delete records that a rank may have written but the index does not keep (the write failed

@@ -125,7 +125,7 @@ class Explainer:
         ``limits`` goes from the longest hit that the request allows to the longest that its prompt
         allows, in tokens.
         """
-        now = planner.stats.now
+        now = planner.now
         self._started_s = now if self._started_s is None else self._started_s
         boundary = self._matcher.next_boundary(hit)
         if boundary > limits.stop:

@@ -44,9 +44,8 @@ class TierCounters:
 class PlannerStats:
     """Counters by tier name (the CPU tier is ``cpu``), and those that belong to no tier.
 
-    Owned by the planner; used on its thread. ``entered`` counts the chunks that have become
-    readable in any tier; ``now`` is the planner's clock; ``causes`` remembers why the chunks
-    removed last are gone.
+    Owned by the planner; used on its thread. ``causes`` remembers why the chunks removed last are
+    gone, and since when: ``now`` is the planner's time.
     """
 
     lower_names: Sequence[str]
@@ -58,7 +57,6 @@ class PlannerStats:
     store_refusals: int = 0
     stores_cancelled: int = 0
     resets: int = 0
-    entered: int = 0
     removed: dict[str, int] = field(default_factory=dict)
     now: float = 0.0
     causes: RemovalCauses = field(default_factory=RemovalCauses)
@@ -102,7 +100,6 @@ class PlannerStats:
     def stored(self, tier: int, good: Sequence[bytes], bad: Sequence[bytes]) -> None:
         """Count chunks committed to a tier, and chunks that could not be written."""
         self.tier(tier).stored_chunks += len(good)
-        self.entered += len(good)
         self.tier(tier).store_failures += len(bad)
         if bad:
             self._gone(tier, bad, Cause.FAILED)
