@@ -230,7 +230,7 @@ class Lookups:
             held = present_in(*self._planner.sources.holders(read))(wanted)
             missing = [key for key, is_held in zip(wanted, held, strict=True) if not is_held]
             wait = shared.ask(missing, read, now)
-            state.lookup.ask(wait)
+            state.lookup.note_query(wait)
         return shared.is_waiting(wait, now)
 
     def _can_load(self, state: RequestState, end_tokens: int) -> bool:
@@ -361,7 +361,7 @@ class Lookups:
             trace_headers=request.trace_headers,
         )
         self._planner.stats.missed(wanted - hit)
-        lookup.keep(logged)
+        lookup.note_logged(logged)
         self.log.add(logged)
         if not hit:
             self._known(logged)

@@ -43,6 +43,11 @@ class LoggedRequest:
     final: bool = False
     trace_headers: Mapping[str, str] | None = None
 
+    def note_read_ahead(self, ahead: AheadUse) -> None:
+        """Set what look-ahead did for the request, unless the entry is final."""
+        if not self.final:
+            self.ahead = ahead
+
     def took(self, load_s: float | None) -> None:
         """Record the time of a load that has succeeded."""
         self.load_s = load_s

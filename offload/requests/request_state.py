@@ -6,7 +6,7 @@ Pure; knows no vLLM type. Used on vLLM's scheduler thread.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING
 
 from offload.index.chunk_batch import UNKNOWN, RequestOrigin
 from offload.layout.groups import ModelLayout
@@ -16,6 +16,9 @@ from offload.planner.look_ahead import NOT_READ_AHEAD, AheadUse
 from offload.planner.own_chunks import OwnChunks
 from offload.planner.presence import PendingLookup
 from offload.requests.lookup_cache import PartialLookup
+
+if TYPE_CHECKING:
+    from offload.requests.request_log import LoggedRequest  # imports this module
 
 
 class RequestIdentity:
@@ -119,7 +122,7 @@ class LookupState:
         self.load: tuple[range, ...] = ()
         self.load_end_tokens = 0
         self.wait: PendingLookup | None = None
-        self.logged: Any = None  # a LoggedRequest; its module needs this one
+        self.logged: LoggedRequest | None = None
 
     def begin(self, start: int, now_s: float) -> None:
         """Begin a lookup, which has found nothing yet."""
@@ -129,7 +132,7 @@ class LookupState:
         self.load = ()
         self.refused = self.is_promised = False
 
-    def ask(self, wait: PendingLookup | None) -> None:
+    def note_query(self, wait: PendingLookup | None) -> None:
         """Record the query to shared tiers that the request may wait for."""
         self.wait = wait
 
@@ -140,8 +143,8 @@ class LookupState:
     def note_read_ahead(self, ahead: AheadUse) -> None:
         """Set what look-ahead did for the request, which no longer waits."""
         self.ahead = ahead
-        if self.logged is not None and not self.logged.final:
-            self.logged.ahead = ahead
+        if self.logged is not None:
+            self.logged.note_read_ahead(ahead)
 
     def refuse(self, now_s: float) -> bool:
         """Record that this request's load was refused because too many loads are in progress.
@@ -169,7 +172,7 @@ class LookupState:
         self.refused_s = 0.0
         self.known.clear()
 
-    def keep(self, logged: Any) -> None:
+    def note_logged(self, logged: LoggedRequest | None) -> None:
         """Set the request's log entry."""
         self.logged = logged
 
@@ -206,21 +209,21 @@ class StoreState:
         self.removal_mark = removal_mark
         self.own = own
 
-    def wait_until(self, tokens: int) -> None:
+    def set_ready_at(self, tokens: int) -> None:
         """Set the number of computed tokens at which the next chunk is complete."""
         self.ready_at = tokens
 
-    def go_on_at(self, index: int, chunk: int) -> None:
+    def continue_at(self, index: int, chunk: int) -> None:
         """Continue with this chunk of ``layout.groups[index]``."""
         self.next_chunk[index] = chunk
 
-    def load(self, chunks: Sequence[range]) -> None:
+    def note_loaded(self, chunks: Sequence[range]) -> None:
         """Set the chunks of the last load; empty if they must be stored after all."""
         self.loaded = chunks
 
-    def distrust(self, *, is_stale: bool) -> None:
+    def set_stale(self, *, stale: bool) -> None:
         """Set whether the blocks computed so far must not be stored."""
-        self.stale = is_stale
+        self.stale = stale
 
     def restart(self) -> None:
         """Start again after a preemption, which has freed all blocks."""
@@ -235,16 +238,16 @@ class StoreState:
 class RequestOutcome:
     """The results of the request's loads. Used by `offload.connector.scheduler.scheduler_side`.
 
-    ``loading`` means that a load is under way, ``failures`` counts failed loads. ``has_answered``
-    means that vLLM has produced the first output token.
+    ``loading`` means that a load is under way, ``failures`` counts failed loads.
+    ``has_first_token`` means that vLLM has produced the first output token.
     """
 
-    __slots__ = ("_tokens", "failures", "has_answered", "loading")
+    __slots__ = ("_tokens", "failures", "has_first_token", "loading")
 
     def __init__(self) -> None:
         self.loading = False
         self.failures = 0
-        self.has_answered = False
+        self.has_first_token = False
         self._tokens: LoadTokens | None = None
 
     @property
@@ -270,9 +273,9 @@ class RequestOutcome:
         """Count a load that has failed."""
         self.failures += 1
 
-    def answer(self) -> None:
+    def note_first_token(self) -> None:
         """Record that the first output token was seen."""
-        self.has_answered = True
+        self.has_first_token = True
 
 
 class RequestState:

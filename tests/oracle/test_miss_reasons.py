@@ -398,9 +398,9 @@ def _recorded_at_each_lookup(patch: pytest.MonkeyPatch) -> None:
 
     def twice(self: Any, request: Any, computed: int) -> Any:
         found = lookup(self, request, computed)
-        self._state(request).lookup.keep(None)
+        self._state(request).lookup.note_logged(None)
         self._explain(request, 0)
-        self._state(request).lookup.keep(None)
+        self._state(request).lookup.note_logged(None)
         return found
 
     patch.setattr(SchedulerSide, "lookup", twice)

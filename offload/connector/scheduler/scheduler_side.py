@@ -200,7 +200,7 @@ class SchedulerSide:
             self._waits_no_more(request)  # before its entry in the log is final
             self._explain(request, external_tokens)
             state = self._states.get(request.request_id)
-            if state is not None and not state.outcome.has_answered:
+            if state is not None and not state.outcome.has_first_token:
                 computed = max(request.num_computed_tokens, state.lookup.start)
                 self._clock.accepted(request, computed)
             return
@@ -351,8 +351,8 @@ class SchedulerSide:
                 continue
             # Most requests decode inside a chunk in most steps, so there is nothing to do for them.
             request = self._requests[request_id]
-            if not state.outcome.has_answered and self._clock.scheduled(request, now):
-                state.outcome.answer()
+            if not state.outcome.has_first_token and self._clock.scheduled(request, now):
+                state.outcome.note_first_token()
             if request.num_computed_tokens + scheduled >= state.stores.ready_at:
                 self._stores.scheduled(output, state, request, scheduled)
 

@@ -58,16 +58,16 @@ class StoreProgress:
 
     def load_planned(self, state: RequestState, chunks: Sequence[range]) -> None:
         """Record that these chunks of each group are being loaded and need no store."""
-        state.stores.load(chunks)
+        state.stores.note_loaded(chunks)
 
     def load_failed(self, state: RequestState) -> None:
         """Record that the load has failed: vLLM will compute its chunks."""
-        state.stores.load(())
+        state.stores.note_loaded(())
 
     def weights_changed(self, state: RequestState, computed_tokens: int) -> None:
         """Treat the tokens computed so far as computed with the old weights, until the request
         restarts."""
-        state.stores.distrust(is_stale=computed_tokens > 0)
+        state.stores.set_stale(stale=computed_tokens > 0)
 
     def scheduled(
         self, output: SchedulerOutput, state: RequestState, request: Request, scheduled: int
@@ -82,7 +82,7 @@ class StoreProgress:
             table = blocks.get_block_ids(request.request_id) if blocks is not None else None
             if table is not None:
                 self._store_ready(state, request, limit, table)
-        state.stores.wait_until(self._ready_at(state))
+        state.stores.set_ready_at(self._ready_at(state))
 
     def ended(
         self,
@@ -138,8 +138,8 @@ class StoreProgress:
             done = state.identity.keys[index][: stores.next_chunk[index]]
             gap = find_gap(present, done, LOOK_AGAIN_MAX) if group.kind == FULL else None
             if gap is not None:
-                stores.go_on_at(index, gap)
-                stores.load(())
+                stores.continue_at(index, gap)
+                stores.note_loaded(())
                 if stores.own is not None:
                     stores.own.discard(done[gap:])
 
@@ -183,11 +183,11 @@ class StoreProgress:
         loaded = stores.loaded[index] if stores.loaded else range(0)
         if ended and end - stores.next_chunk[index] > chunks_max:  # computed chunks come first
             cached = min(end, state.lookup.start // size)
-            stores.go_on_at(index, max(stores.next_chunk[index], cached))
+            stores.continue_at(index, max(stores.next_chunk[index], cached))
         seen = 0
         while (first := stores.next_chunk[index]) < end and seen < chunks_max:
             if first in loaded:
-                stores.go_on_at(index, loaded.stop)
+                stores.continue_at(index, loaded.stop)
                 if stores.own is not None:
                     stores.own.add(state.identity.keys[index][first : loaded.stop])
                 continue
@@ -195,7 +195,7 @@ class StoreProgress:
             last = min(last, loaded.start) if first < loaded.start else last
             seen += last - first
             batch = self._wanted.final(state.identity, index, first, last, table)
-            stores.go_on_at(index, last)
+            stores.continue_at(index, last)
             if not batch:
                 continue
             self.planned_at = time.monotonic()
@@ -203,5 +203,5 @@ class StoreProgress:
             settled = self._planner.stores.plan(batch, stores.own, ended=ended, may_wait=may_wait)
             refused = batch.depths[settled:]
             if refused:
-                stores.go_on_at(index, max(first, refused[0] // size - 1))
+                stores.continue_at(index, max(first, refused[0] // size - 1))
                 return
