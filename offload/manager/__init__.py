@@ -209,7 +209,7 @@ class OffloadManager:
         self._pump()
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(shared.limits.lookup_timeout_s):
-                while shared.is_waiting(wait, loop.time()):
+                while shared.check_wait(wait, loop.time()):
                     self._moved.clear()
                     await self._moved.wait()
         self._check_open()

@@ -176,8 +176,9 @@ class PresenceCache:
                 numbers.add(number)
         return PendingLookup(frozenset(numbers), now, self.steps)
 
-    def is_waiting(self, wait: PendingLookup, now: float) -> bool:
-        """True if a request should still wait for its queries."""
+    def check_wait(self, wait: PendingLookup, now: float) -> bool:
+        """End the wait if its queries have ended, or it is too long; return True if it
+        continues."""
         if wait.is_over:
             return False
         if not wait.numbers.isdisjoint(self._open):

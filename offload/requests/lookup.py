@@ -196,7 +196,7 @@ class Lookups:
         if not identity.no_load:
             identity.extend(request.block_hashes)
             if self._planner.presence.tiers:
-                is_waiting = self._is_waiting(state, request, computed_tokens)
+                is_waiting = self._query(state, request, computed_tokens)
             if not is_waiting:
                 hit = self._find(state, request, computed_tokens, cut)
                 end = hit.end_tokens
@@ -215,12 +215,9 @@ class Lookups:
         tokens = lookup.hit_end_tokens - computed_tokens if lookup.is_promised else 0
         return None if is_waiting else tokens
 
-    def _is_waiting(self, state: RequestState, request: Request, start: int) -> bool:
-        """True if shared tiers may soon know more about this request's chunks.
-
-        Queries them if they have not been queried, and again when their replies are about to
-        expire.
-        """
+    def _query(self, state: RequestState, request: Request, start: int) -> bool:
+        """Query the shared tiers about this request's chunks, if they have not been queried or
+        their replies are about to expire. Returns True if replies may soon come."""
         shared = self._planner.presence
         now = time.monotonic()
         wait = state.lookup.wait
@@ -231,7 +228,7 @@ class Lookups:
             missing = [key for key, is_held in zip(wanted, held, strict=True) if not is_held]
             wait = shared.ask(missing, read, now)
             state.lookup.note_query(wait)
-        return shared.is_waiting(wait, now)
+        return shared.check_wait(wait, now)
 
     def _can_load(self, state: RequestState, end_tokens: int) -> bool:
         """True if the planner accepts the load of a hit that ends at this token."""

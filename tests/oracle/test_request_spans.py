@@ -117,7 +117,7 @@ def test_the_time_of_a_lookup_begins_with_the_first_try(
     yet. The clock advances only in these two, by a second each."""
     waits, now_s = [False, True, True], [1.0]
 
-    def is_waiting(*_: Any) -> bool:
+    def query(*_: Any) -> bool:
         found = bool(waits) and waits.pop(0)
         now_s[0] += found
         return found
@@ -132,7 +132,7 @@ def test_the_time_of_a_lookup_begins_with_the_first_try(
                 return original(*arguments)
 
         monkeypatch.setattr(Lookups, "ask", ask)
-        monkeypatch.setattr(Lookups, "_is_waiting", is_waiting)
+        monkeypatch.setattr(Lookups, "_query", query)
         monkeypatch.setattr("offload.requests.lookup.time", clock)
         at_once = serve(world, "at-once", PROMPT)
         world.forget_locally()

@@ -57,8 +57,8 @@ class FaultTier(TierWrapper):
         self._methods = frozenset(methods)
         self._calls = 0
 
-    def is_hit(self, method: str) -> bool:
-        """Count this call and return True if the fault applies to it."""
+    def count_call(self, method: str) -> bool:
+        """Count this call; return True if the fault applies to it."""
         if method not in self._methods:
             return False
         self._calls += 1
@@ -94,7 +94,7 @@ class FailingTier(FaultTier):
         self._error = error
 
     async def before(self, method: str, keys: Sequence[Key]) -> None:
-        if self.is_hit(method):
+        if self.count_call(method):
             self.met += 1
             raise self._error()
 
@@ -114,7 +114,7 @@ class HoldingTier(FaultTier):
         self._held = asyncio.Event()
 
     async def before(self, method: str, keys: Sequence[Key]) -> None:
-        if self.is_hit(method) and not self._released.is_set():
+        if self.count_call(method) and not self._released.is_set():
             self.met += 1
             self._held.set()
             await self._released.wait()
@@ -151,7 +151,7 @@ class SlowTier(FaultTier):
         self._delay_s_per_mib = delay_s_per_mib
 
     async def _delay(self, method: str, buffers: Sequence[Buffer]) -> None:
-        if self.is_hit(method):
+        if self.count_call(method):
             self.met += 1
             mib = sum(data.nbytes for data in buffers) / (1 << 20)
             await asyncio.sleep(self._delay_s + mib * self._delay_s_per_mib)
@@ -172,7 +172,7 @@ class FullTier(FaultTier):
         super().__init__(inner, when, {"write"})
 
     async def write(self, keys: Sequence[Key], buffers: Sequence[Buffer]) -> list[WriteOutcome]:
-        if self.is_hit("write"):
+        if self.count_call("write"):
             self.met += len(keys)
             return [WriteOutcome.FULL] * len(keys)
         return await super().write(keys, buffers)
@@ -204,7 +204,7 @@ class DamagingTier(FaultTier):
     async def read(self, keys: Sequence[Key], into: Sequence[Buffer]) -> list[ReadOutcome]:
         outcomes = await super().read(keys, into)
         found = [n for n, outcome in enumerate(outcomes) if outcome is ReadOutcome.OK]
-        if not found or not self.is_hit("read"):
+        if not found or not self.count_call("read"):
             return outcomes
         for position in self._apply([into[n] for n in found]):
             self.met += 1

@@ -77,13 +77,13 @@ class PlannerOverSharedTier:
 def test_a_reply_makes_a_chunk_a_hit_and_its_absence_is_remembered_too() -> None:
     world = PlannerOverSharedTier()
     wait = world.ask(KEYS[:8])
-    assert world.presence.is_waiting(wait, 0.0)
+    assert world.presence.check_wait(wait, 0.0)
     plan = world.step()
     [query] = plan.queries
     assert (query.tier, query.keys) == (1, tuple(KEYS[:8]))
     assert not plan.empty
     world.answer(plan, KEYS[:5])
-    assert not world.presence.is_waiting(wait, 0.0)
+    assert not world.presence.check_wait(wait, 0.0)
     assert [world.planner.sources.present(key) for key in KEYS[:8]] == [True] * 5 + [False] * 3
     assert not world.ask(KEYS[:8]).numbers, "all chunks are known now"
     assert [q.keys for q in _questions(world, KEYS[:10])] == [tuple(KEYS[8:10])]
@@ -135,11 +135,11 @@ def test_a_request_waits_for_the_deadline_and_at_least_some_steps() -> None:
     wait = world.ask(KEYS[:2])
     for _ in range(STEPS_MIN - 1):
         world.step()
-    assert world.presence.is_waiting(wait, 10.0), "the engine has been busy"
+    assert world.presence.check_wait(wait, 10.0), "the engine has been busy"
     world.step()
-    assert world.presence.is_waiting(wait, 0.049)
-    assert not world.presence.is_waiting(wait, 0.051)
-    assert not world.presence.is_waiting(wait, 0.0), "a request that continued must not wait again"
+    assert world.presence.check_wait(wait, 0.049)
+    assert not world.presence.check_wait(wait, 0.051)
+    assert not world.presence.check_wait(wait, 0.0), "a request that continued must not wait again"
     assert world.planner.totals()["lookup_timeouts"] == 1
     assert world.presence.is_unanswered(1, KEYS[0])
 
@@ -170,7 +170,7 @@ def test_one_rank_without_its_part_is_a_miss() -> None:
     wait = world.ask(KEYS[:3])
     [query] = world.step().queries
     world.planner.complete(StepReport(answers={query.number: PresenceReply(b"\1\1\0")}))
-    assert world.presence.is_waiting(wait, 0.0)
+    assert world.presence.check_wait(wait, 0.0)
     assert not world.planner.sources.present(KEYS[0])
     world.planner.complete(StepReport(answers={query.number: PresenceReply(b"\1\0\1")}))
     assert [world.planner.sources.present(key) for key in KEYS[:3]] == [True, False, False]
@@ -190,7 +190,7 @@ def test_a_tier_that_cannot_reply_leaves_nothing_behind() -> None:
     world = PlannerOverSharedTier()
     wait = world.ask(KEYS[:2])
     world.answer(world.step(), None)
-    assert not world.presence.is_waiting(wait, 0.0)
+    assert not world.presence.check_wait(wait, 0.0)
     assert world.ask(KEYS[:2]).numbers
     assert world.planner.totals()["unanswered_questions:store"] == 1
 
@@ -265,7 +265,7 @@ def test_a_reset_forgets_replies_of_old_weights_including_those_on_their_way() -
     wait = world.ask(KEYS[8:10])
     plan = world.step()
     world.planner.forget_all()
-    assert not world.presence.is_waiting(wait, 0.0)
+    assert not world.presence.check_wait(wait, 0.0)
     assert not world.ask(KEYS).numbers, "its new epoch has not begun"
     world.planner.begin_epochs({1: 7})
     world.answer(plan, KEYS[8:10])

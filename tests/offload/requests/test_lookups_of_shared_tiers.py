@@ -37,7 +37,7 @@ def test_a_request_does_not_query_forever(
     request: Any = SimpleNamespace(num_tokens=65)
     asked: list[Any] = []
     for _ in range(20):
-        if not lookups._is_waiting(state, request, 0):
+        if not lookups._query(state, request, 0):
             return
         asked.append(world.step())
         world.at(world.now + step_s)
