@@ -1,4 +1,7 @@
-"""Sends this project's log lines to vLLM's log."""
+"""Sends this project's log lines to vLLM's log.
+
+Separate from the connector, because this needs nothing of vLLM but the name of its logger.
+"""
 
 from __future__ import annotations
 

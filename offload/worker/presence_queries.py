@@ -1,4 +1,7 @@
-"""Queries shared tiers for the chunks that they hold. Runs on one rank, on the executor's loop."""
+"""Queries shared tiers for the chunks that they hold. Runs on one rank, on the executor's loop.
+
+Separate from the executor, because queries are not jobs: they use no slot, copy or fence.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""The kinds of spans that the adaptive policy distinguishes, and their labels from hints."""
+"""The kinds of spans that the adaptive policy distinguishes, and their labels from hints.
+
+Separate from the policy, because these functions use none of its state.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Removes records from a folder that no tier has open. The caller holds the folder's owner lock."""
+"""Removes records from a folder that no tier has open. The caller holds the folder's owner lock.
+
+Separate from the readers of such folders, which change nothing.
+"""
 
 from __future__ import annotations
 

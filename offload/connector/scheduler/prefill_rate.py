@@ -1,5 +1,8 @@
 """Measures how fast vLLM computes prompts, from the requests' point of view, and how much it still
-has to compute before it begins with another prompt."""
+has to compute before it begins with another prompt.
+
+Separate from the scheduler side, because it also follows requests that load and store nothing.
+"""
 
 from __future__ import annotations
 

@@ -8,6 +8,8 @@ and every reset belonged to a sleep, the tiers resume with their content; otherw
 
 New epochs are begun at the reset in either case, for a server that starts after this one was
 killed; they are taken back if the weights turn out to be the same.
+
+`offload.connector.worker.weights_watch` is the workers' half of this decision.
 """
 
 from __future__ import annotations

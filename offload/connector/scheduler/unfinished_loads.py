@@ -1,4 +1,7 @@
-"""Tracks the loads whose end vLLM has not been notified of. Their requests hold GPU blocks."""
+"""Tracks the loads whose end vLLM has not been notified of. Their requests hold GPU blocks.
+
+Separate from `offload.requests.request_state`, because the order of loads concerns all requests.
+"""
 
 from __future__ import annotations
 

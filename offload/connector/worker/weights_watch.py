@@ -1,4 +1,7 @@
-"""Answers whether a worker still has the weights that it had before it slept."""
+"""Answers whether a worker still has the weights that it had before it slept.
+
+This is the workers' half of `offload.connector.scheduler.sleep_hold`.
+"""
 
 from __future__ import annotations
 
