@@ -103,9 +103,9 @@ class GroupInfo:
     chunk_tokens: int
     footprints: tuple[int, ...]
 
-    def entries(self, run: ChunkBatch, size: int) -> LazyEntryInfos:
+    def entries(self, batch: ChunkBatch, size: int) -> LazyEntryInfos:
         """The facts for policies about chunks of this group that each take ``size`` in a tier."""
-        return LazyEntryInfos(self, run.group, run.depths, run.origin, size)
+        return LazyEntryInfos(self, batch.group, batch.depths, batch.origin, size)
 
 
 PAIR_TOKENS = 30_000.0

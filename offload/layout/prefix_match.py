@@ -25,7 +25,7 @@ MATCH_BATCH = 512
 PresentBatch = Callable[[Sequence[bytes]], bytes]
 """Presence of a batch of keys: one byte per key, 0 or 1."""
 
-RunEnd = Callable[[int, Sequence[bytes], int, int], int]
+FirstGap = Callable[[int, Sequence[bytes], int, int], int]
 """Given a group (its index in the layout) and its keys, returns the first chunk of ``[first, end)``
 that is not present, or ``end``."""
 
@@ -85,13 +85,13 @@ class PrefixMatcher:
         present: Container[bytes] | PresentBatch,
         start_tokens: int,
         limit_tokens: int,
-        run_end: RunEnd | None = None,
+        first_gap: FirstGap | None = None,
     ) -> int:
         """The longest restorable prefix in tokens, at most ``limit_tokens``.
 
         ``keys[g][i]`` is the key of chunk ``i`` of ``layout.groups[g]``; the proof chunk of a draft
         group may lie beyond the limit, except in a model with only one group (as in vLLM). Returns
-        ``start_tokens`` if nothing longer can be restored. ``run_end`` is used instead of
+        ``start_tokens`` if nothing longer can be restored. ``first_gap`` is used instead of
         ``present`` for groups that need every chunk.
         """
         batch = present if callable(present) else present_in(present)
@@ -107,7 +107,7 @@ class PrefixMatcher:
                 batch,
                 start_tokens,
                 self._alignment,
-                partial(run_end, g) if run_end is not None else None,
+                partial(first_gap, g) if first_gap is not None else None,
             )
             for g in self._full_first
         ]
@@ -218,7 +218,7 @@ class _GroupLookup:
         batch: PresentBatch,
         start: int,
         alignment: int,
-        run_end: Callable[[Sequence[bytes], int, int], int] | None,
+        first_gap: Callable[[Sequence[bytes], int, int], int] | None,
     ) -> None:
         self._layout = layout
         self._keys = keys
@@ -228,8 +228,8 @@ class _GroupLookup:
         self._alignment = alignment
         self._proof = 1 if layout.draft else 0
         self._first = start // layout.chunk_tokens
-        self._run_end = -1
-        self._find_run_end = run_end or self._scan_run
+        self._gap = -1
+        self._find_gap = first_gap or self._scan
         self._flags = b""
         self._flags_from = -1
 
@@ -249,12 +249,12 @@ class _GroupLookup:
         """Find the first gap after ``start`` in the first call; later calls only trim the
         result."""
         size = self._layout.chunk_tokens
-        if self._run_end < 0:
+        if self._gap < 0:
             end = bound // size + self._proof
-            self._run_end = self._find_run_end(self._keys, self._first, max(end, self._first))
-        return min(bound, self._align_down((self._run_end - self._proof) * size))
+            self._gap = self._find_gap(self._keys, self._first, max(end, self._first))
+        return min(bound, self._align_down((self._gap - self._proof) * size))
 
-    def _scan_run(self, keys: Sequence[bytes], first: int, end: int) -> int:
+    def _scan(self, keys: Sequence[bytes], first: int, end: int) -> int:
         """The first chunk of ``[first, end)`` that is not present, or ``end``."""
         for low in range(first, end, MATCH_BATCH):
             flags = self._batch(keys[low : min(end, low + MATCH_BATCH)])

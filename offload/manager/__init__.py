@@ -24,7 +24,12 @@ from offload.layout.keys import group_suffix
 from offload.layout.kv_cache_config import KvCacheConfig, SimpleConfig, SimpleGroup, SimpleSpec
 from offload.layout.prefix_match import present_in
 from offload.layout.registration import LayerTensors, Registration, register_kv_caches
-from offload.manager.arguments import group_caches, group_layouts, in_process_settings, wanted_run
+from offload.manager.arguments import (
+    checked_batch,
+    group_caches,
+    group_layouts,
+    in_process_settings,
+)
 from offload.messages.plan import StepPlan
 from offload.messages.report import JobResult
 from offload.namespaces.epochs import draw_epoch
@@ -150,15 +155,15 @@ class OffloadManager:
         reads its blocks any more. Raises ``ValueError`` before anything is done, and
         ``ManagerClosedError``.
         """
-        run = self._wanted(keys, block_ids, group)
-        filling = self.planner.cpu.filling_among(run.keys)
-        end = self.planner.stores.plan(run, may_wait=True)  # the caller can try again
+        batch = self._wanted(keys, block_ids, group)
+        filling = self.planner.cpu.filling_among(batch.keys)
+        end = self.planner.stores.plan(batch, may_wait=True)  # the caller can try again
         own = [self._jobs[store.job] for store in self._pump().stores]
         self._storing = {key: job for key, job in self._storing.items() if not job.done()}
         for job in own:
-            fresh = self.planner.cpu.filling_among(run.keys) - filling
+            fresh = self.planner.cpu.filling_among(batch.keys) - filling
             self._storing |= dict.fromkeys(fresh, job)
-        stored = {*own, *(self._storing[key] for key in run.keys[:end] if key in self._storing)}
+        stored = {*own, *(self._storing[key] for key in batch.keys[:end] if key in self._storing)}
         await settled(asyncio.gather(*own, return_exceptions=True))
         if stored:  # including callers that read other blocks
             await asyncio.wait(stored)
@@ -174,18 +179,18 @@ class OffloadManager:
         call has ended, even if it was cancelled: a call ends only when nothing writes into its
         blocks any more. Raises ``ValueError`` before anything is done, and ``ManagerClosedError``.
         """
-        run = self._wanted(keys, block_ids, group)
+        batch = self._wanted(keys, block_ids, group)
         if self.planner.presence.tiers:
-            await self._ask(run.keys)
+            await self._ask(batch.keys)
         hit = self._held(keys, group)
         if not hit:
             self._pump()  # a tier whose circuit breaker is open may be due for a probe
             return 0
         self._requests += 1
         request = f"restore-{self._requests}"
-        run = run.part(0, hit)
-        self.planner.loads.plan(request, [run])
-        self.planner.recency.note_everywhere(run.keys)
+        batch = batch.part(0, hit)
+        self.planner.loads.plan(request, [batch])
+        self.planner.recency.note_everywhere(batch.keys)
         job = next(load.job for load in self._pump().loads if load.request == request)
         result = self._jobs[job]
         ended = self._loads[request] = self._loop.create_future()
@@ -197,7 +202,7 @@ class OffloadManager:
         bad = result.result().bad if result.done() else frozenset()
         if not result.done() or result.result().failed or NOBODY.key in bad:
             return 0
-        return next((n for n, key in enumerate(run.keys) if key in bad), hit)
+        return next((n for n, key in enumerate(batch.keys) if key in bad), hit)
 
     async def _ask(self, keys: Sequence[bytes]) -> None:
         """Query shared tiers for these keys, and wait at most ``lookup_timeout_s``."""
@@ -270,7 +275,7 @@ class OffloadManager:
 
     def _wanted(self, keys: Sequence[bytes], block_ids: Sequence[int], group: int) -> ChunkBatch:
         self._check_open()
-        return wanted_run(keys, block_ids, group, self._blocks, self._registration.num_blocks)
+        return checked_batch(keys, block_ids, group, self._blocks, self._registration.num_blocks)
 
     def _check_open(self) -> None:
         if self._is_closing:

@@ -74,7 +74,7 @@ def in_process_settings(
     return msgspec.structs.replace(settings, tiers=given, break_even=False)
 
 
-def wanted_run(
+def checked_batch(
     keys: Sequence[bytes],
     block_ids: Sequence[int],
     group: int,

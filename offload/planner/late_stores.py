@@ -27,40 +27,40 @@ class LateStores:
 
     def __init__(self) -> None:
         self.chunks = 0
-        self._runs: deque[tuple[ChunkBatch, OwnChunks | None]] = deque()
+        self._batches: deque[tuple[ChunkBatch, OwnChunks | None]] = deque()
 
-    def add(self, run: ChunkBatch, own: OwnChunks | None) -> None:
+    def add(self, batch: ChunkBatch, own: OwnChunks | None) -> None:
         """Queue these chunks of an ended request, as many as the limit allows. ``own`` has its
         other chunks, which must not be evicted for these."""
-        self._append(run.part(0, LATE_MAX - self.chunks), own)
+        self._append(batch.part(0, LATE_MAX - self.chunks), own)
 
     def take(self) -> tuple[ChunkBatch, OwnChunks | None]:
         """Remove and return the chunks of the request that ended first."""
-        run, own = self._runs.popleft()
-        self.chunks -= len(run)
-        return run, own
+        batch, own = self._batches.popleft()
+        self.chunks -= len(batch)
+        return batch, own
 
-    def put_back(self, run: ChunkBatch, own: OwnChunks | None) -> None:
+    def put_back(self, batch: ChunkBatch, own: OwnChunks | None) -> None:
         """Return what is left of chunks that were taken, to be taken first again."""
-        self._append(run, own)
-        self._runs.rotate(1)
+        self._append(batch, own)
+        self._batches.rotate(1)
 
-    def _append(self, run: ChunkBatch, own: OwnChunks | None) -> None:
-        if run:
-            self._runs.append((run, own))
-            self.chunks += len(run)
+    def _append(self, batch: ChunkBatch, own: OwnChunks | None) -> None:
+        if batch:
+            self._batches.append((batch, own))
+            self.chunks += len(batch)
 
     def overwritten(self, blocks: Iterable[int]) -> None:
         """Drop the chunks whose blocks are about to be overwritten, and those after them."""
         lost = frozenset(blocks)
-        if lost.isdisjoint(block for run, _ in self._runs for block in run.blocks):
+        if lost.isdisjoint(block for batch, _ in self._batches for block in batch.blocks):
             return
-        runs, self._runs, self.chunks = self._runs, deque(), 0
-        for run, own in runs:
-            first = next((at for at, block in zip(count(), run.blocks) if block in lost), None)
-            self._append(run if first is None else run.part(0, first // run.width), own)
+        batches, self._batches, self.chunks = self._batches, deque(), 0
+        for batch, own in batches:
+            first = next((at for at, block in zip(count(), batch.blocks) if block in lost), None)
+            self._append(batch if first is None else batch.part(0, first // batch.width), own)
 
     def clear(self) -> None:
         """Drop all chunks: their blocks can no longer be trusted."""
-        self._runs.clear()
+        self._batches.clear()
         self.chunks = 0

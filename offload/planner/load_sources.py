@@ -82,31 +82,37 @@ class LoadSources:
         """Forget all chunks."""
         self.promoting.clear()
 
-    def expected(self, runs: Sequence[ChunkBatch], read: frozenset[int] | None) -> dict[int, int]:
+    def expected(
+        self, batches: Sequence[ChunkBatch], read: frozenset[int] | None
+    ) -> dict[int, int]:
         """Estimate, from a sample, how many tokens of these chunks each tier would provide."""
         counts: Counter[tuple[int, int]] = Counter()
         tiers = [t for t in range(CPU, len(self._lower)) if read is None or t in read]
-        for run in runs:
-            left = sample = run.keys[:: -(-len(run) // SAMPLE)]
-            rest = len(run)
+        for batch in batches:
+            left = sample = batch.keys[:: -(-len(batch) // SAMPLE)]
+            rest = len(batch)
             for tier in tiers[:-1]:
                 resident = (self._cpu if tier == CPU else self._lower[tier]).resident
                 held = list(map(resident.__contains__, left))
                 left = list(compress(left, map(not_, held)))
-                counts[run.group, tier] = len(run) * held.count(True) // len(sample)
-                rest -= counts[run.group, tier]
-            counts[run.group, tiers[-1]] = rest  # only for chunks that a lookup has found
+                counts[batch.group, tier] = len(batch) * held.count(True) // len(sample)
+                rest -= counts[batch.group, tier]
+            counts[batch.group, tiers[-1]] = rest  # only for chunks that a lookup has found
         return self.tokens(+counts)
 
     def take(
-        self, job: int, runs: Sequence[ChunkBatch], read: frozenset[int] | None, *, later: bool
+        self, job: int, batches: Sequence[ChunkBatch], read: frozenset[int] | None, *, later: bool
     ) -> Taken | None:
         """Pin these chunks until the job has ended, and reserve slots for chunks of lower tiers, as
         far as slots are free. Does nothing and returns ``None`` if one of the chunks is in no tier,
         or if they are taken ``later`` than they were looked up and one is in a tier that has begun
         to fail."""
-        keys = runs[0].keys if len(runs) == 1 else [*chain.from_iterable(r.keys for r in runs)]
-        groups = [*chain.from_iterable([run.group] * len(run) for run in runs)]
+        keys = (
+            batches[0].keys
+            if len(batches) == 1
+            else [*chain.from_iterable(r.keys for r in batches)]
+        )
+        groups = [*chain.from_iterable([batch.group] * len(batch) for batch in batches)]
         slots, tiers = self._find(keys, read)
         used = set(tiers)
         if later and any(t != IN_SLAB and not self._health[t].reads.closed for t in used):
@@ -114,7 +120,7 @@ class LoadSources:
         if IN_SLAB in used and (IN_SLAB, STAGED) in zip(tiers, slots, strict=True):
             return None
         pins = self._pin(keys, slots, tiers)
-        promoted, evicted = self._promote(job, runs, tiers)
+        promoted, evicted = self._promote(job, batches, tiers)
         if len(promoted) == len(keys):
             slots = list(promoted.values())
         elif promoted:
@@ -122,8 +128,10 @@ class LoadSources:
         columns = Columns(
             keys,
             groups,
-            runs[0].blocks if len(runs) == 1 else [*chain.from_iterable(r.blocks for r in runs)],
-            one_width([*chain.from_iterable([run.width] * len(run) for run in runs)]),
+            batches[0].blocks
+            if len(batches) == 1
+            else [*chain.from_iterable(r.blocks for r in batches)],
+            one_width([*chain.from_iterable([batch.width] * len(batch) for batch in batches)]),
             slots,
             tiers,
         )
@@ -194,7 +202,7 @@ class LoadSources:
         return pins
 
     def _promote(
-        self, job: int, runs: Sequence[ChunkBatch], tiers: Sequence[int]
+        self, job: int, batches: Sequence[ChunkBatch], tiers: Sequence[int]
     ) -> tuple[dict[bytes, int], int]:
         """Reserve slots for chunks of lower tiers, as long as slots are available. Returns the
         slots by key, and how many chunks were evicted for them."""
@@ -203,14 +211,14 @@ class LoadSources:
         keys: list[bytes] = []
         infos: list[EntryInfo] = []
         at = 0
-        for run in runs:
-            below = run.chosen(list(map(IN_SLAB.__ne__, tiers[at : at + len(run)])))
-            at += len(run)
+        for batch in batches:
+            below = batch.chosen(list(map(IN_SLAB.__ne__, tiers[at : at + len(batch)])))
+            at += len(batch)
             # A request that may not read the CPU tier may need chunks that are in it.
             if not self._cpu.are_absent(below.keys):
                 below = below.chosen(list(map(self._cpu.is_absent, below.keys)))
             keys += below.keys
-            infos += self._groups[run.group].entries(below, 1)
+            infos += self._groups[batch.group].entries(below, 1)
         patient = not self._cpu.unwritten.is_behind
         grant = self._cpu.reserve(keys, infos, patient=patient, checked=True)
         if grant.evicted:

@@ -34,7 +34,7 @@ class _Load(Job):
     """A load that a request waits for: a job whose ``fills`` and ``pins`` grow part by part.
 
     ``parts`` is the number of planned parts. ``rest`` is not planned yet, from chunk ``at`` of its
-    first run on. The load reads the tiers ``read`` (``None``: all). ``counts`` are the planned
+    first batch on. The load reads the tiers ``read`` (``None``: all). ``counts`` are the planned
     chunks by group and tier; ``before`` are the tokens by tier that loads in flight receive while
     this one is read (``ReadQueue.before``).
     """
@@ -53,12 +53,12 @@ class _Load(Job):
         """Return up to ``chunks_max`` chunks of the rest."""
         taken = []
         while self.rest and chunks_max > 0:
-            run = self.rest[0]
-            end = min(len(run), self.at + chunks_max)
-            taken.append(run.part(self.at, end))
+            batch = self.rest[0]
+            end = min(len(batch), self.at + chunks_max)
+            taken.append(batch.part(self.at, end))
             chunks_max -= end - self.at
             self.at = end
-            if end == len(run):
+            if end == len(batch):
                 self.rest.pop(0)
                 self.at = 0
         return taken
@@ -193,7 +193,7 @@ class LoadPlanner:
             self._cut(load, NOBODY)
         self._sources.forget_all()
 
-    def plan(self, request: str, runs: Sequence[ChunkBatch]) -> LoadTokens:
+    def plan(self, request: str, batches: Sequence[ChunkBatch]) -> LoadTokens:
         """Plan to restore these chunks for a request: in one step or, if there are too many, in
         several.
 
@@ -206,17 +206,17 @@ class LoadPlanner:
             self._jobs.next_id(),
             JobKind.LOAD,
             request=request,
-            chunks=sum(map(len, runs)),
-            holds=sum(len(run.blocks) for run in runs),
-            rest=list(runs),
-            read=runs[0].origin.controls.read if runs else None,
+            chunks=sum(map(len, batches)),
+            holds=sum(len(batch.blocks) for batch in batches),
+            rest=list(batches),
+            read=batches[0].origin.controls.read if batches else None,
         )
         at_once = not self.queue and load.chunks <= min(self._allowance.left, LOAD_PART_MAX)
         if at_once:
             self._plan_part(load, load.chunks)
         else:
-            load.tokens.set(self._sources.expected(runs, load.read))
-            self.held.hold(load.job, chain.from_iterable(run.keys for run in runs))
+            load.tokens.set(self._sources.expected(batches, load.read))
+            self.held.hold(load.job, chain.from_iterable(batch.keys for batch in batches))
             self._allowance.take(int(load.chunks * ACCEPTED_COST))
             self.queue.append(load)
         self._jobs.open(load)
@@ -248,11 +248,11 @@ class LoadPlanner:
             raise errors[0]
 
     def _plan_part(self, load: _Load, chunks_max: int) -> None:
-        runs = load.take(chunks_max)
+        batches = load.take(chunks_max)
         later = self.held.holds(load.job)
         if not load.rest:
             self.held.release(load.job)
-        taken = self._sources.take(load.job, runs, load.read, later=later)
+        taken = self._sources.take(load.job, batches, load.read, later=later)
         if taken is None:
             self._allowance.take(chunks_max)
             self._cut(load, NOBODY)

@@ -110,7 +110,7 @@ class StorePlanner:
 
     def plan(
         self,
-        run: ChunkBatch,
+        batch: ChunkBatch,
         own: OwnChunks | None = None,
         *,
         ended: bool = False,
@@ -125,13 +125,15 @@ class StorePlanner:
         writing them, or they got a slot. The caller may offer the rest again, unless the request
         has ``ended``.
         """
-        settled = self._plan(run, own, ended=ended, may_wait=may_wait)
+        settled = self._plan(batch, own, ended=ended, may_wait=may_wait)
         if own is not None:
-            own.add(run.keys[:settled])
+            own.add(batch.keys[:settled])
         return settled
 
-    def _plan(self, run: ChunkBatch, own: OwnChunks | None, *, ended: bool, may_wait: bool) -> int:
-        is_state = self._groups[run.group].kind == STATE
+    def _plan(
+        self, batch: ChunkBatch, own: OwnChunks | None, *, ended: bool, may_wait: bool
+    ) -> int:
+        is_state = self._groups[batch.group].kind == STATE
         chunks_max = self.available(ended=ended or is_state)
         is_patient = may_wait and not (ended or is_state)
         if self._is_full or chunks_max <= 0 or (is_patient and self._waits):
@@ -139,11 +141,11 @@ class StorePlanner:
         if own is not None and not ended and own.is_full(self._entered, self._step):
             return 0
         holders = (*self._sources.holders(), *self._cpu.barred)
-        fresh, settled = self._absent_prefix(run, holders, chunks_max)
+        fresh, settled = self._absent_prefix(batch, holders, chunks_max)
         if not fresh:
             return settled
-        infos = self._groups[run.group].entries(fresh, 1)
-        evict = run.origin.priority != LOW
+        infos = self._groups[batch.group].entries(fresh, 1)
+        evict = batch.origin.priority != LOW
         grant = self._cpu.reserve(
             fresh.keys,
             infos,
@@ -157,7 +159,7 @@ class StorePlanner:
             self._stats.evicted(CPU, grant.evicted)
         if (granted := len(grant.locations)) < len(fresh):
             self._no_space(fresh.keys[granted:], own, evict=evict, is_patient=is_patient)
-            settled = run.keys.index(fresh.keys[granted])
+            settled = batch.keys.index(fresh.keys[granted])
         if granted:
             self._open(fresh.part(0, granted), infos[:granted], grant.locations)
         if not ended:
@@ -183,10 +185,10 @@ class StorePlanner:
         """Plan to store chunks of requests that have ended, before those of running requests,
         which can be offered again. Call this after the step's ``fence``."""
         while self.late.chunks:
-            run, own = self.late.take()
-            settled = self.plan(run, own)
-            if settled < len(run) and (settled or self.storing):  # else waiting makes no space
-                self.late.put_back(run.part(settled, len(run)), own)
+            batch, own = self.late.take()
+            settled = self.plan(batch, own)
+            if settled < len(batch) and (settled or self.storing):  # else waiting makes no space
+                self.late.put_back(batch.part(settled, len(batch)), own)
                 return
 
     def available(self, *, ended: bool = False) -> int:
@@ -211,53 +213,53 @@ class StorePlanner:
         return min(STORE_PIECE_MAX, max(STORE_PIECE_MIN, self.available()))
 
     def _absent_prefix(
-        self, run: ChunkBatch, holders: Sequence[Container[bytes]], chunks_max: int
+        self, batch: ChunkBatch, holders: Sequence[Container[bytes]], chunks_max: int
     ) -> tuple[ChunkBatch, int]:
         """The chunks that no tier has, as far as this step (``chunks_max``) and the limit on all
         stores allow, and the number of chunks that were checked."""
-        wanted = _absent(run.keys, holders)
+        wanted = _absent(batch.keys, holders)
         if True not in wanted:
-            return run.part(0, 0), len(run)
+            return batch.part(0, 0), len(batch)
         # Recurrent states are offered only once; other chunks are offered again if they are refused
         # here.
-        allowed = limit = len(run)
-        if self._groups[run.group].kind != STATE:
+        allowed = limit = len(batch)
+        if self._groups[batch.group].kind != STATE:
             allowed = max(0, self._chunks_max - self.storing)
             limit = min(allowed, chunks_max)
         if self._admission is not None:
-            wanted = self._admitted(self._admission, run, wanted, limit)
+            wanted = self._admitted(self._admission, batch, wanted, limit)
         if wanted.count(True) > limit:
             seen = next(islice(compress(count(), wanted), limit, None))
             if limit == allowed:
-                self._stats.no_space(1, [run.keys[seen]])
-            run, wanted = run.part(0, seen), wanted[:seen]
-        return run.chosen(wanted), len(wanted)
+                self._stats.no_space(1, [batch.keys[seen]])
+            batch, wanted = batch.part(0, seen), wanted[:seen]
+        return batch.chosen(wanted), len(wanted)
 
     def _admitted(
-        self, policy: AdmissionPolicy, run: ChunkBatch, wanted: Sequence[bool], chunks_max: int
+        self, policy: AdmissionPolicy, batch: ChunkBatch, wanted: Sequence[bool], chunks_max: int
     ) -> list[bool]:
         """``wanted`` without the chunks that are not admitted; stops after ``chunks_max`` + 1
         admitted chunks."""
         found, admitted = list(wanted), 0
-        high = run.origin.priority == HIGH
+        high = batch.origin.priority == HIGH
         for at in compress(count(), wanted):
             if admitted > chunks_max:
                 break
-            (entry,) = self._groups[run.group].entries(run.part(at, at + 1), 1)
-            found[at] = policy.admit(run.keys[at], entry) or high
+            (entry,) = self._groups[batch.group].entries(batch.part(at, at + 1), 1)
+            found[at] = policy.admit(batch.keys[at], entry) or high
             admitted += found[at]
             if not found[at]:
-                self._stats.refused(CPU, [run.keys[at]], Cause.NOT_ADMITTED)
+                self._stats.refused(CPU, [batch.keys[at]], Cause.NOT_ADMITTED)
         return found
 
-    def _open(self, run: ChunkBatch, infos: LazyEntryInfos, slots: Sequence[int]) -> None:
+    def _open(self, batch: ChunkBatch, infos: LazyEntryInfos, slots: Sequence[int]) -> None:
         job = self._jobs.next_id()
-        write, keys, blocks = run.origin.controls.write, run.keys, run.blocks
+        write, keys, blocks = batch.origin.controls.write, batch.keys, batch.blocks
         self._jobs.open(
             Job(job, JobKind.STORE, fills=keys, blocks=blocks, write=write, infos=infos)
         )
-        self._planned.append(StoreJob(job, run.group, run.blocks, slots))
-        self.storing += len(run)
+        self._planned.append(StoreJob(job, batch.group, batch.blocks, slots))
+        self.storing += len(batch)
 
     def fence(self, blocks: Iterable[int]) -> None:
         """Record that the coming step overwrites these GPU blocks.

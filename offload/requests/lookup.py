@@ -72,8 +72,8 @@ def tokens_to_load(
 
     def longest_match(above: int | None = None, end: int = limit) -> int:
         holders = planner.sources.holders(origin.controls.read, above)
-        runs = known.runs_in(above, holders, planner.removals, planner.budget.lookups)
-        return matcher.longest_match(keys, present_in(*holders), start, end, runs)
+        first_gap = known.first_gap_in(above, holders, planner.removals, planner.budget.lookups)
+        return matcher.longest_match(keys, present_in(*holders), start, end, first_gap)
 
     tokens_max = origin.controls.max_load_tokens
     limit = limit if tokens_max is None else min(limit, start + tokens_max)
@@ -321,15 +321,15 @@ class Lookups:
         ).end_tokens
         if end is None:
             return None
-        runs = []
+        batches = []
         ranges = self._matcher.load_ranges(start, end)
         for group, keys, chunks in zip(layout.groups, identity.keys, ranges, strict=True):
             size = group.chunk_tokens
             depths = range((chunks.start + 1) * size, (chunks.stop + 1) * size, size)
             mine = keys[chunks.start : chunks.stop]
             if mine:
-                runs.append(ChunkBatch(mine, group.group, (), depths, identity.origin))
-        return runs
+                batches.append(ChunkBatch(mine, group.group, (), depths, identity.origin))
+        return batches
 
     def accepted(self, state: RequestState, request: Request, external_tokens: int) -> None:
         """Make the request's log entry, once: vLLM has accepted the hit of the last lookup."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Container, Iterable, Sequence
 
-from offload.layout.prefix_match import MATCH_BATCH, RunEnd, present_in
+from offload.layout.prefix_match import MATCH_BATCH, FirstGap, present_in
 from offload.planner.step_budget import Allowance
 from offload.telemetry.removed_chunks import RemovalLog
 
@@ -92,16 +92,16 @@ class PartialLookup:
     no request waits forever.
     """
 
-    __slots__ = ("_partial_lookups", "_runs", "is_partial")
+    __slots__ = ("_partial_lookups", "_ranges", "is_partial")
 
     def __init__(self) -> None:
         self.is_partial = False
-        self._runs: dict[tuple[int | None, int], KnownRange] = {}
+        self._ranges: dict[tuple[int | None, int], KnownRange] = {}
         self._partial_lookups = 0
 
     def clear(self) -> None:
         """Forget everything."""
-        self._runs.clear()
+        self._ranges.clear()
         self.is_partial, self._partial_lookups = False, 0
 
     def begin(self) -> None:
@@ -109,29 +109,29 @@ class PartialLookup:
         self._partial_lookups += self.is_partial
         self.is_partial = False
 
-    def runs_in(
+    def first_gap_in(
         self, above: int | None, holders: Holders, removals: RemovalLog, allowance: Allowance
-    ) -> RunEnd:
-        """Return the ends of the runs of chunks that ``holders`` have, for
+    ) -> FirstGap:
+        """Return a function that finds the first gap among the chunks that ``holders`` have, for
         `PrefixMatcher.longest_match`.
 
-        If this step's ``allowance`` is used up, the ends are too low and ``is_partial`` is set.
+        If this step's ``allowance`` is used up, it finds gaps too early, and ``is_partial`` is set.
         ``above`` names the holders; ``removals`` logs the chunks that left them.
         """
 
-        def run_end(group: int, keys: Sequence[bytes], first: int, end: int) -> int:
-            run = self._known((above, group), keys, first, holders, removals)
-            if run.end >= end:
+        def first_gap(group: int, keys: Sequence[bytes], first: int, end: int) -> int:
+            known = self._known((above, group), keys, first, holders, removals)
+            if known.end >= end:
                 return max(first, end)
             keys_max = allowance.available
             if self._partial_lookups > 2 * (end - first) // allowance.chunks_min + 1:
                 keys_max = end - first
-            allowance.take(run.extend(keys, end, keys_max))
-            if run.end < end and not run.has_gap:
+            allowance.take(known.extend(keys, end, keys_max))
+            if known.end < end and not known.has_gap:
                 self.is_partial = True
-            return max(first, min(run.end, end))
+            return max(first, min(known.end, end))
 
-        return run_end
+        return first_gap
 
     def _known(
         self,
@@ -142,13 +142,13 @@ class PartialLookup:
         removals: RemovalLog,
     ) -> KnownRange:
         """Return the range that is already known, or an empty one."""
-        run = self._runs.get(name)
-        if run is not None and run.is_of(first, holders):
-            gone = removals.since(run.mark)
+        known = self._ranges.get(name)
+        if known is not None and known.is_of(first, holders):
+            gone = removals.since(known.mark)
             if gone:
-                run.cut(keys, gone)
-            if gone is not None and run.end >= first:
-                run.mark = removals.count
-                return run
-        run = self._runs[name] = KnownRange(first, holders, removals.count)
-        return run
+                known.cut(keys, gone)
+            if gone is not None and known.end >= first:
+                known.mark = removals.count
+                return known
+        known = self._ranges[name] = KnownRange(first, holders, removals.count)
+        return known

@@ -156,7 +156,7 @@ class Engine(Server):
         """The same, from the results of earlier steps and the allowance of this one."""
         request.known.begin()
         planner = self.planner
-        run_end = request.known.runs_in(
+        first_gap = request.known.first_gap_in(
             above,
             planner.sources.holders(None, above),
             planner.removals,
@@ -164,7 +164,7 @@ class Engine(Server):
         )
         end = len(request.chain) - 1
         keys = {g: [key_of(prefix, g) for prefix in request.chain[:end]] for g in GROUPS}
-        hit = min(run_end(group, keys[group], 0, end) for group in GROUPS)
+        hit = min(first_gap(group, keys[group], 0, end) for group in GROUPS)
         return None if request.known.is_partial else hit
 
     def _allocate(self, request: Request) -> None:

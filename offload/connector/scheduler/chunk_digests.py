@@ -70,24 +70,26 @@ class ChunkDigests:
             end = min(max(0, settled) // group.chunk_tokens, len(state.identity.keys[index]))
             if end > first[index]:
                 table = tables[group.group]
-                run = self._wanted.final(state.identity, index, first[index], end, table)
-                self._add(run, early=ended)
+                batch = self._wanted.final(state.identity, index, first[index], end, table)
+                self._add(batch, early=ended)
                 first[index] = end
 
-    def boundary_state(self, state: RequestState, index: int, chunk: int, run: ChunkBatch) -> None:
+    def boundary_state(
+        self, state: RequestState, index: int, chunk: int, batch: ChunkBatch
+    ) -> None:
         """Add the recurrent state that this step handed over at the end of this chunk.
 
         It ignores the state with which the request started, because this engine did not compute it.
         """
         first = self._next.get(state.identity.request)
         if first is not None and chunk >= first[index]:
-            self._add(run, early=False)
+            self._add(batch, early=False)
             first[index] = chunk + 1
 
-    def _add(self, run: ChunkBatch, *, early: bool) -> None:
-        if run:
+    def _add(self, batch: ChunkBatch, *, early: bool) -> None:
+        if batch:
             jobs = self._early if early else self._late
-            jobs.append(DigestJob(run.group, tuple(run.keys), tuple(run.blocks), early))
+            jobs.append(DigestJob(batch.group, tuple(batch.keys), tuple(batch.blocks), early))
 
     def restarted(self, request: str) -> None:
         """Forget a request that was preempted or has ended, because its chunks may change."""
