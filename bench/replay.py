@@ -337,11 +337,11 @@ def facts(config: Config, outcomes: Mapping[str, Outcome]) -> list[str]:
     notes = []
     for world, outcome in outcomes.items():
         batch, speeds = outcome.batch, outcome.speeds
-        foreign = batch.foreign_cpu_s / batch.seconds / (os.cpu_count() or 1)
+        others = batch.other_cpu_s / batch.seconds / (os.cpu_count() or 1)
         notes.append(
             f"{world}: measured prefill {speeds.prefill:,.0f} and decode {speeds.decode:.1f} "
             f"tokens/s; during the replay of {batch.seconds:.1f} s, other processes used "
-            f"{foreign:.0%} of the machine's processor time"
+            f"{others:.0%} of the machine's processor time"
         )
     read = next(iter(outcomes.values())).speeds.read
     notes.append(

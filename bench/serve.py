@@ -268,11 +268,11 @@ def _observed(model: Model, samples: Samples) -> list[str]:
             f"Computing took {1e6 / speed:.0f} us per token and produced {kv * speed / 1e6:.0f} "
             "MB/s of KV cache."
         )
-    foreign = [(batch.foreign_cpu_s - batch.waiting_cpu_s) / batch.seconds for batch in everything]
+    others = [(batch.other_cpu_s - batch.waiting_cpu_s) / batch.seconds for batch in everything]
     waiting = [batch.waiting_cpu_s / batch.seconds for batch in everything]
     notes.append(
-        f"During a batch, other processes used {median(foreign):.1%} of a core (median; maximum "
-        f"{max(foreign):.1%}), and the waiting engines together {median(waiting):.1%} (vLLM's "
+        f"During a batch, other processes used {median(others):.1%} of a core (median; maximum "
+        f"{max(others):.1%}), and the waiting engines together {median(waiting):.1%} (vLLM's "
         f"polling threads)."
     )
     return notes

@@ -64,7 +64,7 @@ class EngineError(Exception):
 @dataclass(frozen=True, slots=True)
 class Batch:
     """The measurements of a batch of requests. ``seconds`` is the time until the last token. The
-    CPU time of the engine and all its processes also covers the work after that. ``foreign_cpu_s``
+    CPU time of the engine and all its processes also covers the work after that. ``other_cpu_s``
     is the CPU time of other processes during the batch, of which the other engines used
     ``waiting_cpu_s``. ``thread_cpu_s`` is the CPU time of this project's threads. ``held_block_s``
     is the sum, over all GPU blocks, of the seconds for which a request held the block while it
@@ -76,7 +76,7 @@ class Batch:
     output_tokens: int
     counters: dict[str, float]
     cpu_s: float = 0.0
-    foreign_cpu_s: float = 0.0
+    other_cpu_s: float = 0.0
     waiting_cpu_s: float = 0.0
     thread_cpu_s: float = 0.0
     held_block_s: float = 0.0
@@ -198,8 +198,8 @@ class Engine:
         before = self.cpu_s(), busy_s()
         batch: Batch = self._ask(method, *arguments, deadline_s=deadline_s)
         own = self.cpu_s() - before[0]
-        foreign = max(0.0, busy_s() - before[1] - own)
-        return replace(batch, cpu_s=own, foreign_cpu_s=foreign)
+        others = max(0.0, busy_s() - before[1] - own)
+        return replace(batch, cpu_s=own, other_cpu_s=others)
 
     def _ask(self, method: str, *arguments: Any, deadline_s: float = CALL_DEADLINE_S) -> Any:
         self._is_busy = True

@@ -166,7 +166,7 @@ def _outcome(world: str, ttft_s: tuple[float, ...], hits: float) -> Outcome:
         'vllm:prompt_tokens_by_source{source="external_kv_transfer"}': hits - 2,
         'vllm:prompt_tokens_by_source{source="local_cache_hit"}': 2.0,
     }
-    return Outcome(Batch(30.0, ttft_s, 99, 3, counters, foreign_cpu_s=9.0), SPEEDS, predicted)
+    return Outcome(Batch(30.0, ttft_s, 99, 3, counters, other_cpu_s=9.0), SPEEDS, predicted)
 
 
 def _outcomes(**other: tuple[float, ...]) -> dict[str, Outcome]:

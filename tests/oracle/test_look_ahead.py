@@ -153,9 +153,9 @@ def test_a_backlog_is_read_while_it_waits(tmp_path: Path) -> None:
                 counts = served.counts()
                 assert counts["read"] == counts["used"] > 3 * CHUNKS
                 assert counts["wasted"] == 0
-                told = [logged.ahead for logged in side(served).log.last]
-                assert sum(ahead.tokens for ahead in told) == 4 * counts["used"]
-                saved_s = sum(ahead.saved_s for ahead in told)
+                aheads = [logged.ahead for logged in side(served).log.last]
+                assert sum(ahead.tokens for ahead in aheads) == 4 * counts["used"]
+                saved_s = sum(ahead.saved_s for ahead in aheads)
                 assert saved_s == pytest.approx(served.planner.look_ahead.saved_s)
                 assert saved_s > 0
     assert steps[0.5] < steps[0.0], steps

@@ -314,12 +314,12 @@ def test_budget(world: OracleEngine) -> None:
 @pytest.mark.parametrize("which", [Reason.BREAKER, Reason.BREAK_EVEN])
 def test_an_unavailable_tier_is_not_queried(world: OracleEngine, which: Reason) -> None:
     stored(world)
-    gate = world.planner.health[0]
+    health = world.planner.health[0]
     far = time.monotonic() + 1e6
     if which is Reason.BREAKER:
-        gate.reads._open(time.monotonic(), 1e6)
+        health.reads._open(time.monotonic(), 1e6)
     else:
-        gate.break_even.pays, gate.break_even._retry_at = False, far
+        health.break_even.pays, health.break_even._retry_at = False, far
     world.planner.cpu.drop(list(world.planner.cpu.resident))
     found = serve(world, "b", PROMPT)
     assert reason(found) is which
@@ -385,11 +385,11 @@ def _one_boundary_too_early(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(PrefixMatcher, "next_boundary", lambda self, hit: max(4, hit))
 
 
-def _gates_not_looked_at(patch: pytest.MonkeyPatch) -> None:
+def _health_is_ignored(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(why.Explainer, "_held_back", staticmethod(lambda *_: None))
 
 
-def _failures_not_told(patch: pytest.MonkeyPatch) -> None:
+def _failures_are_not_counted(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(RequestLog, "failed", lambda self, record, reason: None)
 
 
@@ -412,10 +412,10 @@ def _recorded_at_each_lookup(patch: pytest.MonkeyPatch) -> None:
         (_departures_forgotten, test_reset),
         (_one_boundary_too_early, test_never_stored_then_complete),
         (
-            _gates_not_looked_at,
+            _health_is_ignored,
             lambda world: test_an_unavailable_tier_is_not_queried(world, Reason.BREAKER),
         ),
-        (_failures_not_told, test_deadline),
+        (_failures_are_not_counted, test_deadline),
         (
             _recorded_at_each_lookup,
             lambda world: test_counters_and_file_agree(world, Path("unused")),

@@ -73,8 +73,8 @@ class WaitingWorld(Backlog):
     def measured(self, chunks_per_step: float) -> None:
         """Set the planner's measured speeds of disk and GPU."""
         for _ in range(SAMPLES_MIN):
-            pace = self.planner.health[0]
-            pace.loaded(1000, 1000 * STEP_S / (chunks_per_step * CHUNK), self.clock.now)
+            health = self.planner.health[0]
+            health.loaded(1000, 1000 * STEP_S / (chunks_per_step * CHUNK), self.clock.now)
             self.planner.health.computed(1000, 1000 * STEP_S / COMPUTED)
 
     def ask_new(self, count: int, tokens: int = NEW_TOKENS) -> None:

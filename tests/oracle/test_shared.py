@@ -233,7 +233,7 @@ def test_replies_from_before_the_end_of_a_reset_are_detected(
 def test_an_engine_that_never_queries_restores_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async def silent(self: Any, question: Any) -> PresenceReply:
+    async def silent(self: Any, query: Any) -> PresenceReply:
         return PresenceReply(None)
 
     monkeypatch.setattr(PresenceQueries, "ask", silent)

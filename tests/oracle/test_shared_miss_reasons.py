@@ -24,7 +24,7 @@ def test_a_shared_tier_does_not_reply(
     """Its content is unknown then, which is different from a chunk that was never stored."""
     may_say = asyncio.Event()
 
-    async def silent(self: Any, question: Any) -> PresenceReply:
+    async def silent(self: Any, query: Any) -> PresenceReply:
         if how == "late":
             await may_say.wait()
         return PresenceReply(None)
@@ -34,9 +34,9 @@ def test_a_shared_tier_does_not_reply(
     monkeypatch.setattr(PresenceQueries, "ask", silent)
     engine, other = two(tmp_path, 1, Conditions(slots=80), lookup_timeout_s=0.05)
     with engine, other:
-        gate = engine.planner.health[0]
+        health = engine.planner.health[0]
         if how == "shut out":
-            gate.reads._open(time.monotonic(), 1e6)
+            health.reads._open(time.monotonic(), 1e6)
         request(engine, PROMPT)
         log = engine.connector._scheduler.log
         while not log.last:

@@ -63,7 +63,7 @@ def test_options_reach_the_constructor() -> None:
 
 
 @pytest.fixture
-def foreign_package(tmp_path, monkeypatch):
+def installed_package(tmp_path, monkeypatch):
     """An installed distribution with an entry point, as pip would install it."""
     (tmp_path / "acme_policies.py").write_text(
         textwrap.dedent(
@@ -88,7 +88,7 @@ def foreign_package(tmp_path, monkeypatch):
     sys.modules.pop("acme_policies", None)
 
 
-@pytest.mark.usefixtures("foreign_package")
+@pytest.mark.usefixtures("installed_package")
 def test_entry_points_of_other_packages_are_found() -> None:
     assert make_policy({"name": "mine", "speed": 3}).speed == 3
     assert "mine" in policy_names()
@@ -143,7 +143,7 @@ def test_a_bad_spec_gets_a_message_with_the_remedy(spec, error, text) -> None:
 
 def test_the_message_quotes_a_constructor_that_refuses() -> None:
     with pytest.raises(PolicyOptionError) as caught:
-        make_policy({"name": f"{__name__}:Foreign", "speed": 13})
+        make_policy({"name": f"{__name__}:ThirdParty", "speed": 13})
     assert "with speed=13: 13 brings bad luck. Its options are: speed, name, how." in str(
         caught.value
     )
@@ -211,7 +211,7 @@ def test_all_wrong_values_are_reported_at_once() -> None:
     )
 
 
-class Foreign(LruPolicy):
+class ThirdParty(LruPolicy):
     """A third party's constructor: types without ranges, and some that are not checked."""
 
     def __init__(self, speed: int = 1, name: str = "", how: list[int] | None = None) -> None:
@@ -222,7 +222,7 @@ class Foreign(LruPolicy):
 
 
 def test_types_that_a_third_party_policy_declares_are_checked() -> None:
-    path = f"{__name__}:Foreign"
+    path = f"{__name__}:ThirdParty"
     assert make_policy(path).given == (1, "", None)
     assert make_policy({"name": path, "speed": -7, "how": "anything"}).given[0] == -7
     with pytest.raises(PolicyOptionError, match="speed must be a whole number"):

@@ -169,19 +169,19 @@ class ServerLife(Engine):
     def _check_plan(self, plan: StepPlan) -> None:
         """A tier that is not used costs nothing but probes. A load that was planned in an earlier
         step is read to its end even if loading no longer pays."""
-        gates = self.planner.health
+        healths = self.planner.health
         for load in plan.loads:
             for item in load.items:
-                gate = gates[item.tier] if item.tier >= 0 else None
+                health = healths[item.tier] if item.tier >= 0 else None
                 request = self.loading.get(load.request)
                 is_new = request is None or request.planned_in == self.steps
-                shut = gate and not (gate.readable if is_new else gate.reads.closed)
+                shut = health and not (health.readable if is_new else health.reads.closed)
                 assert not (load.request and shut), f"{load} reads a tier that must not be used"
             if load.request in self.loading:
                 self.loading[load.request].planned_at = self.now()
             self.events["parts"] += load.part > 0
         for write_through in plan.write_throughs:
-            assert gates[write_through.tier].writable, (
+            assert healths[write_through.tier].writable, (
                 f"{write_through} goes to a tier that must not be used"
             )
         probes = Counter(
@@ -219,13 +219,13 @@ class ServerLife(Engine):
                 self._check_breaker(rank.number, tier, delayed.begun)
 
     def _check_breaker(self, rank: int, tier: int, begun: dict[str, list[float]]) -> None:
-        weather, gate = self.weathers[rank][tier], self.planner.health[tier]
+        weather, health = self.weathers[rank][tier], self.planner.health[tier]
         if weather.sky is not Sky.HANGING or self.now() - weather.since < HOPELESS_S:
             return
-        for method, breaker in (("read", gate.reads), ("write", gate.writes)):
+        for method, breaker in (("read", health.reads), ("write", health.writes)):
             if any(self.now() - at > HOPELESS_S for at in begun[method]):
                 self.events[f"{method} hung"] += 1
-                assert not breaker.closed, f"{gate.name} hangs on rank {rank} and is used"
+                assert not breaker.closed, f"{health.name} hangs on rank {rank} and is used"
 
     # -- the end -----------------------------------------------------------------------------
 
@@ -258,15 +258,15 @@ class ServerLife(Engine):
         if any(writer._epoch_due is not None or writer._undeleted for writer in writers):
             return True
         return any(
-            not gate.writes.closed or (len(index) > 0 and not gate.reads.closed)
-            for gate, index in zip(self.planner.health, self.planner.lower, strict=True)
+            not health.writes.closed or (len(index) > 0 and not health.reads.closed)
+            for health, index in zip(self.planner.health, self.planner.lower, strict=True)
         )
 
     def _why_busy(self) -> str:
-        gates = [(g.reads.state, g.writes.state, g.probe) for g in self.planner.health]
+        healths = [(h.reads.state, h.writes.state, h.probe) for h in self.planner.health]
         jobs = self.planner.jobs.jobs()
         queues = len(self.waiting), len(self.running), list(self.loading)
-        return f"gates {gates}, requests {queues}, jobs {jobs[:5]}"
+        return f"tiers {healths}, requests {queues}, jobs {jobs[:5]}"
 
     async def audit(self) -> None:
         """Assert that nothing is left over, and that everything stored is right, byte for byte, on

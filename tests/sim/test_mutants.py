@@ -148,7 +148,7 @@ def loads_end_with_their_first_part(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(LoadTask, "add", whole)
 
 
-def cut_loads_are_not_told(patch: pytest.MonkeyPatch) -> None:
+def cut_loads_get_no_last_part(patch: pytest.MonkeyPatch) -> None:
     def cut(self: LoadPlanner, load: Any, *_: Any) -> None:
         self.held.release(load.job)
         load.rest = []
@@ -246,7 +246,7 @@ MUTANTS: dict[str, tuple[Patch, Setup | None, str]] = {
         WRONG_BYTES + "|ended twice",
     ),
     "a shortened load is not reported": (
-        cut_loads_are_not_told,
+        cut_loads_get_no_last_part,
         HURRIED_IN_TROUBLE,
         "no rest|has waited|KeyError",
     ),

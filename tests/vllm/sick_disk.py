@@ -92,9 +92,9 @@ def retry_soon(llm: Any) -> None:
     """From now on, an unavailable tier is tried again after a fraction of a second, and never
     later."""
     load_or_recompute.RETRY_S, load_or_recompute.RETRY_MAX_S = RETRY_S
-    for gate in connector(llm)._scheduler.planner.health:
-        gate.break_even._wait_s = RETRY_S[0]
-        for breaker in (gate.reads, gate.writes):
+    for health in connector(llm)._scheduler.planner.health:
+        health.break_even._wait_s = RETRY_S[0]
+        for breaker in (health.reads, health.writes):
             breaker._first_wait_s, breaker._wait_max_s = RETRY_S
 
 

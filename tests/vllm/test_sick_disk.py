@@ -66,10 +66,10 @@ def engine(llama: Path, reference: Reference, root: Path) -> Iterator[Engine]:
         yield found
 
 
-def gate_state(llm: Any) -> tuple[bool, bool, float]:
+def tier_state(llm: Any) -> tuple[bool, bool, float]:
     """Returns whether the disk is read, whether it is written, and how often its breaker opened."""
-    gate = connector(llm)._scheduler.planner.health[0]
-    return gate.readable, gate.writes.closed, gate.reads.openings + gate.writes.openings
+    health = connector(llm)._scheduler.planner.health[0]
+    return health.readable, health.writes.closed, health.reads.openings + health.writes.openings
 
 
 def on_disk(engine: Engine, function: Any, *args: Any) -> Any:
@@ -110,13 +110,13 @@ def ask_while(engine: Engine, reference: Reference, goes_on: Callable[[], bool])
 
 def is_shut(engine: Engine, wanted: tuple[bool, bool]) -> bool:
     """True if the disk is read and written at most as expected."""
-    readable, writable, _ = engine.call(gate_state)
+    readable, writable, _ = engine.call(tier_state)
     return readable <= wanted[0] and writable <= wanted[1]
 
 
 def ask_until(engine: Engine, reference: Reference, wanted: tuple[bool, bool]) -> None:
     """Send requests until the disk is read and written as expected."""
-    ask_while(engine, reference, lambda: engine.call(gate_state)[:2] != wanted)
+    ask_while(engine, reference, lambda: engine.call(tier_state)[:2] != wanted)
 
 
 @pytest.mark.parametrize(
@@ -132,13 +132,13 @@ def ask_until(engine: Engine, reference: Reference, wanted: tuple[bool, bool]) -
 def test_a_sick_disk_is_left_out_and_used_again_when_it_works(
     engine: Engine, reference: Reference, state: str, shut: tuple[bool, bool]
 ) -> None:
-    assert engine.call(gate_state)[:2] == (True, True)
-    before = engine.call(gate_state)[2]
+    assert engine.call(tier_state)[:2] == (True, True)
+    before = engine.call(tier_state)[2]
     on_disk(engine, sick_disk.set_limits, *SHORT)
     engine.call(sick_disk.compute_at, *(QUICKLY if state == "crawls" else SLOWLY))
     on_disk(engine, sick_disk.infect, state)
     ask_while(engine, reference, lambda: not is_shut(engine, shut))
-    assert engine.call(gate_state)[2] > before or state == "crawls"
+    assert engine.call(tier_state)[2] > before or state == "crawls"
     assert on_disk(engine, sick_disk.disk_calls)[0] > 0, "the fault never occurred"
     on_disk(engine, sick_disk.infect, "well")
     on_disk(engine, sick_disk.set_limits, *LONG)
@@ -163,7 +163,7 @@ def test_an_unplugged_disk_is_used_again_when_it_is_back(
     dropped = engine.call(totals)["dropped_chunks:lmdb"]
     root.rename(elsewhere)
     root.touch()
-    ask_while(engine, reference, lambda: engine.call(gate_state)[1])
+    ask_while(engine, reference, lambda: engine.call(tier_state)[1])
     root.unlink()
     if comes_back == "empty":
         shutil.rmtree(elsewhere)

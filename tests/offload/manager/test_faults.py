@@ -86,7 +86,7 @@ class ManagerOverFaults:
             await self.manager.aclose(0.5)
 
     @property
-    def gate(self) -> TierHealth:
+    def health(self) -> TierHealth:
         return self.manager.planner.health[0]
 
     async def store(self, count: int, first: int = 0, wait: bool = True) -> None:
@@ -178,7 +178,7 @@ def fair_again(world: ManagerOverFaults) -> None:
 async def store_until_writes_are_closed(world: ManagerOverFaults) -> None:
     """Offer new blocks until a probe has closed the breaker of writes."""
     first = 200
-    while not world.gate.writes.closed:
+    while not world.health.writes.closed:
         await world.store(2, first, wait=False)
         await asyncio.sleep(6.0)
         first += 2
@@ -193,7 +193,7 @@ def test_reads_of_a_failing_disk(tmp_path: Path, fault: Callable[[Tier, Trouble]
             assert await world.restore(CHUNKS) == CHUNKS
             world.trouble.now = True
             tried = 0
-            while world.gate.reads.closed:
+            while world.health.reads.closed:
                 assert await world.restore(CHUNKS) < CHUNKS
                 await asyncio.sleep(0.1)
                 tried += 1
@@ -210,7 +210,7 @@ def test_reads_of_a_failing_disk(tmp_path: Path, fault: Callable[[Tier, Trouble]
             assert loop.time() - began < 0.1, "an open breaker must cost no time"
             assert world.fault.met > 0
             fair_again(world)
-            await until(lambda: world.gate.reads.closed, world)
+            await until(lambda: world.health.reads.closed, world)
             assert await world.restore(CHUNKS) > held
 
     run(life())
@@ -222,12 +222,12 @@ def test_writes_to_a_failing_disk(tmp_path: Path, fault: Callable[[Tier, Trouble
         async with ManagerOverFaults(tmp_path, fault).opened() as world:
             world.trouble.now = True
             first = 0
-            while world.gate.writes.state is not BreakerState.OPEN:
+            while world.health.writes.state is not BreakerState.OPEN:
                 await world.store(4, first, wait=False)
                 # chunks that wait to be written are pinned until the breaker opens
                 await world.restore(4, first)
                 for _ in range(60):  # six seconds: longer than an operation may take
-                    if world.gate.writes.closed:
+                    if world.health.writes.closed:
                         await asyncio.sleep(0.1)
                 first += 4
                 assert first < 40
@@ -253,7 +253,7 @@ async def until(reached: Callable[[], bool], world: ManagerOverFaults) -> None:
     loop = asyncio.get_running_loop()
     end = loop.time() + 200.0
     while not reached():
-        assert loop.time() < end, (world.gate.reads.state, world.gate.probe)
+        assert loop.time() < end, (world.health.reads.state, world.health.probe)
         await world.restore(CHUNKS)
         await asyncio.sleep(1.0)
 
@@ -304,7 +304,7 @@ def test_an_unplugged_disk_is_used_again_when_it_is_back(tmp_path: Path, comes_b
             await world.store(CHUNKS)
             mount.rename(elsewhere)
             first = 100
-            while world.gate.writes.closed:
+            while world.health.writes.closed:
                 await world.store(2, first, wait=False)
                 assert await world.restore(2, first) == 2
                 await asyncio.sleep(1.0)
@@ -316,7 +316,7 @@ def test_an_unplugged_disk_is_used_again_when_it_is_back(tmp_path: Path, comes_b
             else:
                 elsewhere.rename(mount)
             await store_until_writes_are_closed(world)
-            await until(lambda: world.gate.reads.closed, world)
+            await until(lambda: world.health.reads.closed, world)
             # Forgotten at once, not through one failed load after the other.
             held = CHUNKS if comes_back == "as it was" else 0
             assert sum(key + bytes(4) in planner.lower[0] for key in keys(CHUNKS)) == held

@@ -32,13 +32,15 @@ def prefill_of(rate: float) -> Rate:
     return prefill
 
 
-def load_at(pace: LoadOrRecompute, rate: float, now: float = 0.0, times: int = SAMPLES_MIN) -> None:
+def load_at(
+    break_even: LoadOrRecompute, rate: float, now: float = 0.0, times: int = SAMPLES_MIN
+) -> None:
     for _ in range(times):
-        pace.observe_load(TOKENS, TOKENS / rate, now)
+        break_even.observe_load(TOKENS, TOKENS / rate, now)
 
 
-def probe_at(pace: LoadOrRecompute, rate: float, now: float) -> None:
-    pace.observe_probe(TOKENS, TOKENS / rate, now)
+def probe_at(break_even: LoadOrRecompute, rate: float, now: float) -> None:
+    break_even.observe_probe(TOKENS, TOKENS / rate, now)
 
 
 def test_a_rate_is_the_median_of_the_last_samples() -> None:
@@ -63,78 +65,78 @@ def test_samples_of_too_little_work_or_no_time_are_ignored() -> None:
 
 def test_loading_pays_until_measured_otherwise() -> None:
     assert LoadOrRecompute(Rate()).pays
-    pace = LoadOrRecompute(Rate())
-    load_at(pace, 1.0)
-    assert pace.pays, "the rate of computing was not measured yet"
-    pace = LoadOrRecompute(prefill_of(1000))
-    load_at(pace, 1.0, times=SAMPLES_MIN - 1)
-    assert pace.pays, "too few loads"
+    break_even = LoadOrRecompute(Rate())
+    load_at(break_even, 1.0)
+    assert break_even.pays, "the rate of computing was not measured yet"
+    break_even = LoadOrRecompute(prefill_of(1000))
+    load_at(break_even, 1.0, times=SAMPLES_MIN - 1)
+    assert break_even.pays, "too few loads"
 
 
 def test_loading_stops_below_the_threshold_only() -> None:
-    pace = LoadOrRecompute(prefill_of(1000))
-    load_at(pace, 1000 * STOP_BELOW * 1.01)
-    assert pace.pays
-    pace = LoadOrRecompute(prefill_of(1000))
-    load_at(pace, 1000 * STOP_BELOW * 0.99)
-    assert not pace.pays
+    break_even = LoadOrRecompute(prefill_of(1000))
+    load_at(break_even, 1000 * STOP_BELOW * 1.01)
+    assert break_even.pays
+    break_even = LoadOrRecompute(prefill_of(1000))
+    load_at(break_even, 1000 * STOP_BELOW * 0.99)
+    assert not break_even.pays
 
 
 def test_if_switched_off_loading_always_pays() -> None:
-    pace = LoadOrRecompute(prefill_of(1000), enabled=False)
-    load_at(pace, 1.0)
-    assert pace.pays
+    break_even = LoadOrRecompute(prefill_of(1000), enabled=False)
+    load_at(break_even, 1.0)
+    assert break_even.pays
 
 
 def test_one_slow_load_among_good_ones_changes_nothing() -> None:
-    pace = LoadOrRecompute(prefill_of(1000))
-    load_at(pace, 2000.0)
-    load_at(pace, 1.0, times=1)
-    assert pace.pays
+    break_even = LoadOrRecompute(prefill_of(1000))
+    load_at(break_even, 2000.0)
+    load_at(break_even, 1.0, times=1)
+    assert break_even.pays
 
 
 def test_a_probe_must_be_clearly_faster() -> None:
-    pace = LoadOrRecompute(prefill_of(1000))
-    load_at(pace, 500.0, now=10.0)
-    assert not pace.probe_due(10.0 + RETRY_S - 0.1)
-    assert pace.probe_due(10.0 + RETRY_S)
-    probe_at(pace, 1000 * RESUME_ABOVE * 0.99, 15.0)
-    assert not pace.pays
-    probe_at(pace, 1000 * RESUME_ABOVE * 1.01, 30.0)
-    assert pace.pays
-    assert pace.rate.value() is None, "earlier measurements must no longer count"
+    break_even = LoadOrRecompute(prefill_of(1000))
+    load_at(break_even, 500.0, now=10.0)
+    assert not break_even.probe_due(10.0 + RETRY_S - 0.1)
+    assert break_even.probe_due(10.0 + RETRY_S)
+    probe_at(break_even, 1000 * RESUME_ABOVE * 0.99, 15.0)
+    assert not break_even.pays
+    probe_at(break_even, 1000 * RESUME_ABOVE * 1.01, 30.0)
+    assert break_even.pays
+    assert break_even.rate.value() is None, "earlier measurements must no longer count"
 
 
 def test_probes_come_after_waits_that_double_up_to_a_bound() -> None:
-    pace = LoadOrRecompute(prefill_of(1000))
-    load_at(pace, 500.0, now=0.0)
+    break_even = LoadOrRecompute(prefill_of(1000))
+    load_at(break_even, 500.0, now=0.0)
     now, waits = 0.0, []
     for _ in range(6):
         began = now
-        while not pace.probe_due(now):
+        while not break_even.probe_due(now):
             now += 1.0
         waits.append(now - began)
-        probe_at(pace, 500.0, now)
+        probe_at(break_even, 500.0, now)
     assert waits == [5.0, 10.0, 20.0, 40.0, RETRY_MAX_S, RETRY_MAX_S]
 
 
 def test_a_probe_that_loaded_nothing_is_a_slow_probe() -> None:
     for prefill in (Rate(), prefill_of(1000)):
-        pace = LoadOrRecompute(prefill)
-        pace.pays = False
-        pace.observe_probe(0, 0.001, now=100.0)
-        assert not pace.pays
-        assert not pace.probe_due(100.1)
+        break_even = LoadOrRecompute(prefill)
+        break_even.pays = False
+        break_even.observe_probe(0, 0.001, now=100.0)
+        assert not break_even.pays
+        assert not break_even.probe_due(100.1)
 
 
 def test_a_tier_that_pays_only_without_traffic_is_tried_less_and_less_often() -> None:
     """Probes run without traffic: for 600 s, probes are fast and loads slow."""
-    pace, now, resumed = LoadOrRecompute(prefill_of(1000)), 0.0, []
+    break_even, now, resumed = LoadOrRecompute(prefill_of(1000)), 0.0, []
     while now < 600.0:
-        if pace.pays:
-            load_at(pace, 100.0, now, times=1)
-        elif pace.probe_due(now):
-            probe_at(pace, 5000.0, now)
+        if break_even.pays:
+            load_at(break_even, 100.0, now, times=1)
+        elif break_even.probe_due(now):
+            probe_at(break_even, 5000.0, now)
             resumed.append(now)
         now += 1.0
     assert len(resumed) < 16, (
@@ -145,15 +147,15 @@ def test_a_tier_that_pays_only_without_traffic_is_tried_less_and_less_often() ->
 
 
 def test_loads_that_pay_make_the_next_wait_short_again() -> None:
-    pace = LoadOrRecompute(prefill_of(1000))
-    load_at(pace, 500.0, now=0.0)
+    break_even = LoadOrRecompute(prefill_of(1000))
+    load_at(break_even, 500.0, now=0.0)
     for now in (5.0, 15.0, 35.0):
-        probe_at(pace, 500.0, now)
-    probe_at(pace, 5000.0, 100.0)
-    load_at(pace, 5000.0, 101.0, times=SAMPLES_KEPT)
-    load_at(pace, 500.0, 200.0, times=SAMPLES_KEPT)
-    assert not pace.pays
-    assert pace.probe_due(200.0 + RETRY_S)
+        probe_at(break_even, 500.0, now)
+    probe_at(break_even, 5000.0, 100.0)
+    load_at(break_even, 5000.0, 101.0, times=SAMPLES_KEPT)
+    load_at(break_even, 500.0, 200.0, times=SAMPLES_KEPT)
+    assert not break_even.pays
+    assert break_even.probe_due(200.0 + RETRY_S)
 
 
 def test_between_the_thresholds_nothing_changes() -> None:
@@ -169,98 +171,98 @@ def test_between_the_thresholds_nothing_changes() -> None:
 
 
 def short_loads(
-    pace: LoadOrRecompute, seconds: float, now: float, times: int = SAMPLES_MIN
+    break_even: LoadOrRecompute, seconds: float, now: float, times: int = SAMPLES_MIN
 ) -> None:
     for _ in range(times):
-        pace.observe_load(TOKENS_MIN - 1, seconds, now)
+        break_even.observe_load(TOKENS_MIN - 1, seconds, now)
 
 
 def test_a_load_must_have_more_tokens_than_are_computed_during_a_short_load() -> None:
-    pace = LoadOrRecompute(prefill_of(1000))
-    short_loads(pace, 0.2, 0.0, SAMPLES_MIN - 1)
-    assert pace.tokens_min == 0, "too few loads"
-    short_loads(pace, 0.2, 0.0, 1)
-    assert pace.tokens_min == pytest.approx(STOP_BELOW * 1000 * 0.2)
+    break_even = LoadOrRecompute(prefill_of(1000))
+    short_loads(break_even, 0.2, 0.0, SAMPLES_MIN - 1)
+    assert break_even.tokens_min == 0, "too few loads"
+    short_loads(break_even, 0.2, 0.0, 1)
+    assert break_even.tokens_min == pytest.approx(STOP_BELOW * 1000 * 0.2)
 
 
 def test_every_load_pays_if_switched_off_or_the_computing_rate_is_unknown() -> None:
-    for pace in (LoadOrRecompute(Rate()), LoadOrRecompute(prefill_of(1000), enabled=False)):
-        short_loads(pace, 9.0, 0.0)
-        assert pace.tokens_min == 0
+    for break_even in (LoadOrRecompute(Rate()), LoadOrRecompute(prefill_of(1000), enabled=False)):
+        short_loads(break_even, 9.0, 0.0)
+        assert break_even.tokens_min == 0
 
 
 def test_long_loads_do_not_affect_the_smallest_load() -> None:
-    pace = LoadOrRecompute(prefill_of(1000))
-    load_at(pace, 2000)
-    assert pace.tokens_min == 0
+    break_even = LoadOrRecompute(prefill_of(1000))
+    load_at(break_even, 2000)
+    assert break_even.tokens_min == 0
 
 
 def test_times_of_short_loads_are_forgotten_so_that_they_are_tried_again() -> None:
-    pace = LoadOrRecompute(prefill_of(1000))
-    short_loads(pace, 0.2, now=10.0)
-    pace.tick(10.0 + FORGET_S)
-    assert pace.tokens_min > 0
-    pace.tick(10.1 + FORGET_S)
-    assert pace.tokens_min == 0
+    break_even = LoadOrRecompute(prefill_of(1000))
+    short_loads(break_even, 0.2, now=10.0)
+    break_even.tick(10.0 + FORGET_S)
+    assert break_even.tokens_min > 0
+    break_even.tick(10.1 + FORGET_S)
+    assert break_even.tokens_min == 0
 
 
 def test_a_tier_is_measured_by_all_that_it_delivers_during_a_load() -> None:
     """Four loads share a tier that alone is twice as fast as computing."""
-    pace = LoadOrRecompute(prefill_of(1000))
+    break_even = LoadOrRecompute(prefill_of(1000))
     for _ in range(SAMPLES_MIN):
-        pace.observe_load(TOKENS, 4 * TOKENS / 2000, 0.0, before=3 * TOKENS)
-    assert pace.rate.value() == pytest.approx(2000)
-    assert pace.pays
+        break_even.observe_load(TOKENS, 4 * TOKENS / 2000, 0.0, before=3 * TOKENS)
+    assert break_even.rate.value() == pytest.approx(2000)
+    assert break_even.pays
 
 
 def test_a_short_load_behind_long_ones_is_no_sample() -> None:
-    pace = LoadOrRecompute(prefill_of(1000))
+    break_even = LoadOrRecompute(prefill_of(1000))
     for _ in range(SAMPLES_MIN):
-        pace.observe_load(TOKENS_MIN - 1, 1.0, 0.0, before=TOKENS)
-    assert pace.rate.value() is None
+        break_even.observe_load(TOKENS_MIN - 1, 1.0, 0.0, before=TOKENS)
+    assert break_even.rate.value() is None
 
 
 def test_a_tier_that_pays_again_has_the_speed_of_its_probe() -> None:
-    pace = LoadOrRecompute(prefill_of(1000), timeout_s=10.0)
-    load_at(pace, 500.0)
-    probe_at(pace, 5000.0, 100.0)
+    break_even = LoadOrRecompute(prefill_of(1000), timeout_s=10.0)
+    load_at(break_even, 500.0)
+    probe_at(break_even, 5000.0, 100.0)
     in_time = 10 * DEADLINE_SHARE * 5000
-    assert pace.part(10**6, 0) == (in_time, Cut.DEADLINE)
-    load_at(pace, 2000.0, 101.0)
-    assert pace.part(10**6, 0) == (10 * DEADLINE_SHARE * 2000, Cut.DEADLINE)
+    assert break_even.part(10**6, 0) == (in_time, Cut.DEADLINE)
+    load_at(break_even, 2000.0, 101.0)
+    assert break_even.part(10**6, 0) == (10 * DEADLINE_SHARE * 2000, Cut.DEADLINE)
 
 
 def test_what_can_be_read_in_time_may_be_too_little() -> None:
-    pace = LoadOrRecompute(prefill_of(1000), timeout_s=1.0)
-    load_at(pace, 2000)
-    short_loads(pace, 2.0, 0.0)
-    assert pace.tokens_min > 1000
-    assert pace.part(5000, 0) == (0, Cut.DEADLINE)
-    assert pace.part(500, 0) == (0, Cut.SHORT)
+    break_even = LoadOrRecompute(prefill_of(1000), timeout_s=1.0)
+    load_at(break_even, 2000)
+    short_loads(break_even, 2.0, 0.0)
+    assert break_even.tokens_min > 1000
+    assert break_even.part(5000, 0) == (0, Cut.DEADLINE)
+    assert break_even.part(500, 0) == (0, Cut.SHORT)
 
 
 def test_for_a_request_that_waits_anyway_the_queue_of_the_disk_does_not_matter() -> None:
     """The whole prefix is read for such a request, even the part that a load could not read in
     time. A short piece is still computed."""
-    pace = LoadOrRecompute(prefill_of(1000), timeout_s=1.0)
-    load_at(pace, 2000)
+    break_even = LoadOrRecompute(prefill_of(1000), timeout_s=1.0)
+    load_at(break_even, 2000)
     for job in (1, 2):
-        pace.reads.begin(job, 4000)
-    assert pace.part(4000, 0) == (0, Cut.QUEUE)
-    assert pace.part(4000, None) == (4000, Cut.NOTHING)
+        break_even.reads.begin(job, 4000)
+    assert break_even.part(4000, 0) == (0, Cut.QUEUE)
+    assert break_even.part(4000, None) == (4000, Cut.NOTHING)
     for job in (1, 2):
-        pace.reads.end(job)
-    assert pace.part(4000, 0) == (2000 * DEADLINE_SHARE, Cut.DEADLINE)
-    short_loads(pace, 2.0, 0.0)
-    assert pace.part(500, None) == (0, Cut.SHORT)
+        break_even.reads.end(job)
+    assert break_even.part(4000, 0) == (2000 * DEADLINE_SHARE, Cut.DEADLINE)
+    short_loads(break_even, 2.0, 0.0)
+    assert break_even.part(500, None) == (0, Cut.SHORT)
 
 
 def test_a_hit_is_looked_at_only_if_something_could_cut_it() -> None:
-    pace = LoadOrRecompute(prefill_of(1000), timeout_s=10.0)
-    assert not pace.may_cut(10**9), "the tier was not measured yet"
-    load_at(pace, 2000)
+    break_even = LoadOrRecompute(prefill_of(1000), timeout_s=10.0)
+    assert not break_even.may_cut(10**9), "the tier was not measured yet"
+    load_at(break_even, 2000)
     in_time = int(10 * DEADLINE_SHARE * 2000)
-    assert not pace.may_cut(in_time)
-    assert pace.may_cut(in_time + 1)
-    pace.reads.begin(1, 1)
-    assert pace.may_cut(1)
+    assert not break_even.may_cut(in_time)
+    assert break_even.may_cut(in_time + 1)
+    break_even.reads.begin(1, 1)
+    assert break_even.may_cut(1)

@@ -86,10 +86,10 @@ def test_a_reply_makes_a_chunk_a_hit_and_its_absence_is_remembered_too() -> None
     assert not world.presence.check_wait(wait, 0.0)
     assert [world.planner.sources.present(key) for key in KEYS[:8]] == [True] * 5 + [False] * 3
     assert not world.ask(KEYS[:8]).numbers, "all chunks are known now"
-    assert [q.keys for q in _questions(world, KEYS[:10])] == [tuple(KEYS[8:10])]
+    assert [q.keys for q in _queries(world, KEYS[:10])] == [tuple(KEYS[8:10])]
 
 
-def _questions(world: PlannerOverSharedTier, keys: list[bytes]) -> list[object]:
+def _queries(world: PlannerOverSharedTier, keys: list[bytes]) -> list[object]:
     world.ask(keys)
     return list(world.step().queries)
 
@@ -111,7 +111,7 @@ def test_present_and_absent_entries_expire() -> None:
     assert not world.ask(KEYS[:8]).numbers
     world.at(5.1)
     assert not any(map(world.planner.sources.present, KEYS[:3]))
-    assert [q.keys for q in _questions(world, KEYS[:8])] == [tuple(KEYS[:8])]
+    assert [q.keys for q in _queries(world, KEYS[:8])] == [tuple(KEYS[:8])]
     assert not world.step().deletes, "the store must keep records that this engine has forgotten"
 
 

@@ -22,7 +22,7 @@ class WholeRequests(LruPolicy):
     takes_parts = False
 
 
-class Told(LruPolicy):
+class RecordingLru(LruPolicy):
     """Records its calls."""
 
     def __init__(self) -> None:
@@ -73,7 +73,7 @@ def test_a_use_reported_in_parts_equals_one_reported_at_once(count: int) -> None
 
 
 def test_a_step_reports_one_part_and_hints_come_last() -> None:
-    policy = Told()
+    policy = RecordingLru()
     index = index_of(policy)
     noted = RequestUses(index, (), into(index))
     noted.ended(KEYS[:7], {"session_end": True})
@@ -99,10 +99,10 @@ def test_a_policy_that_examines_requests_gets_complete_ones(make: Callable[[], L
 
 
 def test_each_tier_gets_uses_as_its_policy_accepts_them() -> None:
-    class Whole(Told):
+    class Whole(RecordingLru):
         takes_parts = False
 
-    policies = Whole(), Told()
+    policies = Whole(), RecordingLru()
     cpu, disk = map(index_of, policies)
     noted = RequestUses(cpu, [disk], into(cpu, disk))
     noted.ended(KEYS[:7], {"session_end": True})
@@ -119,7 +119,7 @@ def test_each_tier_gets_uses_as_its_policy_accepts_them() -> None:
 
 def test_deferred_uses_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(uses, "BEHIND_MAX", 4)
-    policy = Told()
+    policy = RecordingLru()
     index = index_of(policy)
     noted = RequestUses(index, (), into(index))
     for _ in range(10):
@@ -129,7 +129,7 @@ def test_deferred_uses_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_reset_forgets_deferred_uses() -> None:
-    policy = Told()
+    policy = RecordingLru()
     index = index_of(policy)
     noted = RequestUses(index, (), into(index))
     noted.ended(KEYS, {})

@@ -71,7 +71,7 @@ def test_a_chunk_of_an_unavailable_tier_is_stored_again() -> None:
 def test_one_probe_at_a_time_after_the_wait_closes_the_breaker() -> None:
     planner = make()
     holding(planner, *range(5))
-    gate = break_reads(planner)
+    health = break_reads(planner)
     assert step(planner, WAIT_S - 0.1).loads == ()
     probe = probe_of(step(planner, WAIT_S))
     assert {(item.slot, item.tier, item.blocks) for item in probe.items} == {(STAGED, 0, ())}
@@ -80,7 +80,7 @@ def test_one_probe_at_a_time_after_the_wait_closes_the_breaker() -> None:
         assert step(planner, later).loads == ()
         assert not found(planner, 1), "no request must wait for the probe"
     answer(planner, probe.job, JobResult(seconds=0.1))
-    assert gate.reads.closed
+    assert health.reads.closed
     assert found(planner, 1)
     assert not planner.busy
 
@@ -88,10 +88,10 @@ def test_one_probe_at_a_time_after_the_wait_closes_the_breaker() -> None:
 def test_a_failed_probe_makes_the_next_wait_longer() -> None:
     planner = make()
     holding(planner, 1)
-    gate = break_reads(planner)
+    health = break_reads(planner)
     probe = probe_of(step(planner, WAIT_S))
     answer(planner, probe.job, JobResult(failed=True))
-    assert gate.reads.state is BreakerState.OPEN
+    assert health.reads.state is BreakerState.OPEN
     assert step(planner, 2 * WAIT_S).loads == ()
     assert probe_of(step(planner, 3 * WAIT_S)).job != probe.job
 
@@ -99,22 +99,22 @@ def test_a_failed_probe_makes_the_next_wait_longer() -> None:
 def test_a_probe_needs_every_rank() -> None:
     planner = make(ranks=2)
     holding(planner, 1)
-    gate = break_reads(planner)
+    health = break_reads(planner)
     probe = probe_of(step(planner, WAIT_S))
     see(planner, rank=0, reads_good=1)
     answer(planner, probe.job)
-    assert not gate.reads.closed
+    assert not health.reads.closed
     answer(planner, probe.job, JobResult(failed=True))
-    assert gate.reads.state is BreakerState.OPEN
+    assert health.reads.state is BreakerState.OPEN
 
 
 def test_a_probe_that_hangs_reopens_the_breaker_and_is_not_followed_by_another() -> None:
     planner = make()
     holding(planner, 1)
-    gate = break_reads(planner)
+    health = break_reads(planner)
     probe = probe_of(step(planner, WAIT_S))
     see(planner, reads_failed=1)  # the probe is late
-    assert gate.reads.state is BreakerState.OPEN
+    assert health.reads.state is BreakerState.OPEN
     for now in (100.0, 200.0, 300.0):
         assert step(planner, now).loads == ()
         assert not found(planner, 1)
@@ -124,11 +124,11 @@ def test_a_probe_that_hangs_reopens_the_breaker_and_is_not_followed_by_another()
 
 def test_a_probe_of_an_empty_tier_waits_for_a_first_record() -> None:
     planner = make()
-    gate = break_reads(planner)
+    health = break_reads(planner)
     for now in (WAIT_S, 2 * WAIT_S, 1000.0):
         assert step(planner, now).loads == ()
         assert not planner.busy
-    assert gate.reads.state is BreakerState.HALF_OPEN
+    assert health.reads.state is BreakerState.HALF_OPEN
     holding(planner, 1)
     answer(planner, probe_of(step(planner, 1001.0)).job)
     assert found(planner, 1)
@@ -137,10 +137,10 @@ def test_a_probe_of_an_empty_tier_waits_for_a_first_record() -> None:
 def test_a_probe_that_finds_damaged_records_is_good_and_forgets_them() -> None:
     planner = make()
     holding(planner, 1, 2)
-    gate = break_reads(planner)
+    health = break_reads(planner)
     lost = frozenset({key_of(1)})
     answer(planner, probe_of(step(planner, WAIT_S)).job, JobResult(bad=lost, lost=lost))
-    assert gate.reads.closed
+    assert health.reads.closed
     assert not found(planner, 1)
     assert found(planner, 2)
     assert step(planner, WAIT_S).deletes == {0: (key_of(1),)}
@@ -149,21 +149,21 @@ def test_a_probe_that_finds_damaged_records_is_good_and_forgets_them() -> None:
 def test_a_probe_that_loads_nothing_is_bad() -> None:
     planner = make()
     holding(planner, 1)
-    gate = break_reads(planner)
+    health = break_reads(planner)
     bad = frozenset({key_of(1)})
     answer(planner, probe_of(step(planner, WAIT_S)).job, JobResult(bad=bad))
-    assert gate.reads.state is BreakerState.OPEN
+    assert health.reads.state is BreakerState.OPEN
 
 
 def test_a_probe_interrupted_by_a_reset_says_nothing_about_the_tier() -> None:
     planner = make()
     holding(planner, 1)
-    gate = break_reads(planner)
+    health = break_reads(planner)
     probe = probe_of(step(planner, WAIT_S))
     planner.forget_all()
     planner.begin_epochs({0: 1})
     answer(planner, probe.job, JobResult(failed=True))
-    assert gate.reads.state is BreakerState.HALF_OPEN
+    assert health.reads.state is BreakerState.HALF_OPEN
     holding(planner, 2)
     answer(planner, probe_of(step(planner, WAIT_S)).job)
     assert found(planner, 2)

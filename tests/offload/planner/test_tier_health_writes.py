@@ -23,11 +23,11 @@ from tests.offload.planner.troubled_tiers import (
 
 def test_an_open_breaker_stops_writes_and_their_pins() -> None:
     planner = make(slots=4)
-    gate = break_writes(planner)
+    health = break_writes(planner)
     assert store(planner, 1, 2, 3, 4).write_throughs == ()
     assert store(planner, 5, 6, 7, 8).write_throughs == (), "the CPU tier must be able to evict"
-    assert not gate.writable
-    assert gate.readable, "reads may continue"
+    assert not health.writable
+    assert health.readable, "reads may continue"
     assert not planner.busy
 
 
@@ -42,18 +42,18 @@ def test_queued_chunks_are_released_when_the_breaker_opens() -> None:
 
 def test_the_first_write_after_the_wait_decides() -> None:
     planner = make(slots=200)
-    gate = break_writes(planner)
+    health = break_writes(planner)
     (write_through,) = store(planner, *range(50), now=WAIT_S).write_throughs
-    assert gate.writes.state is BreakerState.HALF_OPEN
+    assert health.writes.state is BreakerState.HALF_OPEN
     assert store(planner, *range(50, 100), now=WAIT_S).write_throughs == (), (
         "only one write at a time"
     )
     bad = frozenset(write_through.keys)
     answer(planner, write_through.job, JobResult(bad=bad))
-    assert gate.writes.state is BreakerState.OPEN
+    assert health.writes.state is BreakerState.OPEN
     (write_through,) = store(planner, *range(100, 110), now=4 * WAIT_S).write_throughs
     answer(planner, write_through.job, JobResult(bad=frozenset(write_through.keys[1:])))
-    assert gate.writes.closed
+    assert health.writes.closed
     assert store(planner, *range(110, 115), now=4 * WAIT_S).write_throughs
 
 

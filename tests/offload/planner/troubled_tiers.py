@@ -86,16 +86,16 @@ def probe_of(plan: StepPlan) -> LoadJob:
 
 def break_reads(planner: Planner, tier: int = 0) -> TierHealth:
     see(planner, tier, reads_failed=FAILURES)
-    gate = planner.health[tier]
-    assert gate.reads.state is BreakerState.OPEN
-    return gate
+    health = planner.health[tier]
+    assert health.reads.state is BreakerState.OPEN
+    return health
 
 
 def break_writes(planner: Planner, tier: int = 0) -> TierHealth:
     see(planner, tier, writes_failed=FAILURES)
-    gate = planner.health[tier]
-    assert gate.writes.state is BreakerState.OPEN
-    return gate
+    health = planner.health[tier]
+    assert health.writes.state is BreakerState.OPEN
+    return health
 
 
 def found(planner: Planner, number: int) -> bool:

@@ -37,8 +37,8 @@ def planner_with(cpu: int, *below: int, limits: HealthLimits | None = None) -> P
         keys = KEYS[first : first + count]
         index.recover(keys, [EntryInfo(0, size_bytes=1)] * count)
         first += count
-    gates = TierHealths([index.name for index in lower], limits)
-    planner = Planner({0: GroupInfo("full", CHUNK, (1,) * len(below))}, holds, lower, health=gates)
+    health = TierHealths([index.name for index in lower], limits)
+    planner = Planner({0: GroupInfo("full", CHUNK, (1,) * len(below))}, holds, lower, health=health)
     for _ in range(SAMPLES_MIN):
         planner.health.computed(1000, 1000 / RATE)
     return planner

@@ -1,6 +1,6 @@
 """A server's worker whose disk is replaced while it runs, and which is killed before a reset of the
 weights reaches it. Arguments: the tier's path, and what is there when it comes back: ``nothing``, a
-``foreign`` disk, or the ``same`` one; with ``late``, the same disk after the reset was begun.
+``different`` disk, or the ``same`` one; with ``late``, the same disk after the reset was begun.
 
 Prints the epoch that the reset began, and then waits for the end.
 """
@@ -58,7 +58,7 @@ async def main(path: Path, comes_back: str) -> None:
     await put(tier, KEYS, SIZE)
     os.rename(path, path.with_name("away"))
     await fail(tier)
-    if comes_back == "foreign":
+    if comes_back == "different":
         shutil.copytree(path.with_name("other"), path)
     elif comes_back == "nothing":
         os.mkdir(path, 0o700)

@@ -16,7 +16,7 @@ from tiers.testing.faults import FailingSharedTier, HoldingSharedTier
 from tiers.testing.memory_tier import SharedMemory, SharedMemoryTier
 
 KEYS = [key_of(n) for n in range(4)]
-QUESTION = PresenceQuery(1, 0, KEYS)
+QUERY = PresenceQuery(1, 0, KEYS)
 
 
 class Writer:
@@ -36,20 +36,20 @@ async def held() -> SharedMemoryTier:
     return tier
 
 
-def asker_of(tiers: list[Tier], writers: list[Writer], seen: list[Observed]) -> PresenceQueries:
+def queries_of(tiers: list[Tier], writers: list[Writer], seen: list[Observed]) -> PresenceQueries:
     return PresenceQueries(tiers, cast("Any", writers), lambda _tier, what: seen.append(what))
 
 
 async def test_the_tiers_reply_is_the_answer() -> None:
     seen: list[Observed] = []
-    asked = asker_of([await held()], [Writer()], seen)
-    assert await asked.ask(QUESTION) == PresenceReply(b"\1\0\1\0")
+    queries = queries_of([await held()], [Writer()], seen)
+    assert await queries.ask(QUERY) == PresenceReply(b"\1\0\1\0")
     assert seen == []
 
 
 async def test_a_tier_of_a_past_epoch_is_not_queried() -> None:
-    asked = asker_of([await held()], [Writer(is_behind=True)], [])
-    assert await asked.ask(QUESTION) == PresenceReply(None)
+    queries = queries_of([await held()], [Writer(is_behind=True)], [])
+    assert await queries.ask(QUERY) == PresenceReply(None)
 
 
 def test_failures_and_lateness_are_reported_and_answered() -> None:
@@ -61,11 +61,11 @@ async def fail_and_be_late() -> None:
     failing = FailingSharedTier(await held(), methods={"present"})
     slow = HoldingSharedTier(await held(), methods={"present"})
     tiers = [failing, slow]
-    asked = asker_of(tiers, [Writer(), Writer()], seen)
-    assert await asked.ask(QUESTION) == PresenceReply(None)
+    queries = queries_of(tiers, [Writer(), Writer()], seen)
+    assert await queries.ask(QUERY) == PresenceReply(None)
     assert seen == [Observed(reads_failed=1)]
     asking = [
-        asyncio.create_task(asked.ask(PresenceQuery(n, 1, KEYS))) for n in range(IN_FLIGHT + 2)
+        asyncio.create_task(queries.ask(PresenceQuery(n, 1, KEYS))) for n in range(IN_FLIGHT + 2)
     ]
     await asyncio.sleep(1.5 * QUERY_LATE_S)
     assert seen == [Observed(reads_failed=1)] * (1 + IN_FLIGHT)

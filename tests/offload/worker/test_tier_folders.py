@@ -78,7 +78,7 @@ def epoch_begun_and_killed(path: Path, comes_back: str) -> int:
         process.communicate()
 
 
-@pytest.mark.parametrize("comes_back", ["nothing", "foreign", "same", "late"])
+@pytest.mark.parametrize("comes_back", ["nothing", "different", "same", "late"])
 async def test_old_weights_are_forgotten_even_if_killed_before_the_reset(
     tmp_path: Path, comes_back: str
 ) -> None:
@@ -126,11 +126,11 @@ async def test_a_tier_that_begins_empty_remembers_changed_weights(tmp_path: Path
     from now on must not look like those of a server with the weights of the files."""
     path, other = tmp_path / "kv", tmp_path / "other"
     [spec] = places(other).specs()
-    foreign = make_tier(spec, 4096)
-    await foreign.open()
-    await foreign.reset(1)
-    await put(foreign, KEYS, SIZE)
-    await foreign.aclose()
+    returning = make_tier(spec, 4096)
+    await returning.open()
+    await returning.reset(1)
+    await put(returning, KEYS, SIZE)
+    await returning.aclose()
     release(spec)
     tier = tier_at(path)
     await tier.open()

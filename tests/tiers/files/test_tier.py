@@ -1,4 +1,4 @@
-"""The file tier fulfils the contract; temporary, foreign and damaged files are never served."""
+"""The file tier fulfils the contract; temporary, damaged and unknown files are never served."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Checks of a tier's folder, its lock, and how foreign files are moved aside."""
+"""Checks of a tier's folder, its lock, and how files of others are moved aside."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How an LMDB tier treats the files that it finds: intact, old, foreign, truncated, overwritten."""
+"""How an LMDB tier treats the files that it finds: intact, old, damaged, or of another server."""
 
 from __future__ import annotations
 

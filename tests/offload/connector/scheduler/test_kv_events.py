@@ -227,11 +227,11 @@ def _nothing_is_cleared(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(KvEvents, "cleared", forget)
 
 
-def _nothing_is_told_anew(patch: pytest.MonkeyPatch) -> None:
+def _nothing_is_listed_again(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(KvEvents, "_resident_batches", lambda self: deque())
 
 
-@pytest.mark.parametrize("fault", [_nothing_is_cleared, _nothing_is_told_anew])
+@pytest.mark.parametrize("fault", [_nothing_is_cleared, _nothing_is_listed_again])
 def test_planted_faults_of_the_full_listing_are_detected(
     fault: Callable[[pytest.MonkeyPatch], None],
     tmp_path: Path,

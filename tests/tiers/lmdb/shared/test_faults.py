@@ -205,7 +205,7 @@ async def test_a_reset_takes_effect_before_hung_writes_end(tmp_path: Path) -> No
     await tier.aclose()
 
 
-TWIN = """
+LOCKING_PROCESS = """
 import fcntl, os, sys
 lock = os.open(sys.argv[1], os.O_RDWR)
 fcntl.lockf(lock, fcntl.LOCK_EX, 1, int(sys.argv[2]))
@@ -219,15 +219,17 @@ async def test_a_process_with_the_same_pid_in_another_container(tmp_path: Path) 
     pid."""
     first = await opened(tmp_path, DiskIo())
     await first.aclose()
-    arguments = ["-c", TWIN, str(tmp_path / "lock.mdb"), str(os.getpid())]
-    twin = await asyncio.create_subprocess_exec(sys.executable, *arguments, stdin=PIPE, stdout=PIPE)
+    arguments = ["-c", LOCKING_PROCESS, str(tmp_path / "lock.mdb"), str(os.getpid())]
+    other = await asyncio.create_subprocess_exec(
+        sys.executable, *arguments, stdin=PIPE, stdout=PIPE
+    )
     try:
-        assert twin.stdout is not None
-        assert await twin.stdout.readline() == b"locked\n"
+        assert other.stdout is not None
+        assert await other.stdout.readline() == b"locked\n"
         with pytest.raises(TierIoError, match=rf"\({os.getpid()}\).*share one pid namespace"):
             await opened(tmp_path, DiskIo())
     finally:
-        await twin.communicate(b"")
+        await other.communicate(b"")
     again = await opened(tmp_path, DiskIo())
     await again.aclose()
 
