@@ -12,9 +12,7 @@ from __future__ import annotations
 import dataclasses
 import random
 import shutil
-import signal
 import statistics
-import sys
 import tempfile
 import time
 from collections import defaultdict
@@ -41,12 +39,24 @@ from bench.backlog_worlds import (
     engines_of,
 )
 from bench.environment import describe
-from bench.report import Chart, deliver
-from bench.scenario import Report, Row, median, percentile, progress_bar
+from bench.report import Chart
+from bench.scenario import Report, Row, median, percentile
 from bench.serve_engine import Batch, Engine
 from bench.serve_numbers import CONFIDENCE, interval, ratios_of
-from bench.serve_systems import BLOCK_TOKENS, MODELS, SYSTEMS
-from bench.slow_disk import SlowDisk, SlowDiskError
+from bench.serve_systems import BLOCK_TOKENS, SYSTEMS
+from bench.slow_disk import SlowDisk
+from bench.slow_engines import (
+    AsJson,
+    CpuShare,
+    DiskRate,
+    Folder,
+    InFlight,
+    Keep,
+    LookAhead,
+    ModelName,
+    Threads,
+    run_and_deliver,
+)
 from demo.tiny_model import BYTE_TOKENS
 
 Prompts = list[list[int]]
@@ -54,6 +64,10 @@ GOAL = 1.15
 """Goal for the mean time to first token with look-ahead, relative to all in the CPU tier."""
 READ_GOAL = 1.05
 """Goal for the bytes read with look-ahead, relative to those needed."""
+CHARTS = (
+    Chart("TTFT mean s", "mean time to first token, s"),
+    Chart("total s", "time until all prompts are answered, s", cost=True),
+)
 
 
 def run(config: Config, progress: Progress) -> Report:
@@ -300,7 +314,7 @@ def register(app: typer.Typer) -> None:
     def backlog(
         prompts: Annotated[int, typer.Option(min=2, help="That queue.")] = plain.prompts,
         size: Annotated[int, typer.Option(min=64, help="Of a prompt, in tokens.")] = plain.size,
-        in_flight: Annotated[int, typer.Option(min=1)] = plain.in_flight,
+        in_flight: InFlight = plain.in_flight,
         queue: Annotated[
             int, typer.Option(min=0, help="Prompts sent at a time; 0: all at once.")
         ] = plain.queue,
@@ -309,23 +323,15 @@ def register(app: typer.Typer) -> None:
         minutes: Annotated[
             float, typer.Option(min=0, help="No round begins after this time.")
         ] = plain.minutes,
-        disk_mb_s: Annotated[
-            float, typer.Option(min=0, help="Limit of the disk's reads in MB/s; 0: none.")
-        ] = plain.disk_mb_s,
-        cpu_share: Annotated[
-            float, typer.Option(min=0, help="Of all prompts, in the CPU tier above the disk.")
-        ] = plain.cpu_share,
-        look_ahead: Annotated[float, typer.Option(min=0, max=0.5)] = plain.look_ahead,
-        model: Annotated[str, typer.Option(help=", ".join(MODELS))] = plain.model,
-        threads: Annotated[int, typer.Option(min=1, help="That compute.")] = plain.threads,
-        folder: Annotated[str, typer.Option(help="Folder on the disk to use.")] = "",
-        as_json: Annotated[bool, typer.Option("--json", help="Print JSON only.")] = False,
-        keep: Annotated[bool, typer.Option(help="Write to bench/results.")] = False,
+        disk_mb_s: DiskRate = plain.disk_mb_s,
+        cpu_share: CpuShare = plain.cpu_share,
+        look_ahead: LookAhead = plain.look_ahead,
+        model: ModelName = plain.model,
+        threads: Threads = plain.threads,
+        folder: Folder = "",
+        as_json: AsJson = False,
+        keep: Keep = False,
     ) -> None:
-        if model not in MODELS:
-            raise typer.BadParameter(
-                f"{model!r} is none of {', '.join(MODELS)}", param_hint="--model"
-            )
         config = Config(
             prompts,
             size,
@@ -341,22 +347,6 @@ def register(app: typer.Typer) -> None:
             folder,
             queue,
         )
-        _run_and_deliver(config, as_json=as_json, keep=keep)
-
-
-def _run_and_deliver(config: Config, *, as_json: bool, keep: bool) -> None:
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # which ends the engines
-    try:
-        with progress_bar() as progress:
-            report = run(config, progress)
-    except SlowDiskError as error:
-        raise typer.BadParameter(str(error), param_hint="--disk-mb-s") from error
-    name = f"backlog-of-{config.prompts}-prompts-of-{config.size}-tokens"
-    deliver(
-        report,
-        Chart("TTFT mean s", "mean time to first token, s", more=("total s",), cost=True),
-        command="python -m bench " + " ".join(sys.argv[1:]),
-        as_json=as_json,
-        keep=keep,
-        name=name + (f"-{config.queue}-at-a-time" if config.queue else ""),
-    )
+        name = f"backlog-of-{prompts}-prompts-of-{size}-tokens"
+        name += f"-{queue}-at-a-time" if queue else ""
+        run_and_deliver(run, config, CHARTS, as_json=as_json, keep=keep, name=name)

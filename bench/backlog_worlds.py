@@ -12,6 +12,7 @@ from typing import Any
 
 from bench.serve_engine import Engine
 from bench.serve_systems import BLOCK_TOKENS, MODELS, SYSTEMS, Start, TierSizes, kvtiers
+from bench.slow_engines import engine_arguments, forced
 from demo.tiny_model import make_llama
 
 PLAIN = "nothing stored"
@@ -111,30 +112,3 @@ def _start(world: str, config: Config, sizes: TierSizes) -> Start:
     if world == WAITS:
         extra["wait_for_reads"] = "auto"
     return kvtiers(extra)
-
-
-def forced(look_ahead: float) -> dict[str, Any]:
-    """The options of a world that compares reading early with reading late: nothing is computed
-    that could be read."""
-    return {"look_ahead": look_ahead, "break_even": False, "max_load_gpu_share": 1.0}
-
-
-def engine_arguments(model: str, folder: Path, longest: int, in_flight: int) -> dict[str, Any]:
-    """The arguments of a real engine that runs ``in_flight`` requests at a time. The GPU has blocks
-    for so many requests of ``longest`` tokens, with their answers."""
-    blocks = -(-longest // BLOCK_TOKENS) + 1
-    gpu_blocks = in_flight * blocks + 1  # vLLM keeps one for itself
-    block_bytes = BLOCK_TOKENS * MODELS[model].kv_bytes_per_token
-    return {
-        "model": str(folder),
-        **MODELS[model].settings,
-        "enforce_eager": True,
-        "block_size": BLOCK_TOKENS,
-        "kv_cache_memory_bytes": gpu_blocks * block_bytes,
-        "num_gpu_blocks_override": gpu_blocks,
-        "max_num_seqs": in_flight,
-        "max_model_len": blocks * BLOCK_TOKENS,
-        "max_num_batched_tokens": 2048,
-        "disable_log_stats": False,
-        "enable_prefix_caching": True,
-    }

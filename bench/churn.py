@@ -32,6 +32,7 @@ SYSTEMS = BUILT_IN | available()
 DEFAULT = ("raw", "lmdb", "files", "vllm", "lmcache")
 TENTHS = 10
 BATCH = 50
+CHARTS = (Chart("share", "speed as a share of raw O_DIRECT"),)
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,7 +136,7 @@ def register(app: typer.Typer) -> None:
         command = "python -m bench " + " ".join(sys.argv[1:])
         deliver(
             report,
-            Chart("share", unit="speed as a share of raw O_DIRECT"),
+            CHARTS,
             command=command,
             as_json=as_json,
             keep=keep,

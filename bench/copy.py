@@ -29,6 +29,7 @@ from tiers.copy.base import CopyEngine
 
 DIRECTIONS = ("store", "load", "both")
 LIMIT = "one large copy"
+CHARTS = (Chart("share", f"speed as a share of {LIMIT}"),)
 Samples = dict[str, list[float]]
 
 
@@ -227,7 +228,7 @@ def register(app: typer.Typer) -> None:
         )
         deliver(
             report,
-            Chart("share", unit="speed as a share of one large copy"),
+            CHARTS,
             command=command.strip(),
             as_json=as_json,
             keep=keep,

@@ -18,7 +18,7 @@ import typer
 from rich.progress import Progress
 
 from bench.environment import describe
-from bench.report import Chart, deliver
+from bench.report import Chart, deliver, trace_label
 from bench.scenario import Report, Row, progress_bar
 from policies.registry import DEFAULT_CPU_POLICY
 from policies.simulation.jobs import OPTIMUM, SimulationJob, TraceSource, load, run_jobs
@@ -29,6 +29,13 @@ ALLOWANCE = 0.005
 FLOORS = {("mooncake_conversation", 0.01): 0.068, ("cc_agentic", 0.01): 0.642}
 """Minimum token hit ratio of the default policy on whole traces, by prefix of the file name."""
 END = " + ends"
+
+
+def _labelled(report: Report) -> list[Row]:
+    return [dataclasses.replace(row, case=trace_label(row.case)) for row in report.rows]
+
+
+CHARTS = (Chart("gap closed", "share of LRU's gap to the optimum that is closed", rows=_labelled),)
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,7 +158,7 @@ def register(app: typer.Typer) -> None:
         )
         deliver(
             report,
-            Chart("gap closed", "share of LRU's gap to the optimum that is closed"),
+            CHARTS,
             command=command,
             as_json=as_json,
             keep=keep,

@@ -48,6 +48,19 @@ HOOKS = "all hooks of a step"
 MESSAGES = ("pickle plan", "runner, unpickle plan")
 
 
+def plotted(report: Report) -> list[Row]:
+    """The sums of all hooks, by kind of step."""
+    suffix = f": {HOOKS}"
+    return [
+        dataclasses.replace(row, series=row.series.removesuffix(suffix))
+        for row in report.rows
+        if row.series.endswith(suffix)
+    ]
+
+
+CHARTS = (Chart("us", f"microseconds for {HOOKS}", rows=plotted),)
+
+
 @dataclass(frozen=True, slots=True)
 class Config:
     """``chunks`` of one request (16 tokens each), ``keys`` in the index of the lower tier, and the
@@ -347,7 +360,7 @@ def run(config: Config, progress: Progress) -> Report:
     """Run all measurements. The notes state which goals are met."""
     report = Report(
         "hooks",
-        "How long do the connector's hooks occupy vLLM's threads?",
+        f"How long do the connector's hooks occupy vLLM's threads, with policy {config.policy}?",
         dataclasses.asdict(config),
         dict(describe()),
         notes=[
@@ -422,9 +435,7 @@ def register(app: typer.Typer) -> None:
             report = run(config, progress)
         deliver(
             report,
-            Chart(
-                "us", "microseconds", wanted=lambda row: row.series.endswith("all hooks of a step")
-            ),
+            CHARTS,
             command="python -m bench hooks",
             as_json=as_json,
             keep=keep,

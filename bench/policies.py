@@ -18,7 +18,7 @@ from rich.progress import Progress
 
 from bench.environment import describe
 from bench.policies_rivals import VllmPolicy, libcachesim_run
-from bench.report import Chart, deliver
+from bench.report import Chart, deliver, trace_label
 from bench.scenario import Report, Row, progress_bar
 from policies.base import EvictionPolicy
 from policies.registry import make_policy, policy_names
@@ -29,6 +29,34 @@ from policies.testing import synthetic_trace
 
 LIMIT = "optimum"
 LIBCACHESIM = ("LRU", "FIFO", "ARC")
+
+
+def plotted(report: Report) -> list[Row]:
+    """The rows of the middle capacity, which keeps the pictures readable."""
+    shares = report.config["shares"]
+    suffix = f", {shares[len(shares) // 2]:.1%}"
+    return [
+        dataclasses.replace(row, case=trace_label(row.case))
+        for row in report.rows
+        if row.case.endswith(suffix)
+    ]
+
+
+CHARTS = (
+    Chart(
+        "ratio",
+        "time per operation, relative to LRU",
+        "What do eviction policies cost per operation?",
+        plotted,
+        cost=True,
+    ),
+    Chart(
+        "token hits",
+        "prompt tokens in the longest leading run of resident blocks, as a share",
+        "How much do eviction policies hit?",
+        plotted,
+    ),
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,7 +176,7 @@ def register(app: typer.Typer) -> None:
         )
         deliver(
             report,
-            Chart("ratio", "time per operation, relative to LRU", cost=True),
+            CHARTS,
             command=command,
             as_json=as_json,
             keep=keep,

@@ -15,9 +15,7 @@ import math
 import os
 import random
 import shutil
-import signal
 import statistics
-import sys
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -27,13 +25,26 @@ from typing import Annotated, Any
 import typer
 from rich.progress import Progress
 
-from bench.backlog_worlds import engine_arguments, forced
 from bench.environment import describe
-from bench.report import Chart, deliver
-from bench.scenario import Report, Row, median, progress_bar
+from bench.report import Chart
+from bench.scenario import Report, Row, median
 from bench.serve_engine import Batch, Engine
 from bench.serve_systems import BLOCK_TOKENS, MODELS, kvtiers
-from bench.slow_disk import SlowDisk, SlowDiskError
+from bench.slow_disk import SlowDisk
+from bench.slow_engines import (
+    AsJson,
+    CpuShare,
+    DiskRate,
+    Folder,
+    InFlight,
+    Keep,
+    LookAhead,
+    ModelName,
+    Threads,
+    engine_arguments,
+    forced,
+    run_and_deliver,
+)
 from demo.tiny_model import BYTE_TOKENS, make_llama
 from policies.registry import make_policy
 from policies.simulation.simulator import Result, SimTier
@@ -53,6 +64,7 @@ TOLERANCE = 0.2
 SAMPLES = 2
 """Times that the speeds are measured before the replay, and again after it."""
 SAMPLE_ANSWER = 16
+CHARTS = (Chart("TTFT mean s"), Chart("TTFT mean s, predicted"), Chart("hits"))
 
 
 @dataclass(frozen=True, slots=True)
@@ -376,24 +388,16 @@ def register(app: typer.Typer) -> None:
         answer_tokens: Annotated[
             int, typer.Option(min=1, help="Tokens of an answer, at most.")
         ] = plain.answer_tokens,
-        in_flight: Annotated[int, typer.Option(min=1)] = plain.in_flight,
-        cpu_share: Annotated[
-            float, typer.Option(min=0, help="Of all blocks, in the CPU tier above the disk.")
-        ] = plain.cpu_share,
-        look_ahead: Annotated[float, typer.Option(min=0, max=0.5)] = plain.look_ahead,
-        disk_mb_s: Annotated[
-            float, typer.Option(min=0, help="Limit of the disk's reads in MB/s; 0: none.")
-        ] = plain.disk_mb_s,
-        model: Annotated[str, typer.Option(help=", ".join(MODELS))] = plain.model,
-        threads: Annotated[int, typer.Option(min=1, help="That compute.")] = plain.threads,
-        folder: Annotated[str, typer.Option(help="Folder on the disk to use.")] = "",
-        as_json: Annotated[bool, typer.Option("--json", help="Print JSON only.")] = False,
-        keep: Annotated[bool, typer.Option(help="Write to bench/results.")] = False,
+        in_flight: InFlight = plain.in_flight,
+        cpu_share: CpuShare = plain.cpu_share,
+        look_ahead: LookAhead = plain.look_ahead,
+        disk_mb_s: DiskRate = plain.disk_mb_s,
+        model: ModelName = plain.model,
+        threads: Threads = plain.threads,
+        folder: Folder = "",
+        as_json: AsJson = False,
+        keep: Keep = False,
     ) -> None:
-        if model not in MODELS:
-            raise typer.BadParameter(
-                f"{model!r} is none of {', '.join(MODELS)}", param_hint="--model"
-            )
         config = Config(
             trace,
             requests,
@@ -408,22 +412,11 @@ def register(app: typer.Typer) -> None:
             threads,
             folder,
         )
-        _run_and_deliver(config, as_json=as_json, keep=keep)
+        run_and_deliver(_run, config, CHARTS, as_json=as_json, keep=keep)
 
 
-def _run_and_deliver(config: Config, *, as_json: bool, keep: bool) -> None:
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # which ends the engines
+def _run(config: Config, progress: Progress) -> Report:
     try:
-        with progress_bar() as progress:
-            report = run(config, progress)
-    except SlowDiskError as error:
-        raise typer.BadParameter(str(error), param_hint="--disk-mb-s") from error
+        return run(config, progress)
     except (TraceError, OSError) as error:
         raise typer.BadParameter(str(error), param_hint="TRACE") from error
-    deliver(
-        report,
-        Chart("TTFT mean s", more=("TTFT mean s, predicted", "hits")),
-        command="python -m bench " + " ".join(sys.argv[1:]),
-        as_json=as_json,
-        keep=keep,
-    )

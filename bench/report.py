@@ -89,6 +89,26 @@ def to_json(report: Report) -> str:
     return json.dumps({"date": today} | clean(asdict(report)), indent=1)
 
 
+def from_json(text: str) -> Report:
+    """The report that ``to_json`` wrote. Null becomes not-a-number."""
+    found = json.loads(text)
+    rows = []
+    for row in found["rows"]:
+        values = {
+            name: math.nan if value is None else value for name, value in row["values"].items()
+        }
+        known = {name: tuple(ends) for name, ends in row.get("intervals", {}).items()}
+        rows.append(Row(row["case"], row["series"], values, known))
+    return Report(
+        found["question"],
+        found["title"],
+        found["config"],
+        found["environment"],
+        rows,
+        found["notes"],
+    )
+
+
 def to_markdown(report: Report, command: str) -> str:
     """Table, notes, machine, and the command that made it."""
     today = f"{datetime.date.today():%Y-%m-%d}"
@@ -117,6 +137,8 @@ SERIES_MAX = 6
 """Maximum number of bars in a group, so that a reader can distinguish them. If there are more
 series, series and cases are swapped."""
 BARS_MAX = 102
+SHORTEST_BAR = 0.005
+"""Share of the longest bar below which a bar cannot be seen."""
 LABEL_CHARACTERS = 28
 """If a label is longer than this, the legend has two columns instead of three."""
 PAGE_INCHES = (7.2, 10.0)
@@ -147,28 +169,43 @@ COLOURS = {
     "lru": "#e07b39",
     "optimum": "#555555",
 }
-"""One colour per system in every plot, chosen by the longest name with which a series begins."""
+"""One colour per system in every plot, chosen by the longest name with which a series begins. The
+systems of a plot are in this order."""
 OTHERS = ("#0f766e", "#d4a017", "#b23a48", "#7a9e3a", "#c97fb2", "#5c4b8a")
 """Colours of series that are not systems: cases, sizes. No system has one of them."""
 
 
+def system_of(series: str) -> str | None:
+    """The system that a series measures, or ``None`` if it is a case or a size."""
+    named = [name for name in COLOURS if re.match(rf"{re.escape(name)}\b(?!_)", series)]
+    return max(named, key=len, default=None)
+
+
 def colour_of(series: str, number: int) -> str:
     """The colour of a system, or that of the ``number``-th series for other series."""
-    named = [name for name in COLOURS if re.match(rf"{re.escape(name)}\b(?!_)", series)]
-    known = max(named, key=len, default=None)
+    known = system_of(series)
     return COLOURS[known] if known else OTHERS[number % len(OTHERS)]
+
+
+def _order_of(series: str) -> int:
+    known = system_of(series)
+    return list(COLOURS).index(known) if known else len(COLOURS)
 
 
 @dataclass(frozen=True, slots=True)
 class Chart:
-    """The picture of a report: the ``column`` that the bars show, its ``unit`` (default: the
-    column's name), and which rows are ``wanted``. Each column of ``more`` gets a picture, too.
-    ``cost`` says whether lower values are better; by default, the column's name decides."""
+    """A picture of a report.
+
+    ``column`` has the values that the bars show, and ``unit`` describes them on the axis (default:
+    the column's name). ``title`` is the question that the picture answers (default: that of the
+    report). ``rows`` selects the rows of the report, and may give them other labels. ``cost`` says
+    whether lower values are better; by default, the column's name decides.
+    """
 
     column: str
     unit: str = ""
-    more: Sequence[str] = ()
-    wanted: Callable[[Row], bool] | None = None
+    title: str = ""
+    rows: Callable[[Report], Sequence[Row]] | None = None
     cost: bool | None = None
 
     @property
@@ -178,6 +215,14 @@ class Chart:
         if is_cost is None:
             is_cost = self.column in LOWER_IS_BETTER or self.column.startswith("TTFT")
         return f"{self.unit or self.column} ({'lower' if is_cost else 'higher'} is better)"
+
+
+def trace_label(case: str) -> str:
+    """The label of a case in a picture: ``mooncake conversation, capacity 5.0%`` for
+    ``mooncake_conversation_dev_512, 5.0%``."""
+    trace, _, share = case.partition(", ")
+    trace = re.sub(r"(_dev|_first\d+|_\d+)+(?=[ \[]|$)", "", trace)
+    return f"{trace.replace('[0:1]', '').replace('_', ' ')}, capacity {share}"
 
 
 @dataclass(slots=True)
@@ -191,16 +236,24 @@ class Bars:
     intervals: dict[tuple[str, str], tuple[float, float]]
     left_out: int
 
+    def text_instead(self, value: float) -> str:
+        """What to write in place of a bar that cannot be seen; empty if it can."""
+        if math.isnan(value):
+            return "no value"
+        longest = max(abs(value) for value in self.values.values() if not math.isnan(value))
+        return number(value) if abs(value) < SHORTEST_BAR * longest else ""
+
 
 def bars_of(report: Report, chart: Chart) -> Bars:
     """At most ``SERIES_MAX`` series and ``BARS_MAX`` bars, from the first groups of the report."""
-    column, wanted = chart.column, chart.wanted
-    rows = [row for row in report.rows if column in row.values and (wanted is None or wanted(row))]
+    column = chart.column
+    found = report.rows if chart.rows is None else chart.rows(report)
+    rows = [row for row in found if column in row.values]
     cases = list(dict.fromkeys(row.case for row in rows))
     names = list(dict.fromkeys(row.series for row in rows))
     is_turned = len(names) > SERIES_MAX and len(cases) < len(names)
     groups, series = (names, cases) if is_turned else (cases, names)
-    series = series[:SERIES_MAX]
+    series = sorted(series[:SERIES_MAX], key=_order_of)
     shown = groups[: BARS_MAX // max(1, len(series))]
     values, intervals = {}, {}
     for row in rows:
@@ -212,7 +265,8 @@ def bars_of(report: Report, chart: Chart) -> Bars:
 
 
 def plot(report: Report, path: Path, chart: Chart) -> tuple[float, float]:
-    """Draw grouped bars and return the size in inches. Needs matplotlib."""
+    """Draw grouped bars and return the size in inches. A bar that is missing, or too short to see,
+    gets a text. Needs matplotlib."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -232,12 +286,14 @@ def plot(report: Report, path: Path, chart: Chart) -> tuple[float, float]:
                 low, high = bars.intervals[group, name]
                 reach = [[max(0, value - low)], [max(0, high - value)]]
                 axes.errorbar(value, place, xerr=reach, color="black", capsize=2, linewidth=1)
+            elif text := bars.text_instead(value):
+                axes.text(0, place, f" {text}", va="center", fontsize=6, color="#555555")
     axes.set_yticks([at + 0.4 - height / 2 for at in range(len(bars.groups))], bars.groups)
     axes.tick_params(axis="y", labelsize=8 if count <= 60 else 6)
     axes.invert_yaxis()
     left_out = f"; {bars.left_out} more in the table" if bars.left_out else ""
     axes.set_xlabel(chart.axis + left_out)
-    axes.set_title(report.title, fontsize=10)
+    figure.suptitle(chart.title or report.title, fontsize=10, wrap=True)
     columns = 3 if max(map(len, bars.series), default=0) < LABEL_CHARACTERS else 2
     figure.legend(fontsize=8, loc="outside lower center", ncols=columns)
     axes.grid(axis="x", alpha=0.3)
@@ -247,26 +303,38 @@ def plot(report: Report, path: Path, chart: Chart) -> tuple[float, float]:
     return size
 
 
+def draw(report: Report, charts: Sequence[Chart], stem: Path) -> list[Path]:
+    """Draw ``<stem>.png`` for the first chart, and ``<stem>-<column>.png`` for each other one."""
+    paths = []
+    for chart in charts:
+        slug = re.sub("[^a-z0-9]+", "-", chart.column.lower()) if paths else ""
+        paths.append(stem.with_name("-".join(filter(None, (stem.name, slug))) + ".png"))
+        plot(report, paths[-1], chart)
+    return paths
+
+
 def save(
-    report: Report, command: str, chart: Chart, folder: Path = RESULTS, *, name: str = ""
+    report: Report, command: str, charts: Sequence[Chart], folder: Path = RESULTS, *, name: str = ""
 ) -> Path:
     """Write ``<name>.{md,json,png}`` and return the path of the Markdown file. ``name`` states the
     question. A later run for the same question overwrites the files."""
     folder.mkdir(parents=True, exist_ok=True)
     stem = folder / (name or report.question)
     stem.with_name(f"{stem.name}.json").write_text(to_json(report))
-    plot(report, stem.with_name(f"{stem.name}.png"), chart)
-    for column in chart.more:
-        slug = re.sub("[^a-z0-9]+", "-", column.lower())
-        other = Chart(column, wanted=chart.wanted)
-        plot(report, stem.with_name(f"{stem.name}-{slug}.png"), other)
+    draw(report, charts, stem)
     markdown = stem.with_name(f"{stem.name}.md")
     markdown.write_text(to_markdown(report, command))
     return markdown
 
 
 def deliver(
-    report: Report, chart: Chart, *, command: str, as_json: bool, keep: bool, name: str = ""
+    report: Report,
+    charts: Sequence[Chart],
+    *,
+    command: str,
+    as_json: bool,
+    keep: bool,
+    name: str = "",
 ) -> None:
     """Finish a command: print JSON or a table, and write files if requested."""
     if as_json:
@@ -274,6 +342,6 @@ def deliver(
     else:
         show(report)
     if keep:
-        path = save(report, command, chart, name=name)
+        path = save(report, command, charts, name=name)
         if not as_json:
             Console().print(f"kept as {path}")

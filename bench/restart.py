@@ -54,6 +54,7 @@ PER_TRANSACTION = 2000
 ENDS = ("closed", "killed")
 RECORDS_PER_WRITE = 32
 WRITE_EVERY_NS = 10 * 10**9
+CHARTS = (Chart("s", "seconds"),)
 
 
 @dataclass(frozen=True, slots=True)
@@ -177,6 +178,7 @@ class _Laps:
 
     def end(self, step: str) -> None:
         now = self._now()
+        self.found.pop("all", None)  # it stays last
         for name, since in ((step, self._last), ("all", self._first)):
             self.found[name] = {"s": now[0] - since[0], "CPU s": now[1] - since[1]}
         self._last = now
@@ -198,7 +200,7 @@ def register(app: typer.Typer) -> None:
         command = "python -m bench " + " ".join(sys.argv[1:])
         deliver(
             report,
-            Chart("s", "seconds"),
+            CHARTS,
             command=command,
             as_json=as_json,
             keep=keep,

@@ -70,14 +70,36 @@ class Config:
     engine: dict[str, Any] = field(default_factory=dict)
 
 
+def plotted(report: Report) -> list[Row]:
+    """All rows, with the intervals of ratios also for runs that were kept before rows had them."""
+    return [
+        dataclasses.replace(row, intervals={"ratio": (row.values["low"], row.values["high"])})
+        if not row.intervals and "low" in row.values
+        else row
+        for row in report.rows
+    ]
+
+
+CHARTS = (
+    Chart("ratio", "throughput, relative to no offloading", rows=plotted),
+    Chart("TTFT p50 ms"),
+    Chart("tokens/s"),
+)
+
+
+def _is_compared(config: Config) -> bool:
+    return not set(config.systems) <= {"none", "cpu", "disk"}
+
+
 def run(config: Config, progress: Progress) -> Report:
     """Run the benchmark and empty the folder afterwards. Raises ``ValueError`` for a model that
     cannot be measured."""
     model = find_model(config.model)
     root = Path(tempfile.mkdtemp(prefix="bench-serve-", dir=config.folder or None))
+    subject = "do offloading systems" if _is_compared(config) else "does kvtiers"
     report = Report(
         "serve",
-        "What does offloading change for a real vLLM engine?",
+        f"What {subject} change for a real vLLM engine?",
         dataclasses.asdict(config),
         describe(root),
         notes=_notes(config, model),
@@ -360,16 +382,13 @@ def register(app: typer.Typer) -> None:
         with progress_bar() as progress:
             report = run(config, progress)
         command = "python -m bench " + shlex.join(sys.argv[1:])
-        is_compared = not set(config.systems) <= {"none", "cpu", "disk"}
         deliver(
             report,
-            Chart(
-                "ratio", "throughput, relative to no offloading", more=("TTFT p50 ms", "tokens/s")
-            ),
+            CHARTS,
             command=command,
             as_json=as_json,
             keep=keep,
-            name="serving-against-others" if is_compared else "serving-with-and-without",
+            name="serving-against-others" if _is_compared(config) else "serving-with-and-without",
         )
 
 

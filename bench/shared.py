@@ -35,6 +35,7 @@ ASKED = 512
 """Number of keys in one query: a prompt of 8,192 tokens in chunks of 16."""
 QUESTIONS = 40
 NEVER = 1 << 40
+CHARTS = (Chart("GB/s"), Chart("keys/s"))
 """A block number that is never used."""
 Samples = dict[tuple[str, str], dict[str, list[float]]]
 
@@ -173,7 +174,7 @@ def register(app: typer.Typer) -> None:
         command = "python -m bench " + " ".join(sys.argv[1:])
         deliver(
             report,
-            Chart("GB/s", more=["keys/s"]),
+            CHARTS,
             command=command,
             as_json=as_json,
             keep=keep,

@@ -15,7 +15,7 @@ import sys
 import tempfile
 import time
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
@@ -61,7 +61,8 @@ def run(config: Config, progress: Progress) -> Report:
     root = Path(tempfile.mkdtemp(prefix="bench-tiers-", dir=config.folder or None))
     report = Report(
         "tiers",
-        "How fast are disk tiers, compared with raw access to the disk?",
+        "How fast are disk tiers, compared with "
+        f"{'those of others' if _is_compared(config) else 'raw access to the disk'}?",
         dataclasses.asdict(config),
         describe(root),
         notes=[
@@ -181,13 +182,24 @@ PLOTTED = (256 << 10, 2 << 20)
 """The block sizes to plot, if they were measured. The table has all sizes."""
 
 
-def plotted(points: Sequence[tuple[int, int]]) -> Callable[[Row], bool]:
-    """Return a function that selects the rows to plot: two sizes, each at its first depth, which
-    keeps the plot readable. Memory is left out, because it would stretch the axis."""
-    depths = dict(reversed(points))
+def plotted(report: Report) -> list[Row]:
+    """The rows to plot: two sizes, each at its first depth, which keeps the plot readable. Memory
+    is left out, because it would stretch the axis."""
+    depths = dict(reversed(report.config["points"]))
     sizes = [size for size in PLOTTED if size in depths] or list(depths)[-2:]
     cases = {f"{size_text(size)}, depth {depths[size]}" for size in sizes}
-    return lambda row: row.series != Memory.name and row.case.partition(", ")[2] in cases
+    return [
+        row
+        for row in report.rows
+        if row.series != Memory.name and row.case.partition(", ")[2] in cases
+    ]
+
+
+CHARTS = (Chart("share", "speed as a share of raw O_DIRECT", rows=plotted),)
+
+
+def _is_compared(config: Config) -> bool:
+    return {"lmcache", "files"} <= set(config.systems)
 
 
 def default_points(sizes: list[int], depths: list[int]) -> tuple[tuple[int, int], ...]:
@@ -229,12 +241,11 @@ def register(app: typer.Typer) -> None:
         with progress_bar() as progress:
             report = run(config, progress)
         command = "python -m bench " + " ".join(sys.argv[1:])
-        is_compared = {"lmcache", "files"} <= set(config.systems)
         deliver(
             report,
-            Chart("share", unit="speed as a share of raw O_DIRECT", wanted=plotted(config.points)),
+            CHARTS,
             command=command,
             as_json=as_json,
             keep=keep,
-            name="disk-tiers-against-others" if is_compared else "disk-tiers-against-raw-disk",
+            name=f"disk-tiers-against-{'others' if _is_compared(config) else 'raw-disk'}",
         )

@@ -68,7 +68,7 @@ def test_real_engines_read_each_prompt_once_in_both_worlds_with_a_disk(tmp_path:
         assert (row["blocks held"] > 0) == (world != PLAIN)
     assert rows[AHEAD]["read / needed"] == pytest.approx(rows[DISK]["read / needed"])
     assert list(tmp_path.iterdir()) == []
-    save(report, "command", Chart("TTFT mean s", more=("total s",)), tmp_path)
+    save(report, "command", [Chart("TTFT mean s"), Chart("total s")], tmp_path)
     assert {path.suffix for path in tmp_path.iterdir()} == {".json", ".md", ".png"}
 
 

@@ -66,7 +66,7 @@ def test_real_engines_hit_what_the_simulator_predicts(trace: Path, tmp_path: Pat
         assert row["hits"] == pytest.approx(hits / sum(BLOCK_TOKENS * n + 1 for n in tokens))
         assert row["hits, predicted"] == pytest.approx(row["hits"])
     assert list(folder.iterdir()) == []
-    save(report, "command", Chart("TTFT mean s", more=("hits",)), folder)
+    save(report, "command", [Chart("TTFT mean s"), Chart("hits")], folder)
     assert {path.suffix for path in folder.iterdir()} == {".json", ".md", ".png"}
 
 

@@ -91,7 +91,7 @@ def test_real_engines_restore_what_the_rows_report_and_others_give_a_reason(
     wrong = [note for note in report.notes if note.startswith(("INVALID", "NOT RESTORED"))]
     assert [note for note in wrong if DISK.name not in note] == []
     assert list(tmp_path.iterdir()) == []
-    save(report, "command", Chart("ratio", more=("TTFT p50 ms",)), tmp_path)
+    save(report, "command", [Chart("ratio"), Chart("TTFT p50 ms")], tmp_path)
     assert {path.suffix for path in tmp_path.iterdir()} == {".json", ".md", ".png"}
     assert len(list(tmp_path.glob("*.png"))) == 2
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import math
+import shutil
 from pathlib import Path
 
 import pytest
@@ -19,12 +20,16 @@ from bench.report import (
     Chart,
     bars_of,
     colour_of,
+    from_json,
     plot,
     save,
     show,
+    to_json,
+    trace_label,
 )
 from bench.scenario import Report, Row, size_text
 from bench.tiers import plotted
+from tests.scripts import load_script
 
 
 def report_of(series: int, cases: int, column: str = "GB/s") -> Report:
@@ -41,7 +46,7 @@ def test_a_later_run_for_a_question_replaces_the_earlier_one(tmp_path: Path) -> 
         rows = [Row("a case", "a system", {"GB/s": float(number), "keys/s": 1.0})]
         report = Report("speed", "Speed", {}, {}, rows)
         path = save(
-            report, "a command", Chart("GB/s", more=["keys/s"]), tmp_path, name="disk-speed"
+            report, "a command", [Chart("GB/s"), Chart("keys/s")], tmp_path, name="disk-speed"
         )
         assert f"| {number}" in path.read_text(encoding="utf-8")
     assert sorted(path.name for path in tmp_path.iterdir()) == [
@@ -104,6 +109,36 @@ def test_intervals_are_drawn_where_they_are_known() -> None:
     assert not math.isnan(bars.values["a", "y"])
 
 
+def test_a_missing_bar_and_one_that_is_too_short_have_texts() -> None:
+    rows = [Row("a", "x", {"ratio": 2.0}), Row("a", "y", {"ratio": 0.0}), Row("b", "x", {})]
+    bars = bars_of(Report("q", "T", {}, {}, rows), Chart("ratio"))
+    assert bars.text_instead(2.0) == ""
+    assert bars.text_instead(0.0) == "0.000"
+    assert bars.text_instead(math.nan) == "no value"
+
+
+def test_the_order_of_systems_does_not_depend_on_the_run() -> None:
+    systems = ["no offloading", "kvtiers, disk tier", "LMCache server", "kvtiers, CPU tier"]
+    for names in (systems, systems[::-1]):
+        rows = [Row("a", name, {"ratio": 1.0}) for name in names]
+        shown = bars_of(Report("q", "T", {}, {}, rows), Chart("ratio")).series
+        assert shown == [systems[3], systems[1], systems[0], systems[2]]
+
+
+def test_pictures_show_traces_without_the_names_of_their_files() -> None:
+    for case in ("tau_airline_16, 5.0%", "tau_airline[0:1], 5.0%", "tau_airline_dev_512, 5.0%"):
+        assert trace_label(case) == "tau airline, capacity 5.0%"
+    assert trace_label("tau_airline_16 [0.5:1], 1.0%") == "tau airline [0.5:1], capacity 1.0%"
+
+
+def test_a_report_is_read_from_its_json() -> None:
+    rows = [Row("a", "x", {"ratio": 2.0, "s": math.nan}, {"ratio": (1.5, 3.0)})]
+    report = Report("q", "T", {"rounds": 2}, {"cpu": "one"}, rows, ["a note"])
+    again = from_json(to_json(report))
+    assert math.isnan(again.rows[0].values["s"])
+    assert to_json(again) == to_json(report)
+
+
 @pytest.mark.parametrize("width", [80, 200])
 def test_every_number_is_readable_on_any_terminal(width: int) -> None:
     values = {f"measurement {index:02}": 1234.0 + index for index in range(12)}
@@ -127,15 +162,40 @@ def test_each_question_is_kept_once() -> None:
         assert (RESULTS / f"{stem}.png").is_file()
 
 
+def test_no_two_kept_pictures_have_the_same_title() -> None:
+    """Only pictures of one run may: they show the same question in other units."""
+    charts_of = load_script("redraw_plots").charts_of
+    titles = []
+    for path in RESULTS.glob("*.json"):
+        if path.stem != "gpu":  # not from a benchmark
+            report = from_json(path.read_text(encoding="utf-8"))
+            charts = charts_of(report)
+            assert all(bars_of(report, chart).values for chart in charts), path.stem
+            titles += {chart.title or report.title for chart in charts}
+    assert len(set(titles)) == len(titles), sorted(titles)
+
+
+def test_kept_pictures_can_be_drawn_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    script = load_script("redraw_plots")
+    monkeypatch.setattr(script, "RESULTS", tmp_path)
+    shutil.copy(RESULTS / "policy-cost-and-hits.json", tmp_path)
+    assert script.main([]) == 0
+    drawn = {path.name for path in tmp_path.glob("*.png")}
+    assert drawn == {path.name for path in RESULTS.glob("policy-cost-and-hits*.png")}
+
+
 def test_the_plot_shows_two_sizes_at_one_depth() -> None:
     sizes = [64 << 10, 256 << 10, 1 << 20, 2 << 20]
     points = [*((size, 4) for size in sizes), (2 << 20, 8)]
 
     def shown(points: list[tuple[int, int]]) -> list[tuple[int, int]]:
-        has_bar = plotted(points)
-        cases = {point: f"write, {size_text(point[0])}, depth {point[1]}" for point in points}
-        assert not any(has_bar(Row(case, "memcpy", {})) for case in cases.values())
-        return [point for point, case in cases.items() if has_bar(Row(case, "lmdb tier", {}))]
+        cases = {
+            f"write, {size_text(size)}, depth {depth}": (size, depth) for size, depth in points
+        }
+        rows = [Row(case, system, {}) for case in cases for system in ("memcpy", "lmdb tier")]
+        found = plotted(Report("tiers", "T", {"points": points}, {}, rows))
+        assert {row.series for row in found} == {"lmdb tier"}
+        return [cases[row.case] for row in found]
 
     assert shown(points) == [(256 << 10, 4), (2 << 20, 4)]
     assert shown([(64 << 10, 2)]) == [(64 << 10, 2)]
