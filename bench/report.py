@@ -97,7 +97,7 @@ def from_json(text: str) -> Report:
         values = {
             name: math.nan if value is None else value for name, value in row["values"].items()
         }
-        known = {name: tuple(ends) for name, ends in row.get("intervals", {}).items()}
+        known = {name: (low, high) for name, (low, high) in row.get("intervals", {}).items()}
         rows.append(Row(row["case"], row["series"], values, known))
     return Report(
         found["question"],
