@@ -237,7 +237,7 @@ class Bars:
     left_out: int
 
     def text_instead(self, value: float) -> str:
-        """What to write in place of a bar that cannot be seen; empty if it can."""
+        """The text in place of a bar that cannot be seen; empty if it can."""
         if math.isnan(value):
             return "no value"
         longest = max(abs(value) for value in self.values.values() if not math.isnan(value))
@@ -305,7 +305,7 @@ def plot(report: Report, path: Path, chart: Chart) -> tuple[float, float]:
 
 def draw(report: Report, charts: Sequence[Chart], stem: Path) -> list[Path]:
     """Draw ``<stem>.png`` for the first chart, and ``<stem>-<column>.png`` for each other one."""
-    paths = []
+    paths: list[Path] = []
     for chart in charts:
         slug = re.sub("[^a-z0-9]+", "-", chart.column.lower()) if paths else ""
         paths.append(stem.with_name("-".join(filter(None, (stem.name, slug))) + ".png"))

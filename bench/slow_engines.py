@@ -1,4 +1,4 @@
-"""What ``bench backlog`` and ``bench replay`` share: engines over a disk that the kernel slows.
+"""Engines over a disk that the kernel slows, for ``bench backlog`` and ``bench replay``.
 
 The arguments of the engines, and the options and the end of the two commands.
 """

@@ -17,7 +17,7 @@ from offload.layout.keys import CPU
 from offload.layout.prefix_match import PrefixMatcher, present_in
 from offload.messages.report import JobResult
 from offload.planner.planner import Planner
-from offload.requests.request_state import RequestIdentity
+from offload.requests.request_identity import RequestIdentity
 from offload.telemetry.removed_chunks import Cause, Removed
 
 NEIGHBOURS_S = 3600.0

@@ -6,75 +6,14 @@ Pure; knows no vLLM type. Used on vLLM's scheduler thread.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING
 
-from offload.index.chunk_batch import UNKNOWN, RequestOrigin
-from offload.layout.groups import ModelLayout
-from offload.layout.request_keys import RequestKeys
 from offload.planner.jobs import LoadTokens
 from offload.planner.look_ahead import NOT_READ_AHEAD, AheadUse
 from offload.planner.own_chunks import OwnChunks
 from offload.planner.presence import PendingLookup
 from offload.requests.lookup_cache import PartialLookup
-
-if TYPE_CHECKING:
-    from offload.requests.request_log import LoggedRequest  # imports this module
-
-
-class RequestIdentity:
-    """Identifies a request and states what it may do.
-
-    Made by `offload.connector.scheduler.new_requests` when the request arrives.
-
-    ``keys[i]`` are the chunk keys of ``layout.groups[i]``. They grow with the request's block
-    hashes and are made on first use. ``origin`` is the part of the request that policies may know.
-    ``client_asked`` is set if the client sent an object for kvtiers, and ``rejected_options``
-    describes the errors in it. ``filtered_by`` is the reason if ``no_load`` is set.
-    """
-
-    __slots__ = (
-        "client_asked",
-        "filtered_by",
-        "keys",
-        "no_load",
-        "no_store",
-        "origin",
-        "rejected_options",
-        "request",
-    )
-
-    def __init__(self, request: str, layout: ModelLayout, adapter: bytes = b"") -> None:
-        self.request = request
-        self.keys = [
-            RequestKeys(group.group, group.chunk_tokens // layout.hash_tokens, adapter)
-            for group in layout.groups
-        ]
-        self.origin: RequestOrigin = UNKNOWN
-        self.client_asked = False
-        self.rejected_options: Sequence[str] = ()
-        self.no_load = False
-        self.no_store = False
-        self.filtered_by = "no_load"
-
-    def exclude(self, why: str) -> None:
-        """Exclude the request: it may neither load nor store any more."""
-        self.no_load = self.no_store = True
-        self.filtered_by = why
-
-    def take_options(
-        self, origin: RequestOrigin, rejected: Sequence[str], *, client_asked: bool
-    ) -> None:
-        """Store the client's options, and descriptions of the ``rejected`` ones."""
-        self.origin = origin
-        self.rejected_options = rejected
-        self.client_asked = client_asked
-        self.no_load = self.no_load or origin.controls.no_load
-        self.no_store = self.no_store or origin.controls.no_store
-
-    def extend(self, block_hashes: Sequence[bytes]) -> None:
-        """Process the request's current block hashes: chunks that are now complete get keys."""
-        for keys in self.keys:
-            keys.grow(block_hashes)
+from offload.requests.request_identity import RequestIdentity
+from offload.requests.request_log import LoggedRequest
 
 
 class LookupState:

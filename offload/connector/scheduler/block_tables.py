@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 from offload.index.chunk_batch import ChunkBatch
 from offload.layout.groups import FULL, STATE, ModelLayout
 from offload.layout.prefix_match import PrefixMatcher
-from offload.requests.request_state import RequestIdentity
+from offload.requests.request_identity import RequestIdentity
 
 if TYPE_CHECKING:
     from vllm.v1.core.sched.output import SchedulerOutput

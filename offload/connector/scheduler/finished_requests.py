@@ -17,7 +17,8 @@ from offload.layout.request_keys import RequestKeys
 from offload.planner.planner import Planner
 from offload.planner.timed_pins import TimedPins
 from offload.requests.parse_options import REPORT
-from offload.requests.request_state import RequestIdentity, RequestState
+from offload.requests.request_identity import RequestIdentity
+from offload.requests.request_state import RequestState
 
 if TYPE_CHECKING:
     from vllm.v1.request import Request

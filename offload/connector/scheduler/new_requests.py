@@ -12,7 +12,8 @@ from offload.connector.model.adapters import AdapterBook
 from offload.index.chunk_batch import RequestOrigin
 from offload.layout.groups import ModelLayout, recorded_group
 from offload.requests.parse_options import FIELD, WRONG_MAX, parse_controls, parse_hints
-from offload.requests.request_state import RequestIdentity, RequestState
+from offload.requests.request_identity import RequestIdentity
+from offload.requests.request_state import RequestState
 from offload.requests.trace_recorder import RecordedPrompt, TraceRecorder
 
 if TYPE_CHECKING:

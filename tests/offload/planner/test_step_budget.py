@@ -250,7 +250,7 @@ def test_chunks_without_space_in_a_tier_are_skipped_step_by_step() -> None:
     disk.recover(JUNK[:50], [EntryInfo(size_bytes=SIZE)] * 50)
     disk.pin(JUNK[:50])
     bed.cpu.recover(JUNK[50:], [EntryInfo()] * len(JUNK[50:]))
-    queue.offer(JUNK[50:], bed.cpu, bed.planner.groups)
+    queue.offer(JUNK[50:])
     waiting = len(queue)
     while waiting:
         bed.step(0)
