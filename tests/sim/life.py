@@ -334,7 +334,6 @@ def _virtual_clocks() -> Iterator[None]:
     with (
         patch("offload.worker.executor.time", _VirtualClock()),
         patch("offload.worker.loads.time", _VirtualClock()),
-        patch("offload.worker.tier_writer.time", _VirtualClock()),
     ):
         yield
 
