@@ -46,10 +46,28 @@ EPILOG = f"Policies: {', '.join(policy_names())}, or module:Class."
 WRONG = 2
 """Exit code for an invalid command line, as in the other commands."""
 TIMING_HELP = (
-    "Use the arrival times, at these speeds in tokens/s, joined by commas: prefill=10000 decode=50 "
-    "read=20000 in_flight=16 rate=1 (the defaults). Needs --lower-capacity."
+    "Use the arrival times, at these speeds in tokens/s: "
+    "prefill=10000,decode=50,read=20000,in_flight=16,rate=1 (the defaults). Needs --lower-capacity."
 )
+LOOK_AHEAD = 0.25
+PROCESSES_MAX = 1024
 PLOT_SUFFIXES = (".png", ".svg", ".pdf")
+
+BlockTokens = Annotated[
+    int | None, typer.Option(min=1, help="Tokens of a block, if not the default.")
+]
+BlockBytes = Annotated[
+    int | None, typer.Option(min=1, help="Bytes of a block, for capacities in bytes.")
+]
+LookAhead = Annotated[
+    float | None,
+    typer.Option(
+        min=0, max=0.5, help=f"With --timing: share of the upper tier. (default: {LOOK_AHEAD})"
+    ),
+]
+Processes = Annotated[
+    int, typer.Option(min=0, max=PROCESSES_MAX, help="Processes (0: one per core).")
+]
 
 
 def simulate(
@@ -72,16 +90,12 @@ def simulate(
     format: Annotated[
         str, typer.Option(help="auto, kvtiers, mooncake, bailian, kv-events")
     ] = "auto",
-    block_tokens: Annotated[int, typer.Option(help="Tokens of a block, if not the default.")] = 0,
-    block_bytes: Annotated[
-        int, typer.Option(help="Bytes of a block, for capacities in bytes.")
-    ] = 0,
+    block_tokens: BlockTokens = None,
+    block_bytes: BlockBytes = None,
     timing: Annotated[str, typer.Option(help=TIMING_HELP)] = "",
-    look_ahead: Annotated[
-        float, typer.Option(min=0, max=0.5, help="With --timing: share of the upper tier.")
-    ] = 0.25,
+    look_ahead: LookAhead = None,
     part: Annotated[str, typer.Option(help="Only this part of each trace, as 0.5:1.")] = "0:1",
-    jobs: Annotated[int, typer.Option(min=0, help="Processes (0: one per core).")] = 0,
+    jobs: Processes = 0,
     csv: Annotated[Path | None, typer.Option(help="Write the rows as CSV.")] = None,
     plot: Annotated[Path | None, typer.Option(help="Plot hit ratios (needs matplotlib).")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
@@ -96,13 +110,15 @@ def simulate(
     _refuse(
         *_wrong_words(mode, hints, format),
         *_wrong_tiers(mode, lower, admission),
-        *_wrong_timing(timing, mode, lower, plot),
+        *_wrong_timing(timing, look_ahead, mode, lower, plot),
         *_wrong_policies([*(policy or []), lower_policy], admission),
     )
+    share = LOOK_AHEAD if look_ahead is None else look_ahead
+    block_bytes = block_bytes or 0
     options: dict[str, Any] = {"block_bytes": block_bytes, "hints": hints, "lower": lower}
-    kind = {"timing": timing, "look_ahead": look_ahead} if timing else {"admission": admission}
+    kind = {"timing": timing, "look_ahead": share} if timing else {"admission": admission}
     try:
-        chosen = (format, block_tokens or None, parse_part(part))
+        chosen = (format, block_tokens, parse_part(part))
         sources = [TraceSource(str(trace), *chosen) for trace in traces]
         wanted = _list(sources, policy, capacities, options | kind)
         notes = _rounded(sources, [*capacities, *filter(None, [lower_capacity])], block_bytes)
@@ -161,8 +177,12 @@ def _wrong_tiers(mode: str, lower: Lower | None, admission: str) -> Iterator[str
         )
 
 
-def _wrong_timing(timing: str, mode: str, lower: Lower | None, plot: Path | None) -> Iterator[str]:
+def _wrong_timing(
+    timing: str, look_ahead: float | None, mode: str, lower: Lower | None, plot: Path | None
+) -> Iterator[str]:
     if not timing:
+        if look_ahead is not None:
+            yield "--look-ahead: has no effect without arrival times. Give --timing."
         return
     try:
         Speeds.parse(timing)

@@ -79,11 +79,11 @@ def timing_table(outcomes: Sequence[Outcome]) -> FittingTable:
         limit = row["policy"] in (NOTHING, ALL_ABOVE)
         shown.add_row(
             row["trace"],
-            "" if limit else f"{row['capacity_share']:.1%}",
+            "" if limit else f"{row['capacity_share']:,.1%}",
             row["policy"],
             f"{row['look_ahead']:.0%}" if row["look_ahead"] else "off",
-            f"{row['token_hit_ratio']:.1%}",
-            f"{row['upper_hit_ratio']:.1%}",
+            f"{row['token_hit_ratio']:,.1%}",
+            f"{row['upper_hit_ratio']:,.1%}",
             *(f"{row[name]:,.3g}" if row[name] < 1000 else f"{row[name]:,.0f}"
               for name in ("ttft_mean_s", "ttft_p99_s", "total_s")),
             f"{row['read_per_needed']:.2f}",
@@ -97,15 +97,15 @@ def _cells(row: dict[str, Any], two: bool) -> list[str]:
     limit = row["policy"] in (OPTIMUM, INFINITE)
     capacity = row["capacity_share"]
     digits = 1 if capacity >= 0.01 else 3  # "0.0%" would look like a capacity of zero
-    share = "all" if row["policy"] == INFINITE else f"{capacity:.{digits}%}"
+    share = "all" if row["policy"] == INFINITE else f"{capacity:,.{digits}%}"
     cells = [row["trace"], share, f"{row['capacity_blocks']:,}", row["policy"]]
-    cells.append(f"{row['token_hit_ratio']:.1%}")
-    cells.append("" if row["of_optimum"] is None else f"{row['of_optimum']:.1%}")
-    cells.append(f"{row['flops_saved']:.1%}")
+    cells.append(f"{row['token_hit_ratio']:,.1%}")
+    cells.append("" if row["of_optimum"] is None else f"{row['of_optimum']:,.1%}")
+    cells.append(f"{row['flops_saved']:,.1%}")
     cells.append("" if limit else f"{row['stored_blocks']:,}")
     if two:
-        cells.append(f"{row['upper_ratio']:.1%}" if "upper_ratio" in row else "")
-        cells.append(f"{row['lower_ratio']:.1%}" if "lower_ratio" in row else "")
+        cells.append(f"{row['upper_ratio']:,.1%}" if "upper_ratio" in row else "")
+        cells.append(f"{row['lower_ratio']:,.1%}" if "lower_ratio" in row else "")
         cells.append(f"{row['lower_writes']:,.0f}" if "lower_writes" in row else "")
     cells.append("" if limit else f"{row['ns_per_op']:,.0f}")
     return cells

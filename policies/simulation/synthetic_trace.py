@@ -46,7 +46,9 @@ class Mix:
         for part in filter(None, text.split(",")):
             match = _PART.fullmatch(part.strip())
             if match is None or match[1] not in known:
-                raise ValueError(f'has "{part}". Write name=number with {", ".join(known)}')
+                names = ", ".join(known)
+                fix = f"Write name=number with {names}, as users=200,turns=6"
+                raise ValueError(f'has "{part}". {fix}')
             given[match[1]] = float(match[2])
         whole = {name: int(value) for name, value in given.items() if type(known[name]) is int}
         mix = cls(**{**given, **whole})  # type: ignore[arg-type]  # whole numbers are int here

@@ -24,6 +24,7 @@ import gzip
 import io
 import json
 import os
+import zlib
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -100,19 +101,21 @@ def json_lines(path: Path) -> Iterator[tuple[int, Any]]:
     """Line numbers and values of a JSON-lines file. A last line without valid JSON is skipped: a
     server is still writing it, or ended while writing it. Raises ``TraceError``."""
     with open_text(path) as file:
-        number = 0
         try:
             for number, line in enumerate(file, 1):
                 if line.strip():
                     try:
                         value = json.loads(line)
-                    except ValueError:
+                    except (ValueError, RecursionError) as error:
                         if number > 1 and not line.endswith("\n"):
                             return
-                        raise
+                        what = f"{path}: not JSON lines, at line {number}: {error}"
+                        raise TraceError(what) from error
                     yield number, value
-        except (ValueError, RecursionError, OSError, EOFError) as error:
-            raise TraceError(f"{path}: not JSON lines, at line {number}: {error}") from error
+        except TraceError:
+            raise
+        except (ValueError, OSError, EOFError, zlib.error) as error:  # no text, or damaged
+            raise TraceError(f"{path}: not JSON lines: {error}") from error
 
 
 def to_runs(blocks: Sequence[int]) -> tuple[tuple[int, int], ...]:

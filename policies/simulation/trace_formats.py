@@ -93,7 +93,9 @@ def _hashed(path: Path, block_tokens: int, per_second: float, chats: bool) -> Tr
     sessions: dict[Any, int] = {}
 
     def parse(row: Mapping[str, Any]) -> Request:
-        tokens = int(row["input_length"])
+        tokens, ids = int(row["input_length"]), row["hash_ids"]
+        if not isinstance(ids, list) or not set(map(type, ids)) <= {int, str}:
+            raise TypeError("hash_ids is not a list of numbers")
         session = -1
         if chats:
             parent = row.get("parent_chat_id", -1)
@@ -102,7 +104,7 @@ def _hashed(path: Path, block_tokens: int, per_second: float, chats: bool) -> Tr
         return Request(
             time_s=float(row["timestamp"]) / per_second,
             prompt_tokens=tokens,
-            runs=numbers.runs(row["hash_ids"][: tokens // block_tokens]),
+            runs=numbers.runs(ids[: tokens // block_tokens]),
             output_tokens=int(row.get("output_length", 0)),
             session=session,
         )

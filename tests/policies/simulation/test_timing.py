@@ -230,3 +230,6 @@ def test_options_that_do_not_fit_are_refused_together() -> None:
     assert done.exit_code == 2
     for text in ('--timing: "reed" is unknown', "--timing: needs a lower tier", "--plot: plots"):
         assert text in done.stderr
+    done = CliRunner().invoke(app, ["t.jsonl", "--look-ahead", "0.2"])
+    assert done.exit_code == 2
+    assert "--look-ahead: has no effect without arrival times. Give --timing." in done.stderr

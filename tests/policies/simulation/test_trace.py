@@ -7,7 +7,14 @@ import json
 
 import pytest
 
-from policies.simulation.trace import Request, Trace, TraceError, TraceWriter, to_runs
+from policies.simulation.trace import (
+    Request,
+    Trace,
+    TraceError,
+    TraceWriter,
+    json_lines,
+    to_runs,
+)
 from policies.simulation.trace_formats import read_trace
 from policies.testing import synthetic_trace
 
@@ -117,8 +124,10 @@ def test_kv_events_as_vllm_makes_them(tmp_path) -> None:
 @pytest.mark.parametrize(
     ("text", "complaint"),
     [
-        ("nonsense\n", "not JSON lines"),
-        ("[" * 100_000, "not JSON lines"),
+        ("nonsense\n", "not JSON lines, at line 1: "),
+        ("[" * 100_000, "not JSON lines, at line 1: "),
+        ('{"timestamp": 0, "input_length": 1024, "hash_ids": "abc"}\n', "hash_ids is not a list"),
+        ('{"timestamp": 0, "input_length": 1024, "hash_ids": [null]}\n', "hash_ids is not a list"),
         ('{"timestamp": 0, "input_length": Infinity, "hash_ids": [1]}\n', "OverflowError"),
         ('{"what": 1}\n', "no known format"),
         ("", "no known format"),
@@ -133,6 +142,16 @@ def test_a_bad_file_is_reported_with_its_fault(tmp_path, text, complaint) -> Non
     with pytest.raises(TraceError, match=r"bad\.jsonl") as caught:
         read_trace(path)
     assert complaint in str(caught.value)
+
+
+def test_a_file_that_is_no_text_has_no_line(tmp_path) -> None:
+    path = tmp_path / "bad.jsonl.gz"
+    whole = gzip.compress(b"\n".join(b"%d" % (number**9) for number in range(9999)))
+    damaged = whole[:10] + b"\xff" * 100
+    for content in (b"no gzip", gzip.compress(b"\xff\xfe"), whole[:-20], damaged):
+        path.write_bytes(content)
+        with pytest.raises(TraceError, match=r"bad\.jsonl\.gz: not JSON lines: "):
+            list(json_lines(path))
 
 
 def test_an_incomplete_last_line_is_ignored(tmp_path) -> None:
