@@ -43,14 +43,17 @@ class Problem:
 
 
 class ConfigError(OffloadError, ValueError):
-    """A bad configuration; ``problems`` lists every fault of it."""
+    """A bad configuration; ``problems`` lists every fault of it, and ``place`` says where they
+    are."""
 
-    def __init__(self, problems: Sequence[Problem]) -> None:
+    def __init__(
+        self, problems: Sequence[Problem], place: str = "kv_connector_extra_config"
+    ) -> None:
         self.problems = tuple(problems)
         lines = "\n".join(f"  {problem}" for problem in self.problems)
         count = len(self.problems)
         noun = "problem" if count == 1 else "problems"
-        super().__init__(f"kvtiers: {count} {noun} in kv_connector_extra_config:\n{lines}")
+        super().__init__(f"kvtiers: {count} {noun} in {place}:\n{lines}")
 
 
 class LayoutError(OffloadError, ValueError):

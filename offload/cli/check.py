@@ -111,11 +111,18 @@ def _without_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 def _read(problems: Problems, where: str) -> str | None:
     try:
         if where == "-":
-            return sys.stdin.read(CHECKED_BYTES_MAX)
-        problems.file(Path(where), "Name a file with a configuration, or give the JSON itself.")
-        if problems:
+            found = sys.stdin.buffer.read(CHECKED_BYTES_MAX + 1)
+        else:
+            problems.file(Path(where), "Name a file with a configuration, or give the JSON itself.")
+            if problems:
+                return None
+            with Path(where).open("rb") as file:
+                found = file.read(CHECKED_BYTES_MAX + 1)
+        if len(found) > CHECKED_BYTES_MAX:
+            what = f"is larger than {size_text(CHECKED_BYTES_MAX)}"
+            problems.add(where, what, "Name a file with a configuration.")
             return None
-        return Path(where).read_bytes()[:CHECKED_BYTES_MAX].decode("utf-8")
+        return found.decode("utf-8")
     except (OSError, ValueError) as error:
         problems.add(where, f"cannot be read: {error}", "Name a file of JSON.")
         return None
@@ -134,7 +141,8 @@ def _report(loaded: list[LoadedConfig], as_json: bool) -> None:
     for kind, lines in (("note", notes), ("warning", warnings)):
         for line in lines:
             print(f"{kind}: {line}")
-    print("the configuration fits this machine")
+    count = f", with {len(warnings)} warning{'s' * (len(warnings) > 1)}" if warnings else ""
+    print(f"the configuration fits this machine{count}")
 
 
 def _tiers(loaded: LoadedConfig) -> list[tuple[str, int]]:

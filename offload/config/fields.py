@@ -150,14 +150,14 @@ def count(low: int, high: int) -> Kind:
 
     def read(value: Any, where: str, problems: list[Problem]) -> int | None:
         if isinstance(value, bool) or not isinstance(value, int):
-            problems.append(_wrong(where, value, "a whole number", f"{low} to {high}"))
+            problems.append(_wrong(where, value, "a whole number", _range_text(low, high)))
             return None
         if not low <= value <= high:
             problems.append(_outside(where, value, low, high))
             return None
         return value
 
-    return Kind(f"whole number, {low} to {high:,}", read)
+    return Kind(f"whole number, {_range_text(low, high)}", read)
 
 
 def number(low: float, high: float, unit: str = "") -> Kind:
@@ -165,14 +165,14 @@ def number(low: float, high: float, unit: str = "") -> Kind:
 
     def read(value: Any, where: str, problems: list[Problem]) -> float | None:
         if isinstance(value, bool) or not isinstance(value, int | float):
-            problems.append(_wrong(where, value, "a number", f"{low:g} to {high:g}{unit}"))
+            problems.append(_wrong(where, value, "a number", _range_text(low, high, unit)))
             return None
         if not math.isfinite(value) or not low <= value <= high:
             problems.append(_outside(where, value, low, high, unit))
             return None
         return float(value)
 
-    return Kind(f"number, {low:g} to {high:g}{unit}", read)
+    return Kind(f"number, {_range_text(low, high, unit)}", read)
 
 
 def choice(*names: str) -> Kind:
@@ -181,7 +181,8 @@ def choice(*names: str) -> Kind:
     def read(value: Any, where: str, problems: list[Problem]) -> str | None:
         if isinstance(value, str) and value in names:
             return value
-        fix = nearest(value, names) if isinstance(value, str) else f"Use one of: {_or(names)}."
+        near = difflib.get_close_matches(value.lower(), names, 1) if isinstance(value, str) else []
+        fix = f'Did you mean "{near[0]}"?' if near else ""
         problems.append(Problem(where, f"must be {_or(names)} (got {show(value)})", fix))
         return None
 
@@ -210,7 +211,8 @@ def path() -> Kind:
             problems.append(Problem(where, what, 'For example "/var/cache/kv".'))
             return None
         if not value.startswith("/"):
-            fix = f"Write the full path, for example {show(os.path.join('/var/cache', value))}."
+            full = os.path.join("/var/cache", os.path.expanduser(value))
+            fix = f"Write the full path, for example {show(full)}."
             problems.append(Problem(where, f"must be absolute (got {show(value)})", fix))
             return None
         if ".." in value.split("/"):
@@ -311,8 +313,16 @@ def _wrong(where: str, value: Any, wanted: str, allowed: str) -> Problem:
 
 
 def _outside(where: str, value: float, low: float, high: float, unit: str = "") -> Problem:
-    text = f"must be between {low:g} and {high:g}{unit} (got {show(value)})"
-    return Problem(where, text, "")
+    between = f"{_number_text(low)} and {_number_text(high)}{unit}"
+    return Problem(where, f"must be between {between} (got {show(value)})", "")
+
+
+def _range_text(low: float, high: float, unit: str = "") -> str:
+    return f"{_number_text(low)} to {_number_text(high)}{unit}"
+
+
+def _number_text(number: float) -> str:
+    return f"{number:,.0f}" if number == int(number) else f"{number:g}"
 
 
 def _or(names: Sequence[str]) -> str:

@@ -60,8 +60,11 @@ def _check_now(transfer: Mapping[str, Any]) -> list[LoadedConfig]:
 
     loaded: list[LoadedConfig] = []
     problems: list[Problem] = []
+    place = EXTRA
     for found in ours(transfer):
-        problems += field_problems(found)
+        if wrong := field_problems(found):
+            problems += wrong
+            place = "--kv-transfer-config"
         extra = found.get(EXTRA)
         if not isinstance(extra, Mapping | None):
             continue
@@ -70,7 +73,7 @@ def _check_now(transfer: Mapping[str, Any]) -> list[LoadedConfig]:
         except ConfigError as error:
             problems += error.problems
     if problems:
-        raise ConfigError(problems)
+        raise ConfigError(problems, place)
     return loaded
 
 
@@ -95,12 +98,12 @@ def field_problems(transfer: Mapping[str, Any]) -> list[Problem]:
             problems.append(Problem(name, "is unknown", f'Write "{near[0]}".'))
     policy = transfer.get("kv_load_failure_policy", "fail")
     if policy not in FAILURE_POLICIES:
-        what = f'is "recompute" or "fail" (got "{policy}")'
+        what = f'must be "recompute" or "fail" (got "{policy}")'
         fix = 'Use "recompute": a request whose load fails is computed.'
         problems.append(Problem("kv_load_failure_policy", what, fix))
     extra = transfer.get(EXTRA)
     if not isinstance(extra, Mapping | None):
-        what = f"is an object (got {extra!r})"
+        what = f"must be an object (got {extra!r})"
         problems.append(Problem(EXTRA, what, 'Write {"cpu": {...}, "tiers": [...]}.'))
     return problems
 
@@ -109,4 +112,7 @@ def role_problems(role: object) -> list[Problem]:
     """Check that this connector both loads and stores."""
     if role == "kv_both":
         return []
-    return [Problem("kv_role", f'loads and stores (got "{role}")', 'Use "kv_role": "kv_both".')]
+    if role is None:
+        return [Problem("kv_role", "is missing", 'Use "kv_role": "kv_both".')]
+    what = f'must be "kv_both", because this connector loads and stores (got "{role}")'
+    return [Problem("kv_role", what, "")]

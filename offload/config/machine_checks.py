@@ -49,6 +49,7 @@ RESERVE_SHARE = 0.05
 RESERVE_MIN = 2 * GIB
 MEMORY_LEFT_SHARE = 0.125
 """The part of the memory limit that the CPU tier must leave to everything else."""
+NAME_BYTES_MAX = 255
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,6 +130,9 @@ def check_machine(config: OffloadConfig, is_ours: IsOurs = nobody) -> Findings:
             _check_space(tier, where, taken, problems)
         _check_extras(tier, where, problems)
     problems.extend(_recordings(config))
+    if config.wait_for_reads != "never" and not config.look_ahead:
+        what = f'"{config.wait_for_reads}" has no effect, because look_ahead is 0'
+        warnings.append(Problem("$.wait_for_reads", what, "Leave it out, or allow look_ahead."))
     return Findings(tuple(problems), tuple(warnings))
 
 
@@ -157,6 +161,9 @@ def _check_memory(
             f"{format_size(limit.limit_bytes)} ({limit.source}) beside the server itself"
         )
         problems.append(Problem(where, what, f"Use at most {format_size(bytes_max)}."))
+    elif capacity < (bytes_min := ALIGNMENT * (2 if config.tiers else 1)):
+        what = f"{format_size(capacity)} is too small for any chunk"
+        problems.append(Problem(where, what, f"Give at least {format_size(bytes_min)}."))
     elif capacity > limit.available_bytes:
         what = (
             f"{format_size(capacity)} is more than the {format_size(limit.available_bytes)} of "
@@ -216,6 +223,9 @@ def _check_folder(
 
 def _folder_problem(tier: TierConfig, where: str) -> Problem | None:
     path = tier.path
+    if (longest := max(len(os.fsencode(name)) for name in path.split("/"))) > NAME_BYTES_MAX:
+        what = f"has a name of {longest:,} bytes; file systems allow {NAME_BYTES_MAX}"
+        return Problem(where, what, "Use shorter names.")
     if os.path.islink(path):
         what = f"{path} is a symbolic link to {os.path.realpath(path)}"
         return Problem(where, what, "Use the real path.")
@@ -310,7 +320,8 @@ def _smallest_capacity(tier: TierConfig) -> int:
 def _check_extras(tier: TierConfig, where: str, problems: list[Problem]) -> None:
     problems += _only_in_lmdb(tier, where)
     if tier.type == "mooncake" and (missing := why_not()):
-        fix = "See docs/guides/share.md. Run: pip install mooncake-transfer-engine-non-cuda"
+        package = "mooncake-transfer-engine-non-cuda==0.3.13.post1"
+        fix = f"See docs/guides/share.md. Run: pip install {package}"
         problems.append(Problem(f"{where}.type", f"needs the package mooncake: {missing}", fix))
     if tier.compression == "zstd" and importlib.util.find_spec("zstandard") is None:
         fix = "Run: pip install zstandard"

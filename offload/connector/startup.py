@@ -84,7 +84,7 @@ class ServerSetup:
         parallel = vllm_config.parallel_config
         problems = check_vllm_config(vllm_config)
         if problems:
-            raise ConfigError(problems)
+            raise ConfigError(problems, "--kv-transfer-config")
         extra = vllm_config.kv_transfer_config.kv_connector_extra_config
         config = cls.check(extra) if first_worker else parse_config(extra)
         layout = model_layout(kv_cache_config, vllm_config, config.chunk_blocks)

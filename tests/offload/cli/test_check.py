@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from offload.cli.check import CHECKED_BYTES_MAX
 from offload.config.kv_transfer_config import NAME, transfer_config
 from tests.offload.cli.rank_folders import ROOT, kvtiers
 
@@ -52,7 +53,8 @@ def test_all_problems_at_once_and_as_json(tmp_path: Path) -> None:
     transfer = json.dumps(transfer_config(wrong) | {"kv_role": "kv_producer"})
     found = kvtiers("check", transfer)
     assert (found.code, found.out) == (1, "")
-    for words in ("4 problems", 'kv_role: loads and stores (got "kv_producer")', "$.cpu.capacity",
+    for words in ("4 problems in --kv-transfer-config", 'kv_role: must be "kv_both", because',
+                  'loads and stores (got "kv_producer")', "$.cpu.capacity",
                   'Did you mean "policy"?', "/proc/kv"):  # fmt: skip
         assert words in found.err, words
     report = kvtiers("check", transfer, "--json").json
@@ -82,6 +84,56 @@ def test_bad_input_is_reported(where: str, words: str) -> None:
     assert words in found.err
 
 
+def test_a_file_that_is_too_large_is_not_cut(tmp_path: Path) -> None:
+    file = tmp_path / "large.json"
+    file.write_text(json.dumps(GOOD) + " " * CHECKED_BYTES_MAX)
+    found = kvtiers("check", file)
+    assert (found.code, found.out) == (2, "")
+    assert f"{file}: is larger than 1MiB. Name a file with a configuration." in found.err
+
+
+@pytest.mark.parametrize(
+    ("extra", "words"),
+    [
+        ({"cpu": {"capacity": 1}}, "$.cpu.capacity: 1B is too small for any chunk. Give at least"),
+        (
+            {"cpu": {"capacity": "64MiB", "pin": 1}},
+            'must be "require", "prefer" or "off" (got 1)\n',
+        ),
+        (GOOD | {"recent_requests": 0}, "must be between 1 and 100,000 (got 0)"),
+        (GOOD | {"record_trace": "~/t"}, f'for example "{Path("~/t").expanduser()}".'),
+    ],
+)
+def test_values_are_refused(extra: dict, words: str) -> None:
+    found = kvtiers("check", json.dumps(extra))
+    assert (found.code, found.out) == (1, "")
+    assert words in found.err
+
+
+def test_a_name_that_no_file_system_allows(tmp_path: Path) -> None:
+    found = kvtiers("check", json.dumps(disk(tmp_path, path=f"/var/cache/{'k' * 256}/kv")))
+    assert found.code == 1
+    assert "$.tiers[0].path: has a name of 256 bytes; file systems allow 255." in found.err
+
+
+def test_an_option_without_effect_is_a_warning() -> None:
+    found = kvtiers("check", json.dumps(GOOD | {"look_ahead": 0, "wait_for_reads": "auto"}))
+    assert found.code == 0
+    assert 'warning: $.wait_for_reads: "auto" has no effect, because look_ahead is 0.' in found.out
+    assert found.out.endswith("the configuration fits this machine, with 1 warning\n")
+
+
+@pytest.mark.parametrize("role", [{}, {"kv_role": None}, {"kv_role": "kv_bot"}])
+def test_the_role_is_required(role: dict) -> None:
+    transfer = transfer_config(GOOD)
+    del transfer["kv_role"]
+    found = kvtiers("check", json.dumps(transfer | role))
+    assert found.code == 1
+    assert found.err.startswith("kvtiers: 1 problem in --kv-transfer-config:\n")
+    what = 'must be "kv_both"' if role.get("kv_role") else "is missing"
+    assert f"kv_role: {what}" in found.err
+
+
 def test_mistakes_in_vllms_own_fields_are_found() -> None:
     """vLLM refuses them, too, but only after it has imported everything."""
     transfer = transfer_config(GOOD)
@@ -90,15 +142,15 @@ def test_mistakes_in_vllms_own_fields_are_found() -> None:
     found = kvtiers("check", json.dumps(wrong))
     assert found.code == 1
     assert 'kv_connector_extra_confg: is unknown. Write "kv_connector_extra_config".' in found.err
-    assert 'kv_load_failure_policy: is "recompute" or "fail" (got "recomput")' in found.err
+    assert 'kv_load_failure_policy: must be "recompute" or "fail" (got "recomput")' in found.err
     found = kvtiers("check", json.dumps(transfer | {"kv_connector_extra_config": []}))
     assert found.code == 1
-    assert "kv_connector_extra_config: is an object (got [])" in found.err
+    assert "kv_connector_extra_config: must be an object (got [])" in found.err
     later = transfer_config(GOOD) | {"a_field_of_a_later_version": 1}
     assert kvtiers("check", json.dumps(later)).code == 0
 
 
-@pytest.mark.parametrize("command", ["serve m --kv-cpu 64MiB", "plan {model} --cpu 64MiB"])
+@pytest.mark.parametrize("command", ["serve {model} --kv-cpu 64MiB", "plan {model} --cpu 64MiB"])
 def test_a_missing_vllm_is_named(command: str, tmp_path: Path) -> None:
     model = tmp_path / "model"
     model.mkdir()

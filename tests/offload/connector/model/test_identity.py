@@ -330,7 +330,7 @@ def test_a_role_that_only_stores_or_only_loads_is_refused(model: Path) -> None:
     config.kv_transfer_config.kv_role = "kv_producer"
     (problem,) = check_vllm_config(config)
     assert str(problem) == (
-        'kv_role: loads and stores (got "kv_producer"). Use "kv_role": "kv_both".'
+        'kv_role: must be "kv_both", because this connector loads and stores (got "kv_producer")'
     )
 
 
