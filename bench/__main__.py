@@ -7,6 +7,8 @@ import importlib.util
 
 import typer
 
+from offload.cli.plain_help import HELP_NAMES, PlainGroup, plain
+
 QUESTIONS = (
     *("copy", "tiers", "shared", "churn", "restart", "hooks", "policies", "gates"),
     *("serve", "backlog", "replay"),
@@ -15,7 +17,12 @@ QUESTIONS = (
 
 def build() -> typer.Typer:
     """The command line, with one command per benchmark module."""
-    app = typer.Typer(help="Benchmarks of this project.", no_args_is_help=True)
+    app = typer.Typer(
+        cls=PlainGroup,
+        help="Benchmarks of this project.",
+        no_args_is_help=True,
+        context_settings=HELP_NAMES,
+    )
 
     @app.callback()
     def _root() -> None:
@@ -24,7 +31,7 @@ def build() -> typer.Typer:
     for name in QUESTIONS:
         if importlib.util.find_spec(f"bench.{name}") is not None:
             importlib.import_module(f"bench.{name}").register(app)
-    return app
+    return plain(app)
 
 
 if __name__ == "__main__":

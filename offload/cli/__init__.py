@@ -18,10 +18,10 @@ import sys
 from typing import Annotated, Any
 
 import typer
-from typer.core import TyperCommand, TyperGroup
 
 import offload
 from offload.cli.lost_output import guarded_output
+from offload.cli.plain_help import HELP_NAMES, PlainCommand, PlainGroup, plain
 
 INTERRUPTED = 130
 """Exit code after Ctrl-C, as in shells: 128 plus the number of SIGINT."""
@@ -57,8 +57,13 @@ COMMANDS = {
 """Module and line of help of each command, in the order shown."""
 
 
-class Commands(TyperGroup):
+class Commands(PlainGroup):
     """The commands of ``COMMANDS``. Listing the commands needs only their line of help."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        if args[:1] == ["help"]:
+            args = [*args[1:], "--help"]
+        return super().parse_args(ctx, args)
 
     def list_commands(self, ctx: Any) -> list[str]:
         return list(COMMANDS)
@@ -66,14 +71,15 @@ class Commands(TyperGroup):
     def get_command(self, ctx: Any, cmd_name: str) -> Any:
         if cmd_name not in COMMANDS:
             return None
-        return TyperCommand(cmd_name, help=COMMANDS[cmd_name][1])
+        return PlainCommand(cmd_name, help=COMMANDS[cmd_name][1])
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
         if args[0] not in COMMANDS and (near := difflib.get_close_matches(args[0], COMMANDS, n=1)):
             ctx.fail(f"No such command '{args[0]}'. Did you mean '{near[0]}'?")
         name, found, rest = super().resolve_command(ctx, args)
         if name is not None and found is not None:
-            found = typer.main.get_command(importlib.import_module(COMMANDS[name][0]).app)
+            app = importlib.import_module(COMMANDS[name][0]).app
+            found = typer.main.get_command(plain(app))
             found.name = name
         return name, found, rest
 
@@ -83,6 +89,7 @@ app = typer.Typer(
     name="kvtiers",
     help="KV-cache offloading for vLLM.",
     no_args_is_help=True,
+    context_settings=HELP_NAMES,
     pretty_exceptions_enable=False,
 )
 

@@ -13,30 +13,18 @@ import threading
 from collections.abc import Mapping
 from pathlib import Path
 
+from offload.cli.vllm_flags import has_flag
+
 CONFIGS = ("config.json", "params.json")
 """The files that describe a model, as Hugging Face and as Mistral name them."""
 ELSEWHERE = ("--config", "--config-format", "--hf-config-path")
 """With these flags, vLLM reads the model's configuration from other places or in other formats."""
+OTHER_NAMES = ("VLLM_USE_MODELSCOPE", "VLLM_MODEL_REDIRECT_PATH")
+"""With these variables, vLLM finds names that the hub does not know."""
 HUB = "https://huggingface.co"
 HUB_PATIENCE_S = 2.0
 
 FOLDER_FIX = "Give a folder with a config.json, or the name of a model on the hub"
-
-
-def has_flag(flags: list[str], name: str) -> bool:
-    """True if a flag is given in one of vLLM's spellings: ``--a-b``, ``--a_b=x``, ``--a-b.c``."""
-    heads = {flag.split("=")[0].split(".")[0].replace("_", "-") for flag in flags}
-    return name in heads
-
-
-def flag_values(flags: list[str], name: str) -> list[str]:
-    """The values of a flag in ``--a-b x`` or ``--a_b=x``; not those of single fields."""
-    found = []
-    for place, flag in enumerate(flags):
-        head, is_joined, value = flag.partition("=")
-        if head.replace("_", "-") == name:
-            found += [value] if is_joined else flags[place + 1 : place + 2]
-    return found
 
 
 def wrong_path(model: str, flags: list[str]) -> tuple[str, str] | None:
@@ -81,11 +69,11 @@ def wrong_name(
     ``None`` if vLLM may find it. A hub that does not answer in time is named on stderr, because
     vLLM will wait for it, too.
     """
-    is_asked = not os.path.exists(model) and "://" not in model and ":" not in model
-    others = ("--hf-token", "--download-dir", *ELSEWHERE)
-    if environment.get("VLLM_USE_MODELSCOPE") or any(has_flag(flags, name) for name in others):
-        is_asked = False
-    if not is_asked:
+    if os.path.exists(model) or ":" in model:  # a folder, a URL, or one file of a model
+        return None
+    if any(has_flag(flags, name) for name in ("--hf-token", "--download-dir", *ELSEWHERE)):
+        return None
+    if any(environment.get(name) for name in OTHER_NAMES):
         return None
     try:
         from huggingface_hub import HfApi, errors  # noqa: F401  # this may take longer than _ask has
@@ -116,6 +104,8 @@ def _ask(model: str, hub: str) -> tuple[str, str] | None:
     except errors.GatedRepoError:
         return None  # vLLM explains how to get access
     except errors.RepositoryNotFoundError:
+        if _has_copy(model):
+            return None
         fix = "Check the name. A private model needs a token: HF_TOKEN"
         return f"is not a folder, and {hub} shows no such model", fix
     except errors.HfHubHTTPError:

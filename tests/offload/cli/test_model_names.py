@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 from huggingface_hub import constants
 
-from offload.cli import doctor, model_names
+from offload.cli import doctor, model_names, vllm_flags
 from offload.cli.model_names import wrong_name, wrong_path
 from tests.offload.cli.rank_folders import ROOT, kvtiers
 
@@ -142,11 +142,13 @@ def test_a_hub_that_cannot_be_reached_is_named(hub: dict[str, str]) -> None:
 
 
 def test_a_local_copy_needs_no_hub(hub: dict[str, str], tmp_path: Path) -> None:
-    copy = tmp_path / "cache/models--org--model/snapshots/4f1a"
-    copy.mkdir(parents=True)
-    assert wrong_name("org/model", [], NOWHERE) is not None, "an empty folder is no copy"
-    (copy / "config.json").write_text("{}")
-    assert wrong_name("org/model", [], NOWHERE) is None
+    for name, asked in (("model", NOWHERE), ("hidden", hub)):
+        copy = tmp_path / f"cache/models--org--{name}/snapshots/4f1a"
+        copy.mkdir(parents=True)
+        found = wrong_name(f"org/{name}", [], asked)
+        assert found is not None, "an empty folder is no copy"
+        (copy / "config.json").write_text("{}")
+        assert wrong_name(f"org/{name}", [], asked) is None
 
 
 @pytest.mark.parametrize("model", ["s3://bucket/model", "org/model:Q4_K_M"])
@@ -157,7 +159,8 @@ def test_names_of_other_places_are_left_to_vllm(hub: dict[str, str], model: str)
 @pytest.mark.parametrize("flag", ["--hf-token=x", "--download_dir", "--config"])
 def test_flags_that_change_the_search_leave_it_to_vllm(hub: dict[str, str], flag: str) -> None:
     assert wrong_name("org/model", [flag, "x"], NOWHERE) is None
-    assert wrong_name("org/model", [], NOWHERE | {"VLLM_USE_MODELSCOPE": "1"}) is None
+    for name in ("VLLM_USE_MODELSCOPE", "VLLM_MODEL_REDIRECT_PATH"):
+        assert wrong_name("org/model", [], NOWHERE | {name: "1"}) is None
 
 
 def test_a_hub_that_does_not_answer_is_named_and_left_to_vllm(
@@ -195,7 +198,7 @@ def test_no_command_asks_vllm_about_a_folder_without_a_model(
     ],
 )
 def test_the_values_of_a_flag(flags: list[str], values: list[str]) -> None:
-    assert model_names.flag_values(flags, "--kv-a") == values
+    assert vllm_flags.flag_values(flags, "--kv-a") == values
 
 
 IMPORTED = """
