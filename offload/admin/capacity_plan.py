@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from offload.config.schema import STAGING_MAX
-from offload.sizes import DAY_S
+from offload.sizes import DAY_S, format_size
 from policies.simulation.simulator import Result
 from policies.simulation.trace import Trace
 from tiers.lmdb.files import payload_capacity_bytes
@@ -188,9 +188,10 @@ def _prefill(model: ModelSize, machine: Machine, notes: list[str]) -> float | No
             f"active parameters with --parameters)"
         )
         return speed
+    estimate = "--parameters" if machine.gpu_flops else "--gpu-tflops"
     notes.append(
         "the speed of computing prompts is not known: give --prefill-tokens-per-s, or "
-        "--gpu-tflops for an estimate"
+        f"{estimate} for an estimate"
     )
     return None
 
@@ -205,9 +206,9 @@ def _tiers(
     link = machine.link_bytes_per_s or LINK_BYTES_PER_S
     disk = machine.disk_bytes_per_s or DISK_BYTES_PER_S
     if not machine.link_bytes_per_s:
-        notes.append(f"assumed, not measured: {link / 1e9:g} GB/s to each GPU (--link)")
+        notes.append(f"assumed, not measured: {_speed_text(link)} to each GPU (--link)")
     if machine.disk_bytes and not machine.disk_bytes_per_s:
-        notes.append(f"assumed, not measured: the disk reads {disk / 1e9:g} GB/s (--disk-read)")
+        notes.append(f"assumed, not measured: the disk reads {_speed_text(disk)} (--disk-read)")
     cpu_tokens, disk_tokens = _tokens(model, machine)
     speeds = [("cpu", machine.cpu_bytes, cpu_tokens, link * model.ranks)]
     if machine.disk_bytes:
@@ -228,6 +229,10 @@ def _tiers(
     )
 
 
+def _speed_text(bytes_per_s: float) -> str:
+    return f"{format_size(int(bytes_per_s))}/s"
+
+
 def _with_hits(
     tiers: Sequence[TierPlan], result: Result, rate: float | None, model: ModelSize
 ) -> tuple[TierPlan, ...]:
@@ -246,8 +251,8 @@ def _judge(
 ) -> None:
     """Add a note for each unrealistic part of the plan."""
     notes += [
-        f"{tier.name}: these hits need {tier.reads_bytes_per_s / 1e9:.2f} GB/s, more than its "
-        f"{tier.bytes_per_s / 1e9:.2f} GB/s: some of them will be computed"
+        f"{tier.name}: these hits need {_speed_text(tier.reads_bytes_per_s)}, more than its "
+        f"{_speed_text(tier.bytes_per_s)}: some of them will be computed"
         for tier in tiers
         if tier.reads_bytes_per_s is not None and tier.reads_bytes_per_s > tier.bytes_per_s
     ]

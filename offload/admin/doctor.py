@@ -122,9 +122,9 @@ class Facts:
     parameters: int = 0
 
 
-def refusal(model: str, verdict: ModelVerdict, reason: str, fixes: Sequence[str] = ()) -> Report:
-    """A report that contains only the refusal of a model or its configuration, with the reason."""
-    return Report(model, 0, (), 0, 0, 0.0, (), (reason,), tuple(fixes), (), verdict=verdict)
+def refusal(model: str, verdict: ModelVerdict, *reasons: str, fixes: Sequence[str] = ()) -> Report:
+    """A report that contains only the refusal of a model or its configuration, with the reasons."""
+    return Report(model, 0, (), 0, 0, 0.0, (), reasons, tuple(fixes), (), verdict=verdict)
 
 
 AskAgain = Callable[[Sequence[str]], LayoutInput | None]
@@ -277,7 +277,7 @@ def _geometry_lines(report: Report) -> list[str]:
     lines = [
         f"Hashing  one hash for {report.hash_tokens} tokens; the smallest reusable prefix is "
         f"{report.alignment_tokens} tokens",
-        f"Size     {report.token_bytes:,.0f} bytes per token{ranks}",
+        f"Size     {format_size(round(report.token_bytes))} per token{ranks}",
         "",
         *_table(report.groups),
         "",
@@ -289,7 +289,7 @@ def _geometry_lines(report: Report) -> list[str]:
 
 
 def _table(groups: Sequence[GroupReport]) -> list[str]:
-    head = ("group", "kind", "restores", "layers", "block", "kernel", "chunk", "page bytes")
+    head = ("group", "kind", "restores", "layers", "block", "kernel", "chunk", "page")
     rows = [head, *(_row(group) for group in groups)]
     widths = [max(len(row[i]) for row in rows) for i in range(len(head))]
     lines = ["  ".join(map(str.ljust, row, widths)).rstrip() for row in rows]
@@ -298,9 +298,9 @@ def _table(groups: Sequence[GroupReport]) -> list[str]:
 
 def _row(group: GroupReport) -> tuple[str, ...]:
     padding = "" if group.page_bytes == group.padded_page_bytes else " padded to "
-    pages = "/".join(f"{size:,}" for size in group.page_bytes) + padding
+    pages = "/".join(map(format_size, group.page_bytes)) + padding
     if padding:
-        pages += "/".join(f"{size:,}" for size in group.padded_page_bytes)
+        pages += "/".join(map(format_size, group.padded_page_bytes))
     return (
         str(group.group),
         group.kind + (" (draft)" if group.draft else ""),

@@ -11,12 +11,14 @@ import re
 import signal
 import stat
 import sys
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
 import typer
 
+from offload.cli.numbers import size_text, speed_text
 from offload.errors import WRONG_USAGE, NamespaceError, Problem, TierUnavailableError
 from offload.sizes import parse_size
 
@@ -26,12 +28,26 @@ if TYPE_CHECKING:
 
     from offload.namespaces.inventory import NamespaceFolder
 
-Folder = Annotated[Path, typer.Argument(help="Path of a tier, or a namespace or rank in it.")]
+
+def folder_path(text: str) -> Path:
+    """A path from the command line. The empty text of an unset variable must not mean the current
+    folder."""
+    if not text:
+        raise typer.BadParameter("the path is empty")
+    return Path(text)
+
+
+Folder = Annotated[
+    Path,
+    typer.Argument(parser=folder_path, help="Path of a tier, or a namespace or rank in it."),
+]
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
 KeyFile = Annotated[str, typer.Option(help="Key file, if the records are encrypted.")]
 
 _DURATION = re.compile(r"([0-9]+(?:\.[0-9]+)?)(s|m|h|d|w)", re.ASCII)
 _SECONDS = {"s": 1, "m": 60, "h": 3600, "d": 86_400, "w": 604_800}
+SLOW_AFTER_S = 1.0
+"""A server that has not answered for this long is named."""
 FILES_WIDTH = 150
 """Width in columns if the output is no terminal: nothing is cut off in files and pipes."""
 
@@ -154,6 +170,22 @@ def give_up(command: str, text: str, code: int = 1) -> NoReturn:
 
 
 @contextlib.contextmanager
+def named_if_slow(command: str, address: str) -> Iterator[None]:
+    """Say on stderr which server this context waits for, if that takes longer than a moment."""
+    from offload.admin.metrics_client import TIMEOUT_S, shown_url
+
+    what = f"{shown_url(address)} has not answered for {SLOW_AFTER_S:g} s"
+    line = f"kvtiers {command}: {what}; waiting up to {TIMEOUT_S:g} s"
+    timer = threading.Timer(SLOW_AFTER_S, print, [line], {"file": sys.stderr, "flush": True})
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
+
+
+@contextlib.contextmanager
 def guarded_work(command: str) -> Iterator[None]:
     """Guard work on a tier's folder: its errors end the program with one line.
 
@@ -235,18 +267,22 @@ def progress_bar(*, is_bytes: bool) -> Progress:
     from rich.console import Console
     from rich.progress import (
         BarColumn,
-        DownloadColumn,
         MofNCompleteColumn,
         Progress,
-        ProgressColumn,
+        Task,
         TextColumn,
         TimeRemainingColumn,
-        TransferSpeedColumn,
     )
+    from rich.text import Text
 
-    done: list[ProgressColumn] = [MofNCompleteColumn()]
-    if is_bytes:
-        done = [DownloadColumn(binary_units=True), TransferSpeedColumn()]
-    columns = [TextColumn("{task.description}"), BarColumn(), *done, TimeRemainingColumn()]
+    class Bytes(MofNCompleteColumn):
+        """``1.10MiB/24.0MiB 58.4MiB/s``."""
+
+        def render(self, task: Task) -> Text:
+            done = f"{size_text(task.completed)}/{size_text(task.total)}"
+            return Text(f"{done} {speed_text(task.finished_speed or task.speed)}")
+
+    done = Bytes() if is_bytes else MofNCompleteColumn()
+    columns = [TextColumn("{task.description}"), BarColumn(), done, TimeRemainingColumn()]
     console = Console(stderr=True)
     return Progress(*columns, console=console, transient=True, disable=not console.is_terminal)

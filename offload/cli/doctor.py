@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import logging
 import os
 import signal
@@ -14,14 +13,16 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from offload.cli import INTERRUPTED
-from offload.cli.model_names import flag_values, wrong_name, wrong_path
+from offload.cli.common import make_app, print_json
+from offload.cli.model_names import wrong_name, wrong_path
+from offload.cli.vllm_flags import transfer_problems
 
 if TYPE_CHECKING:
     from rich.console import Console
 
     from offload.admin.doctor import Report
 
-app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
+app = make_app()
 
 PASS_FLAGS_ON = {"allow_extra_args": True, "ignore_unknown_options": True}
 
@@ -42,47 +43,29 @@ def doctor(
 
     report = refused_early(model, context.args)
     if report is None:
-        _say_what_is_wrong(context.args)
         report = ask_vllm(model, context.args)
-    print(json.dumps(to_json(report)) if as_json else to_text(report))
+    if as_json:
+        print_json(to_json(report))
+    else:
+        print(to_text(report))
     raise typer.Exit(EXIT_CODES[report.verdict])
 
 
 def refused_early(model: str, flags: list[str]) -> Report | None:
-    """The report for a name that is not a model, if this can be determined without importing
-    vLLM."""
+    """The report for a name that is not a model or for a wrong configuration, if this can be
+    determined without importing vLLM, which takes a quarter of a minute."""
     from offload.admin.doctor import ModelVerdict, refusal
 
     if model.startswith("-"):
         reason = "the model comes first: kvtiers doctor MODEL [vllm flags]"
         return refusal(model, ModelVerdict.WRONG_FLAGS, reason)
-    wrong = wrong_path(model, flags) or wrong_name(model, flags, os.environ)
-    if wrong is None:
-        return None
-    what, fix = wrong
-    fixes = [fix[0].lower() + fix[1:]]
-    return refusal(model, ModelVerdict.UNKNOWN_MODEL, f"{model} {what}", fixes)
-
-
-def _say_what_is_wrong(flags: list[str]) -> None:
-    """Name the problems of --kv-transfer-config at once. The report repeats them below the model's
-    geometry, for which vLLM needs a quarter of a minute."""
-    from offload.config.kv_transfer_config import check_transfer
-    from offload.errors import ConfigError
-
-    for text in flag_values(flags, "--kv-transfer-config"):
-        try:
-            transfer = json.loads(text)
-            if isinstance(transfer, dict):
-                check_transfer(transfer)
-        except ConfigError as error:
-            lines = [str(problem) for problem in error.problems]
-        except ValueError as error:
-            lines = [f"--kv-transfer-config: is not JSON: {error}"]
-        else:
-            continue
-        for line in lines:
-            print(f"kvtiers doctor: {line}", file=sys.stderr, flush=True)
+    if wrong := wrong_path(model, flags) or wrong_name(model, flags, os.environ):
+        what, fix = wrong
+        fixes = [fix[0].lower() + fix[1:]]
+        return refusal(model, ModelVerdict.UNKNOWN_MODEL, f"{model} {what}", fixes=fixes)
+    if problems := transfer_problems(flags):
+        return refusal(model, ModelVerdict.WRONG_FLAGS, *map(str, problems))
+    return None
 
 
 def ask_vllm(model: str, flags: list[str]) -> Report:

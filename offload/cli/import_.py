@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -12,6 +13,7 @@ from offload.cli.common import (
     AsJson,
     KeyFile,
     Problems,
+    folder_path,
     give_up,
     guarded_work,
     make_app,
@@ -29,7 +31,10 @@ app = make_app()
 @app.command("import")
 def import_(
     file: Annotated[Path, typer.Argument(help="An export.")],
-    folder: Annotated[Path, typer.Argument(help="Path of a tier; created if it does not exist.")],
+    folder: Annotated[
+        Path,
+        typer.Argument(parser=folder_path, help="Path of a tier; created if it does not exist."),
+    ],
     capacity: Annotated[
         str,
         typer.Option(
@@ -117,11 +122,12 @@ def _report(source: Import, found: list[Imported], as_json: bool) -> None:
         })  # fmt: skip
     else:
         for one in found:
-            print(_line(one))
+            print(_line(one), file=sys.stderr if one.refused else sys.stdout)
         if source.damaged_frames:
             print(f"{source.damaged_frames:,} damaged parts of the file were skipped")
         if source.problem:
-            print(f"the file could not be read to its end: {source.problem}")
+            line = f"the file could not be read to its end: {source.problem}"
+            print(line, file=sys.stderr)
     raise SystemExit(0 if complete else 1)
 
 

@@ -14,6 +14,7 @@ from offload.cli.common import (
     give_up,
     guarded_work,
     make_app,
+    named_if_slow,
     print_json,
     print_line,
     progress_bar,
@@ -98,7 +99,9 @@ def _hits(address: str) -> list[TierHits]:
     from offload.admin.metrics_client import PageError, fetch, hits, parse, shown_url
 
     try:
-        return hits(parse(fetch(address), 0.0))
+        with named_if_slow("inspect", address):
+            page = fetch(address)
+        return hits(parse(page, 0.0))
     except PageError as error:
         text = str(error)
         give_up("inspect", text if text.startswith("http") else f"{shown_url(address)}: {text}")

@@ -34,8 +34,8 @@ YEARS = 5.0
 MixText = Annotated[
     str,
     typer.Option(
-        help="Requests without a trace, joined by commas: users=200 turns=6 system=1000 "
-        "prompt=300 answer=400 gap=90 hours=4"
+        help="Requests without a trace, as "
+        "users=200,turns=6,system=1000,prompt=300,answer=400,gap=90,hours=4"
     ),
 ]
 Prefill = Annotated[
@@ -84,13 +84,17 @@ def plan(
     from offload.admin.capacity_plan import Machine
 
     problems = Problems()
-    daily = problems.size("--write-budget", write_budget)
-    lifetime = problems.size("--endurance", endurance)
+    daily = problems.size("--write-budget", write_budget, is_positive=True)
+    lifetime = problems.size("--endurance", endurance, is_positive=True)
+    if daily and lifetime:
+        problems.add("--endurance", "beside --write-budget", "Give one of them.")
+    if gpu_tflops and token_bytes and not parameters:
+        problems.add("--gpu-tflops", "needs --parameters", "Give it, for example 8e9.")
     machine = Machine(
         cpu_bytes=problems.size("--cpu", cpu, is_positive=True),
         disk_bytes=_disk_size(problems, disk),
-        link_bytes_per_s=problems.size("--link", link),
-        disk_bytes_per_s=problems.size("--disk-read", disk_read),
+        link_bytes_per_s=problems.size("--link", link, is_positive=True),
+        disk_bytes_per_s=problems.size("--disk-read", disk_read, is_positive=True),
         prefill_tokens_per_s=prefill_tokens_per_s,
         gpu_flops=gpu_tflops * 1e12,
         write_budget_bytes=daily or lifetime / (365 * years),
@@ -179,15 +183,16 @@ def _requests(problems: Problems, trace: Path | None, mix: str) -> Trace | str |
 def _size_of(model: str, flags: list[str], given: int, parameters: float) -> ModelSize:
     """Get the model's geometry from vLLM, unless bytes per token were given."""
     from offload.admin.capacity_plan import ModelSize
-    from offload.admin.doctor import EXIT_CODES
+    from offload.admin.doctor import EXIT_CODES, ModelVerdict
 
     if given:
         return ModelSize("", given, BLOCK_TOKENS, parameters=parameters)
     report = refused_early(model, flags) or ask_vllm(model, flags)
     if not report.groups or not report.token_bytes:
-        why = "; ".join(report.refused) or "it has no KV caches that can be offloaded"
-        why += "".join(f"; {fix}" for fix in report.fixes)
-        give_up("plan", f"MODEL {model}: {why}", EXIT_CODES[report.verdict] or 1)
+        reasons = report.refused or ("it has no KV caches that can be offloaded",)
+        why = "; ".join([*reasons, *report.fixes]).removeprefix(f"{model} ")
+        where = "" if report.verdict == ModelVerdict.WRONG_FLAGS else f"MODEL {model}: "
+        give_up("plan", f"{where}{why}", EXIT_CODES[report.verdict] or 1)
     return ModelSize(
         model,
         report.token_bytes * report.ranks,

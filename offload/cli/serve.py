@@ -16,14 +16,15 @@ import typer
 from offload.cli import NO_VLLM
 from offload.cli.common import Problems, check_spelling, make_app
 from offload.cli.doctor import PASS_FLAGS_ON
-from offload.cli.model_names import has_flag, wrong_path
+from offload.cli.model_names import wrong_name, wrong_path
+from offload.cli.vllm_flags import TRANSFER, has_flag, transfer_problems
 from offload.errors import ConfigError, Problem
 
 app = make_app()
 
 VLLM = [sys.executable, "-P", "-m", "offload.connector.vllm_cli", "serve"]
 """Start vLLM as its script ``vllm`` does: without the current folder on the module search path."""
-TRANSFER, HASH, FILE = "--kv-transfer-config", "--prefix-caching-hash-algo", "--config"
+HASH, FILE = "--prefix-caching-hash-algo", "--config"
 STABLE_HASH = "sha256_cbor"
 CPU_VARIABLE, DISK_VARIABLE = "KVTIERS_CPU", "KVTIERS_DISK"
 
@@ -59,13 +60,14 @@ def serve(
 ) -> None:
     """Start vllm serve with KV blocks kept in host memory and on disk, and print the added flags.
 
-    All other flags are those of vllm serve. The tiers are checked first. With --kv-transfer-config
-    or --config, only the flags for --kv-cpu and --kv-disk are added.
+    All other flags are those of vllm serve. The model's name and the tiers are checked first;
+    --dry-run does not ask the hub about the name. With --kv-transfer-config or --config, only the
+    flags for --kv-cpu and --kv-disk are added.
     """
     problems = Problems()
     if model.startswith("-"):
         problems.add(model, "comes before the model", "Write kvtiers serve MODEL [flags].")
-    elif wrong := wrong_path(model, context.args):
+    elif wrong := _wrong_model(model, context.args, is_started=not dry_run):
         problems.add(model, wrong[0], f"{wrong[1]}.")
     check_spelling(problems, "serve", ["--kv-cpu", "--kv-disk", "--dry-run"], context.args)
     added = flags_to_add(context.args, kv_cpu, kv_disk or [], os.environ, problems)
@@ -79,6 +81,12 @@ def serve(
         print(shlex.join(["vllm", *command[len(VLLM) - 1 :]]))
         return
     os.execv(command[0], command)
+
+
+def _wrong_model(model: str, flags: list[str], *, is_started: bool) -> tuple[str, str] | None:
+    """Say why vLLM would not find the model, for which it needs half a minute, and what to do."""
+    found = wrong_path(model, flags)
+    return found or (wrong_name(model, flags, os.environ) if is_started else None)
 
 
 def flags_to_add(
@@ -99,6 +107,7 @@ def flags_to_add(
         problems.add(TRANSFER, "is given together with --kv-cpu or --kv-disk", fix)
     if has_own and not (cpu or disks):
         _say_unused(environment)
+        problems += transfer_problems(flags)
         return []
     wanted = tiers_wanted(cpu, disks, environment, problems)
     transfer = transfer_config(wanted.extra)
@@ -132,9 +141,9 @@ def tiers_wanted(
         wanted.extra["cpu"] = {"capacity": cpu}
         wanted.sources["$.cpu.capacity"] = name
     name = "--kv-disk" if disks else DISK_VARIABLE
-    texts = disks or [text for text in environment.get(DISK_VARIABLE, "").split(",") if text]
+    texts = disks or environment.get(DISK_VARIABLE, "").split(",")
     tiers: list[dict[str, str]] = []
-    for text in texts:
+    for text in filter(None, map(str.strip, texts)):
         path, colon, capacity = text.rpartition(":")
         if not (path and colon and capacity):
             problems.add(name, f'must be PATH:SIZE (got "{text}")', "Write /data/kv:200GiB.")

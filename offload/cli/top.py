@@ -10,7 +10,15 @@ from urllib.parse import urlsplit
 
 import typer
 
-from offload.cli.common import AsJson, Problems, give_up, make_app, print_json, screen
+from offload.cli.common import (
+    AsJson,
+    Problems,
+    give_up,
+    make_app,
+    named_if_slow,
+    print_json,
+    screen,
+)
 from offload.cli.numbers import UNKNOWN, count_text, share_text, size_text, speed_text
 
 if TYPE_CHECKING:
@@ -90,12 +98,19 @@ def _look(address: str) -> Page:
     return parse(fetch(address), time.monotonic())
 
 
+def _first_look(address: str) -> Page:
+    with named_if_slow("top", address):
+        return _look(address)
+
+
 def _one_view(address: str, interval: float, as_json: bool) -> None:
     from offload.admin.metrics_client import shown_url, view
 
-    before = _look(address) if interval else None
-    time.sleep(interval)
-    found = view(_look(address), before)
+    first = _first_look(address)
+    found = view(first)
+    if interval:
+        time.sleep(interval)
+        found = view(_look(address), first)
     if as_json:
         print_json({"url": shown_url(address), **found.to_json()})
     else:
@@ -122,7 +137,7 @@ def _views(address: str, interval: float) -> Iterator[RenderableType]:
     """Yield one view after another; wait for a server that is briefly unreachable."""
     from offload.admin.metrics_client import PageError, view
 
-    before = _look(address)
+    before = _first_look(address)
     yield _shown(view(before))
     while True:
         time.sleep(interval)

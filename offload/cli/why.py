@@ -63,6 +63,9 @@ def why(
     if as_json:
         print_json({"file": str(file), "requests": chosen})
         return
+    if not chosen:
+        print("no request matches these options" if records else "no request yet")
+        return
     screen().print(_table(chosen))
     for name, count in Counter(record["reason"] for record in chosen).most_common():
         meaning = meanings.get(name, "this version of kvtiers does not know this reason")
@@ -75,17 +78,25 @@ def _read(file: Path, problems: Problems) -> list[dict[str, Any]]:
         lines = file.read_text(encoding="utf-8").splitlines(keepends=True)
         whole = [line for line in lines if line.endswith("\n") and len(line) < LINE_MAX]
         found = [json.loads(line) for line in whole]
-        if not all(map(_is_record, found)):
+        if not all(map(_is_record, found)) or (lines and not found and not _may_become(lines[0])):
             raise TypeError
     except FileNotFoundError:
         problems.add(str(file), "does not exist", FIX)
     except OSError as error:
         problems.add(str(file), f"cannot be read: {error.strerror}", FIX)
-    except (ValueError, TypeError):
+    except (ValueError, TypeError, RecursionError):
         problems.add(str(file), "is not a file of record_requests", FIX)
     else:
         return found
     return []
+
+
+def _may_become(line: str) -> bool:
+    """Return True if an unfinished line begins as a record does."""
+    try:
+        return _is_record(json.loads(line))
+    except (ValueError, RecursionError):
+        return line.startswith('{"')
 
 
 def _is_record(record: Any) -> bool:

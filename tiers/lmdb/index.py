@@ -62,8 +62,8 @@ def check_space(path: Path, map_bytes: int) -> None:
     if map_bytes - size_bytes > free_bytes:
         raise OSError(
             errno.ENOSPC,
-            f"the index for this capacity takes {map_bytes} bytes, and only {free_bytes} bytes "
-            "of the disk are free. Configure a smaller capacity",
+            f"the index for this capacity takes {map_bytes:,} bytes, and only {free_bytes:,} "
+            "bytes of the disk are free. Configure a smaller capacity",
         )
 
 

@@ -18,6 +18,7 @@ from offload.cli import app
 from offload.connector.doctor import examine_model
 from tests.models.families import FAMILIES, write_model
 from tests.models.inspection import inspect_models_here
+from tests.offload.cli.rank_folders import writer
 from tests.offload.connector.model.tiny_configs import config_of, make_model, namespace_of
 from tests.processor import has_avx512
 from tests.texts import same_text
@@ -293,8 +294,8 @@ def test_every_problem_of_the_configuration_is_listed(tmp_path):
     folder = FAMILIES["llama"].make(tmp_path / "llama")
     code, report = ask(folder, "--kv-transfer-config", wrong)
     assert code == 2
-    assert len(report["refused"]) >= 2
-    assert report["groups"], "the geometry is shown all the same"
+    assert len(report["refused"]) == 2
+    assert report["groups"] == [], "vLLM was not asked"
 
 
 @pytest.mark.parametrize(
@@ -305,7 +306,7 @@ def test_every_problem_of_the_configuration_is_listed(tmp_path):
     ],
 )
 @pytest.mark.parametrize("joined", [False, True])
-def test_a_wrong_configuration_is_reported_before_vllm_is_queried(
+def test_a_wrong_configuration_is_reported_without_vllm(
     name, text, words, joined, tmp_path, monkeypatch
 ):
     def ask_vllm(*_):
@@ -315,11 +316,21 @@ def test_a_wrong_configuration_is_reported_before_vllm_is_queried(
     folder = FAMILIES["llama"].make(tmp_path / "llama")
     flags = [f"{name}={text}"] if joined else ["--port", "8000", name, text]
     result = CliRunner().invoke(app, ["doctor", str(folder), *flags])
-    assert result.exit_code == 99
-    assert result.stderr.startswith(f"kvtiers doctor: {words}")
-    assert result.stdout == ""
+    assert result.exit_code == 2
+    assert f"\nRefused  {words}" in result.stdout
+    assert "Verdict  unknown: the flags or the configuration are wrong" in result.stdout
     right = json.dumps(transfer({}))
-    assert CliRunner().invoke(app, ["doctor", str(folder), name, right]).stderr == ""
+    assert CliRunner().invoke(app, ["doctor", str(folder), name, right]).exit_code == 99
+
+
+def test_a_folder_that_a_server_holds_does_not_hide_the_geometry(tmp_path, monkeypatch):
+    """The server may be the one that the user asks about, or be about to end."""
+    monkeypatch.setattr("offload.cli.doctor.ask_vllm", lambda *_: sys.exit(99))
+    folder = FAMILIES["llama"].make(tmp_path / "llama")
+    disk = {"type": "lmdb", "path": str(tmp_path / "kv"), "capacity": "64MiB", "reserve": 0}
+    flags = ["--kv-transfer-config", json.dumps(transfer({"tiers": [disk]}))]
+    with writer(tmp_path / "kv"):
+        assert CliRunner().invoke(app, ["doctor", str(folder), *flags]).exit_code == 99
 
 
 def test_a_missing_model_is_reported(tmp_path):
@@ -354,6 +365,7 @@ try:
     runpy.run_module("offload.cli", run_name="__main__", alter_sys=True)
 except SystemExit as end:
     code = end.code
+from tests.offload.cli.rank_folders import writer
 from tests.offload.connector.model.tiny_configs import config_of, namespace_of
 print("namespace", namespace_of(config_of(sys.argv[2])).name, file=sys.stderr)
 sys.exit(code)

@@ -54,7 +54,7 @@ def test_every_assumption_has_a_note() -> None:
     found = plan("--token-bytes", "64KiB", "--cpu", "4GiB", "--disk", "64GiB")
     assert [tier["pays"] for tier in found["tiers"]] == [None, None]
     notes = "\n".join(found["notes"])
-    for words in ("20 GB/s to each GPU (--link)", "2 GB/s (--disk-read)", "is not known: give"):
+    for words in ("18.6GiB/s to each GPU", "reads 1.86GiB/s (--disk-read)", "is not known: give"):
         assert words in notes
     options = ["--gpu-tflops", "800", "--parameters", "8e9"]
     found = plan("--token-bytes", "64KiB", "--cpu", "4GiB", *options)

@@ -13,6 +13,7 @@ from typing import Any
 import typer
 
 from offload.cli import COMMANDS
+from offload.cli.plain_help import paragraphs
 from tests.offload.cli.rank_folders import ROOT
 
 PAGE = ROOT / "docs" / "reference" / "command-line.md"
@@ -23,7 +24,9 @@ completion for your shell. The guide is [Operating](../guides/operate.md).
 
 * **Exit codes**: 0 on success, 1 if the command found faults or could not finish, 2 for a wrong
   command line, 130 after Ctrl-C. All errors are printed at once on stderr, each with the wrong
-  value and what to do.
+  value and what to do. `doctor` prints them in its report.
+* **Flags of vLLM** are known only to vLLM: `doctor`, `plan` and `serve` take as long as importing
+  it, ten seconds or more, to report a mistake in them.
 * **`--json`** prints one object on stdout and nothing else. Progress bars go to stderr, and only on
   a terminal.
 * **Sizes** are bytes or text as in the configuration: `8GiB`, `500MB`. **Times**: `30s`, `15m`,
@@ -68,10 +71,6 @@ def page() -> str:
             head = ["| option | meaning | default |", "|---|---|---|"]
             parts.append("\n".join([*head, *rows]) + "\n")
     return "\n".join(parts)
-
-
-def paragraphs(text: str) -> str:
-    return "\n\n".join(" ".join(part.split()) for part in text.split("\n\n"))
 
 
 def test_the_reference_is_up_to_date() -> None:

@@ -11,10 +11,13 @@ import sys
 from pathlib import Path
 
 import pytest
+from huggingface_hub import constants
 
 import offload
-from offload.cli.model_names import has_flag
-from tests.offload.cli.rank_folders import Result, kvtiers
+from offload.cli import model_names
+from offload.cli.vllm_flags import has_flag
+from offload.config.kv_transfer_config import transfer_config
+from tests.offload.cli.rank_folders import Result, kvtiers, writer
 from tests.patience import PATIENCE_S
 
 HASHING = ["--prefix-caching-hash-algo", "sha256_cbor"]
@@ -63,7 +66,7 @@ def test_environment_variables_of_a_container(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("KVTIERS_CPU", "64MiB")
-    monkeypatch.setenv("KVTIERS_DISK", f"{tmp_path}/a:16MiB,{tmp_path}/b:32MiB")
+    monkeypatch.setenv("KVTIERS_DISK", f"{tmp_path}/a:16MiB, {tmp_path}/b:32MiB,")
     extra = added(serve("m"))[0]["kv_connector_extra_config"]
     assert extra["cpu"] == {"capacity": "64MiB"}
     assert [tier["path"] for tier in extra["tiers"]] == [f"{tmp_path}/a", f"{tmp_path}/b"]
@@ -91,6 +94,42 @@ def test_the_users_own_configuration_is_left_alone(
     found = serve("m", flag, "--kv-cpu", "64MiB")
     assert found.code == 2
     assert "--kv-transfer-config: is given together with --kv-cpu or --kv-disk" in found.err
+
+
+def test_the_users_own_configuration_is_checked(tmp_path: Path) -> None:
+    disk = {"type": "lmdb", "path": f"{tmp_path}/kv", "capacity": -1}
+    extra = {"cpu": {"capacity": "64MiB"}, "tiers": [disk]}
+    for text, words in (
+        (json.dumps(transfer_config(extra)), "$.tiers[0].capacity: is negative (got -1)"),
+        (json.dumps(transfer_config({}) | {"kv_role": "kv_bot"}), 'kv_role: must be "kv_both"'),
+        ("{bad}", "--kv-transfer-config: is not JSON: "),
+        ("[1]", "--kv-transfer-config: is not an object. Write"),
+    ):
+        found = serve("m", "--kv-transfer-config", text)
+        assert (found.code, found.out) == (2, "")
+        assert words in found.err
+    disk["capacity"] = "16MiB"
+    assert serve("m", "--kv-transfer-config", json.dumps(transfer_config(extra))).code == 0
+    with writer(tmp_path / "kv"):  # vLLM waits for a server that may be about to end
+        assert serve("m", "--kv-transfer-config", json.dumps(transfer_config(extra))).code == 0
+
+
+def test_the_hub_is_asked_about_the_name_before_vllm_starts(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    monkeypatch.setattr(model_names, "HUB_PATIENCE_S", PATIENCE_S)
+    assert serve("nobody/none", "--kv-cpu", "64MiB").code == 0, "a dry run asks nobody"
+
+    def started(*command: object) -> None:
+        raise SystemExit(99)
+
+    monkeypatch.setattr("os.execv", started)
+    found = kvtiers("serve", "nobody/none", "--kv-cpu", "64MiB")
+    assert (found.code, found.out) == (2, "")
+    assert "kvtiers serve: nobody/none: is not a folder and has no local copy" in found.err
+    monkeypatch.setenv("VLLM_MODEL_REDIRECT_PATH", "names.txt")
+    assert kvtiers("serve", "nobody/none", "--kv-cpu", "64MiB").code == 99
 
 
 def test_the_users_own_hash_function_takes_precedence() -> None:
@@ -138,7 +177,10 @@ def test_modules_in_the_current_folder_are_not_imported(tmp_path: Path) -> None:
     here.mkdir()
     for name in ("vllm", "offload", "json"):
         (here / f"{name}.py").write_text("raise SystemExit('imported from the current folder')\n")
-    program = [sys.executable, "-P", "-m", "offload.cli", "serve", "m", "--kv-cpu", "64MiB"]
+    model = tmp_path / "model"
+    model.mkdir()
+    (model / "config.json").write_text("{}")
+    program = [sys.executable, "-P", "-m", "offload.cli", "serve", model, "--kv-cpu", "64MiB"]
     path = f"{tmp_path / 'installed'}:{Path(offload.__file__).parents[1]}"
     done = subprocess.run(
         program,
@@ -149,7 +191,7 @@ def test_modules_in_the_current_folder_are_not_imported(tmp_path: Path) -> None:
         timeout=PATIENCE_S,
     )
     assert done.returncode == 0, done.stderr
-    assert done.stdout.startswith("started serve m --kv-transfer-config")
+    assert done.stdout.startswith(f"started serve {model} --kv-transfer-config")
 
 
 def test_flags_before_the_model() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import functools
 import http.server
 import re
 import signal
@@ -17,7 +18,9 @@ from pathlib import Path
 import pytest
 from prometheus_client import CollectorRegistry, Counter, Gauge, generate_latest
 
+from offload.admin import metrics_client
 from offload.admin.metrics_client import PageError, metrics_url, parse, view
+from offload.cli import common
 from offload.cli.top import COUNT_NAMES
 from tests.offload.cli.rank_folders import ROOT, kvtiers, make_rank_folder
 from tests.patience import PATIENCE_S
@@ -270,6 +273,27 @@ def test_a_server_that_does_not_run() -> None:
     assert result.code == 1
     assert f"http://{address}/metrics does not answer" in result.err
     assert "\n" not in result.err.strip()
+
+
+@pytest.mark.parametrize(
+    "command", ["top ADDRESS", "top ADDRESS --json", "inspect KV --server ADDRESS"]
+)
+def test_a_silent_server_is_named_before_the_command_gives_up(
+    command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    make_rank_folder(tmp_path, range(2))
+    monkeypatch.setattr(common, "SLOW_AFTER_S", 0.05)
+    impatient = functools.partial(metrics_client.fetch, timeout_s=1.0)
+    monkeypatch.setattr(metrics_client, "fetch", impatient)
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        address = f"127.0.0.1:{listener.getsockname()[1]}"
+        words = command.replace("ADDRESS", address).replace("KV", str(tmp_path)).split()
+        result = kvtiers(*words)
+    assert (result.code, result.out) == (1, "")
+    first, last = result.err.splitlines()
+    name = f"kvtiers {words[0]}: http://{address}/metrics"
+    assert first == f"{name} has not answered for 0.05 s; waiting up to 10 s"
+    assert last == f"{name} does not answer: timed out"
 
 
 @pytest.mark.parametrize(

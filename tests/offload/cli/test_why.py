@@ -70,6 +70,27 @@ def test_a_line_that_is_being_written_is_left_out(tmp_path: Path) -> None:
     assert len(kvtiers("why", file, "--json").json["requests"]) == 2
 
 
+def test_a_file_without_requests(tmp_path: Path) -> None:
+    file = tmp_path / "requests.jsonl"
+    for text in ("", json.dumps(WHOLE), json.dumps(WHOLE)[:-3]):
+        file.write_text(text)
+        result = kvtiers("why", file)
+        assert (result.code, result.out) == (0, "no request yet\n")
+        assert kvtiers("why", file, "--json").json["requests"] == []
+    result = kvtiers("why", recorded(tmp_path, 1), "--request", "of nobody")
+    assert (result.code, result.out) == (0, "no request matches these options\n")
+
+
+@pytest.mark.parametrize("text", ["no json", '{"cpu": {}}', "[]", "[" * 100_000, "[" * 9 + "\n"])
+def test_other_files_are_refused(tmp_path: Path, text: str) -> None:
+    """Even if their only line has no end, as a line that is being written."""
+    file = tmp_path / "other.json"
+    file.write_text(text)
+    result = kvtiers("why", file)
+    assert (result.code, result.out) == (2, "")
+    assert "is not a file of record_requests" in result.err
+
+
 def test_a_reason_of_a_newer_version_is_shown(tmp_path: Path) -> None:
     file = recorded(tmp_path, 1)
     file.write_text(file.read_text().replace("never_stored", "[from] the future"))
