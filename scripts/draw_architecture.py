@@ -1,4 +1,5 @@
-"""Draws ``docs/architecture.svg`` from ``docs/architecture.toml``, without a drawing library.
+"""Draws ``docs/architecture.svg`` and ``docs/overview.svg`` from the ``.toml`` files beside them,
+without a drawing library.
 
 python scripts/draw_architecture.py
 """
@@ -12,15 +13,17 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 DOCS = Path(__file__).resolve().parents[1] / "docs"
-SOURCE = DOCS / "architecture.toml"
-PICTURE = DOCS / "architecture.svg"
+NAMES = ("architecture", "overview")
 
 WIDTH, MARGIN, GAP = 1180, 20, 14
 COLUMN_GAP = 110
 """The gap between the two processes, which is crossed by plans and reports."""
 FRAME_HEAD, BOX_HEAD, LINE, ROW_GAP = 34, 21, 14, 22
 CHARACTER = 6.1  # width of a character in the small font
-COLOURS = {"offload": "#e8f0fb", "tiers": "#e9f6ec", "policies": "#fdf3e1", "bench": "#f1f1f1"}
+BLUE, GREEN, YELLOW, GREY = "#e8f0fb", "#e9f6ec", "#fdf3e1", "#f1f1f1"
+COLOURS = {"offload": BLUE, "kvtiers'": BLUE, "tiers": GREEN, "CPU": GREEN, "disk": GREEN,
+           "policies": YELLOW}  # fmt: skip
+"""By the first word of a box; all others are grey."""
 
 
 class Box(NamedTuple):
@@ -48,7 +51,7 @@ def place_row(row: list[list[str]], left: float, top: float, width: float) -> li
 
 
 def draw_box(box: Box) -> list[str]:
-    colour = COLOURS.get(box.names.split()[0].partition(".")[0], COLOURS["bench"])
+    colour = COLOURS.get(box.names.split()[0].partition(".")[0], GREY)
     drawn = [
         f'<rect x="{box.left:.0f}" y="{box.top:.0f}" width="{box.width:.0f}" '
         f'height="{box.height:.0f}" rx="4" fill="{colour}" stroke="#555"/>'
@@ -83,8 +86,8 @@ def draw_frame(
 
 
 def draw_arrow(start: Box, end: Box, label: str, shift: float, at: float | None) -> list[str]:
-    """Draw an arrow straight down between rows, or across between the processes with its label
-    above. ``at`` is where the arrow begins, as a share of the upper box's width, so that it crosses
+    """Draw an arrow straight up or down between rows, or across between the processes with its
+    label above. ``at`` is where the arrow begins, as a share of its box's width, so that it crosses
     no other box."""
     if abs(start.top - end.top) < 1:
         right = start.left < end.left
@@ -92,7 +95,9 @@ def draw_arrow(start: Box, end: Box, label: str, shift: float, at: float | None)
         x2 = end.left if right else end.left + end.width
         y1 = y2 = start.top + 20 + shift
     else:
-        y1, y2 = start.top + start.height, end.top
+        is_down = start.top < end.top
+        y1 = start.top + start.height if is_down else start.top
+        y2 = end.top if is_down else end.top + end.height
         left = max(start.left, end.left)
         right_end = min(start.left + start.width, end.left + end.width)
         x1 = x2 = (left + right_end) / 2 if at is None else start.left + at * start.width
@@ -109,9 +114,10 @@ def draw_arrow(start: Box, end: Box, label: str, shift: float, at: float | None)
 
 
 def draw(source: dict[str, Any]) -> str:
-    column = (WIDTH - 2 * MARGIN - COLUMN_GAP) / 2
+    width = source.get("width", WIDTH)
+    column = (width - 2 * MARGIN - COLUMN_GAP) / 2
     lefts = (MARGIN, MARGIN + column + COLUMN_GAP, MARGIN)
-    widths = (column, column, WIDTH - 2 * MARGIN)
+    widths = (column, column, width - 2 * MARGIN)
     tops = [48.0, 48.0]
     drawn, boxes = list[str](), dict[str, Box]()
     for frame in source["frames"]:
@@ -131,8 +137,8 @@ def draw(source: dict[str, Any]) -> str:
     height = max(tops)
     return "\n".join(
         [
-            f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {height:.0f}" '
-            f'width="{WIDTH}" height="{height:.0f}" role="img">',
+            f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height:.0f}" '
+            f'width="{width}" height="{height:.0f}" role="img">',
             f"<title>{escape(source['title'])}</title>",
             "<style>text{font:11px sans-serif;fill:#222}.name{font-weight:bold}"
             ".frame{font-size:13px;font-weight:bold}.title{font-size:17px;font-weight:bold}</style>",
@@ -147,8 +153,13 @@ def draw(source: dict[str, Any]) -> str:
     )
 
 
+def read(name: str) -> dict[str, Any]:
+    return tomllib.loads((DOCS / f"{name}.toml").read_text(encoding="utf-8"))
+
+
 def main() -> None:
-    PICTURE.write_text(draw(tomllib.loads(SOURCE.read_text(encoding="utf-8"))), encoding="utf-8")
+    for name in NAMES:
+        (DOCS / f"{name}.svg").write_text(draw(read(name)), encoding="utf-8")
 
 
 if __name__ == "__main__":
