@@ -9,6 +9,7 @@ import os
 import re
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -17,11 +18,14 @@ import offload
 from offload.cli.serve import VLLM
 from policies.simulation.trace import TraceWriter
 from policies.testing import synthetic_trace
+from tests.imports import imports_of, python_files
 from tests.patience import PATIENCE_S
 from tests.scripts import load_script
 
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGES = ("offload", "policies", "tiers")
+WITH_VLLM = {"huggingface_hub", "pydantic"}
+"""Imported only where vLLM is, which requires them."""
 
 
 REFERENCE = load_script("api_reference")
@@ -156,6 +160,23 @@ def test_the_packages_are_typed_and_their_version_has_one_source() -> None:
     assert read["project"]["version"] == offload.__version__
     assert read["tool"]["setuptools"]["package-data"][""] == ["py.typed"], "in every package"
     assert [name for name in PACKAGES if not (ROOT / name / "py.typed").exists()] == []
+
+
+def test_imports_and_declared_dependencies_agree() -> None:
+    """The environment of the tests has many packages, so a forgotten one would not be missed."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    extras = project["optional-dependencies"].values()
+
+    def modules(lines: list[str]) -> set[str]:
+        return {re.split(r"[^\w-]", line)[0].replace("-", "_") for line in lines}
+
+    required = modules(project["dependencies"])
+    declared = required.union(*map(modules, extras))
+    found = {
+        name.partition(".")[0] for path in python_files(*PACKAGES) for name in imports_of(path)
+    }
+    assert found - sys.stdlib_module_names - set(PACKAGES) - declared == WITH_VLLM
+    assert required - found == set()
 
 
 @pytest.mark.thorough

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
 NOT_FOUND = {"EntryNotFoundError", "HFValidationError", "RepositoryNotFoundError"}
 """Errors of the hub's library. They are compared by name because the library has moved them between
 its modules."""
+_REPEATED = re.compile(r"([^;]+)(?:; \1)+")
 
 
 def examine_model(
@@ -77,11 +79,12 @@ def _is_unknown(error: Exception) -> bool:
 
 
 def _first_words(error: Exception) -> str:
-    """The first words of vLLM's error, without the lines about the input that pydantic adds."""
+    """The first words of vLLM's error, without the lines about the input that pydantic adds, and
+    without what is repeated for each layer."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     wrapped = [line for line in lines if line.startswith("Value error, ")]
     text = wrapped[0].removeprefix("Value error, ") if wrapped else " ".join(lines)
-    return text.split(" [type=")[0] or type(error).__name__
+    return _REPEATED.sub(r"\1", text.split(" [type=")[0]) or type(error).__name__
 
 
 def _facts(model: str, found: Probe, given: LayoutInput, notes: Sequence[str]) -> Facts:

@@ -357,6 +357,15 @@ def test_a_model_that_vllm_refuses_with_these_flags(tmp_path):
     assert "must be divisible by tensor parallel size" in report["refused"][0]
 
 
+def test_a_reason_is_not_repeated_for_each_layer(tmp_path):
+    folder = FAMILIES["llama"].make(tmp_path / "llama")
+    code, report = ask(folder, "--block-size", "7")
+    assert code == 4
+    [reason] = report["refused"]
+    parts = reason.partition("(")[2].rstrip(")").split("; ")
+    assert len(parts) == len(set(parts)), reason
+
+
 PROGRAM = """
 import runpy, sys
 from tests.processor import pretend
