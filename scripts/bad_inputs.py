@@ -29,9 +29,10 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-from tests.offload.cli.rank_folders import make_rank_folder  # noqa: E402  # after the path
-from tests.offload.cli.test_bad_inputs import BAD, ENVIRONMENT, make_files  # noqa: E402
-from tests.offload.config.test_schema import REFUSED  # noqa: E402
+# ruff: noqa: E402  # the root must be on the path
+from tests.offload.cli.rank_folders import make_rank_folder
+from tests.offload.cli.test_bad_inputs import BAD, ENVIRONMENT, make_files
+from tests.offload.config.test_schema import REFUSED
 
 ANSWER_MAX_S = 2.0
 MESSAGES = ROOT / "tests/data/messages"

@@ -80,7 +80,7 @@ def ask_vllm(model: str, flags: list[str]) -> Report:
 
     console = Console(stderr=True)
     waiting = console.status(f"querying vLLM about {escape(model)}; importing it takes a while")
-    with waiting if console.is_terminal else contextlib.nullcontext(), _ended_by_ctrl_c(console):
+    with _ended_by_ctrl_c(console), waiting if console.is_terminal else contextlib.nullcontext():
         return _examine(model, flags)
 
 

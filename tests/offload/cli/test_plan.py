@@ -240,7 +240,7 @@ def test_a_tier_that_is_too_small_is_reported(requests: list[str]) -> None:
 def test_a_model_that_does_not_exist_is_reported() -> None:
     result = kvtiers("plan", "/no/such/model", "--cpu", "1GiB")
     assert (result.code, result.out) == (3, "")
-    assert "MODEL /no/such/model: /no/such/model does not exist" in result.err
+    assert "plan: MODEL /no/such/model: does not exist" in result.err
 
 
 def test_bench_of_a_checkout_and_of_an_installed_package(tmp_path: Path) -> None:
