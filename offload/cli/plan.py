@@ -34,8 +34,8 @@ YEARS = 5.0
 MixText = Annotated[
     str,
     typer.Option(
-        help="Requests without a trace, as "
-        "users=200,turns=6,system=1000,prompt=300,answer=400,gap=90,hours=4"
+        help="Requests without a trace, as users=200,turns=6; also gap, hours, and the tokens of "
+        "system, prompt and answer."
     ),
 ]
 Prefill = Annotated[

@@ -46,8 +46,8 @@ EPILOG = f"Policies: {', '.join(policy_names())}, or module:Class."
 WRONG = 2
 """Exit code for an invalid command line, as in the other commands."""
 TIMING_HELP = (
-    "Use the arrival times, at these speeds in tokens/s: "
-    "prefill=10000,decode=50,read=20000,in_flight=16,rate=1 (the defaults). Needs --lower-capacity."
+    "Use the arrival times, at these speeds in tokens/s, as prefill=10000,decode=50; also "
+    "read=20000, in_flight=16 and rate=1 (the defaults). Needs --lower-capacity."
 )
 LOOK_AHEAD = 0.25
 PROCESSES_MAX = 1024
