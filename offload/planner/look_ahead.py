@@ -28,6 +28,7 @@ from offload.planner.load_sources import LoadSources
 from offload.planner.step_budget import (
     AHEAD_HEIRS_MAX,
     AHEAD_LEAVES,
+    AHEAD_OPEN_MAX,
     AHEAD_REQUEST_MAX,
     AHEAD_WANTED_MAX,
     EVICT_COST,
@@ -37,7 +38,8 @@ from policies.hints import LOW
 AHEAD_BATCH = 16
 """Number of chunks of one job: as many as a worker reads at a time."""
 AHEAD_FLYING_MAX = 64
-"""Maximum number of chunks whose reads ahead are in flight."""
+"""Maximum number of chunks of one tier whose reads ahead are in flight: a tier that hangs takes
+nothing from the others."""
 WANTED_SHARE = 0.5
 """The chunks that are evicted last are at most this share of the CPU tier."""
 WANTED_MAX = 4096
@@ -58,9 +60,10 @@ COUNTED = ("read", "used", "late", "wasted")
 @dataclass(slots=True, eq=False)
 class _Want:
     """The chunks that a waiting request will load. The chunks before chunk ``at`` of run ``run``
-    need no more attention; ``read`` are those that were read ahead for it, and ``flying`` counts
-    those that are still being read. Once the first chunk was read, ``place`` is the request's
-    position in the queue at the time ``seen``, when ``left`` requests had left the queue."""
+    need no more attention; ``behind`` is the tier whose reads in flight the next one waits for, if
+    any. ``read`` are those that were read ahead for it, and ``flying`` counts those that are still
+    being read. Once the first chunk was read, ``place`` is the request's position in the queue at
+    the time ``seen``, when ``left`` requests had left the queue."""
 
     request: str
     order: tuple[Any, ...]
@@ -68,6 +71,7 @@ class _Want:
     keys: frozenset[bytes]
     run: int = 0
     at: int = 0
+    behind: int | None = None
     flying: int = 0
     read: set[bytes] = field(default_factory=set)
     place: int = 0
@@ -140,7 +144,7 @@ class LookAhead:
         self._wasted: defaultdict[str, list[bytes]] = defaultdict(list)  # by request that waits
         self._wanted: Counter[bytes] = Counter()  # by the first ``_wanting`` requests of the queue
         self._wanting = 0
-        self._flying = 0
+        self._flying = [0] * len(context.lower)  # chunks that are being read, by tier
         self._left = 0  # requests that have left the queue
         self._flights: dict[int, _Want] = {}  # by job: whose chunks it reads
         self._full: tuple[int, int] | None = None  # the jobs that had ended, and steps since
@@ -157,7 +161,7 @@ class LookAhead:
     @property
     def is_reading(self) -> bool:
         """True if some chunk is being read ahead."""
-        return self._flying > 0
+        return any(self._flying)
 
     def others_unread(self, request: str) -> int:
         """The number of other waiting requests whose chunks are not all read."""
@@ -351,32 +355,39 @@ class LookAhead:
         if not tiers:  # resumed when a tier can be read again
             return
         ahead = budget.ahead
-        while self._open and ahead.left > 0 and self._bound > 0 and budget.above(AHEAD_LEAVES) > 0:
-            want = self._open[0]
-            looked, is_full = self._look(want, tiers, min(ahead.left, AHEAD_BATCH))
-            ahead.take(looked)
-            if not want.is_open:
-                del self._open[0]
-            if is_full:
-                self._full = (self._context.jobs.ended, 0)
-                return
+        for want in self._open[:AHEAD_OPEN_MAX]:
+            while want.is_open and self._may_read(want, tiers):
+                if ahead.left <= 0 or self._room <= 0 or budget.above(AHEAD_LEAVES) <= 0:
+                    return
+                looked, is_full = self._look(want, tiers, min(ahead.left, AHEAD_BATCH))
+                ahead.take(looked)
+                if not want.is_open:
+                    del self._open[_place(self._open, want)]
+                if is_full:
+                    self._full = (self._context.jobs.ended, 0)
+                    return
 
     @property
-    def _bound(self) -> int:
-        """The number of chunks whose reads may begin now."""
+    def _room(self) -> int:
+        """The number of chunks for which the share of the CPU tier has space."""
         capacity = self._cpu.space.capacity
         held_max = int(min(self._share * capacity, (capacity - self._cpu.retention.kept) / 2))
-        return min(held_max - len(self._held), AHEAD_FLYING_MAX - self._flying)
+        return held_max - len(self._held)
+
+    def _may_read(self, want: _Want, tiers: Sequence[int]) -> bool:
+        """True if reads of the tier with the request's next chunk may begin now."""
+        asked = tiers if want.behind not in tiers else (want.behind,)
+        return any(self._flying[tier] < AHEAD_FLYING_MAX for tier in asked)
 
     def _look(self, want: _Want, tiers: Sequence[int], chunks_max: int) -> tuple[int, bool]:
         """Examine the next chunks of a request and read those that only lower ``tiers`` hold.
         Returns how many were examined, and whether the CPU tier has no space for more."""
         run = want.runs[want.run]
-        end = min(len(run), want.at + chunks_max)
-        part = run.part(want.at, end)
+        part = run.part(want.at, min(len(run), want.at + chunks_max))
         missing = part.chosen(list(map(self._cpu.is_absent, part.keys)))
-        left = missing.part(0, max(0, self._bound))
-        stop = missing.keys[len(left)] if len(left) < len(missing) else None
+        left = missing.part(0, max(0, self._room))
+        # examined again later; the value is the tier whose reads in flight they wait for, if any
+        rest: dict[bytes, int | None] = dict.fromkeys(missing.keys[len(left) :])
         read, is_full = run.origin.controls.read, False
         for tier in tiers:
             if read is not None and tier not in read:
@@ -384,12 +395,16 @@ class LookAhead:
             held = self._context.lower[tier].resident
             flags = list(map(held.__contains__, left.keys))
             mine, left = left.chosen(flags), left.chosen(list(map(not_, flags)))
-            if mine and (count := self._read(want, tier, mine)) < len(mine):
-                rest = {*mine.keys[count:], *left.keys}  # another tier may hold some of them
-                stop, is_full = next(filter(rest.__contains__, part.keys)), True
+            now = mine.part(0, AHEAD_FLYING_MAX - self._flying[tier])
+            count = self._read(want, tier, now) if now else 0
+            if count < len(now):
+                rest |= dict.fromkeys([*mine.keys[count:], *left.keys])  # other tiers may hold some
+                is_full = True
                 break
-        looked = len(part) if stop is None else part.keys.index(stop)
-        want.at += looked
+            rest |= dict.fromkeys(mine.keys[count:], tier)
+        stop = next(filter(rest.__contains__, part.keys), None)
+        want.behind = None if stop is None else rest[stop]
+        want.at += len(part) if stop is None else part.keys.index(stop)
         if want.at == len(run):
             want.run, want.at = want.run + 1, 0
         return len(part), is_full
@@ -418,7 +433,7 @@ class LookAhead:
         if not self._held.keys().isdisjoint(keys):
             self._lost(keys)
         self._hold(keys, want)
-        self._flying += len(keys)
+        self._flying[tier] += len(keys)
         want.flying += len(keys)
         self._flights[job] = want
         self._count("read", keys)
@@ -431,10 +446,10 @@ class LookAhead:
 
     def ended(self, job: Job) -> None:
         """Finish a read ahead that every rank has answered."""
-        self._flying -= len(job.fills)
+        ((tier, keys),) = job.pins
+        self._flying[tier] -= len(job.fills)
         self._flights.pop(job.job).flying -= len(job.fills)
         if job.answer.late:
-            ((tier, keys),) = job.pins
             tokens = len(keys) * self._context.groups[group_of(keys[0])].chunk_tokens
             self._context.health[tier].too_late(tokens, job.answer.seconds, self._now)
         good, bad = job.verdict()

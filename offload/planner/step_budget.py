@@ -51,6 +51,8 @@ READ_WAITS_MAX = 64
 """Number of requests that wait for their reads: vLLM asks for each of them in every step."""
 AHEAD_LOOK_MAX = 128
 """Number of chunks of waiting requests that look-ahead looks up in a step."""
+AHEAD_OPEN_MAX = 64
+"""Number of waiting requests that look-ahead reads for in a step."""
 AHEAD_WANTED_MAX = 2
 """Number of requests whose chunks become wanted at a time: a long prompt has thousands."""
 AHEAD_HEIRS_MAX = 8

@@ -286,8 +286,9 @@ class ServerLife(Engine):
         waits = planner.read_waits
         assert not any((waits._waits, waits._ended)), f"requests wait for reads: {waits._waits}"
         ahead = planner.look_ahead
-        left = (ahead._wants, ahead.queue, ahead._open, ahead._held, ahead._wanted, ahead._flying)
+        left = (ahead._wants, ahead.queue, ahead._open, ahead._held, ahead._wanted)
         assert not any(left), f"look-ahead has not ended: {left}"
+        assert not ahead.is_reading, "chunks are still read ahead"
         counts = ahead.counts
         assert counts["read"] == counts["used"] + counts["wasted"], f"look-ahead: {counts}"
         self.events["read ahead"] += counts["used"]

@@ -11,7 +11,7 @@ from offload.index.capacity import ByteCapacity, SlotCapacity
 from offload.index.chunk_batch import ChunkBatch, GroupInfo, RequestOrigin
 from offload.index.request_options import Controls, RequestHints
 from offload.index.tier_index import TierIndex
-from offload.messages.plan import StepPlan
+from offload.messages.plan import LoadJob
 from offload.messages.report import JobResult, Observed, StepReport
 from offload.planner import look_ahead
 from offload.planner.circuit_breaker import BreakerState
@@ -41,7 +41,7 @@ class Queue:
         self.planner = Planner(groups, cpu, self.disks, look_ahead=share, **options)
         self.ahead = self.planner.look_ahead
         self.now = 0.0
-        self.plans: list[StepPlan] = []
+        self.reading: list[LoadJob] = []
 
     def wait(self, name: str, numbers: Iterable[int], *order: int, **origin: object) -> None:
         self.ahead.enter(name, order, [run(numbers, **origin)])
@@ -50,14 +50,16 @@ class Queue:
         """Run a step; return the chunks whose reads ahead it begins."""
         self.now += seconds
         self.planner.tick(self.now)
-        self.plans.append(self.planner.step())
-        return [number(i.key) for job in self.plans[-1].loads if job.is_ahead for i in job.items]
+        loads = self.planner.step().loads
+        self.reading += loads
+        return [number(item.key) for job in loads if job.is_ahead for item in job.items]
 
-    def end(self, *bad: int, **answer: object) -> None:
-        """End all reads under way with this ``answer``; those of ``bad`` chunks fail."""
+    def end(self, *bad: int, tiers: Sequence[int] = (0, 1), **answer: object) -> None:
+        """End the reads of these tiers that are under way with this ``answer``; those of ``bad``
+        chunks fail."""
         failed = frozenset(map(key_of, bad))
-        jobs = [job for plan in self.plans for job in plan.loads]
-        self.plans.clear()
+        jobs = [job for job in self.reading if job.items[0].tier in tiers]
+        self.reading = [job for job in self.reading if job not in jobs]
         results = {
             job.job: JobResult(bad=failed & {item.key for item in job.items}, **answer)  # type: ignore[arg-type]  # tests give what fits
             for job in jobs
@@ -270,11 +272,46 @@ def test_a_reset_during_reads_ends_them() -> None:
     queue.end()
     assert queue.held() == []
     assert len(queue.planner.cpu) == 0
-    assert queue.ahead._flying == 0
+    assert not queue.ahead.is_reading
     assert queue.ahead.counts["wasted"] == 10
     queue.ahead.leave("one")
     queue.step()
     queue.planner.check()
+
+
+def test_a_tier_whose_reads_hang_takes_nothing_from_another(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The first request's chunks lie in the tier that hangs, and those behind it in another."""
+    monkeypatch.setattr(look_ahead, "AHEAD_FLYING_MAX", 4)
+    queue = Queue(tiers=2)
+    queue.disks[0].drop([key_of(n) for n in range(10, 100)])
+    queue.disks[1].drop([key_of(n) for n in range(10)])
+    queue.wait("one", range(10), 1)
+    queue.wait("two", range(10, 20), 2)
+    assert queue.step() == [0, 1, 2, 3, 10, 11, 12, 13]
+    assert queue.step() == [], "both have as many reads in flight as they may have"
+    queue.end(tiers=[1])
+    assert queue.step() == [14, 15, 16, 17]
+    queue.end(tiers=[1])
+    assert queue.step() == [18, 19]
+    queue.end(tiers=[0])
+    assert queue.step() == [4, 5, 6, 7], "it goes on when it answers"
+    queue.end()
+    assert queue.step() == [8, 9]
+
+
+def test_a_request_behind_a_tier_that_hangs_is_read_from_another_once_the_breaker_opens(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(look_ahead, "AHEAD_FLYING_MAX", 4)
+    queue = Queue(tiers=2)
+    queue.wait("one", range(10), 1)
+    assert queue.step() == [0, 1, 2, 3]
+    assert {job.items[0].tier for job in queue.reading} == {0}
+    queue.planner.complete(StepReport(tiers={(0, 0): Observed(reads_failed=3)}))
+    assert queue.step() == [4, 5, 6, 7]
+    assert queue.reading[-1].items[0].tier == 1
 
 
 def test_only_tiers_that_the_request_may_read_are_read() -> None:
@@ -282,7 +319,7 @@ def test_only_tiers_that_the_request_may_read_are_read() -> None:
     queue.disks[0].drop([key_of(n) for n in range(5)])
     queue.wait("one", range(10), 1, controls=Controls(read=frozenset({-1, 1})))
     queue.step()
-    (job,) = [job for plan in queue.plans for job in plan.loads]
+    (job,) = queue.reading
     assert {item.tier for item in job.items} == {1}
     queue.wait("two", range(20, 30), 2, controls=Controls(read=frozenset({-1})))
     assert queue.step() == []

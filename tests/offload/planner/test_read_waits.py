@@ -130,7 +130,7 @@ def test_the_last_reads_are_not_waited_for() -> None:
     waits.wait("one", range(33), 1)
     assert waits.ask("one") is Action.WAIT
     waits.step()
-    first, second, third = waits.plans.pop().loads
+    first, second, third = waits.reading
     waits.planner.complete(StepReport({job: JobResult() for job in (first.job, second.job)}))
     assert len(third.items) == 1
     assert waits.ask("one") is Action.BEGIN
