@@ -22,6 +22,7 @@ from typing import Any
 from offload.index.chunk_batch import ChunkBatch
 from offload.layout.keys import CPU, group_of
 from offload.messages.plan import LoadItem, LoadJob
+from offload.planner.ahead_use import NOT_READ_AHEAD, AheadUse
 from offload.planner.context import PlannerContext
 from offload.planner.jobs import Job, JobKind
 from offload.planner.load_sources import LoadSources
@@ -92,20 +93,6 @@ class ReadProgress:
     is_read: bool
     since: float | None
 
-
-@dataclass(frozen=True, slots=True)
-class AheadUse:
-    """The result of look-ahead for one request. ``tokens`` of its load were read ahead, of which
-    ``late_tokens`` were still being read when the load was planned. The reads of the others took
-    ``saved_s``. ``wasted_tokens`` were read ahead for it and not loaded."""
-
-    tokens: int = 0
-    late_tokens: int = 0
-    saved_s: float = 0.0
-    wasted_tokens: int = 0
-
-
-NOT_READ_AHEAD = AheadUse()
 
 _order_of = attrgetter("order")
 
@@ -190,24 +177,48 @@ class LookAhead:
         return ReadProgress(is_read, self._since.get(want))
 
     def enter(self, request: str, order: tuple[Any, ...], runs: Sequence[ChunkBatch]) -> None:
-        """Add a waiting request that will load these chunks (without blocks, in prefix order).
-        Requests with the smallest ``order`` run first. Of a very long prompt, only the head is read
-        ahead."""
-        self.leave(request)
+        """Add a waiting request that will load these chunks (without blocks, in prefix order), or
+        examine the chunks of a known one again. Requests with the smallest ``order`` run first; it
+        does not change. Of a very long prompt, only the head is read ahead."""
         with self._forgets_all_on_error():
-            self._enter(request, order, runs)
+            if runs or request in self._wants:
+                self._enter(request, order, runs)
 
     def _enter(self, request: str, order: tuple[Any, ...], runs: Sequence[ChunkBatch]) -> None:
-        chunks_max = max(1, min(AHEAD_REQUEST_MAX, self._wanted_max) // len(runs))
+        chunks_max = max(1, min(AHEAD_REQUEST_MAX, self._wanted_max) // max(1, len(runs)))
         runs = [run.part(0, chunks_max) for run in runs]
         keys = frozenset(chain.from_iterable(run.keys for run in runs))
-        want = self._wants[request] = _Want(request, order, runs, keys)
-        insort(self.queue, want, key=_order_of)
-        insort(self._open, want, key=_order_of)
-        if _place(self.queue, want) < self._wanting:
-            self._wanted.update(keys)
-            self._wanting += 1
+        want = self._wants.get(request)
+        if want is not None:
+            self._renew(want, runs, keys)
+        else:
+            want = self._wants[request] = _Want(request, order, runs, keys)
+            insort(self.queue, want, key=_order_of)
+            insort(self._open, want, key=_order_of)
+            if _place(self.queue, want) < self._wanting:
+                self._wanted.update(keys)
+                self._wanting += 1
         self._limit_wanted()
+
+    def _renew(self, want: _Want, runs: Sequence[ChunkBatch], keys: frozenset[bytes]) -> None:
+        """Examine a request's chunks, which may have changed, from the first that is missing."""
+        if _place(self.queue, want) < self._wanting:
+            self._forget_wanted(want)
+            self._wanted.update(keys)
+        if want.is_open:
+            del self._open[_place(self._open, want)]
+        there = self._cpu.resident
+        chunks = ((n, at, key) for n, run in enumerate(runs) for at, key in enumerate(run.keys))
+        missing = ((n, at) for n, at, key in chunks if key not in there)
+        want.runs, want.keys, want.behind = runs, keys, None
+        want.run, want.at = next(missing, (len(runs), 0))
+        if want.is_open:
+            insort(self._open, want, key=_order_of)
+        gone = want.read - keys
+        want.read -= gone
+        self._release(want, gone)
+        if not want.read:
+            self._since.pop(want, None)
 
     def leave(self, request: str, load: Sequence[ChunkBatch] = ()) -> AheadUse:
         """Remove a request that no longer waits: this ``load`` was planned for it, or it computes

@@ -47,6 +47,8 @@ PIECES = 2
 
 MATCHED_MAX = 64
 """Number of requests that are matched in a step, so that look-ahead knows their chunks."""
+MATCHED_AGAIN_MAX = 2
+"""Number of requests at the front of the queue that are matched again, once."""
 READ_WAITS_MAX = 64
 """Number of requests that wait for their reads: vLLM asks for each of them in every step."""
 AHEAD_LOOK_MAX = 128

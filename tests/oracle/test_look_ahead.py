@@ -75,11 +75,8 @@ class Backlog(OracleEngine):
         )
         self.scheduler.add_request(request)
 
-    def begin(
-        self, prompts: list[list[int]], reads_per_step: float, *, last_first: bool = False
-    ) -> None:
-        """Compute all prompts, one after the other, leave them only on disk, and request them
-        again. With ``last_first`` the last one is the most urgent."""
+    def store(self, prompts: list[list[int]]) -> None:
+        """Compute all prompts, one after the other, and leave them only on disk."""
         for number, prompt in enumerate(prompts):
             self.ask(f"first{number}", prompt)
             self.drain()
@@ -87,6 +84,13 @@ class Backlog(OracleEngine):
         self.planner.cpu.evict(1 << 20)
         assert not len(self.planner.cpu)
         self.disk.order.clear()
+
+    def begin(
+        self, prompts: list[list[int]], reads_per_step: float, *, last_first: bool = False
+    ) -> None:
+        """``store`` the prompts, and request them again. With ``last_first`` the last one is the
+        most urgent."""
+        self.store(prompts)
         self.reads_per_step = reads_per_step
         self.steps = 0
         self.answer_tokens = self.answer_tokens_again
@@ -107,7 +111,7 @@ def only_waiting_requests(served: OracleEngine) -> None:
     """Check that look-ahead concerns no request that runs, loads or has ended."""
     names = served.planner.look_ahead._wants.keys()
     if served.connector._scheduler._waiting is not None:
-        names |= served.connector._scheduler._waiting._unmatched.keys()
+        names |= served.connector._scheduler._waiting._waiting.keys()
     waits = {RequestStatus.WAITING, RequestStatus.PREEMPTED}
     found = {name: served.scheduler.requests[name].status for name in names}
     assert set(found.values()) <= waits, found
@@ -281,6 +285,58 @@ def test_urgent_requests_are_read_for_first(tmp_path: Path) -> None:
         served.check_idle()
 
 
+@pytest.mark.parametrize("scheduling", ["fcfs", "priority"])
+def test_requests_are_matched_in_the_order_in_which_they_will_run(
+    scheduling: str, tmp_path: Path
+) -> None:
+    """A step looks up 8 of a prompt's 30 chunks. Other requests run, so vLLM does not ask for those
+    that wait."""
+    with world(tmp_path, 0.5, scheduling=scheduling) as served:
+        prompts = prompts_of(PROMPTS, TOKENS)
+        served.store(prompts)
+        served.answer_tokens = 60
+        for number, prompt in enumerate(prompts_of(4, 5, seed=1)):
+            served.ask(f"running{number}", prompt)
+        served.step()
+        lookups = served.planner.budget.lookups
+        lookups.chunks, lookups.chunks_min = 8, 1
+        lookups.renew()
+        urgent_last = scheduling == "priority"
+        for number, prompt in enumerate(prompts):
+            served.ask(f"again{number}", prompt, -number if urgent_last else 0)
+        began, matched = served.steps, dict[str, int]()
+        while len(served.scheduler.running) == 4 and len(matched) < PROMPTS:
+            served.step()
+            for want in served.planner.look_ahead.queue:
+                matched.setdefault(want.request, served.steps - began)
+        names = [f"again{number}" for number in range(PROMPTS)]
+        assert list(matched) == (names[::-1] if urgent_last else names)
+        assert all(step <= 4 * (place + 1) for place, step in enumerate(matched.values())), matched
+        served.drain()
+        served.check_idle()
+
+
+def test_chunks_that_were_evicted_meanwhile_are_read_before_their_request_runs(
+    tmp_path: Path,
+) -> None:
+    """They were read when the request was far from the front of the queue."""
+    with world(tmp_path, 0.5, slots=300) as served:
+        prompts = prompts_of(PROMPTS, TOKENS)
+        served.begin(prompts, reads_per_step=8)
+        lost = served.keys_of(prompts[-1])
+        while not lost <= served.planner.cpu.resident.keys():
+            served.step()
+            assert served.steps < 30
+        assert len(served.planner.look_ahead.queue) > 2
+        served.planner.cpu.drop(lost)
+        served.disk.order.clear()
+        served.drain()
+        assert sorted(served.disk.order) == sorted(lost)
+        logged = {one.request: one.as_json() for one in side(served).log.last}["again5"]
+        assert logged["loaded_tokens"] == {"cpu": CHUNKS * 4}
+        served.check_idle()
+
+
 def side(served: Backlog) -> Any:
     return served.connector._scheduler
 
@@ -334,12 +390,8 @@ def test_a_change_of_weights_ends_all_reads_ahead(tmp_path: Path) -> None:
 def test_nothing_is_matched_while_the_weights_are_in_doubt(tmp_path: Path) -> None:
     with world(tmp_path, 0.5) as served:
         prompts = prompts_of(PROMPTS, TOKENS)
-        served.begin(prompts[:0], reads_per_step=4)
-        for number, prompt in enumerate(prompts):
-            served.ask(f"first{number}", prompt)
-            served.drain()
-        served.scheduler.reset_prefix_cache()
-        served.planner.cpu.evict(1 << 20)
+        served.store(prompts)
+        served.reads_per_step = 4
         side(served).hold()
         for number, prompt in enumerate(prompts):
             served.ask(f"again{number}", prompt)
@@ -367,7 +419,10 @@ def test_doubt_about_the_weights_ends_reads_ahead(tmp_path: Path) -> None:
             served.step()
         assert served.counts()["read"] == read
         side(served).release()
+        served.step()
+        assert ahead.queue, "the weights are the same: the requests that wait are matched again"
         served.drain()
+        assert served.counts()["used"] > 0
         served.check_idle()
 
 

@@ -32,7 +32,8 @@ GROUPS = tuple(LAYERS)
 @dataclass(eq=False)
 class Request:
     """A chain of prefixes to compute, and the progress of its computation. ``epochs`` are the
-    epochs of the weights with which each position was computed."""
+    epochs of the weights with which each position was computed; ``place`` orders the waiting
+    requests."""
 
     name: str
     chain: list[bytes]
@@ -50,6 +51,8 @@ class Request:
     stale: bool = False
     decodes: int = 0
     waits_since: float | None = None
+    place: int = 0
+    was_next: bool = False
     known: PartialLookup = field(default_factory=PartialLookup)
 
 
@@ -66,10 +69,23 @@ class Engine(Server):
 
     def _arrive(self, chain: list[bytes]) -> None:
         self._names += 1
-        self.waiting.append(Request(f"r{self._names}", chain))
-        runs = [self._keys_wanted(chain[:-1], group) for group in GROUPS]
-        if len(chain) > 1 and self.planner.look_ahead.is_on:
-            self.planner.look_ahead.enter(f"r{self._names}", (self._names,), runs)
+        request = Request(f"r{self._names}", chain, place=self._names)
+        self.waiting.append(request)
+        self._enter(request)
+
+    def _enter(self, request: Request) -> None:
+        """Tell look-ahead what a waiting request will load at most, or tell it again."""
+        chain = request.chain[:-1]
+        if chain and not request.failed and self.planner.look_ahead.is_on:
+            runs = [self._keys_wanted(chain, group) for group in GROUPS]
+            self.planner.look_ahead.enter(request.name, (request.place,), runs)
+
+    def _enter_again(self) -> None:
+        """Look again at the chunks of the requests that have come to the front of the queue."""
+        for request in self.waiting[:2]:
+            if not request.was_next:
+                request.was_next = True
+                self._enter(request)
 
     def _keys_wanted(self, chain: list[bytes], group: int) -> ChunkBatch:
         keys = [key_of(prefix, group) for prefix in chain]

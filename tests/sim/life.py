@@ -55,6 +55,7 @@ class ServerLife(Engine):
         """Admit, compute, store, send a plan to every rank; let time pass; process the answers."""
         self.steps += 1
         self._admit()
+        self._enter_again()
         passes = self._schedule()
         self.planner.tick(self.now())
         self._store()
@@ -119,6 +120,8 @@ class ServerLife(Engine):
         self.waiting.insert(0, request)
         self.planner.read_waits.begin(request.name)
         self.events["preempted"] += 1
+        request.place = -self.events["preempted"]
+        self._enter(request)
 
     def _abort(self, request: Request | None) -> None:
         if request is None:
@@ -145,6 +148,8 @@ class ServerLife(Engine):
         else:
             self.planner.forget_all()
             self._unforgotten = True
+        for request in self.waiting:
+            self._enter(request)
 
     def _clear_skies(self) -> None:
         for weathers in self.weathers:
@@ -194,6 +199,8 @@ class ServerLife(Engine):
         planner, now = self.planner, self.now()
         planner.check()
         assert not self.wrong, self.wrong[0]
+        evicted = list(filter(planner.cpu.is_absent, planner.look_ahead._held))
+        assert not evicted, f"{evicted} were read ahead and evicted before their use"
         waited_for = planner.loads._waited_for
         for request in self.loading.values():
             if request.name in waited_for and waited_for[request.name].rest:

@@ -66,6 +66,8 @@ class Setup:
             trouble=rng.choice((0.0, 0.03, 0.08)),
             copy_failures=rng.choice((0.0, 0.0, 0.02)),
             step_chunks=rng.choice((2, 4, 9, 2048)),
+            look_ahead=rng.choice((0.0, 0.25, 0.5)),
+            wait_for_reads=rng.choice(("never", "never", "auto", "always")),
         )
 
 

@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 
 from offload.errors import InvariantError
+from offload.index.retention import Retention
 from offload.index.tier_index import TierIndex
 from offload.messages.plan import LoadJob
 from offload.messages.report import JobResult
@@ -203,8 +204,9 @@ SHORT_STEPS = Setup(pause_s=0.003)
 SHORT_STEPS_IN_TROUBLE = replace(SHORT_STEPS, trouble=0.08)
 BROKEN_COPIES = Setup(copy_failures=0.1)
 IN_TROUBLE = Setup(trouble=0.08)
+LOOKING_AHEAD = Setup(slots=6, blocks=60, look_ahead=0.5)
 ALL_SETUPS = [SMALL, HURRIED, HURRIED_IN_TROUBLE, SHORT_STEPS, SHORT_STEPS_IN_TROUBLE,
-              BROKEN_COPIES, IN_TROUBLE]  # fmt: skip
+              BROKEN_COPIES, IN_TROUBLE, LOOKING_AHEAD]  # fmt: skip
 MUTANTS: dict[str, tuple[Patch, Setup | None, str]] = {
     "fences are skipped": (skip(StorePlanner, "fence"), HURRIED, WRONG_BYTES),
     "failed stores are committed": (failed_stores_are_good, BROKEN_COPIES, WRONG_BYTES),
@@ -271,6 +273,11 @@ MUTANTS: dict[str, tuple[Patch, Setup | None, str]] = {
     ),
     "probes without end": (any_number_of_probes, IN_TROUBLE, "probes"),
     "no deadline": (no_deadline, SHORT_STEPS_IN_TROUBLE, "has waited"),
+    "what was read ahead is evicted": (
+        skip(Retention, "look_ahead"),
+        LOOKING_AHEAD,
+        "evicted before their use",
+    ),
     "no budget for loads": (budgets_are_boundless, SMALL, "in flight to requests|held by loads"),
 }
 

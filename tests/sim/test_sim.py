@@ -105,6 +105,8 @@ def test_the_worlds_cover_all_events(totals: Totals) -> None:
         "probes",
         "read hung",
         "write hung",
+        "read ahead",
+        "waited: begin",
     )
     missing = [event for event in events if not totals.events[event]]
     assert not missing
@@ -134,20 +136,6 @@ def test_replay() -> None:
     first, second = (live(ServerLife(7), STEPS) for _ in range(2))
     assert first.events == second.events
     assert (first.steps, first.checked, first.hits) == (second.steps, second.checked, second.hits)
-
-
-@pytest.mark.parametrize("part", range(4))
-def test_no_world_goes_wrong_with_look_ahead(part: int) -> None:
-    used = 0
-    for seed in range(part, 40, 4):
-        setup = dataclasses.replace(Setup.drawn(random.Random(seed)), look_ahead=0.5)
-        life = ServerLife(seed, setup)
-        try:
-            used += live(life, STEPS).events["read ahead"]
-        except BaseException as error:
-            error.add_note(f"seed {seed} with {setup}")
-            raise
-    assert used > 0
 
 
 @pytest.mark.parametrize("choice", ["auto", "always"])

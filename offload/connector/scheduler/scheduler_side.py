@@ -29,8 +29,8 @@ from offload.layout.keys import CPU
 from offload.layout.prefix_match import PrefixMatcher
 from offload.messages.plan import StepPlan
 from offload.messages.report import RankState, StepReport
+from offload.planner.ahead_use import NOT_READ_AHEAD
 from offload.planner.build import copy_gauges, unit_bytes
-from offload.planner.look_ahead import NOT_READ_AHEAD
 from offload.planner.planner import Planner
 from offload.planner.read_waits import Action
 from offload.planner.step_budget import EXPIRED_MAX
@@ -457,6 +457,8 @@ class SchedulerSide:
     def release(self) -> None:
         """Resume lookups and stores: the weights are the same."""
         self._is_held = False
+        if self._waiting is not None:
+            self._waiting.match_again()
 
     def forget(self) -> None:
         """Forget everything, because the weights have changed: no chunk stored so far may be hit
@@ -465,6 +467,8 @@ class SchedulerSide:
         self.adapters.forget()
         if self.planner is not None:
             self.planner.forget_all()
+        if self._waiting is not None:
+            self._waiting.match_again()
         if self._endings is not None:
             self._endings.clear()
         if self._digests is not None:

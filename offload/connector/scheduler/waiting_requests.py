@@ -1,24 +1,26 @@
 """Informs look-ahead about the requests that wait for vLLM to run them, and about the chunks that
 they will load. Decides which of them wait for their reads although vLLM could run them.
 
-Part of the scheduler side, on its thread. Each request is matched once with vLLM's own cache and
-with the tiers, in a step whose allowance for lookups is not used up. A step without waiting
-requests costs nothing.
+Part of the scheduler side, on its thread. Each request is matched with vLLM's own cache and with
+the tiers in the order in which the requests will run, in a step whose allowance for lookups is not
+used up. That is repeated once when few requests are before it, because chunks may have been evicted
+or stored meanwhile. A step without waiting requests costs nothing.
 """
 
 from __future__ import annotations
 
+from bisect import bisect_left, insort
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from itertools import islice
+from operator import attrgetter
 from typing import TYPE_CHECKING, Any
 
 from offload.index.chunk_batch import ChunkBatch
 from offload.layout.keys import CPU
-from offload.planner.look_ahead import AheadUse
+from offload.planner.ahead_use import AheadUse
 from offload.planner.planner import Planner
 from offload.planner.read_waits import Action, BlockDemand
-from offload.planner.step_budget import MATCHED_MAX
+from offload.planner.step_budget import MATCHED_AGAIN_MAX, MATCHED_MAX
 from offload.requests.lookup import Lookups
 from offload.requests.request_state import RequestState
 
@@ -27,14 +29,28 @@ if TYPE_CHECKING:
 
 
 @dataclass(slots=True, eq=False)
-class _Unmatched:
-    """A request that has not been matched yet, and its position in the order. ``cached`` is the
-    number of its tokens in vLLM's own cache, once this is known."""
+class _Waiting:
+    """A waiting request and its position in the order.
+
+    ``is_due`` means that it must be matched, ``is_matched`` that this was done before, and
+    ``is_next`` that it has been one of the next requests. ``cached`` is the number of its tokens in
+    vLLM's own cache, once this is known for the match that is due.
+    """
 
     state: RequestState
     request: Request
     order: tuple[Any, ...]
     cached: int | None = None
+    is_due: bool = False
+    is_matched: bool = False
+    is_next: bool = False
+
+
+_order_of = attrgetter("order")
+
+
+def _remove(ordered: list[_Waiting], waiting: _Waiting) -> None:
+    del ordered[bisect_left(ordered, waiting.order, key=_order_of)]
 
 
 class WaitingRequests:
@@ -63,7 +79,9 @@ class WaitingRequests:
         self._computing = computing
         self._block_tokens = block_tokens
         self._by_priority = by_priority
-        self._unmatched: dict[str, _Unmatched] = {}
+        self._waiting: dict[str, _Waiting] = {}
+        self._queue: list[_Waiting] = []  # in the order in which they will run
+        self._due: list[_Waiting] = []  # in the same order
         self._names: set[str] = set()
         self._count = 0
 
@@ -75,30 +93,55 @@ class WaitingRequests:
         read = state.identity.origin.controls.read
         if state.identity.no_load or (read is not None and CPU not in read):
             return
+        self._drop(request.request_id)
+        self._planner.look_ahead.leave(request.request_id)
         self._count += 1
         place = -self._count if preempted else self._count
         order: tuple[Any, ...] = (place,)
         if self._by_priority:
             order = (request.priority, request.arrival_time, self._count)
-        self._unmatched[request.request_id] = _Unmatched(state, request, order)
+        waiting = self._waiting[request.request_id] = _Waiting(state, request, order)
+        insort(self._queue, waiting, key=_order_of)
+        self._set_due(waiting)
 
     def remove(self, request: str, now: float, load: Sequence[ChunkBatch] = ()) -> AheadUse:
         """Remove a request that no longer waits: this ``load`` was planned for it, or it runs or
         has ended. Returns what look-ahead did for it."""
-        self._unmatched.pop(request, None)
+        self._drop(request)
         self._names.discard(request)
         self._planner.read_waits.leave(request, now)
         return self._planner.look_ahead.leave(request, load)
+
+    def _drop(self, request: str) -> None:
+        waiting = self._waiting.pop(request, None)
+        if waiting is not None:
+            _remove(self._queue, waiting)
+            if waiting.is_due:
+                _remove(self._due, waiting)
+
+    def match_again(self) -> None:
+        """Match all requests as if they had just arrived: look-ahead has forgotten them."""
+        for waiting in self._queue:
+            waiting.is_matched = waiting.is_next = False
+            waiting.cached = None
+            waiting.state.lookup.known.clear()  # updating it may take longer than a new lookup
+            self._set_due(waiting)
+
+    def _set_due(self, waiting: _Waiting) -> None:
+        if not waiting.is_due:
+            waiting.is_due, waiting.cached = True, None
+            insort(self._due, waiting, key=_order_of)
 
     def ask(self, state: RequestState, request: Request, now: float) -> Action:
         """Decide what a request does that vLLM could run now."""
         waits, name = self._planner.read_waits, request.request_id
         if not waits.is_on:
             return Action.BEGIN
-        if name in self._unmatched:
+        waiting = self._waiting.get(name)
+        if waiting is not None and not waiting.is_matched:
             self.advance()
-        if name in self._unmatched:
-            return Action.BEGIN  # its lookup probably takes another step, too
+            if not waiting.is_matched:
+                return Action.BEGIN  # its lookup probably takes another step, too
         needed = sum(-(-request.num_tokens // tokens) for tokens in self._block_tokens)
         blocks = BlockDemand(self._free_blocks(), needed, len(self._names) - 1)
         action = waits.ask(name, now, blocks, self._computing)
@@ -106,26 +149,35 @@ class WaitingRequests:
         return action
 
     def advance(self) -> None:
-        """Match requests that have arrived, as far as the step allows."""
+        """Match the requests that run first, as far as the step allows."""
+        for waiting in self._queue[:MATCHED_AGAIN_MAX]:
+            if not waiting.is_next:
+                waiting.is_next = True
+                self._set_due(waiting)
         allowance = self._planner.budget.lookups
-        for name in list(islice(self._unmatched, MATCHED_MAX)):
+        for waiting in self._due[:MATCHED_MAX]:
             if allowance.left <= 0:
                 return
-            waiting = self._unmatched.pop(name)  # a request that fails here is not tried again
-            if not self._match(name, waiting):
-                self._unmatched[name] = waiting
+            _remove(self._due, waiting)  # a request that fails here is not tried again
+            waiting.is_due = False
+            if self._match(waiting):
+                waiting.is_matched = True
+            else:
+                waiting.is_due = True
+                insort(self._due, waiting, key=_order_of)
 
-    def _match(self, name: str, waiting: _Unmatched) -> bool:
+    def _match(self, waiting: _Waiting) -> bool:
         """Look for the chunks of a request; returns False if this must be repeated."""
-        state = waiting.state
+        state, request = waiting.state, waiting.request
         if state.identity.no_load or state.outcome.failures:
             return True
         if waiting.cached is None:
-            waiting.cached = self._cached_tokens(waiting.request)
+            waiting.cached = self._cached_tokens(request)
             if waiting.cached is None:
                 return True
             self._planner.budget.lookups.take(waiting.cached // min(self._block_tokens))
-        runs = self._lookups.ahead(state, waiting.request, waiting.cached)
-        if runs:
-            self._planner.look_ahead.enter(name, waiting.order, runs)
-        return runs is not None
+        runs = self._lookups.ahead(state, request, waiting.cached)
+        if runs is None:
+            return False
+        self._planner.look_ahead.enter(request.request_id, waiting.order, runs)
+        return True

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import pytest
@@ -14,8 +14,8 @@ from offload.index.tier_index import TierIndex
 from offload.messages.plan import LoadJob
 from offload.messages.report import JobResult, Observed, StepReport
 from offload.planner import look_ahead
+from offload.planner.ahead_use import NOT_READ_AHEAD, AheadUse
 from offload.planner.circuit_breaker import BreakerState
-from offload.planner.look_ahead import NOT_READ_AHEAD, AheadUse
 from offload.planner.planner import Planner
 from policies import hints
 from policies.base import EntryInfo
@@ -264,6 +264,50 @@ def test_a_failed_read_is_given_up_and_not_repeated() -> None:
     assert queue.ahead.counts == {"read": 10, "used": 0, "late": 0, "wasted": 10}
 
 
+def test_a_request_that_enters_again_reads_what_is_missing_by_then() -> None:
+    """A read has failed, and chunks were evicted from the CPU tier; the rest is not read again."""
+    queue = Queue()
+    fill(queue, range(3))
+    queue.wait("one", range(10), 1)
+    assert queue.step() == list(range(3, 10))
+    queue.end(4)
+    assert queue.evictable() == [0, 1, 2]
+    assert queue.step() == []
+    queue.wait("one", range(10), 1)
+    assert queue.step() == [0, 1, 2, 4]
+    queue.end()
+    assert queue.evictable() == []
+    assert queue.ahead.leave("one", [run(range(10))]) == AheadUse(160, wasted_tokens=16)
+    assert queue.ahead.counts == {"read": 11, "used": 10, "late": 0, "wasted": 1}
+
+
+def test_a_request_that_enters_again_gives_up_what_it_no_longer_loads() -> None:
+    queue = Queue()
+    queue.wait("one", range(10), 1)
+    queue.wait("two", range(8, 12), 2)
+    assert queue.step() == list(range(12))
+    queue.wait("one", range(6), 1)
+    queue.end()
+    assert queue.held() == [*range(6), *range(8, 12)]
+    assert queue.ahead.counts["wasted"] == 2
+    assert queue.evictable() == [6, 7]
+    queue.ahead.enter("one", (1,), [])
+    assert queue.evictable() == list(range(6)), "none of its chunks is left in any tier"
+    queue.ahead.enter("three", (3,), [])
+    assert queue.ahead.leave("one") == AheadUse(wasted_tokens=8 * 16)
+    assert queue.ahead.leave("two", [run(range(8, 12))]) == AheadUse(4 * 16)
+    assert not any((queue.ahead.queue, queue.ahead._wanted, queue.ahead._since))
+
+
+def test_what_a_request_wants_when_it_enters_again_is_evicted_last() -> None:
+    queue = Queue(share=0.25)
+    fill(queue, range(200, 240))
+    queue.wait("one", range(200, 210), 1)
+    queue.wait("one", range(210, 220), 1)
+    queue.planner.cpu.evict(30)
+    assert sorted(map(number, queue.planner.cpu.resident)) == list(range(210, 220))
+
+
 def test_a_reset_during_reads_ends_them() -> None:
     queue = Queue()
     queue.wait("one", range(10), 1)
@@ -497,9 +541,16 @@ def test_a_tier_that_turns_slow_is_not_read_any_more() -> None:
     assert queue.step() == []
 
 
-@pytest.mark.parametrize("at", ["_leave", "_enter"])
+@pytest.mark.parametrize(
+    ("at", "call"),
+    [
+        ("_leave", lambda queue: queue.ahead.leave("one")),
+        ("_enter", lambda queue: queue.wait("two", range(10), 2)),
+        ("_renew", lambda queue: queue.wait("one", range(10), 1)),
+    ],
+)
 def test_an_error_at_a_request_keeps_nothing_in_the_cpu_tier(
-    at: str, monkeypatch: pytest.MonkeyPatch
+    at: str, call: Callable[[Queue], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     queue = Queue()
     queue.wait("one", range(10), 1)
@@ -508,7 +559,7 @@ def test_an_error_at_a_request_keeps_nothing_in_the_cpu_tier(
     with monkeypatch.context() as patch:
         patch.setattr(queue.ahead, at, None)
         with pytest.raises(TypeError):
-            queue.wait("one", range(10), 1)
+            call(queue)
     assert queue.held() == []
     assert queue.step() == []
     assert queue.evictable() == list(range(10))

@@ -1,0 +1,20 @@
+"""The result of look-ahead for one request, for its entry in the log."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class AheadUse:
+    """``tokens`` of the request's load were read ahead, of which ``late_tokens`` were still being
+    read when the load was planned. The reads of the others took ``saved_s``. ``wasted_tokens`` were
+    read ahead for it and not loaded."""
+
+    tokens: int = 0
+    late_tokens: int = 0
+    saved_s: float = 0.0
+    wasted_tokens: int = 0
+
+
+NOT_READ_AHEAD = AheadUse()
