@@ -64,7 +64,7 @@ class LoggedRequest:
             "loaded_tokens": dict(self.loaded),
             "reason": miss.reason.value,
         }
-        found |= {name: value for name, value in self._look_ahead().items() if value}
+        found |= self.look_ahead()
         if miss.key:
             found["missing"] = {
                 "group": miss.group,
@@ -77,7 +77,8 @@ class LoggedRequest:
             found["ago_s"] = round(miss.ago_s, 1)
         return found
 
-    def _look_ahead(self) -> dict[str, float]:
+    def look_ahead(self) -> dict[str, float]:
+        """What look-ahead did for the request, by the names in the file; only values above 0."""
         ahead, found = self.ahead, dict[str, float]()
         if self.loaded:
             found["ahead_tokens"] = ahead.tokens
@@ -85,7 +86,7 @@ class LoggedRequest:
             found["ahead_saved_s"] = round(ahead.saved_s, 3)
         found["ahead_wasted_tokens"] = ahead.wasted_tokens
         found["waited_s"] = round(self.waited_s, 3)
-        return found
+        return {name: value for name, value in found.items() if value}
 
 
 class Sink(Protocol):

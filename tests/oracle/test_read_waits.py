@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 from vllm.v1.request import RequestStatus
 
+from offload.connector.scheduler.request_spans import attributes_of
 from offload.planner.load_or_recompute import SAMPLES_MIN, Cut, LoadOrRecompute
 from offload.planner.read_waits import TOTAL_S
 from offload.requests.miss_reasons import Reason
@@ -155,6 +156,10 @@ def test_a_request_that_waits_holds_no_blocks_and_begins_with_all_that_was_read(
         totals = served.planner.totals()
         assert totals["read_waits"] == 1
         assert totals["read_wait_seconds"] == pytest.approx(logged.waited_s)
+        span = attributes_of(logged, logged.time_s, CHUNK)
+        assert span["kv_cache.read_wait_seconds"] == logged.as_json()["waited_s"]
+        assert span["kv_cache.lookup_seconds"] > span["kv_cache.read_wait_seconds"]
+        assert span["kv_cache.ahead_tokens"] == CHUNKS * CHUNK
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 from vllm.tracing import is_tracing_available
 
-from offload.connector.scheduler.request_spans import RequestSpans, attributes_of
+from offload.connector.scheduler.request_spans import AHEAD, RequestSpans, attributes_of
+from offload.planner.ahead_use import AheadUse
 from offload.planner.jobs import Job
 from offload.planner.loads import LoadPlanner
 from offload.requests.lookup import Lookups
@@ -150,6 +151,21 @@ def test_a_load_that_failed_has_no_time() -> None:
     assert found["kv_cache.promotion_latency_seconds"] == 1.0, "the request waited all the same"
     assert "kv_cache.load_seconds" not in found
     assert found["kv_cache.miss_reason"] == "load_failed"
+
+
+def test_what_look_ahead_did_is_in_the_span() -> None:
+    ahead = AheadUse(tokens=48, late_tokens=16, saved_s=0.25, wasted_tokens=4)
+    logged = LoggedRequest("a", 0.0, 64, 0, 60, 60, {"cpu": 60}, ahead=ahead, waited_s=1.5)
+    found = attributes_of(logged, 1.0, 16)
+    assert {name: value for name, value in found.items() if "ahead" in name or "wait" in name} == {
+        "kv_cache.ahead_tokens": 48,
+        "kv_cache.ahead_late_tokens": 16,
+        "kv_cache.ahead_saved_seconds": 0.25,
+        "kv_cache.ahead_wasted_tokens": 4,
+        "kv_cache.read_wait_seconds": 1.5,
+    }
+    plain = attributes_of(LoggedRequest("a", 0.0, 64, 0, 60, 60, {"cpu": 60}), 1.0, 16)
+    assert plain.keys() == found.keys() - AHEAD.values()
 
 
 def test_a_fault_of_the_exporter_stays_outside(monkeypatch: pytest.MonkeyPatch) -> None:

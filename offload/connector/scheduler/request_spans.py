@@ -22,6 +22,14 @@ logger = logging.getLogger(__name__)
 
 NAME = "kv_cache"
 GPU = "gpu"
+AHEAD = {
+    "ahead_tokens": "kv_cache.ahead_tokens",
+    "ahead_late_tokens": "kv_cache.ahead_late_tokens",
+    "ahead_saved_s": "kv_cache.ahead_saved_seconds",
+    "ahead_wasted_tokens": "kv_cache.ahead_wasted_tokens",
+    "waited_s": "kv_cache.read_wait_seconds",
+}
+"""The attributes that say what look-ahead did, by their names in the log of requests."""
 
 
 class RequestSpans:
@@ -73,6 +81,7 @@ def attributes_of(logged: LoggedRequest, now_s: float, block_tokens: int) -> dic
         found["kv_cache.load_seconds"] = logged.load_s
     if logged.hit_tokens:
         found["kv_cache.promotion_latency_seconds"] = max(0.0, now_s - logged.time_s)
+    found |= {AHEAD[name]: value for name, value in logged.look_ahead().items()}
     if logged.miss.reason is not Reason.COMPLETE:
         found["kv_cache.miss_reason"] = logged.miss.reason.value
     if logged.miss.tier:
