@@ -181,13 +181,18 @@ class PresenceCache:
         continues."""
         if wait.is_over:
             return False
-        if not wait.numbers.isdisjoint(self._open):
-            deadline = wait.since + self.limits.lookup_timeout_s
-            if now < deadline or self.steps < wait.step + STEPS_MIN:
-                return True
-            self.timeouts += 1
+        if self.may_be_answered(wait, now):
+            return True
+        self.timeouts += not wait.numbers.isdisjoint(self._open)
         wait.is_over = True
         return False
+
+    def may_be_answered(self, wait: PendingLookup, now: float) -> bool:
+        """True if replies to these queries may still come in time."""
+        if wait.numbers.isdisjoint(self._open):
+            return False
+        deadline = wait.since + self.limits.lookup_timeout_s
+        return now < deadline or self.steps < wait.step + STEPS_MIN
 
     def is_stale(self, wait: PendingLookup, now: float) -> bool:
         """True if the request must query again because replies may have expired.

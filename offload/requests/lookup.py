@@ -19,6 +19,7 @@ from offload.layout.prefix_match import PrefixMatcher, present_in
 from offload.planner.load_or_recompute import Cut
 from offload.planner.load_sources import SAMPLE
 from offload.planner.planner import Planner
+from offload.planner.presence import PendingLookup
 from offload.requests.lookup_cache import PartialLookup
 from offload.requests.miss_reasons import Explainer, Miss, Reason, failed
 from offload.requests.request_log import LoggedRequest, RequestLog
@@ -222,13 +223,31 @@ class Lookups:
         now = time.monotonic()
         wait = state.lookup.wait
         if wait is None or shared.is_stale(wait, now):
-            keys, read = state.identity.keys, state.identity.origin.controls.read
-            wanted = self._matcher.wanted(keys, start, self._limits(state, request).start)
-            held = present_in(*self._planner.sources.holders(read))(wanted)
-            missing = [key for key, is_held in zip(wanted, held, strict=True) if not is_held]
-            wait = shared.ask(missing, read, now)
+            end = self._limits(state, request, start).start
+            wait = self._query(state, range(start, end), now)
             state.lookup.note_query(wait)
         return shared.check_wait(wait, now)
+
+    def _query(self, state: RequestState, tokens: range, now: float) -> PendingLookup:
+        """Query shared tiers for the chunks with these tokens that no tier is known to hold."""
+        keys, read = state.identity.keys, state.identity.origin.controls.read
+        wanted = self._matcher.wanted(keys, tokens.start, tokens.stop)
+        held = present_in(*self._planner.sources.holders(read))(wanted)
+        missing = [key for key, is_held in zip(wanted, held, strict=True) if not is_held]
+        return self._planner.presence.ask(missing, read, now)
+
+    def query_ahead(
+        self, state: RequestState, request: Request, start: int, now: float
+    ) -> PendingLookup:
+        """Query shared tiers for a waiting request if vLLM holds its first ``start`` tokens: for as
+        many chunks as the lookups of a short step may query."""
+        state.identity.extend(request.block_hashes)
+        allowance = self._planner.budget.lookups
+        size = min(group.chunk_tokens for group in self._matcher.layout.groups)
+        end = self._limits(state, request, start).start
+        end = min(end, start + size * allowance.chunks)
+        allowance.take((end - start) // size)
+        return self._query(state, range(start, end), now)
 
     def _can_load(self, state: RequestState, end_tokens: int) -> bool:
         """True if the planner accepts the load of a hit that ends at this token."""
@@ -249,12 +268,12 @@ class Lookups:
             return False
         return now - lookup.refused_s < planner.health.load_timeout_s
 
-    def _limits(self, state: RequestState, request: Request) -> range:
-        """The maximum number of tokens that the request wants, and the maximum that it could
-        have."""
-        possible = self._restorable(request, state.lookup.start)
+    def _limits(self, state: RequestState, request: Request, start: int) -> range:
+        """The maximum number of tokens that the request wants, and the maximum that it could have,
+        if vLLM holds its first ``start`` tokens."""
+        possible = self._restorable(request, start)
         tokens_max = state.identity.origin.controls.max_load_tokens
-        wanted = possible if tokens_max is None else min(possible, state.lookup.start + tokens_max)
+        wanted = possible if tokens_max is None else min(possible, start + tokens_max)
         return range(wanted, possible)
 
     def _restorable(self, request: Request, start: int) -> int:
@@ -291,7 +310,7 @@ class Lookups:
             self._planner,
             state.identity.keys,
             computed_tokens,
-            self._limits(state, request).stop,
+            self._limits(state, request, computed_tokens).stop,
             state.lookup.known,
             state.identity.origin,
             self._computing,
@@ -337,7 +356,7 @@ class Lookups:
         lookup.accept()
         if lookup.logged is not None:
             return
-        limits = self._limits(state, request)
+        limits = self._limits(state, request, lookup.start)
         alignment = self._matcher.layout.alignment_tokens
         wanted = max(0, limits.stop // alignment * alignment - lookup.start)
         is_used = not (state.identity.no_load or lookup.refused)

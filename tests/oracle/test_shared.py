@@ -124,12 +124,12 @@ def serve(engine: Engine, prompt: list[int]) -> None:
     engine.check()
 
 
-def request(engine: Engine, prompt: list[int]) -> None:
+def request(engine: Engine, prompt: list[int], answer_tokens: int = 4) -> None:
     """A client's request."""
     engine.served += 1
     name = f"r100{engine.served}"
     engine._salts[name] = None
-    sampling = SamplingParams(max_tokens=4, ignore_eos=True, temperature=0.0)
+    sampling = SamplingParams(max_tokens=answer_tokens, ignore_eos=True, temperature=0.0)
     made = Request(name, prompt, sampling, None, block_hasher=engine._hasher)
     engine.scheduler.add_request(made)
 
@@ -198,6 +198,28 @@ def test_an_idle_engine_restores_what_another_has_stored(tmp_path: Path) -> None
         serve(other, PROMPT)
         other.check_idle()
         assert other.loaded()["file"] > 0, "nothing came"
+        assert other.planner.totals()["lookup_timeouts"] == 0
+
+
+def test_what_another_engine_has_stored_is_read_ahead(tmp_path: Path) -> None:
+    """Other requests run, so vLLM does not ask for the one that waits."""
+    one, other = two(tmp_path, 2, Conditions(slots=200))
+    with one, other:
+        serve(one, PROMPT)
+        for number in range(4):
+            request(other, [number + 1] * 3, answer_tokens=60)
+        while len(other.scheduler.running) < 4:
+            other.step()
+        request(other, PROMPT)
+        for _ in range(40):
+            other.step()
+        assert len(other.scheduler.running) == 4
+        counts = other.planner.look_ahead.counts
+        assert counts["read"] == 16
+        other.drain()
+        other.check_idle()
+        assert counts["used"] == 16
+        assert other.loaded() == {"cpu": 64, "file": 0}
         assert other.planner.totals()["lookup_timeouts"] == 0
 
 

@@ -307,7 +307,7 @@ class SchedulerSide:
                 self._endings.advance()
                 self.lookups.advance()
                 if self._waiting is not None and not self._is_held:
-                    self._waiting.advance()
+                    self._waiting.advance(time.monotonic())
             except Exception as error:  # even after an error, the step's plan must be sent
                 self._faults.note("lookup", error)
         try:

@@ -19,6 +19,7 @@ from offload.index.chunk_batch import ChunkBatch
 from offload.layout.keys import CPU
 from offload.planner.ahead_use import AheadUse
 from offload.planner.planner import Planner
+from offload.planner.presence import PendingLookup
 from offload.planner.read_waits import Action, BlockDemand
 from offload.planner.step_budget import MATCHED_AGAIN_MAX, MATCHED_MAX
 from offload.requests.lookup import Lookups
@@ -33,14 +34,16 @@ class _Waiting:
     """A waiting request and its position in the order.
 
     ``is_due`` means that it must be matched, ``is_matched`` that this was done before, and
-    ``is_next`` that it has been one of the next requests. ``cached`` is the number of its tokens in
-    vLLM's own cache, once this is known for the match that is due.
+    ``is_next`` that it has been one of the next requests. For the match that is due, once they are
+    known: ``cached`` is the number of its tokens in vLLM's own cache, ``queries`` are those to
+    shared tiers.
     """
 
     state: RequestState
     request: Request
     order: tuple[Any, ...]
     cached: int | None = None
+    queries: PendingLookup | None = None
     is_due: bool = False
     is_matched: bool = False
     is_next: bool = False
@@ -129,7 +132,7 @@ class WaitingRequests:
 
     def _set_due(self, waiting: _Waiting) -> None:
         if not waiting.is_due:
-            waiting.is_due, waiting.cached = True, None
+            waiting.is_due, waiting.cached, waiting.queries = True, None, None
             insort(self._due, waiting, key=_order_of)
 
     def ask(self, state: RequestState, request: Request, now: float) -> Action:
@@ -139,7 +142,7 @@ class WaitingRequests:
             return Action.BEGIN
         waiting = self._waiting.get(name)
         if waiting is not None and not waiting.is_matched:
-            self.advance()
+            self.advance(now)
             if not waiting.is_matched:
                 return Action.BEGIN  # its lookup probably takes another step, too
         needed = sum(-(-request.num_tokens // tokens) for tokens in self._block_tokens)
@@ -148,7 +151,7 @@ class WaitingRequests:
         state.lookup.waited(waits.waited_s(name))
         return action
 
-    def advance(self) -> None:
+    def advance(self, now: float) -> None:
         """Match the requests that run first, as far as the step allows."""
         for waiting in self._queue[:MATCHED_AGAIN_MAX]:
             if not waiting.is_next:
@@ -160,13 +163,13 @@ class WaitingRequests:
                 return
             _remove(self._due, waiting)  # a request that fails here is not tried again
             waiting.is_due = False
-            if self._match(waiting):
+            if self._match(waiting, now):
                 waiting.is_matched = True
             else:
                 waiting.is_due = True
                 insort(self._due, waiting, key=_order_of)
 
-    def _match(self, waiting: _Waiting) -> bool:
+    def _match(self, waiting: _Waiting, now: float) -> bool:
         """Look for the chunks of a request; returns False if this must be repeated."""
         state, request = waiting.state, waiting.request
         if state.identity.no_load or state.outcome.failures:
@@ -176,8 +179,17 @@ class WaitingRequests:
             if waiting.cached is None:
                 return True
             self._planner.budget.lookups.take(waiting.cached // min(self._block_tokens))
+        if self._planner.presence.tiers and self._may_learn_more(waiting, waiting.cached, now):
+            return False
         runs = self._lookups.ahead(state, request, waiting.cached)
         if runs is None:
             return False
         self._planner.look_ahead.enter(request.request_id, waiting.order, runs)
         return True
+
+    def _may_learn_more(self, waiting: _Waiting, cached: int, now: float) -> bool:
+        """True if shared tiers may soon say which of a request's chunks they hold."""
+        state, request = waiting.state, waiting.request
+        if waiting.queries is None:
+            waiting.queries = self._lookups.query_ahead(state, request, cached, now)
+        return self._planner.presence.may_be_answered(waiting.queries, now)
