@@ -207,7 +207,7 @@ def test_what_another_engine_has_stored_is_read_ahead(tmp_path: Path) -> None:
     with one, other:
         serve(one, PROMPT)
         for number in range(4):
-            request(other, [number + 1] * 3, answer_tokens=60)
+            request(other, [number + 1] * 3, answer_tokens=52)
         while len(other.scheduler.running) < 4:
             other.step()
         request(other, PROMPT)

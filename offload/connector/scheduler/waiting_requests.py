@@ -126,7 +126,7 @@ class WaitingRequests:
         """Match all requests as if they had just arrived: look-ahead has forgotten them."""
         for waiting in self._queue:
             waiting.is_matched = waiting.is_next = False
-            waiting.cached = None
+            waiting.cached = waiting.queries = None
             waiting.state.lookup.known.clear()  # updating it may take longer than a new lookup
             self._set_due(waiting)
 
