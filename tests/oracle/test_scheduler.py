@@ -104,17 +104,18 @@ def test_every_byte_read_is_right(name: str, seed: int, tmp_path: Path) -> None:
 
 
 def test_the_worlds_cover_all_events(tmp_path: Path) -> None:
-    """The tests above depend on events that must have occurred: both tiers, preemption, failed
-    loads, fences."""
-    seen = dict.fromkeys(["cpu", "file", "preempted", "load_failures", "fenced", "weights"], 0)
+    """The tests above depend on events that must have occurred: both tiers, look-ahead, preemption,
+    failed loads, fences."""
+    events = ["cpu", "file", "read_ahead", "preempted", "load_failures", "fenced", "weights"]
+    seen = dict.fromkeys(events, 0)
     for seed in range(6):
         folder = tmp_path / str(seed)
         with OracleEngine(
             MODELS["sliding_full_ngram"], Conditions(fault_rate=0.1), folder, seed
         ) as world:
             live(world)
-            events = world.events()
-            seen = {what: count + events[what] for what, count in seen.items()}
+            happened = world.events()
+            seen = {what: count + happened[what] for what, count in seen.items()}
         if all(seen.values()):
             return
     raise AssertionError(f"not seen: {seen}")
