@@ -363,8 +363,6 @@ class LookAhead:
 
     def _read_on(self) -> None:
         budget, tiers = self._context.budget, self._context.health.readable_tiers()
-        if not tiers:  # resumed when a tier can be read again
-            return
         ahead = budget.ahead
         for want in self._open[:AHEAD_OPEN_MAX]:
             while want.is_open and self._may_read(want, tiers):
@@ -372,8 +370,6 @@ class LookAhead:
                     return
                 looked, is_full = self._look(want, tiers, min(ahead.left, AHEAD_BATCH))
                 ahead.take(looked)
-                if not want.is_open:
-                    del self._open[_place(self._open, want)]
                 if is_full:
                     self._full = (self._context.jobs.ended, 0)
                     return
@@ -387,7 +383,7 @@ class LookAhead:
 
     def _may_read(self, want: _Want, tiers: Sequence[int]) -> bool:
         """True if reads of the tier with the request's next chunk may begin now."""
-        asked = tiers if want.behind not in tiers else (want.behind,)
+        asked = [tier for tier in tiers if tier == want.behind] or tiers
         return any(self._flying[tier] < AHEAD_FLYING_MAX for tier in asked)
 
     def _look(self, want: _Want, tiers: Sequence[int], chunks_max: int) -> tuple[int, bool]:
@@ -418,6 +414,8 @@ class LookAhead:
         want.at += len(part) if stop is None else part.keys.index(stop)
         if want.at == len(run):
             want.run, want.at = want.run + 1, 0
+        if not want.is_open:
+            del self._open[_place(self._open, want)]
         return len(part), is_full
 
     def _read(self, want: _Want, tier: int, chunks: ChunkBatch) -> int:

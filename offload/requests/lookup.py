@@ -224,11 +224,11 @@ class Lookups:
         wait = state.lookup.wait
         if wait is None or shared.is_stale(wait, now):
             end = self._limits(state, request, start).start
-            wait = self._query(state, range(start, end), now)
+            wait = self._query_chunks(state, range(start, end), now)
             state.lookup.note_query(wait)
         return shared.check_wait(wait, now)
 
-    def _query(self, state: RequestState, tokens: range, now: float) -> PendingLookup:
+    def _query_chunks(self, state: RequestState, tokens: range, now: float) -> PendingLookup:
         """Query shared tiers for the chunks with these tokens that no tier is known to hold."""
         keys, read = state.identity.keys, state.identity.origin.controls.read
         wanted = self._matcher.wanted(keys, tokens.start, tokens.stop)
@@ -247,7 +247,7 @@ class Lookups:
         end = self._limits(state, request, start).start
         end = min(end, start + size * allowance.chunks)
         allowance.take((end - start) // size)
-        return self._query(state, range(start, end), now)
+        return self._query_chunks(state, range(start, end), now)
 
     def _can_load(self, state: RequestState, end_tokens: int) -> bool:
         """True if the planner accepts the load of a hit that ends at this token."""

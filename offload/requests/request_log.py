@@ -78,7 +78,7 @@ class LoggedRequest:
         return found
 
     def look_ahead(self) -> dict[str, float]:
-        """What look-ahead did for the request, by the names in the file; only values above 0."""
+        """The result of look-ahead for the request: values above 0, by their names in the file."""
         ahead, found = self.ahead, dict[str, float]()
         if self.loaded:
             found["ahead_tokens"] = ahead.tokens

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(slots=True, eq=False)
-class _Waiting:
+class _WaitingRequest:
     """A waiting request and its position in the order.
 
     ``is_due`` means that it must be matched, ``is_matched`` that this was done before, and
@@ -52,7 +52,7 @@ class _Waiting:
 _order_of = attrgetter("order")
 
 
-def _remove(ordered: list[_Waiting], waiting: _Waiting) -> None:
+def _remove(ordered: list[_WaitingRequest], waiting: _WaitingRequest) -> None:
     del ordered[bisect_left(ordered, waiting.order, key=_order_of)]
 
 
@@ -82,9 +82,9 @@ class WaitingRequests:
         self._computing = computing
         self._block_tokens = block_tokens
         self._by_priority = by_priority
-        self._waiting: dict[str, _Waiting] = {}
-        self._queue: list[_Waiting] = []  # in the order in which they will run
-        self._due: list[_Waiting] = []  # in the same order
+        self._waiting: dict[str, _WaitingRequest] = {}
+        self._queue: list[_WaitingRequest] = []  # in the order in which they will run
+        self._due: list[_WaitingRequest] = []  # in the same order
         self._names: set[str] = set()
         self._count = 0
 
@@ -103,7 +103,7 @@ class WaitingRequests:
         order: tuple[Any, ...] = (place,)
         if self._by_priority:
             order = (request.priority, request.arrival_time, self._count)
-        waiting = self._waiting[request.request_id] = _Waiting(state, request, order)
+        waiting = self._waiting[request.request_id] = _WaitingRequest(state, request, order)
         insort(self._queue, waiting, key=_order_of)
         self._set_due(waiting)
 
@@ -130,7 +130,7 @@ class WaitingRequests:
             waiting.state.lookup.known.clear()  # updating it may take longer than a new lookup
             self._set_due(waiting)
 
-    def _set_due(self, waiting: _Waiting) -> None:
+    def _set_due(self, waiting: _WaitingRequest) -> None:
         if not waiting.is_due:
             waiting.is_due, waiting.cached, waiting.queries = True, None, None
             insort(self._due, waiting, key=_order_of)
@@ -169,7 +169,7 @@ class WaitingRequests:
                 waiting.is_due = True
                 insort(self._due, waiting, key=_order_of)
 
-    def _match(self, waiting: _Waiting, now: float) -> bool:
+    def _match(self, waiting: _WaitingRequest, now: float) -> bool:
         """Look for the chunks of a request; returns False if this must be repeated."""
         state, request = waiting.state, waiting.request
         if state.identity.no_load or state.outcome.failures:
@@ -187,7 +187,7 @@ class WaitingRequests:
         self._planner.look_ahead.enter(request.request_id, waiting.order, runs)
         return True
 
-    def _may_learn_more(self, waiting: _Waiting, cached: int, now: float) -> bool:
+    def _may_learn_more(self, waiting: _WaitingRequest, cached: int, now: float) -> bool:
         """True if shared tiers may soon say which of a request's chunks they hold."""
         state, request = waiting.state, waiting.request
         if waiting.queries is None:

@@ -9,13 +9,12 @@ import pytest
 
 from offload.index.capacity import ByteCapacity, SlotCapacity
 from offload.index.chunk_batch import ChunkBatch, GroupInfo, RequestOrigin
-from offload.index.request_options import Controls, RequestHints
+from offload.index.request_options import RequestHints
 from offload.index.tier_index import TierIndex
 from offload.messages.plan import LoadJob
-from offload.messages.report import JobResult, Observed, StepReport
+from offload.messages.report import JobResult, StepReport
 from offload.planner import look_ahead
 from offload.planner.ahead_use import NOT_READ_AHEAD, AheadUse
-from offload.planner.circuit_breaker import BreakerState
 from offload.planner.planner import Planner
 from policies import hints
 from policies.base import EntryInfo
@@ -323,59 +322,6 @@ def test_a_reset_during_reads_ends_them() -> None:
     queue.planner.check()
 
 
-def test_a_tier_whose_reads_hang_takes_nothing_from_another(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """The first request's chunks lie in the tier that hangs, and those behind it in another."""
-    monkeypatch.setattr(look_ahead, "AHEAD_FLYING_MAX", 4)
-    queue = Queue(tiers=2)
-    queue.disks[0].drop([key_of(n) for n in range(10, 100)])
-    queue.disks[1].drop([key_of(n) for n in range(10)])
-    queue.wait("one", range(10), 1)
-    queue.wait("two", range(10, 20), 2)
-    assert queue.step() == [0, 1, 2, 3, 10, 11, 12, 13]
-    assert queue.step() == [], "both have as many reads in flight as they may have"
-    queue.end(tiers=[1])
-    assert queue.step() == [14, 15, 16, 17]
-    queue.end(tiers=[1])
-    assert queue.step() == [18, 19]
-    queue.end(tiers=[0])
-    assert queue.step() == [4, 5, 6, 7], "it goes on when it answers"
-    queue.end()
-    assert queue.step() == [8, 9]
-
-
-def test_a_request_behind_a_tier_that_hangs_is_read_from_another_once_the_breaker_opens(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(look_ahead, "AHEAD_FLYING_MAX", 4)
-    queue = Queue(tiers=2)
-    queue.wait("one", range(10), 1)
-    assert queue.step() == [0, 1, 2, 3]
-    assert {job.items[0].tier for job in queue.reading} == {0}
-    queue.planner.complete(StepReport(tiers={(0, 0): Observed(reads_failed=3)}))
-    assert queue.step() == [4, 5, 6, 7]
-    assert queue.reading[-1].items[0].tier == 1
-
-
-def test_only_tiers_that_the_request_may_read_are_read() -> None:
-    queue = Queue(tiers=2)
-    queue.disks[0].drop([key_of(n) for n in range(5)])
-    queue.wait("one", range(10), 1, controls=Controls(read=frozenset({-1, 1})))
-    queue.step()
-    (job,) = queue.reading
-    assert {item.tier for item in job.items} == {1}
-    queue.wait("two", range(20, 30), 2, controls=Controls(read=frozenset({-1})))
-    assert queue.step() == []
-
-
-def test_a_tier_that_fails_is_not_read() -> None:
-    queue = Queue()
-    queue.planner.complete(StepReport(tiers={(0, 0): Observed(reads_failed=3)}))
-    queue.wait("one", range(10), 1)
-    assert queue.step() == []
-
-
 @pytest.mark.parametrize(("priority", "begun"), [(hints.LOW, 0), (hints.NORMAL, 10)])
 def test_low_priority_evicts_nothing_for_reads_ahead(priority: str, begun: int) -> None:
     queue = Queue()
@@ -466,18 +412,6 @@ def test_an_error_ends_look_ahead_and_not_the_steps_after_it(
     assert queue.step() == list(range(10))
 
 
-def test_a_tier_that_fails_during_a_read_is_read_again_when_it_works() -> None:
-    queue = Queue(share=0.25)
-    queue.wait("one", range(20), 1)
-    assert queue.step() == list(range(10))
-    queue.planner.complete(StepReport(tiers={(0, 0): Observed(reads_failed=3)}))
-    queue.end(*range(10))
-    assert queue.held() == []
-    assert queue.step() == []
-    queue.planner.health[0].reads._enter(BreakerState.CLOSED)
-    assert queue.step() == list(range(10, 20))
-
-
 def test_a_long_prompt_enters_with_its_head_only(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(look_ahead, "AHEAD_REQUEST_MAX", 4)
     queue = Queue()
@@ -491,25 +425,6 @@ def test_a_spent_step_reads_nothing_ahead() -> None:
     queue.planner.budget.spend(queue.planner.budget.left)
     assert queue.step() == []
     assert queue.step() == list(range(10))
-
-
-def test_what_two_tiers_hold_is_read_whole_once_there_is_space() -> None:
-    """The CPU tier is full when a chunk of the first tier is reached; chunks of the second tier
-    come before it."""
-    queue = Queue(tiers=2)
-    queue.disks[0].drop([key_of(n) for n in range(1, 10, 2)])
-    queue.disks[1].drop([key_of(n) for n in range(0, 10, 2)])
-    filled = range(200, 237)
-    fill(queue, filled)
-    queue.planner.cpu.pin([key_of(n) for n in filled])
-    queue.wait("one", range(10), 1)
-    read = queue.step()
-    assert read == [0, 2, 4]
-    queue.end()
-    queue.planner.cpu.unpin([key_of(n) for n in filled])
-    for _ in range(look_ahead.AHEAD_RETRY_STEPS + 1):
-        read += queue.step()
-    assert sorted(read) == list(range(10))
 
 
 def test_a_chunk_that_was_dropped_is_read_for_the_request_that_wants_it_next() -> None:
@@ -526,19 +441,6 @@ def test_a_chunk_that_was_dropped_is_read_for_the_request_that_wants_it_next() -
     assert queue.ahead.leave("two", [run(range(4))]) == AheadUse(16)
     assert queue.held() == []
     assert queue.ahead.counts == {"read": 5, "used": 4, "late": 0, "wasted": 1}
-
-
-def test_a_tier_that_turns_slow_is_not_read_any_more() -> None:
-    """Loads of chunks that were read ahead come from the CPU tier, so they do not reveal this."""
-    queue = Queue()
-    for _ in range(3):
-        queue.planner.health.computed(10_000, 1.0)
-    queue.wait("one", range(16), 1)
-    queue.step()
-    queue.end(failed=True, late=True, seconds=10.0)
-    assert not queue.planner.health[0].break_even.pays
-    queue.wait("two", range(20, 30), 2)
-    assert queue.step() == []
 
 
 @pytest.mark.parametrize(

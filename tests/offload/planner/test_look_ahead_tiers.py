@@ -1,0 +1,109 @@
+"""Tests of look-ahead alone: which tiers it reads from, and what it does when they fail or hang."""
+
+from __future__ import annotations
+
+import pytest
+
+from offload.index.request_options import Controls
+from offload.messages.report import Observed, StepReport
+from offload.planner import look_ahead
+from offload.planner.circuit_breaker import BreakerState
+from tests.offload.planner.simulated_ranks import key_of
+from tests.offload.planner.test_look_ahead import Queue, fill
+
+
+def test_a_tier_whose_reads_hang_takes_nothing_from_another(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The first request's chunks lie in the tier that hangs, and those behind it in another."""
+    monkeypatch.setattr(look_ahead, "AHEAD_FLYING_MAX", 4)
+    queue = Queue(tiers=2)
+    queue.disks[0].drop([key_of(n) for n in range(10, 100)])
+    queue.disks[1].drop([key_of(n) for n in range(10)])
+    queue.wait("one", range(10), 1)
+    queue.wait("two", range(10, 20), 2)
+    assert queue.step() == [0, 1, 2, 3, 10, 11, 12, 13]
+    assert queue.step() == [], "both have as many reads in flight as they may have"
+    queue.end(tiers=[1])
+    assert queue.step() == [14, 15, 16, 17]
+    queue.end(tiers=[1])
+    assert queue.step() == [18, 19]
+    queue.end(tiers=[0])
+    assert queue.step() == [4, 5, 6, 7], "it goes on when it answers"
+    queue.end()
+    assert queue.step() == [8, 9]
+
+
+def test_a_request_behind_a_tier_that_hangs_is_read_from_another_once_the_breaker_opens(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(look_ahead, "AHEAD_FLYING_MAX", 4)
+    queue = Queue(tiers=2)
+    queue.wait("one", range(10), 1)
+    assert queue.step() == [0, 1, 2, 3]
+    assert {job.items[0].tier for job in queue.reading} == {0}
+    queue.planner.complete(StepReport(tiers={(0, 0): Observed(reads_failed=3)}))
+    assert queue.step() == [4, 5, 6, 7]
+    assert queue.reading[-1].items[0].tier == 1
+
+
+def test_only_tiers_that_the_request_may_read_are_read() -> None:
+    queue = Queue(tiers=2)
+    queue.disks[0].drop([key_of(n) for n in range(5)])
+    queue.wait("one", range(10), 1, controls=Controls(read=frozenset({-1, 1})))
+    queue.step()
+    (job,) = queue.reading
+    assert {item.tier for item in job.items} == {1}
+    queue.wait("two", range(20, 30), 2, controls=Controls(read=frozenset({-1})))
+    assert queue.step() == []
+
+
+def test_a_tier_that_fails_is_not_read() -> None:
+    queue = Queue()
+    queue.planner.complete(StepReport(tiers={(0, 0): Observed(reads_failed=3)}))
+    queue.wait("one", range(10), 1)
+    assert queue.step() == []
+
+
+def test_a_tier_that_fails_during_a_read_is_read_again_when_it_works() -> None:
+    queue = Queue(share=0.25)
+    queue.wait("one", range(20), 1)
+    assert queue.step() == list(range(10))
+    queue.planner.complete(StepReport(tiers={(0, 0): Observed(reads_failed=3)}))
+    queue.end(*range(10))
+    assert queue.held() == []
+    assert queue.step() == []
+    queue.planner.health[0].reads._enter(BreakerState.CLOSED)
+    assert queue.step() == list(range(10, 20))
+
+
+def test_what_two_tiers_hold_is_read_whole_once_there_is_space() -> None:
+    """The CPU tier is full when a chunk of the first tier is reached; chunks of the second tier
+    come before it."""
+    queue = Queue(tiers=2)
+    queue.disks[0].drop([key_of(n) for n in range(1, 10, 2)])
+    queue.disks[1].drop([key_of(n) for n in range(0, 10, 2)])
+    filled = range(200, 237)
+    fill(queue, filled)
+    queue.planner.cpu.pin([key_of(n) for n in filled])
+    queue.wait("one", range(10), 1)
+    read = queue.step()
+    assert read == [0, 2, 4]
+    queue.end()
+    queue.planner.cpu.unpin([key_of(n) for n in filled])
+    for _ in range(look_ahead.AHEAD_RETRY_STEPS + 1):
+        read += queue.step()
+    assert sorted(read) == list(range(10))
+
+
+def test_a_tier_that_turns_slow_is_not_read_any_more() -> None:
+    """Loads of chunks that were read ahead come from the CPU tier, so they do not reveal this."""
+    queue = Queue()
+    for _ in range(3):
+        queue.planner.health.computed(10_000, 1.0)
+    queue.wait("one", range(16), 1)
+    queue.step()
+    queue.end(failed=True, late=True, seconds=10.0)
+    assert not queue.planner.health[0].break_even.pays
+    queue.wait("two", range(20, 30), 2)
+    assert queue.step() == []
