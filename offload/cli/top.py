@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 import time
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Annotated
@@ -73,6 +74,8 @@ def top(
         address = metrics_url(url)
     except ValueError as error:
         problems.add("url", str(error), "Write localhost:8000 or http://host:8000.")
+    if math.isnan(interval):  # older versions of typer let it pass
+        problems.add("--interval", "is not a number (got nan)", "Give seconds.")
     problems.refuse("top")
     try:
         if once or as_json:
