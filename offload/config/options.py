@@ -221,7 +221,8 @@ TOP_FIELDS = (
         True,
         "Leave a lower tier out of lookups while measurements show that loading from it is "
         "slower than computing, and out of one lookup if computing is faster than waiting for "
-        "the tier's other loads.",
+        "the tier's other loads. Look-ahead still reads such a tier for requests that wait, unless "
+        "it is slower than a quarter of computing.",
     ),
     Field(
         "look_ahead",

@@ -24,6 +24,9 @@ RETRY_S = 5.0
 RETRY_MAX_S = 60.0
 FORGET_S = 60.0
 """Time for which the durations of short loads are remembered."""
+AHEAD_SHARE = 0.25
+"""A tier that is slower than this share of computing is not read ahead: it would save little, and
+each of its reads would take long."""
 DEADLINE_SHARE = 0.5
 """Share of the time allowed for a load within which its reads are expected to end."""
 
@@ -154,8 +157,15 @@ class LoadOrRecompute:
     @property
     def speed(self) -> float | None:
         """Tokens that the tier delivers per second: that of loads or, while too few have been
-        measured since loading became faster than computing again, that of the probe."""
+        measured since the last probe, that of the probe."""
         return self.rate.value() or self._probed
+
+    @property
+    def pays_ahead(self) -> bool:
+        """True if the tier should be read for requests that wait anyway: each chunk that arrives in
+        time need not be computed, even if computing it would take less time than reading it."""
+        speed, prefill = self.speed, self._prefill.value()
+        return self.pays or (speed or 0.0) >= AHEAD_SHARE * (prefill or 0.0) > 0
 
     def may_cut(self, tokens: int) -> bool:
         """False if a hit of ``tokens`` is always loaded."""
@@ -232,11 +242,12 @@ class LoadOrRecompute:
         if self.pays:
             return
         self._wait_s = min(2 * self._wait_s, RETRY_MAX_S)
-        prefill = self._prefill.value()
-        if tokens and (prefill is None or tokens / max(seconds, 1e-9) > RESUME_ABOVE * prefill):
-            self.pays = True
+        prefill, rate = self._prefill.value(), tokens / max(seconds, 1e-9)
+        if tokens:
             self.rate.clear()
-            self._probed = tokens / max(seconds, 1e-9)
+            self._probed = rate
+        if tokens and (prefill is None or rate > RESUME_ABOVE * prefill):
+            self.pays = True
         else:
             self._retry_at = now + self._wait_s
 

@@ -53,10 +53,14 @@ class LoadSources:
             index.log_removals(self._removals)
 
     def holders(
-        self, read: frozenset[int] | None = None, above: int | None = None
+        self,
+        read: frozenset[int] | None = None,
+        above: int | None = None,
+        *,
+        is_ahead: bool = False,
     ) -> tuple[Container[bytes], ...]:
         """Return the chunks that can be loaded now from the tiers ``read`` (``None``: all), nearest
-        tier first.
+        tier first. With ``is_ahead``: those that can be read ahead.
 
         Only tiers before the lower tier ``above`` count; with ``CPU`` only what is in the CPU tier
         now. Otherwise a promotion under way counts, unless it may come from a tier that the request
@@ -64,7 +68,7 @@ class LoadSources:
         """
         if above == CPU:
             return (self._cpu.resident,) if read is None or CPU in read else ()
-        asked = self._health.readable_tiers()
+        asked = sorted(self._health.ahead_tiers()) if is_ahead else self._health.readable_tiers()
         if read is not None:
             asked = [tier for tier in asked if tier in read]
         lower = [self._lower[tier].resident for tier in asked if above is None or tier < above]

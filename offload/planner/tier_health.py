@@ -57,6 +57,11 @@ class TierHealth:
         return self.reads.closed and self.break_even.pays
 
     @property
+    def readable_ahead(self) -> bool:
+        """True if this tier may be read for requests that wait anyway."""
+        return self.reads.closed and self.break_even.pays_ahead
+
+    @property
     def writable(self) -> bool:
         """True if chunks may be queued for this tier."""
         return self.writes.state is not BreakerState.OPEN
@@ -147,8 +152,8 @@ class TierHealth:
                 logger.warning("kvtiers: tier %s is %s again", self.name, what)
         if before[2] and not now[2]:
             logger.warning(
-                "kvtiers: loading from tier %s is slower than computing; the tier is not read "
-                "until loading is faster",
+                "kvtiers: loading from tier %s is slower than computing; until it is faster, the "
+                "tier is only read ahead, for requests that wait",
                 self.name,
             )
         elif now[2] and not before[2]:
@@ -178,6 +183,12 @@ class TierHealths:
     def readable_tiers(self) -> list[int]:
         """The tiers that hits may come from."""
         return [number for number, tier in enumerate(self.tiers) if tier.readable]
+
+    def ahead_tiers(self) -> list[int]:
+        """The tiers that may be read for requests that wait anyway. Those that hits may come from
+        are first."""
+        tiers = [n for n, tier in enumerate(self.tiers) if tier.readable_ahead]
+        return sorted(tiers, key=lambda number: not self.tiers[number].readable)
 
     @property
     def prefill_rate(self) -> float | None:

@@ -45,10 +45,6 @@ def _nothing() -> int:
     return 0
 
 
-def _waits_anyway() -> None:
-    return None
-
-
 def tokens_to_load(
     matcher: PrefixMatcher,
     planner: Planner,
@@ -57,22 +53,24 @@ def tokens_to_load(
     limit: int,
     known: PartialLookup,
     origin: RequestOrigin = UNKNOWN,
-    computing: Callable[[], int | None] = _nothing,
+    computing: Callable[[], int] | None = _nothing,
     cut: Cut = Cut.NOTHING,
 ) -> Hit:
     """Find the longest prefix that is worth restoring.
 
     Takes the arguments of `PrefixMatcher.longest_match`; ``known`` holds the results of earlier
     lookups of this request, ``origin`` says what the request may read, ``computing`` counts the
-    tokens that vLLM computes for others first (``None``: see `LoadOrRecompute.part`). If only a
-    lower tier holds the tail of the prefix, and the tail is not worth loading from that tier, or
-    only a part of it, the rest is computed instead. Chunks of the tail that are in the tiers above
-    it are still loaded. With a ``cut``, only what is in the CPU tier now is loaded.
+    tokens that vLLM computes for others first. ``None``: the request waits anyway, and its chunks
+    are read ahead, from all tiers that work. If only a lower tier holds the tail of the prefix, and
+    the tail is not worth loading from that tier, or only a part of it, the rest is computed
+    instead. Chunks of the tail that are in the tiers above it are still loaded. With a ``cut``,
+    only what is in the CPU tier now is loaded.
     """
+    is_ahead = computing is None
     known.begin()
 
     def longest_match(above: int | None = None, end: int = limit) -> int:
-        holders = planner.sources.holders(origin.controls.read, above)
+        holders = planner.sources.holders(origin.controls.read, above, is_ahead=is_ahead)
         first_gap = known.first_gap_in(above, holders, planner.removals, planner.budget.lookups)
         return matcher.longest_match(keys, present_in(*holders), start, end, first_gap)
 
@@ -90,7 +88,7 @@ def tokens_to_load(
         if shorter >= hit:
             continue
         read = _tokens_read(matcher, planner, keys, range(shorter, hit), tier, origin)
-        part, cut = break_even.part(read, computing())
+        part, cut = break_even.part(read, None if computing is None else computing())
         if part >= read:
             break
         why = cut
@@ -336,7 +334,7 @@ class Lookups:
             self._restorable(request, start),
             state.lookup.known,
             identity.origin,
-            _waits_anyway,
+            None,
         ).end_tokens
         if end is None:
             return None

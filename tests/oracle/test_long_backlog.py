@@ -86,7 +86,7 @@ thorough = pytest.mark.thorough
     ("reads_per_step", "measured"),
     [
         (12, True),
-        pytest.param(2, True, marks=thorough),
+        (2, True),
         pytest.param(8, True, marks=thorough),
         pytest.param(12, False, marks=thorough),
         pytest.param(4, False, marks=thorough),

@@ -14,6 +14,7 @@ from vllm import SamplingParams
 from vllm.v1.request import Request, RequestStatus
 
 from offload.planner.load_or_recompute import SAMPLES_MIN, LoadOrRecompute
+from offload.planner.look_ahead import AHEAD_FLYING_MAX
 from offload.requests.request_identity import RequestIdentity
 from policies.registry import make_policy
 from policies.simulation import trace
@@ -214,6 +215,42 @@ def test_what_waits_is_read_ahead_while_others_load_from_a_tier_that_pays(
             assert (counts["used"] > 3 * CHUNKS) == (share > 0)
             assert counts["wasted"] == 0
     assert steps[0.5] < steps[0.0], steps
+
+
+@pytest.mark.parametrize("reads_per_step", [4, 6])
+def test_a_disk_slower_than_computing_is_read_for_requests_that_wait(
+    reads_per_step: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The running requests are computed, at 8 chunks per step, while the disk reads for those
+    behind them. No request waits for the disk."""
+    monkeypatch.setattr(LoadOrRecompute, "tokens_min", 0.0)  # short loads: not measured in steps
+    monkeypatch.setattr(LoadOrRecompute, "probe_due", lambda pace, now: False)
+    steps, firsts = {}, {}
+    for share in (0.0, 0.5):
+        with world(tmp_path / str(share), share, break_even=True) as served:
+            served.begin(prompts_of(PROMPTS, TOKENS), reads_per_step)
+            for _ in range(SAMPLES_MIN):
+                served.planner.health.computed(1000, 1000 / 32)
+                served.planner.health[0].loaded(1000, 1000 / (4 * reads_per_step), 0.0)
+            assert not served.planner.health[0].readable
+            requests = dict(served.scheduler.requests)
+            first: dict[str, int] = {}
+            while served.scheduler.requests:
+                served.step()
+                statuses = {request.status for request in requests.values()}
+                assert RequestStatus.WAITING_FOR_REMOTE_KVS not in statuses or share
+                for name, request in requests.items():
+                    if request.num_output_tokens:
+                        first.setdefault(name, served.steps)
+            steps[share], firsts[share] = served.steps, sum(first.values())
+            served.drain()
+            counts = served.counts()
+            assert len(served.disk.order) == counts["read"]
+            assert (counts["used"] > CHUNKS) == (share > 0)
+            assert counts["wasted"] <= PROMPTS * AHEAD_FLYING_MAX, "reads in flight"
+            served.check_idle()
+    assert steps[0.5] < steps[0.0], steps
+    assert firsts[0.5] < firsts[0.0], firsts
 
 
 def test_more_waits_than_the_cpu_tier_holds(tmp_path: Path) -> None:

@@ -7,6 +7,7 @@ import itertools
 import pytest
 
 from offload.planner.load_or_recompute import (
+    AHEAD_SHARE,
     DEADLINE_SHARE,
     FORGET_S,
     RESUME_ABOVE,
@@ -105,6 +106,25 @@ def test_a_probe_must_be_clearly_faster() -> None:
     probe_at(break_even, 1000 * RESUME_ABOVE * 1.01, 30.0)
     assert break_even.pays
     assert break_even.rate.value() is None, "earlier measurements must no longer count"
+
+
+def test_a_slower_tier_pays_for_requests_that_wait_unless_it_is_much_slower() -> None:
+    for share in (2 * AHEAD_SHARE, AHEAD_SHARE / 2):
+        pace = LoadOrRecompute(prefill_of(1000))
+        assert pace.pays_ahead, "nothing was measured yet"
+        load_at(pace, 1000 * share)
+        assert not pace.pays
+        assert pace.pays_ahead == (share > AHEAD_SHARE)
+
+
+def test_a_probe_shows_whether_a_slower_tier_still_pays_for_requests_that_wait() -> None:
+    pace = LoadOrRecompute(prefill_of(1000))
+    load_at(pace, 500.0)
+    probe_at(pace, 50.0, RETRY_S)
+    assert not pace.pays_ahead
+    probe_at(pace, 500.0, 100.0)
+    assert pace.pays_ahead
+    assert not pace.pays
 
 
 def test_probes_come_after_waits_that_double_up_to_a_bound() -> None:
