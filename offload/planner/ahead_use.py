@@ -1,8 +1,17 @@
-"""The result of look-ahead for one request, for its entry in the log."""
+"""The progress of the reads ahead for one request, and their use in the end."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class ReadProgress:
+    """The state of one request's reads. ``is_read``: all chunks that are read ahead for it have
+    arrived, or nearly all; ``since`` is when the first was read, if any."""
+
+    is_read: bool
+    since: float | None
 
 
 @dataclass(frozen=True, slots=True)

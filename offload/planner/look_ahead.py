@@ -22,7 +22,7 @@ from typing import Any
 from offload.index.chunk_batch import ChunkBatch
 from offload.layout.keys import CPU, group_of
 from offload.messages.plan import LoadItem, LoadJob
-from offload.planner.ahead_use import NOT_READ_AHEAD, AheadUse
+from offload.planner.ahead_use import NOT_READ_AHEAD, AheadUse, ReadProgress
 from offload.planner.context import PlannerContext
 from offload.planner.jobs import Job, JobKind
 from offload.planner.load_sources import LoadSources
@@ -83,15 +83,6 @@ class _Want:
     def is_open(self) -> bool:
         """True if some of the chunks still need attention."""
         return self.run < len(self.runs)
-
-
-@dataclass(frozen=True, slots=True)
-class ReadProgress:
-    """The state of one request's reads. ``is_read``: all chunks that are read ahead for it have
-    arrived, or nearly all; ``since`` is when the first was read, if any."""
-
-    is_read: bool
-    since: float | None
 
 
 _order_of = attrgetter("order")
