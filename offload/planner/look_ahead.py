@@ -60,7 +60,8 @@ COUNTED = ("read", "used", "late", "wasted")
 
 @dataclass(slots=True, eq=False)
 class _Want:
-    """The chunks that a waiting request will load. The chunks before chunk ``at`` of run ``run``
+    """The chunks that a waiting request will load. Of its ``chunks`` in all, ``runs`` may have only
+    the head. The chunks before chunk ``at`` of run ``run``
     need no more attention; ``behind`` is the tier whose reads in flight the next one waits for, if
     any. ``read`` are those that were read ahead for it, and ``flying`` counts those that are still
     being read. Once the first chunk was read, ``place`` is the request's position in the queue at
@@ -70,6 +71,7 @@ class _Want:
     order: tuple[Any, ...]
     runs: Sequence[ChunkBatch]
     keys: frozenset[bytes]
+    chunks: int
     run: int = 0
     at: int = 0
     behind: int | None = None
@@ -141,6 +143,10 @@ class LookAhead:
         """True if some chunk is being read ahead."""
         return any(self._flying)
 
+    def is_reading_from(self, tier: int) -> bool:
+        """True if some chunk of this lower tier is being read ahead."""
+        return self._flying[tier] > 0
+
     def others_unread(self, request: str) -> int:
         """The number of other waiting requests whose chunks are not all read."""
         want = self._wants.get(request)
@@ -176,14 +182,16 @@ class LookAhead:
                 self._enter(request, order, runs)
 
     def _enter(self, request: str, order: tuple[Any, ...], runs: Sequence[ChunkBatch]) -> None:
+        chunks = sum(map(len, runs))
         chunks_max = max(1, min(AHEAD_REQUEST_MAX, self._wanted_max) // max(1, len(runs)))
         runs = [run.part(0, chunks_max) for run in runs]
         keys = frozenset(chain.from_iterable(run.keys for run in runs))
         want = self._wants.get(request)
         if want is not None:
             self._renew(want, runs, keys)
+            want.chunks = chunks
         else:
-            want = self._wants[request] = _Want(request, order, runs, keys)
+            want = self._wants[request] = _Want(request, order, runs, keys, chunks)
             insort(self.queue, want, key=_order_of)
             insort(self._open, want, key=_order_of)
             if _place(self.queue, want) < self._wanting:
@@ -198,9 +206,8 @@ class LookAhead:
             self._wanted.update(keys)
         if want.is_open:
             del self._open[_place(self._open, want)]
-        there = self._cpu.resident
         chunks = ((n, at, key) for n, run in enumerate(runs) for at, key in enumerate(run.keys))
-        missing = ((n, at) for n, at, key in chunks if key not in there)
+        missing = ((n, at) for n, at, key in chunks if self._cpu.is_absent(key))
         want.runs, want.keys, want.behind = runs, keys, None
         want.run, want.at = next(missing, (len(runs), 0))
         if want.is_open:
@@ -357,7 +364,7 @@ class LookAhead:
         readable, working, ahead = health.readable_tiers(), health.ahead_tiers(), budget.ahead
         for want in self._open[:AHEAD_OPEN_MAX]:
             # A part of a prompt saves less computing than its load takes from a slower tier.
-            tiers = working if len(want.keys) <= self._held_max else readable
+            tiers = working if want.chunks <= self._held_max else readable
             while want.is_open and self._may_read(want, tiers):
                 if ahead.left <= 0 or self._room <= 0 or budget.above(AHEAD_LEAVES) <= 0:
                     return

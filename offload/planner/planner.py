@@ -132,7 +132,8 @@ class Planner:
         if self.uses.behind and self.uses.is_long:  # before anything else draws from the budget
             self.budget.spend(TOUCH_COST * self.uses.step())
         for tier in self.health.due(now):
-            self.loads.probe(tier, now)
+            if not (self.health[tier].reads.closed and self.look_ahead.is_reading_from(tier)):
+                self.loads.probe(tier, now)
         if self.presence.tiers:
             self.presence.tick(now)
 

@@ -183,13 +183,13 @@ class PresenceCache:
             return False
         if self.may_be_answered(wait, now):
             return True
-        self.timeouts += not wait.numbers.isdisjoint(self._open)
+        self.timeouts += not self._open.keys().isdisjoint(wait.numbers)
         wait.is_over = True
         return False
 
     def may_be_answered(self, wait: PendingLookup, now: float) -> bool:
         """True if replies to these queries may still come in time."""
-        if wait.numbers.isdisjoint(self._open):
+        if self._open.keys().isdisjoint(wait.numbers):
             return False
         deadline = wait.since + self.limits.lookup_timeout_s
         return now < deadline or self.steps < wait.step + STEPS_MIN

@@ -177,9 +177,8 @@ class ReadWaits:
             return None
         tokens = self._sources.expected(runs, runs[0].origin.controls.read)
         tokens.pop(CPU, None)
-        tokens = {tier: count for tier, count in tokens.items() if self._health[tier].readable}
-        if not tokens:
-            return None
+        if not tokens or not all(self._health[tier].readable for tier in tokens):
+            return None  # no request waits for a tier that is slower than computing
         tier = max(tokens, key=tokens.__getitem__)
         break_even, total = self._health[tier].break_even, sum(tokens.values())
         before = sum(wait.tokens for wait in self._waits.values()) + break_even.reads.tokens

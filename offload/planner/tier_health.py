@@ -48,6 +48,7 @@ class TierHealth:
             timeout_s=limits.load_timeout_s,
         )
         self.probe: int | None = None
+        self._is_probe_due = False
         self.name = name
         self._logged = self._state()
 
@@ -58,8 +59,12 @@ class TierHealth:
 
     @property
     def readable_ahead(self) -> bool:
-        """True if this tier may be read for requests that wait anyway."""
-        return self.reads.closed and self.break_even.pays_ahead
+        """True if this tier may be read for requests that wait anyway. If it is slower than
+        computing, it is not read during a probe, which would measure only a part of its speed."""
+        if not self.reads.closed or self.break_even.pays:
+            return self.reads.closed
+        is_probed = self._is_probe_due or self.probe is not None
+        return not is_probed and self.break_even.pays_ahead
 
     @property
     def writable(self) -> bool:
@@ -68,6 +73,7 @@ class TierHealth:
 
     def tick(self, now: float) -> bool:
         """Let time pass; returns whether a probe is due."""
+        self._is_probe_due = False
         if self.break_even.short:
             self.break_even.tick(now)
         if self.reads.closed and self.writes.closed and self.break_even.pays:
@@ -77,9 +83,10 @@ class TierHealth:
         self._log()
         if self.probe is not None:
             return False
-        return self.reads.state is BreakerState.HALF_OPEN or (
+        self._is_probe_due = self.reads.state is BreakerState.HALF_OPEN or (
             self.reads.closed and self.break_even.probe_due(now)
         )
+        return self._is_probe_due
 
     @property
     def breaker_state(self) -> BreakerState:

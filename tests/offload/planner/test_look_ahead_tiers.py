@@ -8,6 +8,7 @@ from offload.index.request_options import Controls
 from offload.messages.report import Observed, StepReport
 from offload.planner import look_ahead
 from offload.planner.circuit_breaker import BreakerState
+from offload.planner.load_or_recompute import RETRY_S, SAMPLES_MIN
 from tests.offload.planner.simulated_ranks import key_of
 from tests.offload.planner.test_look_ahead import Queue, fill
 
@@ -107,3 +108,42 @@ def test_a_tier_that_turns_slow_is_not_read_any_more() -> None:
     assert not queue.planner.health[0].break_even.pays
     queue.wait("two", range(20, 30), 2)
     assert queue.step() == []
+
+
+def slower_than_computing(queue: Queue) -> None:
+    """Let the planner measure that the lower tier is half as fast as computing."""
+    for _ in range(SAMPLES_MIN):
+        queue.planner.health.computed(1000, 1.0)
+    for _ in range(SAMPLES_MIN):
+        queue.planner.health[0].loaded(1000, 2.0, queue.now)
+    assert not queue.planner.health[0].break_even.pays
+
+
+def test_a_slow_tier_is_probed_while_nothing_is_read_ahead_from_it() -> None:
+    """Otherwise the probe would measure only a part of its speed, and a tier that is fast again
+    would seem slow as long as requests wait."""
+    queue = Queue(slots=80)
+    slower_than_computing(queue)
+    queue.wait("one", range(30), 1)
+    assert queue.step() == list(range(30)), "it is read for a request that waits"
+    queue.wait("two", range(30, 40), 2)
+    began = len(queue.reading)
+    assert queue.step(RETRY_S) == []
+    assert len(queue.reading) == began, "neither a probe nor a read begins"
+    queue.end()
+    assert queue.step() == []
+    [probe] = queue.reading
+    assert not probe.is_ahead
+    queue.end(seconds=1.0)
+    assert queue.step() == list(range(30, 40))
+
+
+@pytest.mark.parametrize("chunks", [20, 21])
+def test_a_slow_tier_is_read_only_for_prompts_of_which_the_share_holds_all(
+    chunks: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(look_ahead, "AHEAD_REQUEST_MAX", 5)
+    queue = Queue(slots=40)
+    slower_than_computing(queue)
+    queue.wait("one", range(chunks), 1)
+    assert queue.step() == (list(range(5)) if chunks == 20 else [])
