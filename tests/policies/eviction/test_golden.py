@@ -22,6 +22,7 @@ GOLDEN = [
     # the ghost of a has taught it to keep one new key
     ("arc", "+a +b +c +d b !1 +a !9", "a c b a d"),
     ("sieve", "+a +b +c +d a !1 +e !1 !1 !1 !1", "b c d e a"),
+    ("sieve", "+a +b +c +d a !1 -c !1 !1", "b d a"),  # the key at the hand is removed
     ("s3fifo", "+a +b +c a a !2 +d !9", "b c d a"),
     ("s3fifo", "+a +b +c +d !1 +a +e !9", "a b c d e a"),
     ("lirs", "+a +b +c +d !1 +e !1 +e !1", "a e b"),

@@ -55,6 +55,8 @@ def _small_parts(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def _live(seed: int) -> None:
+    """Compare random operations. With seeds 160 and 173, parts are joined of which one has an old
+    entry of a key of the other."""
     draw = random.Random(seed)
     policy, naive = LruPolicy(), _Naive()
     if draw.random() < 0.5:
@@ -106,7 +108,7 @@ def test_stale_entries_are_bounded(seed: int) -> None:
     _touched_often(seed)
 
 
-@pytest.mark.parametrize("seed", range(60))
+@pytest.mark.parametrize("seed", [*range(60), 160, 173])
 def test_parts_are_in_the_order_of_use(seed: int) -> None:
     _live(seed)
 
