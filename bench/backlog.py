@@ -70,12 +70,21 @@ CHARTS = (
 )
 
 
+def title(config: Config) -> str:
+    """The question as a sentence. Kept runs of two queues differ in it."""
+    queue = f", {config.queue} at a time" if config.queue else ""
+    return (
+        f"What does look-ahead gain if {config.prompts} prompts of {config.size:,} tokens"
+        f" queue{queue}?"
+    )
+
+
 def run(config: Config, progress: Progress) -> Report:
     """Run the benchmark and empty the folder afterwards."""
     root = Path(tempfile.mkdtemp(prefix="bench-backlog-", dir=config.folder or None))
     report = Report(
         "backlog",
-        "What does look-ahead gain when requests queue?",
+        title(config),
         dataclasses.asdict(config),
         describe(root),
         notes=_notes(config),
