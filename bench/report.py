@@ -152,6 +152,7 @@ COLOURS = {
     "kvtiers, CPU tier": "#6ba3e0",
     "kvtiers, disk tier": "#1f5fa8",
     "lmdb tier": "#1f5fa8",
+    "lmdb tier, calls of a server": "#6ba3e0",
     "shared lmdb tier": "#4f86c6",
     "file tier": "#7fb8a4",
     "Mooncake tier": "#1f5fa8",

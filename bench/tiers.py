@@ -38,6 +38,9 @@ from bench.scenario import (
 from bench.tiers_optional import OPTIONAL, available
 from bench.tiers_systems import SYSTEMS as BUILT_IN
 from bench.tiers_systems import Arena, Memory, RawDisk, System
+from offload.planner.write_through import QueueSettings
+from offload.worker.limits import ExecutorLimits
+from offload.worker.tier_monitor import CALLS_MAX
 
 SYSTEMS = BUILT_IN | available()
 PHASES = ("write", "read cold", "read hot", "mixed")
@@ -69,6 +72,9 @@ def run(config: Config, progress: Progress) -> Report:
             "GB/s and CPU s/GB: medians over rounds, systems in turn; share: of raw O_DIRECT.",
             "Checksums are on in our tiers; vLLM's fs tier has none and does not flush.",
             "p50/p99: one block per call, with as many callers as the depth.",
+            "lmdb tier: all blocks of a phase in one call. Calls of a server: at most "
+            f"{QueueSettings().batch} blocks per write and {ExecutorLimits().read_batch} per read, "
+            f"and at most {CALLS_MAX} calls at a time.",
             *(
                 f"Not measured: {name}, {package} is not installed."
                 for name, (package, _) in OPTIONAL.items()

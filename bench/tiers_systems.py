@@ -17,13 +17,17 @@ import shutil
 import threading
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from numpy.random import default_rng  # a later import can swallow a Ctrl-C
 
+from offload.planner.write_through import QueueSettings
+from offload.worker.limits import ExecutorLimits
+from offload.worker.read_turns import ReadTurns
+from offload.worker.tier_monitor import CALLS_MAX
 from tiers.base import Buffer, ReadOutcome, Tier, WriteOutcome
 from tiers.files.tier import FileTier
 from tiers.io.direct_io import drop_cache
@@ -350,6 +354,35 @@ class Lmdb(TierSystem):
         )
 
 
+class ServedLmdb(Lmdb):
+    """The LMDB tier, called as a server calls it: a few records per call, and as many calls at a
+    time as a rank of the connector makes."""
+
+    name = "lmdb tier, calls of a server"
+
+    def __init__(self, folder: Path, arena: Arena, depth: int) -> None:
+        super().__init__(folder, arena, depth)
+        limits = ExecutorLimits()
+        self._reads, self._writes = ReadTurns(limits.reads_in_flight), ReadTurns(CALLS_MAX)
+        self._read_batch, self._write_batch = limits.read_batch, QueueSettings().batch
+
+    async def _write(self, numbers: Numbers) -> None:
+        await _in_parts(super()._write, numbers, self._write_batch, self._writes)
+
+    async def _read(self, numbers: Numbers) -> None:
+        await _in_parts(super()._read, numbers, self._read_batch, self._reads)
+
+
+async def _in_parts(
+    call: Callable[[Numbers], Awaitable[None]], numbers: Numbers, batch: int, turns: ReadTurns
+) -> None:
+    async def part(start: int) -> None:
+        async with turns.turn((), is_ahead=False):
+            await call(numbers[start : start + batch])
+
+    await asyncio.gather(*map(part, range(0, len(numbers), batch)))
+
+
 class Files(TierSystem):
     """The file tier."""
 
@@ -363,6 +396,7 @@ class Files(TierSystem):
 SYSTEMS: dict[str, type[System]] = {
     "raw": RawDisk,
     "lmdb": Lmdb,
+    "served": ServedLmdb,
     "files": Files,
     "vllm": VllmFs,
     "memcpy": Memory,

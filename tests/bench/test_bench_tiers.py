@@ -17,11 +17,11 @@ REPOSITORY = Path(__file__).parents[2]
 def test_the_command_runs_and_reports_every_phase(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "bench", "tiers", "--json", "--sizes", "64KiB"]
     command += ["--depths", "2", "--total", "1MiB", "--rounds", "1", "--folder", str(tmp_path)]
-    command += ["--systems", "raw,lmdb,files,memcpy"]
+    command += ["--systems", "raw,lmdb,served,files,memcpy"]
     done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     report = json.loads(done.stdout[done.stdout.index("{") :])
-    assert len(report["rows"]) == 4 * 4
+    assert len(report["rows"]) == 5 * 4
     assert all(row["values"]["GB/s"] > 0 for row in report["rows"])
     assert {row["series"] for row in report["rows"]} >= {"raw O_DIRECT", "lmdb tier"}
     assert not list(tmp_path.iterdir()), "the benchmark cleans up"
