@@ -42,6 +42,7 @@ SCRAPE_S = 1
 WINDOW = "15s"
 """The interval that takes the place of ``$__rate_interval``."""
 DPI = 80
+LEGEND_COLUMNS, LEGEND_ROWS = 3, 1.6
 FLAGS = (
     *("--enforce-eager", "--block-size=32", "--kv-cache-memory-bytes=8388608"),
     *("--max-model-len=2048", "--prefix-caching-hash-algo=sha256_cbor"),
@@ -144,13 +145,25 @@ def draw_lines(axes: Any, panel: dict[str, Any], series: list[Series]) -> None:
     axes.set_ylim(bottom=0)
     axes.grid(visible=True, alpha=0.3)
     if lines:
-        axes.legend(fontsize=6, loc="upper left", ncols=2, framealpha=0.6)
+        axes.legend(
+            fontsize=6,
+            loc="upper left",
+            bbox_to_anchor=(0, -0.12),
+            ncols=LEGEND_COLUMNS,
+            frameon=False,
+        )
     else:
         axes.text(0.5, 0.5, "0", ha="center", transform=axes.transAxes)
 
 
+def panel_titles(panels: list[dict[str, Any]]) -> str:
+    """The titles of all panels, which the picture's metadata contains: a test compares them with
+    those of the dashboard."""
+    return "; ".join(str(panel["title"]) for panel in panels)
+
+
 def draw_dashboard(recorded: dict[str, list[Series]], path: Path) -> None:
-    """Every panel at its place on the dashboard's grid of 24 columns."""
+    """Every panel at its place on the dashboard's grid of 24 columns, with its legend below."""
     panels = json.loads(DASHBOARD.read_text())["panels"]
     rows = max(panel["gridPos"]["y"] + panel["gridPos"]["h"] for panel in panels)
     figure = Figure(figsize=(15, 0.28 * rows), dpi=DPI)
@@ -160,7 +173,9 @@ def draw_dashboard(recorded: dict[str, list[Series]], path: Path) -> None:
         if panel["type"] == "row":
             figure.text(0.01, bottom - 0.8 / rows, panel["title"], fontsize=12, weight="bold")
             continue
-        axes = figure.add_axes((left, bottom, (at["w"] - 1.5) / 24, (at["h"] - 2) / rows))
+        below = 0.0 if panel["type"] == "stat" else LEGEND_ROWS
+        width, height = (at["w"] - 1.5) / 24, (at["h"] - 2 - below) / rows
+        axes = figure.add_axes((left, bottom + below / rows, width, height))
         axes.set_title(panel["title"], fontsize=9, loc="left")
         axes.tick_params(labelsize=7)
         series = recorded[str(panel["id"])]
@@ -169,7 +184,7 @@ def draw_dashboard(recorded: dict[str, list[Series]], path: Path) -> None:
             axes.set_axis_off()
         else:
             (draw_stat if panel["type"] == "stat" else draw_lines)(axes, panel, series)
-    figure.savefig(path)
+    figure.savefig(path, metadata={"Description": panel_titles(panels)})
 
 
 def draw_terminal(text: str, path: Path) -> None:

@@ -14,7 +14,8 @@ from tests.scripts import load_script
 from tests.test_tidy import ORDER
 
 ROOT = Path(__file__).resolve().parents[1]
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+PAGES = [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").rglob("*.md"))]
+COLUMNS_MAX = 140
 PACKAGES = ("offload", "tiers", "policies", "bench", "demo", "examples", "tests")
 FOLDERS = (*PACKAGES, "docs", "scripts", ".ci", "requirements")
 
@@ -192,3 +193,29 @@ def test_every_package_is_in_the_picture_and_in_the_text() -> None:
     text = (ROOT / "docs/architecture.md").read_text(encoding="utf-8")
     table = text.partition("## Packages")[2].partition("## One block")[0]
     assert sorted(rooms - set(re.findall(r"`([\w.]+)`", table))) == [], "not in the table"
+
+
+def layout_problems(text: str) -> list[str]:
+    """Lines of a page that are too long, and words with more than one space between them. Tables,
+    fenced blocks, and lines that are one link or path are exempt."""
+    found = []
+    for line in re.sub(r"^ *```.*?^ *```", "", text, flags=re.S | re.M).splitlines():
+        if line.startswith("|"):
+            continue
+        if len(line) > COLUMNS_MAX and len(line.split()) > 1:
+            found.append(f"longer than {COLUMNS_MAX} columns: {line}")
+        if re.search(r"(?<=\S)  +(?=\S)", line):
+            found.append(f"more than one space between words: {line}")
+    return found
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name_of)
+def test_lines_have_the_usual_length(page: Path) -> None:
+    if "reference" not in page.parts:  # generated
+        assert layout_problems(page.read_text(encoding="utf-8")) == []
+
+
+def test_wrong_layout_is_detected() -> None:
+    assert len(layout_problems("a word " * 21 + "\n")) == 1
+    assert len(layout_problems("two  spaces\n")) == 1
+    assert layout_problems("| a  table " * 21 + "\n```\nthe  code\n```\n") == []

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 
+from PIL import Image
+
 from tests.scripts import load_script
 from tests.test_docs import PAGES, ROOT
 
@@ -32,6 +34,14 @@ def test_the_serving_chart_shows_the_kept_run() -> None:
             assert sorted(shown.lines[0].get_ydata()) == sorted(values)
     readme = (ROOT / "README.md").read_text(encoding="utf-8")
     assert f"commit `{run['environment']['commit']}`" in readme
+
+
+def test_the_dashboards_picture_has_all_its_panels() -> None:
+    script = load_script("screenshots")
+    panels = json.loads(script.DASHBOARD.read_text(encoding="utf-8"))["panels"]
+    with Image.open(ROOT / "docs/images/dashboard.png") as picture:
+        shown = picture.info.get("Description")
+    assert shown == script.panel_titles(panels), "run scripts/screenshots.py"
 
 
 def test_the_serving_chart_shows_intervals() -> None:

@@ -198,8 +198,8 @@ TOP_FIELDS = (
         "max_load_gpu_share",
         number(0.01, 1),
         0.5,
-        "Share of the GPU's KV blocks that concurrent loads may hold; beyond it a hit counts as "
-        "a miss.",
+        "Share of the GPU's KV blocks that concurrent loads may hold. A hit beyond it waits for "
+        "loads in flight if computing would take longer; otherwise it counts as a miss.",
     ),
     Field(
         "tier_timeout_s",

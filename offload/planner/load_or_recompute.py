@@ -117,7 +117,8 @@ class LoadOrRecompute:
     ``chunk_tokens`` is the maximum number of tokens in a chunk: a load of two chunks is short,
     whatever their size. Even if loading is faster than computing, it may be too slow for a few
     tokens: ``tokens_min``. ``short`` has the times and durations of the last short loads. ``reads``
-    are the loads in flight. No load is planned that would probably take longer than ``timeout_s``.
+    are the loads in flight, ``ahead_rate`` is the rate of reads ahead. No load is planned that
+    would probably take longer than ``timeout_s``.
     """
 
     def __init__(
@@ -130,6 +131,7 @@ class LoadOrRecompute:
     ) -> None:
         self.pays = True
         self.rate = Rate()
+        self.ahead_rate = Rate()
         self.reads = ReadQueue()
         self._probed: float | None = None
         self.timeout_s = timeout_s
@@ -159,6 +161,12 @@ class LoadOrRecompute:
         """Tokens that the tier delivers per second: that of loads or, while too few have been
         measured since the last probe, that of the probe."""
         return self.rate.value() or self._probed
+
+    @property
+    def least_speed(self) -> float | None:
+        """``speed`` or, if it is not known, that of reads ahead. These read less at a time, so
+        loads are not slower."""
+        return self.speed or self.ahead_rate.value()
 
     @property
     def pays_ahead(self) -> bool:

@@ -462,10 +462,12 @@ class LookAhead:
         ((tier, keys),) = job.pins
         self._flying[tier] -= len(job.fills)
         self._flights.pop(job.job).flying -= len(job.fills)
+        tokens = len(keys) * self._context.groups[group_of(keys[0])].chunk_tokens
         if job.answer.late:
-            tokens = len(keys) * self._context.groups[group_of(keys[0])].chunk_tokens
             self._context.health[tier].too_late(tokens, job.answer.seconds, self._now)
         good, bad = job.verdict()
+        if not bad:
+            self._context.health[tier].break_even.ahead_rate.observe(tokens, job.answer.seconds)
         self._lost(bad)
         waited_for = list(filter(self._held.__contains__, good))
         self._took_s.update(dict.fromkeys(waited_for, job.answer.seconds / len(job.fills)))

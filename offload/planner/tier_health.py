@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from offload.messages.report import Observed
@@ -17,6 +17,10 @@ from offload.planner.circuit_breaker import BreakerState, CircuitBreaker
 from offload.planner.load_or_recompute import LoadOrRecompute, Rate
 
 logger = logging.getLogger(__name__)
+
+PATIENT_SHARE = 0.5
+"""A request waits for other loads only if its own load then ends within this share of the time that
+computing would take."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -178,6 +182,7 @@ class TierHealths:
         self._prefill = Rate()
         limits = limits or HealthLimits()
         self.load_timeout_s = limits.load_timeout_s
+        self._break_even = limits.break_even
         self.tiers = tuple(TierHealth(name, self._prefill, limits) for name in names)
 
     def __getitem__(self, tier: int) -> TierHealth:
@@ -196,6 +201,29 @@ class TierHealths:
         are first."""
         tiers = [n for n, tier in enumerate(self.tiers) if tier.readable_ahead]
         return sorted(tiers, key=lambda number: not self.tiers[number].readable)
+
+    def patience_s(self, tokens: Mapping[int, int], computing: int) -> float:
+        """How long a request may wait for the loads in flight, which must end before its own load
+        of these tokens (by tier). ``computing`` counts the tokens that vLLM computes for others
+        first.
+
+        This is the time that computing the tokens would take, so a wait for nothing at most doubles
+        it. It is 0 if a speed is not known, or if the reads before the load and its own would
+        probably take more than ``PATIENT_SHARE`` of that time: the model could compute while the
+        tier reads for others. If loading is never compared with computing: ``load_timeout_s``.
+        """
+        if not self._break_even:
+            return self.load_timeout_s
+        prefill = self._prefill.value()
+        if prefill is None:
+            return 0.0
+        compute_s = (computing + sum(tokens.values())) / prefill
+        for number, tier in enumerate(self.tiers):
+            due = tier.break_even.reads.tokens + tokens.get(number, 0)
+            speed = tier.break_even.least_speed
+            if due and (speed is None or due / speed > PATIENT_SHARE * compute_s):
+                return 0.0
+        return min(compute_s, self.load_timeout_s)
 
     @property
     def prefill_rate(self) -> float | None:

@@ -185,8 +185,8 @@ class Lookups:
         from the CPU tier.
 
         ``None`` means: try again in the next step. A shared tier was queried and may reply soon,
-        the prompt is too long for one step's allowance, or other loads must end before that of a
-        request whose chunks were read ahead. Does not change the tiers.
+        the prompt is too long for one step's allowance, or other loads must end before this one.
+        Does not change the tiers.
         """
         started = time.perf_counter()
         lookup, identity = state.lookup, state.identity
@@ -206,7 +206,7 @@ class Lookups:
                 elif self._unfinished:
                     self.given_up(state)
                 if end > computed_tokens and not self._can_load(state, end):
-                    is_waiting = self._refuse(state, time.monotonic())
+                    is_waiting = self._refuse(state, end, time.monotonic())
                 lookup.end(end, hit.cut.value)
                 self._asked.add(identity.request)
         self.seconds += time.perf_counter() - started
@@ -253,18 +253,21 @@ class Lookups:
         blocks = sum(map(operator.mul, chunks, self._chunk_blocks))
         return self._planner.loads.can_load(sum(chunks), blocks, state.identity.origin)
 
-    def _refuse(self, state: RequestState, now: float) -> bool:
+    def _refuse(self, state: RequestState, end_tokens: int, now: float) -> bool:
         """Refuse the load of a hit, because too many others are in flight.
 
-        True if the request waits until they have ended: chunks were read ahead for it, and it has
-        not waited longer than for a load. Otherwise it is computed, and these reads are wasted.
+        True if the request waits until they have ended: chunks were read ahead for it, or computing
+        them would take longer. Otherwise it is computed, and reads for it are wasted.
         """
         lookup, planner = state.lookup, self._planner
         if lookup.refuse(now):
             planner.stats.load_refused()
-        if not planner.look_ahead.has_read(state.identity.request):
-            return False
-        return now - lookup.refused_s < planner.health.load_timeout_s
+            batches = self._batches(state, self.load_ranges(state, end_tokens))
+            tokens = planner.sources.expected(batches, state.identity.origin.controls.read)
+            lookup.wait_for_loads(planner.health.patience_s(tokens, self._computing()))
+        has_read = planner.look_ahead.has_read(state.identity.request)
+        patience_s = planner.health.load_timeout_s if has_read else lookup.patience_s
+        return now - lookup.refused_s < patience_s
 
     def _limits(self, state: RequestState, request: Request, start: int) -> range:
         """The maximum number of tokens that the request wants, and the maximum that it could have,
@@ -324,7 +327,7 @@ class Lookups:
         Does not change the result of the request's last lookup, because vLLM may still rely on that
         hit.
         """
-        layout, identity = self._matcher.layout, state.identity
+        identity = state.identity
         identity.extend(request.block_hashes)
         end = tokens_to_load(
             self._matcher,
@@ -336,11 +339,13 @@ class Lookups:
             identity.origin,
             None,
         ).end_tokens
-        if end is None:
-            return None
-        batches = []
-        ranges = self._matcher.load_ranges(start, end)
-        for group, keys, chunks in zip(layout.groups, identity.keys, ranges, strict=True):
+        return None if end is None else self._batches(state, self._matcher.load_ranges(start, end))
+
+    def _batches(self, state: RequestState, ranges: Sequence[range]) -> list[ChunkBatch]:
+        """These chunks of each group, without blocks."""
+        batches, identity = [], state.identity
+        groups = self._matcher.layout.groups
+        for group, keys, chunks in zip(groups, identity.keys, ranges, strict=True):
             size = group.chunk_tokens
             depths = range((chunks.start + 1) * size, (chunks.stop + 1) * size, size)
             mine = keys[chunks.start : chunks.stop]

@@ -23,11 +23,12 @@ class LookupState:
     the request's first lookup (``time.perf_counter``). ``known`` caches the
     results of all lookups; ``wait`` is the last query to shared tiers. ``is_promised`` means that a
     hit was reported to vLLM and that vLLM has not allocated blocks for it yet. ``refused`` means
-    that too many loads were under way, for the first time at ``refused_s`` (0: not yet);
-    ``shortened`` says why a tail that the tiers hold was cut off. ``waited_s`` is the time for
-    which the request got no GPU blocks because its chunks were being read ahead, and ``ahead`` what
-    look-ahead did for it. ``load`` has the chunks to load by group, for a hit that ends at
-    ``load_end_tokens``. ``logged`` is the request's log entry, once vLLM has accepted the hit.
+    that too many loads were under way, for the first time at ``refused_s`` (0: not yet); from then
+    on the request may wait for them for ``patience_s``. ``shortened`` says why a tail that the
+    tiers hold was cut off. ``waited_s`` is the time for which the request got no GPU blocks because
+    its chunks were being read ahead, and ``ahead`` what look-ahead did for it. ``load`` has the
+    chunks to load by group, for a hit that ends at ``load_end_tokens``. ``logged`` is the request's
+    log entry, once vLLM has accepted the hit.
     """
 
     __slots__ = (
@@ -39,6 +40,7 @@ class LookupState:
         "load",
         "load_end_tokens",
         "logged",
+        "patience_s",
         "refused",
         "refused_s",
         "shortened",
@@ -54,7 +56,7 @@ class LookupState:
         self.known = PartialLookup()
         self.is_promised = False
         self.refused = False
-        self.refused_s = 0.0
+        self.refused_s = self.patience_s = 0.0
         self.shortened = ""
         self.waited_s = 0.0
         self.ahead = NOT_READ_AHEAD
@@ -93,6 +95,10 @@ class LookupState:
         if is_first:
             self.refused_s = now_s
         return is_first
+
+    def wait_for_loads(self, patience_s: float) -> None:
+        """Set how long the request may wait for other loads after its load was refused."""
+        self.patience_s = patience_s
 
     def end(self, hit_end_tokens: int, shortened: str) -> None:
         """End the lookup with this hit, which is promised to vLLM unless it was refused."""

@@ -81,7 +81,9 @@ MOVED = {
     "load_seconds": Metric("Time from the start of a load to its end."),
     "load_failures": Metric("Loads that failed and were recomputed."),
     "load_timeouts": Metric("Loads that took longer than load_timeout_s."),
-    "load_refusals": Metric("Lookups whose hit was not used because the load budget was spent."),
+    "load_refusals": Metric(
+        "Hits that waited for other loads or were recomputed because the load budget was spent."
+    ),
     "short_loads": Metric(
         "Lookups whose hit was shortened because computing its tail is faster than loading it."
     ),

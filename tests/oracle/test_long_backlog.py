@@ -121,6 +121,22 @@ def test_more_waits_than_the_cpu_tier_holds(
     assert ended[0.25] <= ended[0.0], ended
 
 
+@pytest.mark.parametrize("measured", [True, False])
+def test_a_request_whose_load_is_refused_waits_for_the_other_if_computing_takes_longer(
+    measured: bool, tmp_path: Path
+) -> None:
+    """The limit allows only one of two loads, and nothing is read ahead. As long as the speeds are
+    not known, the second request is computed."""
+    with world(tmp_path, 0.0) as served:
+        served.begin(prompts_of(2, TOKENS), reads_per_step=40)
+        if measured:
+            measure(served, 40)
+        served.drain()
+        assert served.planner.stats.load_refusals == 1
+        assert served.loaded()["file"] == (2 if measured else 1) * (TOKENS // 4 * 4)
+        served.check_idle()
+
+
 def test_a_request_whose_load_is_refused_waits_no_longer_than_for_a_load(tmp_path: Path) -> None:
     """The disk hangs. Chunks are being read for the next request, but it is computed in the end,
     and its entry in the log says that they are wasted."""

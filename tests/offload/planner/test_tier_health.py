@@ -9,12 +9,13 @@ import pytest
 from offload.index.capacity import ByteCapacity, SlotCapacity
 from offload.index.chunk_batch import GroupInfo
 from offload.index.tier_index import TierIndex
-from offload.layout.keys import group_suffix
+from offload.layout.keys import CPU, group_suffix
 from offload.messages.plan import IN_SLAB, STAGED
 from offload.messages.report import JobResult
 from offload.planner.circuit_breaker import BreakerState
 from offload.planner.load_or_recompute import SAMPLES_MIN
 from offload.planner.planner import Planner
+from offload.planner.tier_health import HealthLimits, TierHealths
 from policies.base import EntryInfo
 from policies.eviction.lru import LruPolicy
 from tests.offload.planner.simulated_ranks import key_of
@@ -302,6 +303,35 @@ def test_in_a_hundred_minutes_of_a_slow_tier_only_a_few_requests_try_it() -> Non
 
 
 # -- the log -----------------------------------------------------------------------------------
+
+
+def test_a_request_waits_for_other_loads_if_computing_takes_longer() -> None:
+    planner = make()
+    holding(planner, *range(8))
+    health = planner.health
+    assert health.patience_s({CPU: 900}, 0) == 0, "the speed of computing is not known"
+    compute_at(planner, rate=1000.0)
+    assert health.patience_s({CPU: 900}, 100) == 1.0, "no read is in the way"
+    assert health.patience_s({0: 900}, 100) == 0, "the speed of the tier is not known"
+    for _ in range(SAMPLES_MIN):
+        health[0].break_even.ahead_rate.observe(300, 0.1)
+    assert health.patience_s({0: 900}, 100) == 1.0, "that of reads ahead is"
+    for _ in range(SAMPLES_MIN):
+        health[0].loaded(4000, 1.0, 0.0)
+    assert health.patience_s({0: 900}, 100) == 1.0
+    reads = health[0].break_even.reads
+    reads.begin(1, 1000)
+    assert health.patience_s({0: 900}, 100) == 1.0, "0.475 s of reads"
+    reads.begin(2, 200)
+    assert health.patience_s({0: 900}, 100) == 0, "0.525 s of reads"
+    assert health.patience_s({CPU: 900}, 200) == 1.1, "its own tokens are in the CPU tier"
+    health.load_timeout_s = 0.5
+    assert health.patience_s({CPU: 900}, 200) == 0.5
+
+
+def test_without_break_even_a_request_waits_as_long_as_for_a_load() -> None:
+    health = TierHealths(["lmdb"], HealthLimits(break_even=False, load_timeout_s=7.0))
+    assert health.patience_s({0: 10**6}, 0) == 7.0
 
 
 def test_every_change_of_health_is_logged_in_one_line(caplog: pytest.LogCaptureFixture) -> None:

