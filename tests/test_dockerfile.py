@@ -13,7 +13,7 @@ STAGES = re.findall(r"^FROM \S+ AS (\w+)$", TEXT, re.M)
 
 
 def sources() -> list[str]:
-    """What is copied into an image from the build context."""
+    """The paths of the build context that are copied into an image."""
     lines = re.findall(r"^COPY (?!--from)(.+)$", TEXT, re.M)
     return [source for line in lines for source in line.split()[:-1]]
 

@@ -203,8 +203,8 @@ class TierHealths:
         return sorted(tiers, key=lambda number: not self.tiers[number].readable)
 
     def patience_s(self, tokens: Mapping[int, int], computing: int) -> float:
-        """How long a request may wait for the loads in flight, which must end before its own load
-        of these tokens (by tier). ``computing`` counts the tokens that vLLM computes for others
+        """The time for which a request may wait for the loads in flight, which must end before its
+        own load of these tokens (by tier). ``computing`` counts the tokens that vLLM computes for others
         first.
 
         This is the time that computing the tokens would take, so a wait for nothing at most doubles
