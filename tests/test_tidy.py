@@ -360,10 +360,12 @@ def test_product_code_imports_no_tests() -> None:
     ("library", "places"), [("vllm", VLLM_IN), ("torch", TORCH_IN), ("asyncio", ASYNCIO_IN)]
 )
 def test_libraries_stay_where_they_belong(library: str, places: tuple[str, ...]) -> None:
+    """For vLLM, includes imports for type checking."""
+    imports = all_imports_of if library == "vllm" else imports_of
     wrong = [
         f"{name_of(path)} imports {name}"
         for path in python_files(*PRODUCT)
-        for name in imports_of(path)
+        for name in imports(path)
         if name.partition(".")[0] == library and not is_in(path, places)
     ]
     assert wrong == []
@@ -413,7 +415,7 @@ def test_functions_fit_on_a_screen() -> None:
     assert long == []
 
 
-def test_files_have_one_subject() -> None:
+def test_files_are_not_too_long() -> None:
     sizes = {name_of(p): len(p.read_text().splitlines()) for p in python_files(*OURS)}
     long = {n: lines for n, lines in sizes.items() if lines > STILL_LONG.get(n, FILE_LINES_MAX)}
     assert long == {}

@@ -11,7 +11,7 @@ import logging
 import operator
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 from offload.index.chunk_batch import UNKNOWN, ChunkBatch, RequestOrigin
 from offload.layout.keys import CPU
@@ -22,11 +22,9 @@ from offload.planner.planner import Planner
 from offload.planner.presence import PendingLookup
 from offload.requests.lookup_cache import PartialLookup
 from offload.requests.miss_reasons import Explainer, Miss, Reason, failed
+from offload.requests.request_identity import Prompt
 from offload.requests.request_log import LoggedRequest, RequestLog
 from offload.requests.request_state import RequestState
-
-if TYPE_CHECKING:
-    from vllm.v1.request import Request
 
 
 class Hit(NamedTuple):
@@ -143,7 +141,7 @@ class Lookups:
         self.log = log
         self._matcher = matcher
         self._planner = planner
-        self._unfinished: dict[str, tuple[RequestState, Request]] = {}
+        self._unfinished: dict[str, tuple[RequestState, Prompt]] = {}
         self._asked: set[str] = set()  # in this step
         self._chunk_blocks = [group.chunk_blocks for group in matcher.layout.groups]
         self._explainer = Explainer(matcher, neighbours)
@@ -163,7 +161,7 @@ class Lookups:
             if name not in asked:
                 self._go_on(state, request)
 
-    def _go_on(self, state: RequestState, request: Request) -> None:
+    def _go_on(self, state: RequestState, request: Prompt) -> None:
         wait = state.lookup.wait
         if wait is not None and self._planner.presence.is_stale(wait, time.monotonic()):
             return  # the request's next lookup queries again before it uses the known results
@@ -177,7 +175,7 @@ class Lookups:
     def ask(
         self,
         state: RequestState,
-        request: Request,
+        request: Prompt,
         computed_tokens: int,
         cut: Cut = Cut.NOTHING,
     ) -> int | None:
@@ -214,7 +212,7 @@ class Lookups:
         tokens = lookup.hit_end_tokens - computed_tokens if lookup.is_promised else 0
         return None if is_waiting else tokens
 
-    def _query(self, state: RequestState, request: Request, start: int) -> bool:
+    def _query(self, state: RequestState, request: Prompt, start: int) -> bool:
         """Query the shared tiers about this request's chunks, if they have not been queried or
         their replies are about to expire. Returns True if replies may soon come."""
         shared = self._planner.presence
@@ -235,7 +233,7 @@ class Lookups:
         return self._planner.presence.ask(missing, read, now)
 
     def query_ahead(
-        self, state: RequestState, request: Request, start: int, now: float
+        self, state: RequestState, request: Prompt, start: int, now: float
     ) -> PendingLookup:
         """Query shared tiers for a waiting request if vLLM holds its first ``start`` tokens: for as
         many chunks as the lookups of a short step may query."""
@@ -269,7 +267,7 @@ class Lookups:
         patience_s = planner.health.load_timeout_s if has_read else lookup.patience_s
         return now - lookup.refused_s < patience_s
 
-    def _limits(self, state: RequestState, request: Request, start: int) -> range:
+    def _limits(self, state: RequestState, request: Prompt, start: int) -> range:
         """The maximum number of tokens that the request wants, and the maximum that it could have,
         if vLLM holds its first ``start`` tokens."""
         possible = self._restorable(request, start)
@@ -277,7 +275,7 @@ class Lookups:
         wanted = possible if tokens_max is None else min(possible, start + tokens_max)
         return range(wanted, possible)
 
-    def _restorable(self, request: Request, start: int) -> int:
+    def _restorable(self, request: Prompt, start: int) -> int:
         """The most tokens that can be restored if vLLM holds the first ``start`` tokens.
 
         vLLM samples from the output of the last token, and computes that token again if everything
@@ -285,7 +283,7 @@ class Lookups:
         step as computing one token, without a load before it.
         """
         layout = self._matcher.layout
-        tokens: int = request.num_tokens
+        tokens = request.num_tokens
         whole = layout.restores_whole_prompts and tokens - start > layout.alignment_tokens
         return tokens if whole else tokens - 1
 
@@ -302,7 +300,7 @@ class Lookups:
     def _find(
         self,
         state: RequestState,
-        request: Request,
+        request: Prompt,
         computed_tokens: int,
         cut: Cut = Cut.NOTHING,
     ) -> Hit:
@@ -321,7 +319,7 @@ class Lookups:
             self._planner.stats.shortened()
         return hit
 
-    def ahead(self, state: RequestState, request: Request, start: int) -> list[ChunkBatch] | None:
+    def ahead(self, state: RequestState, request: Prompt, start: int) -> list[ChunkBatch] | None:
         """The chunks that a request will load if vLLM holds its first ``start`` tokens, as far as
         this is known before vLLM looks it up; without blocks. ``None``: ask again in the next step.
         Does not change the result of the request's last lookup, because vLLM may still rely on that
@@ -353,7 +351,7 @@ class Lookups:
                 batches.append(ChunkBatch(mine, group.group, (), depths, identity.origin))
         return batches
 
-    def accepted(self, state: RequestState, request: Request, external_tokens: int) -> None:
+    def accepted(self, state: RequestState, request: Prompt, external_tokens: int) -> None:
         """Make the request's log entry, once: vLLM has accepted the hit of the last lookup."""
         lookup = state.lookup
         lookup.accept()

@@ -5,11 +5,31 @@ Pure; knows no vLLM type. Used on vLLM's scheduler thread.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Protocol
 
 from offload.index.chunk_batch import UNKNOWN, RequestOrigin
 from offload.layout.groups import ModelLayout
 from offload.layout.request_keys import RequestKeys
+
+
+class Prompt(Protocol):
+    """The part of vLLM's ``Request`` that a lookup reads.
+
+    ``num_tokens`` includes the output so far, because a preempted request restores that, too.
+    ``block_hashes`` grow with it.
+    """
+
+    @property
+    def request_id(self) -> str: ...
+    @property
+    def num_tokens(self) -> int: ...
+    @property
+    def num_prompt_tokens(self) -> int: ...
+    @property
+    def block_hashes(self) -> Sequence[bytes]: ...
+    @property
+    def trace_headers(self) -> Mapping[str, str] | None: ...
 
 
 class RequestIdentity:
