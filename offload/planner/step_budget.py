@@ -199,6 +199,11 @@ class StepBudget:
         """The part of the budget that may be spent if this many eighths are left for other work."""
         return self.left - self.times * self.units * eighths // 8
 
+    def store_look_max(self, *, ended: bool) -> int:
+        """The number of chunks of one group that may be looked up in this step, for the first time,
+        to store those of one request that are missing."""
+        return LOOK_AT_END_MAX if ended else STEP_CHUNKS * self.times
+
     def spend(self, units: int) -> None:
         """Record work, even if it exceeds what was left."""
         self.left -= units

@@ -16,7 +16,7 @@ from offload.connector.scheduler.chunk_digests import ChunkDigests
 from offload.layout.groups import FULL, STATE, ModelLayout
 from offload.layout.prefix_match import PrefixMatcher, find_gap, present_in
 from offload.planner.planner import Planner
-from offload.planner.step_budget import LOOK_AGAIN_MAX, LOOK_AT_END_MAX, STEP_CHUNKS
+from offload.planner.step_budget import LOOK_AGAIN_MAX, LOOK_AT_END_MAX, STORE_PIECE_MAX
 from offload.requests.request_state import RequestState
 
 if TYPE_CHECKING:
@@ -91,7 +91,7 @@ class StoreProgress:
         limit: int,
         block_ids: Sequence[Sequence[int]],
     ) -> None:
-        """The request ends after ``limit`` tokens: store the chunks that are missing now."""
+        """Store the missing chunks of a request that ends after ``limit`` tokens."""
         self._look_again(state)
         self._store_ready(state, request, limit, block_ids, ended=True)
 
@@ -178,7 +178,7 @@ class StoreProgress:
     ) -> None:
         """Plan as many chunks of one group as one step allows, except those that were loaded."""
         stores = state.stores
-        chunks_max = LOOK_AT_END_MAX if ended else STEP_CHUNKS * self._planner.budget.times
+        chunks_max = self._planner.budget.store_look_max(ended=ended)
         size = self._layout.groups[index].chunk_tokens
         loaded = stores.loaded[index] if stores.loaded else range(0)
         if ended and end - stores.next_chunk[index] > chunks_max:  # computed chunks come first
@@ -191,7 +191,8 @@ class StoreProgress:
                 if stores.own is not None:
                     stores.own.add(state.identity.keys[index][first : loaded.stop])
                 continue
-            last = min(end, first + (STEP_CHUNKS // 2 if ended else self._planner.stores.piece))
+            piece = STORE_PIECE_MAX if ended else self._planner.stores.piece
+            last = min(end, first + piece)
             last = min(last, loaded.start) if first < loaded.start else last
             seen += last - first
             batch = self._wanted.final(state.identity, index, first, last, table)
