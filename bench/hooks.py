@@ -124,8 +124,6 @@ class Bed:
         from offload.index.recovered_chunks import recover
         from offload.index.tier_index import TierIndex
         from offload.layout.groups import FULL, GroupLayout, ModelLayout
-        from offload.messages.report import RankState, RankTier
-        from offload.namespaces.manifest import Namespace
         from offload.planner.planner import Planner
         from policies.base import EntryInfo
         from policies.registry import make_policy
@@ -139,9 +137,7 @@ class Bed:
         if look_ahead is None:
             look_ahead = OffloadConfig(CpuConfig(1 << 30)).look_ahead
         self.planner = Planner(groups, cpu, [lower], look_ahead=look_ahead)
-        tier = RankTier("lmdb", 1 << 62, {0: 4096}, ())
-        rank = RankState(0, Namespace.of({}), 0, 2 * chunks_max, 4096, (tier,))
-        self.side.attach(self.planner, [rank])
+        self.side.attach(self.planner, ranks=1)
         before = _resident_bytes()
         found = np.frombuffer(os.urandom(32 * keys), np.uint8).reshape(keys, 32)
         found = np.concatenate([found, np.zeros((keys, 4), np.uint8)], axis=1)

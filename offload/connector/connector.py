@@ -40,13 +40,13 @@ from offload.connector.scheduler.pending_epochs import PendingEpochs
 from offload.connector.scheduler.prometheus import OffloadPromMetrics, OffloadStats
 from offload.connector.scheduler.scheduler_side import SchedulerSide
 from offload.connector.scheduler.sleep_hold import SleepHold
-from offload.connector.startup import ServerSetup
+from offload.connector.startup import ServerSetup, agreed_namespace
 from offload.connector.worker.weights_watch import WeightsWatch
 from offload.connector.worker.worker_side import WorkerSide
 from offload.errors import OffloadError
 from offload.messages.plan import StepPlan
 from offload.messages.report import RankState
-from offload.planner.build import agreed_namespace, make_planner
+from offload.planner.build import make_planner
 from offload.planner.work_limits import WorkLimits
 
 if TYPE_CHECKING:
@@ -288,7 +288,9 @@ class KvTiersConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  
             self._epochs = PendingEpochs(
                 len(self._setup.config.lower), epochs.begin, take_back_one=epochs.take_back
             )
-            self._scheduler.attach(planner, ranks, self._setup.neighbours(planner.lower))
+            self._scheduler.attach(planner, len(ranks), self._setup.neighbours(planner.lower))
+            if self._collector is not None:
+                self._collector.attach(ranks)
 
     def bind_kv_cache_manager(self, kv_cache_manager: KVCacheManager) -> None:
         super().bind_kv_cache_manager(kv_cache_manager)

@@ -23,14 +23,15 @@ from offload.connector.startup_checks import (
     recompute_failed_loads,
     startup_warnings,
 )
-from offload.errors import ConfigError
+from offload.errors import ConfigError, NamespaceError
 from offload.index.tier_index import TierIndex
 from offload.layout.groups import ModelLayout, recorded_group
 from offload.layout.registration import LayerTensors, Registration, as_list
+from offload.messages.report import RankState
 from offload.namespaces.epochs import TierEpochs
 from offload.namespaces.folders import describe_neighbours
 from offload.namespaces.geometry import Geometry
-from offload.namespaces.manifest import Namespace
+from offload.namespaces.manifest import Namespace, differing_fields
 from offload.namespaces.wait_for_owners import Patience
 from offload.requests.request_file import RequestFile
 from offload.requests.request_log import RequestLog, Sink
@@ -284,6 +285,30 @@ class ServerSetup:
         ]
         folders = [tier.path for tier in empty if tier.path]
         return [line for path in folders for line in describe_neighbours(path, self.namespace)]
+
+
+def agreed_namespace(own: Namespace, ranks: Sequence[RankState]) -> Namespace:
+    """The namespace in which the workers store.
+
+    ``own`` contains the fields that the scheduler determines, because it makes the keys and the
+    layout. Raises ``NamespaceError``, naming the fields, if two processes disagree.
+    """
+    first = ranks[0]
+    for other in ranks[1:]:
+        _check_equal(other.namespace, f"rank {other.rank}", first.namespace, f"rank {first.rank}")
+    stored = first.namespace.fields
+    theirs = Namespace.of({name: stored.get(name) for name in own.fields})
+    _check_equal(theirs, f"rank {first.rank}", own, "the scheduler")
+    return first.namespace
+
+
+def _check_equal(one: Namespace, name: str, other: Namespace, other_name: str) -> None:
+    found = [f"{path} ({a} and {b})" for path, a, b in differing_fields(one, other)]
+    if found:
+        raise NamespaceError(
+            f"kvtiers: {name} and {other_name} differ in {', '.join(found[:8])}. All processes "
+            "of a server must see the same model files, flags, environment and versions."
+        )
 
 
 def _form_of(

@@ -6,19 +6,17 @@ The ranks must agree, and a chunk counts only if every rank holds it.
 from __future__ import annotations
 
 import logging
-import math
 from collections.abc import Mapping, Sequence
 
 from offload.config.fields import PolicyConfig
 from offload.config.schema import OffloadConfig, TierConfig
-from offload.errors import NamespaceError, TierUnavailableError
+from offload.errors import TierUnavailableError
 from offload.index.capacity import ByteCapacity, SlotCapacity, UsableSlots
 from offload.index.chunk_batch import GroupInfo
 from offload.index.recovered_chunks import held_by_all, recover
 from offload.index.tier_index import TierIndex
 from offload.layout.groups import GroupLayout
 from offload.messages.report import RankState
-from offload.namespaces.manifest import Namespace, differing_fields
 from offload.planner.planner import Planner
 from offload.planner.presence import KNOWN_MAX, SharedLimits
 from offload.planner.tier_health import HealthLimits, TierHealths
@@ -87,52 +85,6 @@ def _health_limits(config: OffloadConfig, layouts: Sequence[GroupLayout]) -> Hea
     return HealthLimits(
         config.breaker_failures, config.break_even, chunk_tokens, config.load_timeout_s
     )
-
-
-def unit_bytes(ranks: Sequence[RankState]) -> dict[str, int]:
-    """The number of bytes, summed over all ranks, that one unit of each tier's space stands for.
-    The unit is a slot, or a byte on one rank."""
-    lower = {tier.name: len(ranks) for tier in ranks[0].tiers}
-    return {"cpu": sum(rank.slot_bytes for rank in ranks)} | lower
-
-
-def copy_gauges(ranks: Sequence[RankState]) -> dict[str, float]:
-    """Gauges of the ranks' ways of copying: the number of groups copied in each way, and the
-    slowest measured rate of each way."""
-    gauges: dict[str, float] = {}
-    for way in ranks[0].copy_ways:
-        if way.is_used:
-            name = f"copy_groups:{way.direction}:{way.name}"
-            gauges[name] = gauges.get(name, 0) + 1
-    for way in (way for rank in ranks for way in rank.copy_ways):
-        if way.bytes_per_second is not None:
-            name = f"copy_bytes_per_second:{way.direction}:{way.name}"
-            gauges[name] = min(gauges.get(name, math.inf), way.bytes_per_second)
-    return gauges
-
-
-def agreed_namespace(own: Namespace, ranks: Sequence[RankState]) -> Namespace:
-    """The namespace in which the workers store.
-
-    ``own`` contains the fields that the scheduler determines, because it makes the keys and the
-    layout. Raises ``NamespaceError``, naming the fields, if two processes disagree.
-    """
-    first = ranks[0]
-    for other in ranks[1:]:
-        _check_equal(other.namespace, f"rank {other.rank}", first.namespace, f"rank {first.rank}")
-    stored = first.namespace.fields
-    theirs = Namespace.of({name: stored.get(name) for name in own.fields})
-    _check_equal(theirs, f"rank {first.rank}", own, "the scheduler")
-    return first.namespace
-
-
-def _check_equal(one: Namespace, name: str, other: Namespace, other_name: str) -> None:
-    found = [f"{path} ({a} and {b})" for path, a, b in differing_fields(one, other)]
-    if found:
-        raise NamespaceError(
-            f"kvtiers: {name} and {other_name} differ in {', '.join(found[:8])}. All processes "
-            "of a server must see the same model files, flags, environment and versions."
-        )
 
 
 def _check_agreement(ranks: Sequence[RankState]) -> None:

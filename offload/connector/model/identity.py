@@ -1,9 +1,9 @@
 """Collects every part of vLLM's configuration that decides the meaning of a stored block.
 
 Each worker computes the identity independently, and all workers must agree. The scheduler adopts it
-from them (`offload.planner.build`), because the workers hold the weights and run the kernels. The
-live Hugging Face configuration is not read, because models change it while they load. The number of
-blocks is left out on purpose: it may change between starts.
+from them (`offload.connector.startup`), because the workers hold the weights and run the kernels.
+The live Hugging Face configuration is not read, because models change it while they load. The
+number of blocks is left out on purpose: it may change between starts.
 """
 
 from __future__ import annotations

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import math
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from offload.connector.guard import Faults
 from offload.connector.scheduler.prometheus import OffloadStats
+from offload.messages.report import RankState
 
 if TYPE_CHECKING:
     from offload.connector.scheduler.scheduler_side import SchedulerSide
@@ -34,8 +36,15 @@ class MetricsCollector:
         self._sent: dict[str, float] = {}
         self._worker: dict[str, float] = {}
         self._set_aside_at: dict[str, float] = {}
+        self._unit_bytes: Mapping[str, int] = {}
+        self._copy_gauges: Mapping[str, float] = {}
         self._gauges_at = 0.0
         self._log_changes = 0
+
+    def attach(self, ranks: Sequence[RankState]) -> None:
+        """Set the gauges that depend only on what the workers have opened."""
+        self._unit_bytes = unit_bytes(ranks)
+        self._copy_gauges = copy_gauges(ranks)
 
     def add_worker_counters(self, counters: Mapping[str, float]) -> None:
         """Add counters that workers reported, summed over ranks."""
@@ -93,12 +102,12 @@ class MetricsCollector:
             return {}
         gauges: dict[str, float] = {"loading_chunks": planner.loads.loading}
         gauges |= self._set_aside_at
-        gauges |= self._scheduler.copy_gauges
+        gauges |= self._copy_gauges
         kept = self._scheduler.kept()
         depths = (planner.stores.storing, *(queue.depth for queue in planner.write_through.queues))
         for index, storing in zip((planner.cpu, *planner.lower), depths, strict=True):
             name, space = index.name, index.space
-            unit = self._scheduler.unit_bytes.get(name, 0)
+            unit = self._unit_bytes.get(name, 0)
             gauges |= {
                 f"resident_chunks:{name}": len(index),
                 f"used_ratio:{name}": space.used / space.capacity if space.capacity else 0.0,
@@ -121,4 +130,26 @@ def _health_gauges(planner: Planner) -> dict[str, float]:
         gauges[f"break_even:{tier.name}"] = int(tier.break_even.pays)
         if (rate := tier.break_even.rate.value()) is not None:
             gauges[f"load_tokens_per_second:{tier.name}"] = rate
+    return gauges
+
+
+def unit_bytes(ranks: Sequence[RankState]) -> dict[str, int]:
+    """The number of bytes, summed over all ranks, that one unit of each tier's space stands for.
+    The unit is a slot, or a byte on one rank."""
+    lower = {tier.name: len(ranks) for tier in ranks[0].tiers}
+    return {"cpu": sum(rank.slot_bytes for rank in ranks)} | lower
+
+
+def copy_gauges(ranks: Sequence[RankState]) -> dict[str, float]:
+    """Gauges of the ranks' ways of copying: the number of groups copied in each way, and the
+    slowest measured rate of each way."""
+    gauges: dict[str, float] = {}
+    for way in ranks[0].copy_ways:
+        if way.is_used:
+            name = f"copy_groups:{way.direction}:{way.name}"
+            gauges[name] = gauges.get(name, 0) + 1
+    for way in (way for rank in ranks for way in rank.copy_ways):
+        if way.bytes_per_second is not None:
+            name = f"copy_bytes_per_second:{way.direction}:{way.name}"
+            gauges[name] = min(gauges.get(name, math.inf), way.bytes_per_second)
     return gauges

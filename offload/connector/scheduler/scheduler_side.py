@@ -28,9 +28,8 @@ from offload.layout.groups import ModelLayout
 from offload.layout.keys import CPU
 from offload.layout.prefix_match import PrefixMatcher
 from offload.messages.plan import StepPlan
-from offload.messages.report import RankState, StepReport
+from offload.messages.report import StepReport
 from offload.planner.ahead_use import NOT_READ_AHEAD
-from offload.planner.build import copy_gauges, unit_bytes
 from offload.planner.planner import Planner
 from offload.planner.read_waits import Action
 from offload.planner.step_budget import EXPIRED_MAX
@@ -76,8 +75,6 @@ class SchedulerSide:
         )
         self.log = log or RequestLog()
         self.lookups: Lookups | None = None
-        self.unit_bytes: Mapping[str, int] = {}
-        self.copy_gauges: Mapping[str, float] = {}
         self._endings: FinishedRequests | None = None
         self._stores: StoreProgress | None = None
         self._waiting: WaitingRequests | None = None
@@ -96,17 +93,13 @@ class SchedulerSide:
         self._clock = PrefillRate(self._computed)
         self._is_held = False
 
-    def attach(
-        self, planner: Planner, ranks: Sequence[RankState], neighbours: Sequence[str] = ()
-    ) -> None:
-        """Start planning: the workers are ready. ``ranks`` has what each worker has opened.
+    def attach(self, planner: Planner, ranks: int, neighbours: Sequence[str] = ()) -> None:
+        """Start planning: all workers are ready. ``ranks`` is their number.
 
         ``neighbours``: see ``offload.requests.miss_reasons.Explainer``.
         """
         self.planner = planner
-        self.adapters.expect(len(ranks))
-        self.unit_bytes = unit_bytes(ranks)
-        self.copy_gauges = copy_gauges(ranks)
+        self.adapters.expect(ranks)
         self._endings = FinishedRequests(self.layout, planner, self._max_pinned_share)
         self._stores = StoreProgress(
             self.layout, self._matcher, self._wanted, planner, self._digests

@@ -15,11 +15,11 @@ from vllm.config import MultiModalConfig, VllmConfig, WeightTransferConfig
 from offload.config.schema import parse_config
 from offload.connector.model import settings
 from offload.connector.model import source_code as model_code
+from offload.connector.startup import agreed_namespace
 from offload.connector.startup_checks import startup_warnings
 from offload.errors import NamespaceError
 from offload.messages.report import RankState
 from offload.namespaces.manifest import Namespace
-from offload.planner.build import agreed_namespace
 from tests.models import configs
 from tests.offload.connector.model.tiny_configs import (
     config_of,

@@ -13,12 +13,12 @@ import pytest
 import torch
 
 from offload.config.schema import parse_config
+from offload.connector.scheduler.metrics_collector import copy_gauges
 from offload.connector.worker.worker_side import WorkerSide
 from offload.errors import CapacityError
 from offload.layout.registration import GroupCaches, Registration, register_kv_caches
 from offload.messages.plan import IN_SLAB, LoadItem, LoadJob, StepPlan, StoreJob
 from offload.namespaces.manifest import Namespace
-from offload.planner.build import copy_gauges
 from offload.worker.unanswered_jobs import Drained
 from tests.libcuda import Cuda, strict_cuda
 from tests.offload.small_model import BLOCKS, compute, keys, kv_caches, wrong_blocks
