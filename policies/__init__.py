@@ -6,7 +6,7 @@ imported on first use, because it needs numpy.
 
 Owns the order in which tiers evict keys, and the rules for which keys may enter a tier.
 
-Must not know tiers, memory, or what a key stands for.
+Must not know tiers, memory, or what a key contains.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Owns the command line ``kvtiers`` (also ``python -m offload.cli``): it parses and prints.
 
-Must not know how records are stored, or vLLM before a command needs it.
+Must not know the format of records, or vLLM before a command needs it.
 
 Each command has a module, which is imported when the command runs: ``kvtiers --help`` and shell
 completion of command names import none. A module has ``app``, a ``typer.Typer`` with its one

@@ -1,4 +1,4 @@
 """Owns the configuration: schema, options and checks against this machine.
 
-Must not know a running server.
+Must not know requests, plans or vLLM's code.
 """

@@ -1,4 +1,4 @@
 """Owns the execution of plans on one rank, and the tiers that it opens, with asyncio.
 
-Must not know prompts, why something was planned, or more of a request than its name.
+Must not know indexes, policies, or more of a request than its name.
 """

@@ -1,4 +1,4 @@
 """Owns traces and the simulator behind `kvtiers simulate`.
 
-Must not know tiers or a running server.
+Must not know real tiers or a running server.
 """

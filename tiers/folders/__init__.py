@@ -1,4 +1,4 @@
 """Owns a tier's folder: ownership, epochs, opening and closing.
 
-Must not know records and their format.
+Must not know records or their format.
 """

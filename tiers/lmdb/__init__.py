@@ -1,4 +1,4 @@
 """Owns the exclusive LMDB tier: an index in LMDB, payloads in a file of extents beside it.
 
-Must not know other processes: none of them uses the folder.
+Must not know other processes: they may read the folder, but not write to it.
 """

@@ -1,4 +1,4 @@
 """Owns the tier over a Mooncake store.
 
-Must not know folders and the local disk.
+Must not know folders or the local disk.
 """

@@ -1,4 +1,4 @@
-"""Owns reading and changing a tier's folder from other processes, even while a server uses it.
+"""Owns reading tier folders, even while a server uses them, and changing those that none uses.
 
-Must not know namespaces or the server's tier objects.
+Must not know namespaces, or the classes of a server's tiers.
 """

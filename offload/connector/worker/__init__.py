@@ -1,4 +1,4 @@
 """Owns the connector in a worker process of vLLM.
 
-Must not know requests, or why something was planned.
+Must not know indexes, policies, or more of a request than its name.
 """

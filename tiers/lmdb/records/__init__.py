@@ -1,4 +1,4 @@
 """Owns the records of an index in memory: their values, by key, in little space.
 
-Must not know LMDB, files, or payloads.
+Must not know LMDB, files, or the content of payloads.
 """
