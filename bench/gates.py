@@ -138,7 +138,7 @@ def register(app: typer.Typer) -> None:
         traces: Annotated[list[Path], typer.Argument(help="Trace files.")],
         share: Annotated[list[float] | None, typer.Option(help="Capacities, 0.01 for 1 %.")] = None,
         part: Annotated[
-            list[str] | None, typer.Option(help="Part of each trace, as 0.5:1. Repeatable.")
+            list[str] | None, typer.Option(help="Part of each trace, e.g. 0.5:1. Repeatable.")
         ] = None,
         as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
         keep: Annotated[bool, typer.Option(help="Keep the result in bench/results.")] = False,

@@ -41,6 +41,10 @@ def test_no_text_has_a_finding() -> None:
         ("One found no room.", "found no room"),
         ("Keys like these, and so on and so forth.", "and so on and so forth"),
         ("Chunks behind a gap cannot be hit.", "behind a gap"),
+        ("Give the memory of the tier, as 64GiB.", "as 64GiB"),
+        ("Only this part of each trace, as 0.5:1.", "as 0.5:1"),
+        ("Requests without a trace, as users=200,turns=6.", "as users=200"),
+        ("A folder and its capacity, as /kv:2TiB.", "as /kv:2TiB"),
         ("Whether the tier is asked.", "Whether the tier is asked."),
         ("Those that are pinned.", "Those that are pinned."),
         ("What has left the tiers lately.", "What has left the tiers lately."),
@@ -86,6 +90,7 @@ def test_code_is_not_checked_as_prose() -> None:
 
 def test_plain_sentences_pass() -> None:
     good = (
-        "Whether it is read depends on its state. The well-known tier is well below its capacity."
+        "Whether it is read depends on its state. The well-known tier is well below its capacity. "
+        "A size such as 64GiB is stored as a number."
     )
     assert found_in_markdown(f"## What may enter a tier\n\n{good}\n") == []

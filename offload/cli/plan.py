@@ -34,7 +34,7 @@ YEARS = 5.0
 MixText = Annotated[
     str,
     typer.Option(
-        help="Requests without a trace, as users=200,turns=6; also gap, hours, and the tokens of "
+        help="Requests without a trace, e.g. users=200,turns=6; also gap, hours, and the tokens of "
         "system, prompt and answer."
     ),
 ]
@@ -59,18 +59,18 @@ TokenBytes = Annotated[
 def plan(
     context: typer.Context,
     model: Annotated[str, typer.Argument(help="Model as for vllm serve, or --token-bytes.")] = "",
-    cpu: Annotated[str, typer.Option(help="CPU tier, as 64GiB.")] = "",
-    disk: Annotated[str, typer.Option(help="Disk tier, as 2TiB.")] = "",
+    cpu: Annotated[str, typer.Option(help="CPU tier, e.g. 64GiB.")] = "",
+    disk: Annotated[str, typer.Option(help="Disk tier, e.g. 2TiB.")] = "",
     trace: Annotated[Path | None, typer.Option(help="Requests (see kvtiers simulate).")] = None,
     mix: MixText = "",
     policy: Annotated[str, typer.Option(help="Policy of the CPU tier.")] = "adaptive",
     disk_policy: Annotated[str, typer.Option(help="Policy of the disk tier.")] = "lru",
-    link: Annotated[str, typer.Option(help="Bytes per second to each GPU, as 25GB.")] = "",
-    disk_read: Annotated[str, typer.Option(help="Bytes per second of the disk, as 3GB.")] = "",
+    link: Annotated[str, typer.Option(help="Bytes per second to each GPU, e.g. 25GB.")] = "",
+    disk_read: Annotated[str, typer.Option(help="Bytes per second of the disk, e.g. 3GB.")] = "",
     prefill_tokens_per_s: Prefill = 0.0,
     gpu_tflops: Tflops = 0.0,
     parameters: Parameters = 0.0,
-    write_budget: Annotated[str, typer.Option(help="Bytes to write per day, as 2TB.")] = "",
+    write_budget: Annotated[str, typer.Option(help="Bytes to write per day, e.g. 2TB.")] = "",
     endurance: Endurance = "",
     years: Annotated[float, typer.Option(min=0.1, help="Years that the disk must last.")] = YEARS,
     token_bytes: TokenBytes = "",
@@ -114,7 +114,7 @@ def plan(
 
 def _check(problems: Problems, model: str, given: str, flags: list[str], cpu: str) -> None:
     if not cpu:
-        problems.add("--cpu", "is required", "Give the memory of the CPU tier, as 64GiB.")
+        problems.add("--cpu", "is required", "Give the memory of the CPU tier, e.g. 64GiB.")
     if model.startswith("-"):  # options are passed on to vLLM only after a model
         problems.add(model, "is not an option", "Flags of vLLM come after MODEL; see --help.")
     elif bool(model) == bool(given):

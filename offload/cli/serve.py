@@ -30,12 +30,12 @@ CPU_VARIABLE, DISK_VARIABLE = "KVTIERS_CPU", "KVTIERS_DISK"
 
 Cpu = Annotated[
     str,
-    typer.Option(help=f"Host memory for KV blocks, as 32GiB. (default: {CPU_VARIABLE}, or a "
+    typer.Option(help=f"Host memory for KV blocks, e.g. 32GiB. (default: {CPU_VARIABLE}, or a "
                  "quarter of the memory)"),
 ]  # fmt: skip
 Disk = Annotated[
     list[str] | None,
-    typer.Option(help="Folder and space for KV blocks, as /data/kv:200GiB. Repeatable, fastest "
+    typer.Option(help="Folder and space for KV blocks, e.g. /data/kv:200GiB. Repeatable, fastest "
                  f"first. (default: {DISK_VARIABLE}, several with commas, or none)"),
 ]  # fmt: skip
 

@@ -46,7 +46,7 @@ EPILOG = f"Policies: {', '.join(policy_names())}, or module:Class."
 WRONG = 2
 """Exit code for an invalid command line, as in the other commands."""
 TIMING_HELP = (
-    "Use the arrival times, at these speeds in tokens/s, as prefill=10000,decode=50; also "
+    "Use the arrival times, at these speeds in tokens/s, e.g. prefill=10000,decode=50; also "
     "read=20000, in_flight=16 and rate=1 (the defaults). Needs --lower-capacity."
 )
 LOOK_AHEAD = 0.25
@@ -94,7 +94,7 @@ def simulate(
     block_bytes: BlockBytes = None,
     timing: Annotated[str, typer.Option(help=TIMING_HELP)] = "",
     look_ahead: LookAhead = None,
-    part: Annotated[str, typer.Option(help="Only this part of each trace, as 0.5:1.")] = "0:1",
+    part: Annotated[str, typer.Option(help="Only this part of each trace, e.g. 0.5:1.")] = "0:1",
     jobs: Processes = 0,
     csv: Annotated[Path | None, typer.Option(help="Write the rows as CSV.")] = None,
     plot: Annotated[Path | None, typer.Option(help="Plot hit ratios (needs matplotlib).")] = None,

@@ -47,7 +47,7 @@ class Mix:
             match = _PART.fullmatch(part.strip())
             if match is None or match[1] not in known:
                 names = ", ".join(known)
-                fix = f"Write name=number with {names}, as users=200,turns=6"
+                fix = f"Write name=number with {names}, e.g. users=200,turns=6"
                 raise ValueError(f'has "{part}". {fix}')
             given[match[1]] = float(match[2])
         whole = {name: int(value) for name, value in given.items() if type(known[name]) is int}

@@ -67,7 +67,7 @@ class Speeds:
                 number = math.nan
             if name not in known:
                 wanted = ", ".join(sorted(known))
-                problems.append(f'"{name}" is unknown; use {wanted}, as prefill=8000,read=20000')
+                problems.append(f'"{name}" is unknown; use {wanted}, e.g. prefill=8000,read=20000')
             elif not 0 < number < math.inf or (name == "in_flight" and number % 1):
                 kind = "a positive whole number" if name == "in_flight" else "a positive number"
                 problems.append(f'{name} must be {kind} (got "{value}")')
