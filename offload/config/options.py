@@ -445,7 +445,7 @@ register_tier_type(
                 "protocol",
                 choice("tcp", "rdma"),
                 "tcp",
-                "Transport protocol. `rdma` was never tested by the authors.",
+                "Transport protocol. `rdma` has never been tested by the authors.",
             ),
             Field("device", text("mlx5_0,mlx5_1"), "", "RDMA devices to use.", "all"),
             Field(

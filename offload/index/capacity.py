@@ -52,8 +52,8 @@ class Capacity(ABC):
         return locations
 
     def take_bytes(self, size: int) -> bool:
-        """Take many locations at once, given the sum of their sizes, if a location *is* its size.
-        Returns ``False``, with nothing taken, if locations are not sizes or do not fit."""
+        """Take many locations at once if a location is simply its size; ``size`` is their sum.
+        Returns ``False``, with nothing taken, otherwise or if they do not fit."""
         return False
 
     @abstractmethod

@@ -2,9 +2,9 @@
 help.
 
 ``build_layout`` checks a ``LayoutInput`` and returns the ``ModelLayout`` that the rest of the
-package works with. One error lists every misfit of every group. A hint is a changed input with the
-advice that leads to it. It is printed only if the checks pass on the changed input. If no single
-hint helps, pairs are tried.
+package works with. One error lists every misfit of every group. A hint is advice, together with the
+input that results from following it. It is printed only if the checks pass on that input. If no
+single hint helps, pairs are tried.
 """
 
 from __future__ import annotations

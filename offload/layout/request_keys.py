@@ -59,8 +59,8 @@ class RequestKeys(Sequence[bytes]):
         return keys_max - left
 
     def first(self, count: int) -> Sequence[bytes]:
-        """The first ``count`` keys. The caller must not change the list: it is not a copy if it has
-        all keys of a request that has ended."""
+        """The first ``count`` keys. The result may be the list itself and not a copy: do not change
+        it."""
         self._ask(0, min(count, self._count))
         return self._keys if count >= len(self._keys) else self._keys[:count]
 

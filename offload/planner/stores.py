@@ -69,7 +69,7 @@ class StorePlanner:
         self._entered = 0  # number of chunks that have entered any tier
         # set if nothing can be evicted in this step, so that eviction is not tried again
         self._is_full = False
-        # set if a request has found only its own chunks to evict in this step
+        # set if a request could only have evicted its own chunks in this step
         self._is_full_of_own = False
         # set if the next victim waits to be written: stores that can wait must wait, too
         self._waits = False
@@ -174,7 +174,8 @@ class StorePlanner:
         if evict and is_patient and self._cpu.unwritten:
             self._waits = True
         elif evict:
-            # Two requests rarely own the same chunks: after the second one nothing is evictable.
+            # Two requests rarely own the same chunks. If the second one finds no victim either,
+            # nothing can be evicted.
             self._is_full = self._is_full_of_own or not own
             if own:
                 self._is_full_of_own = True
@@ -187,7 +188,8 @@ class StorePlanner:
         while self.late.chunks:
             batch, own = self.late.take()
             settled = self.plan(batch, own)
-            if settled < len(batch) and (settled or self.storing):  # else waiting makes no space
+            # otherwise waiting would free no space
+            if settled < len(batch) and (settled or self.storing):
                 self.late.put_back(batch.part(settled, len(batch)), own)
                 return
 

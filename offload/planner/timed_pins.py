@@ -72,7 +72,7 @@ class _Kept:
 
 
 class TimedPins:
-    """Kept chunks of every tier, at most ``share`` of each tier's capacity."""
+    """The pinned chunks of every tier, at most ``share`` of each tier's capacity."""
 
     def __init__(
         self,
@@ -101,7 +101,7 @@ class TimedPins:
         self.refused += len(held) - kept
         for position, key in enumerate(held[:kept]):
             if key != keys[position]:
-                # this chunk is gone, so the chunks after it cannot belong to a prefix
+                # `keys[position]` is gone, so the chunks after it cannot belong to a prefix
                 return position
         return kept
 

@@ -1,4 +1,4 @@
-"""SIEVE: a FIFO with a hand that evicts keys which were not used since it last passed them.
+"""SIEVE: a FIFO with a hand that evicts keys which have not been used since it last passed them.
 
 Y. Zhang, J. Yang, Y. Yue, Y. Vigfusson, K. V. Rashmi, "SIEVE is simpler than LRU: an efficient
 turn-key eviction algorithm for web caches", NSDI 2024.

@@ -84,7 +84,7 @@ class Trace:
         return total
 
     def part(self, start: float, stop: float) -> Trace:
-        """The requests between two shares of the trace, for validation on a held-out part."""
+        """The requests between two fractions of the trace, for validation on a held-out part."""
         count = len(self.requests)
         chosen = self.requests[int(count * start) : int(count * stop)]
         return Trace(f"{self.name}[{start:g}:{stop:g}]", self.block_tokens, chosen, self.meta)

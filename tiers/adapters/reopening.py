@@ -1,6 +1,6 @@
 """A tier that reopens after its medium has failed as a whole.
 
-If a disk is unplugged, remounted or cleared under an open tier, every operation is a
+If a disk is unplugged, remounted or cleared under an open tier, every operation raises
 ``TierIoError`` until the tier is closed and opened again. This tier does so in the next operation,
 at most once per ``RETRY_S``; operations that arrive meanwhile wait. Callers that try rarely (probes
 of a circuit breaker) therefore put no load on a broken disk.
@@ -45,8 +45,8 @@ logger = logging.getLogger(__name__)
 
 RETRY_S = 1.0
 CLOSE_WAIT_S = 2.0
-"""Time limit for an attempt to wait until the failed tier is closed, and for a close to wait for
-    an attempt."""
+"""Time limit for waiting: an attempt waits for the failed tier to close, and a close waits for an
+attempt."""
 
 T = TypeVar("T")
 Wrapped = TypeVar("Wrapped", bound=Tier)
@@ -105,8 +105,8 @@ class ReopeningTier(Tier, Generic[Wrapped]):
         return info
 
     async def _begin_noted(self, info: TierInfo) -> TierInfo:
-        """Store the epoch that the tier was opened with, or begin a later one if its records cannot
-        be trusted. Returns the tier's info after that. Raises ``TierError``."""
+        """Store the epoch with which the tier was opened, or begin a later one if its records
+        cannot be trusted. Returns the tier's info after that. Raises ``TierError``."""
         is_believed = self._keep_epoch is None or self._is_shared
         trouble = "" if is_believed else judge_epochs(info.found_epoch, self._noted_epoch)
         if not trouble:

@@ -178,7 +178,7 @@ class EventTicket(FutureTicket):
 @dataclass(frozen=True, slots=True)
 class CopyWay:
     """One way in which an engine can copy a group in one direction (``store`` or ``load``): its
-    name, True if the engine uses it, and the bytes per second that it reached, if measured."""
+    name, whether the engine uses it, and the bytes per second that it reached, if measured."""
 
     group: int
     direction: str

@@ -1,8 +1,8 @@
 """The file tier that engines of several machines share: one record per file.
 
 ``shared_folder`` describes the files and how the capacity is kept. There is no central process, so
-the capacity is a bound: each engine evicts the least recently used records when it finds too many.
-Nothing about the folder is cached: every query goes to the file system.
+the capacity is not exact: an engine that finds the folder above it evicts the least recently used
+records. Nothing about the folder is cached: every query goes to the file system.
 
 ``reset`` starts a new epoch, because the weights of this engine have changed. This engine is the
 only user of the new epoch, and no engine finds records of the old one any more. Another machine may

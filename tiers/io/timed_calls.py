@@ -15,7 +15,8 @@ from tiers.io.threads import DaemonThreads
 
 ASK_TIMEOUT_S = 2.0
 ASKING_MAX = 8
-"""Limits the calls in progress. If ``count`` calls hang, the next one fails at once."""
+"""Maximum number of calls that have not returned, including those that wait for a thread. A further
+call fails at once."""
 
 T = TypeVar("T")
 

@@ -100,9 +100,9 @@ class MooncakeClient:
     def close(self) -> None:
         """Leave the store. Records in this process's segment are lost for all engines.
 
-        If the master does not answer, closing the client takes a quarter of a minute in which no
-        other Python thread runs, because Mooncake holds the GIL; its destructor does the same. So
-        in that case the client is kept until the process ends, which also leaves the store.
+        If the master does not answer, closing the client takes 15 s, during which no other Python
+        thread runs, because Mooncake holds the GIL; its destructor does the same. So in that case
+        the client is kept until the process ends, which also leaves the store.
         """
         if _is_reachable(self._settings.master) and self._answers():
             self._store.close()
@@ -274,7 +274,7 @@ class MooncakeClient:
 
 def _joined(settings: MooncakeSettings) -> Any:
     """Return a client that has joined the store. This first checks that the master is reachable:
-    Mooncake would try for a minute, in which no other Python thread runs."""
+    Mooncake would try for a minute, during which no other Python thread runs."""
     for address in (settings.master, urlsplit(settings.metadata).netloc):
         if address and not _is_reachable(address):
             raise TierIoError(f"nothing listens at {address}, where a Mooncake master should be")

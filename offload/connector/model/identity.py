@@ -51,7 +51,7 @@ _LOADER_HARMLESS = (
     "enable_multithread_load num_threads concurrency memory_limit distributed num_readers "
     "verify_hash enable_weights_track"
 )
-"""Keys of ``model_loader_extra_config`` that configure how weights are read, not which."""
+"""Keys of ``model_loader_extra_config`` that decide how weights are read, but not which weights."""
 
 
 def namespace_fields(

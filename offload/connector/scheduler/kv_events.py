@@ -1,4 +1,4 @@
-"""Publishes vLLM's KV events for the tiers, which tell routers which blocks the tiers have gained
+"""Publishes KV events for the tiers, from which routers learn which blocks the tiers have gained
 and lost.
 
 A chunk is named by the block hash at its end, as vLLM's own offloading connector does. The other

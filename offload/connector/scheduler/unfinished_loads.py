@@ -1,4 +1,4 @@
-"""Tracks the loads whose end vLLM has not been notified of. Their requests hold GPU blocks.
+"""Tracks loads that have not been reported to vLLM as ended. Their requests hold GPU blocks.
 
 Separate from `offload.requests.request_state`, because the order of loads concerns all requests.
 """
