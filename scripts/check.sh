@@ -15,6 +15,7 @@ trap 'kill "$mypy" 2>/dev/null; rm -f "$report"' EXIT
 step ruff check .
 step ruff format --check .
 step python scripts/prose.py
+step python scripts/commit_subjects.py
 step python -m pytest -q tests/test_tidy.py
 echo "--- mypy"
 wait "$mypy" || status=1
