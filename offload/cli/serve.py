@@ -84,7 +84,8 @@ def serve(
 
 
 def _wrong_model(model: str, flags: list[str], *, is_started: bool) -> tuple[str, str] | None:
-    """Say why vLLM would not find the model, for which it needs half a minute, and what to do."""
+    """Say why vLLM would not find the model, and what to do. vLLM itself takes half a minute to
+    report this."""
     found = wrong_path(model, flags)
     return found or (wrong_name(model, flags, os.environ) if is_started else None)
 

@@ -135,7 +135,7 @@ class KvTiersConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  
     def requires_piecewise_for_cudagraph(cls, extra_config: dict[str, Any]) -> bool:
         """Return False: the connector does no work per layer, so full CUDA graphs are possible.
 
-        Check the configuration as early as possible: vLLM calls this while it parses its flags.
+        This also checks the configuration, because vLLM calls it early, while it parses its flags.
         """
         ServerSetup.check(extra_config)
         return False
@@ -147,7 +147,7 @@ class KvTiersConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  
         This is not the default: vLLM then cannot split blocks for kernels that need small ones, and
         it fails at start. At this point the kernels are not known yet (docs/decisions/0024).
 
-        Ignore a faulty configuration: the full check that follows reports every problem.
+        A faulty configuration is ignored here: the full check that follows reports every problem.
         """
         config, _ = draft_config(vllm_config.kv_transfer_config.kv_connector_extra_config)
         return "BLHNC" if config.kv_layout == "block_contiguous" else None

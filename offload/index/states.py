@@ -134,8 +134,8 @@ def entered_by(event: ChunkEvent, locations: Locations) -> dict[bytes, int]:
 def pinned_in_place(
     event: ChunkEvent, pins: int, locations: Locations
 ) -> tuple[list[dict[bytes, int]], Mapping[bytes, int]]:
-    """Two results: the dicts in which this event leaves chunks where they are and adds this number
-    of pins (for ``UNPIN``, only to chunks that have pins), and all other dicts as one mapping."""
+    """Return the dicts whose chunks this event leaves where they are, and all other dicts as one
+    mapping. The event adds ``pins`` to the chunks that stay (``UNPIN``: to those with pins)."""
     row = TRANSITIONS[event]
     stay: list[dict[bytes, int]] = []
     move: list[dict[bytes, int]] = []

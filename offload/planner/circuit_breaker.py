@@ -62,7 +62,7 @@ class CircuitBreaker:
                 self._open(now, min(2 * self._wait_s, self._wait_max_s))
 
     def tick(self, now: float) -> None:
-        """Set the time; the wait can be over now."""
+        """Set the time, which may end the wait for the next probe."""
         if self.state is BreakerState.OPEN and now >= self._retry_at:
             self._enter(BreakerState.HALF_OPEN)
 

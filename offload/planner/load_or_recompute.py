@@ -158,7 +158,7 @@ class LoadOrRecompute:
 
     @property
     def speed(self) -> float | None:
-        """Tokens that the tier delivers per second: that of loads or, while too few have been
+        """The rate at which the tier delivers: that of its loads or, while too few have been
         measured since the last probe, that of the probe."""
         return self.rate.value() or self._probed
 
@@ -239,8 +239,8 @@ class LoadOrRecompute:
             self._wait_s = RETRY_S
 
     def observe_late(self, tokens: int, seconds: float, now: float) -> None:
-        """Count a load from this tier that took longer than a request waits: one such load is
-        enough."""
+        """Count a load from this tier that took longer than a request waits. Its rate replaces all
+        earlier measurements."""
         self.rate.clear()
         for _ in range(SAMPLES_MIN):
             self.observe_load(tokens, seconds, now)

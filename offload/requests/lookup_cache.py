@@ -73,10 +73,10 @@ class KnownRange:
         return asked
 
     def _batch(self) -> int:
-        """The next chunks to query.
+        """The number of chunks to query next.
 
-        A few chunks if the first one is likely to be missing, as for a new prompt. A single one if
-        the next chunk was missing before, because it usually still is.
+        It is small if the first chunk is likely to be missing, as for a new prompt. It is 1 if the
+        next chunk was missing before, because it usually still is.
         """
         if self.has_gap:
             return 1

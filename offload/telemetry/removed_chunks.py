@@ -19,7 +19,7 @@ REMOVALS_MAX = 16_384
 
 
 class RemovalLog:
-    """About the last ``keys_max`` keys that a tier can no longer provide, though another tier may.
+    """Logs roughly the last ``keys_max`` keys that left a tier; another tier may still have them.
 
     ``count`` is the number of removals so far, and can be passed to ``since`` later as a mark.
     """
@@ -88,7 +88,7 @@ class Removed:
 
 
 class RemovalCauses:
-    """About the last ``keys_max`` keys, each with its latest removal."""
+    """Remembers roughly the last ``keys_max`` keys, each with its latest removal."""
 
     def __init__(self, keys_max: int = REMEMBERED_MAX) -> None:
         self._keys_max = keys_max

@@ -89,7 +89,7 @@ class Segments(Generic[SpanT]):
         return segment.live == len(keys) - segment.start
 
     def left(self, segment: Segment[SpanT], keys: Sequence[Key]) -> None:
-        """Record that keys were removed from ``of``; usually they were its tail."""
+        """Record that these keys of the segment, usually its tail, were removed from ``of``."""
         segment.live -= len(keys)
         start = segment.start
         if segment.keys[start : start + len(keys)] == keys:

@@ -42,7 +42,8 @@ class GdsfPolicy(EvictionPolicy):
         self._scale = depth_scale
         self._entries: dict[Key, _Prioritized] = {}
         self._heap: list[_Item] = []
-        self._stayed: list[_Item] = []  # had to stay in the latest search, and wait beside the heap
+        # items that had to stay in the latest search, and wait beside the heap
+        self._stayed: list[_Item] = []
         self._order = counter()
         self._clock = 0.0
 

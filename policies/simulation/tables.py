@@ -1,7 +1,7 @@
 """A table for a terminal of any width, for all commands that print tables.
 
-``rich`` breaks words and numbers where a table is too wide. This table is drawn without vertical
-lines there, and where that is too wide as well, each row becomes a block of lines.
+``rich`` breaks words and numbers if a table is too wide. This table then omits its vertical lines.
+If it is still too wide, it shows each row as a block of lines.
 """
 
 from __future__ import annotations
@@ -83,5 +83,5 @@ class FittingTable:
 
 
 def _width_needed(heading: str) -> int:
-    """The longest word. A heading of four columns is not broken at all."""
+    """The width of the longest word. A heading of up to four columns is not broken at all."""
     return max([min(4, cell_len(heading)), *map(cell_len, heading.split())])

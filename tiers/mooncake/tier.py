@@ -239,7 +239,7 @@ class MooncakeTier(SharedTier):
         return result
 
     def _back(self) -> None:
-        """Handle that the master answers again. It may be a new, empty master."""
+        """Handle the return of the master, which may be a new, empty one."""
         if self._is_failing:
             self._is_failing = False
             self._counts["returns"] += 1

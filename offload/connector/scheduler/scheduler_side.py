@@ -251,7 +251,7 @@ class SchedulerSide:
         return wanted
 
     def finished(self, request: Request, block_ids: tuple[list[int], ...]) -> dict[str, Any] | None:
-        """The request ends and vLLM is about to free its blocks: store the missing chunks.
+        """Store the missing chunks of a request that ends; vLLM is about to free its blocks.
 
         Returns the report to the client, if the client sent controls or hints.
         """
