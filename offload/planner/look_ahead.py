@@ -60,8 +60,8 @@ COUNTED = ("read", "used", "late", "wasted")
 
 @dataclass(slots=True, eq=False)
 class _Want:
-    """The chunks that a waiting request will load. Of its ``chunks`` in all, ``runs`` may have only
-    the head. The chunks before chunk ``at`` of run ``run``
+    """The chunks that a waiting request will load. Of its ``chunks`` in all, ``batches`` may have
+    only the head. The batches before ``batch_at``, and the chunks of this one before ``chunk_at``,
     need no more attention; ``behind`` is the tier whose reads in flight the next one waits for, if
     any. ``read`` are those that were read ahead for it, and ``flying`` counts those that are still
     being read. Once the first chunk was read, ``place`` is the request's position in the queue at
@@ -69,11 +69,11 @@ class _Want:
 
     request: str
     order: tuple[Any, ...]
-    runs: Sequence[ChunkBatch]
+    batches: Sequence[ChunkBatch]
     keys: frozenset[bytes]
     chunks: int
-    run: int = 0
-    at: int = 0
+    batch_at: int = 0
+    chunk_at: int = 0
     behind: int | None = None
     flying: int = 0
     read: set[bytes] = field(default_factory=set)
@@ -84,7 +84,7 @@ class _Want:
     @property
     def is_open(self) -> bool:
         """True if some of the chunks still need attention."""
-        return self.run < len(self.runs)
+        return self.batch_at < len(self.batches)
 
 
 _order_of = attrgetter("order")
@@ -155,10 +155,10 @@ class LookAhead:
         is_counted = want is not None and (want.is_open or want in closed)
         return len(self._open) + len(closed) - is_counted
 
-    def runs(self, request: str) -> Sequence[ChunkBatch]:
+    def batches(self, request: str) -> Sequence[ChunkBatch]:
         """The chunks that a waiting request will load; none if it is not known."""
         want = self._wants.get(request)
-        return () if want is None else want.runs
+        return () if want is None else want.batches
 
     def has_read(self, request: str) -> bool:
         """True if chunks were read for a waiting request, or are being read."""
@@ -173,25 +173,25 @@ class LookAhead:
         is_read = not want.is_open and want.flying <= NEAR_END_SHARE * len(want.read)
         return ReadProgress(is_read, self._since.get(want))
 
-    def enter(self, request: str, order: tuple[Any, ...], runs: Sequence[ChunkBatch]) -> None:
+    def enter(self, request: str, order: tuple[Any, ...], batches: Sequence[ChunkBatch]) -> None:
         """Add a waiting request that will load these chunks (without blocks, in prefix order), or
         examine the chunks of a known one again. Requests with the smallest ``order`` run first; it
         does not change. Of a very long prompt, only the head is read ahead."""
         with self._forgets_all_on_error():
-            if runs or request in self._wants:
-                self._enter(request, order, runs)
+            if batches or request in self._wants:
+                self._enter(request, order, batches)
 
-    def _enter(self, request: str, order: tuple[Any, ...], runs: Sequence[ChunkBatch]) -> None:
-        chunks = sum(map(len, runs))
-        chunks_max = max(1, min(AHEAD_REQUEST_MAX, self._wanted_max) // max(1, len(runs)))
-        runs = [run.part(0, chunks_max) for run in runs]
-        keys = frozenset(chain.from_iterable(run.keys for run in runs))
+    def _enter(self, request: str, order: tuple[Any, ...], batches: Sequence[ChunkBatch]) -> None:
+        chunks = sum(map(len, batches))
+        chunks_max = max(1, min(AHEAD_REQUEST_MAX, self._wanted_max) // max(1, len(batches)))
+        batches = [batch.part(0, chunks_max) for batch in batches]
+        keys = frozenset(chain.from_iterable(batch.keys for batch in batches))
         want = self._wants.get(request)
         if want is not None:
-            self._renew(want, runs, keys)
+            self._renew(want, batches, keys)
             want.chunks = chunks
         else:
-            want = self._wants[request] = _Want(request, order, runs, keys, chunks)
+            want = self._wants[request] = _Want(request, order, batches, keys, chunks)
             insort(self.queue, want, key=_order_of)
             insort(self._open, want, key=_order_of)
             if _place(self.queue, want) < self._wanting:
@@ -199,17 +199,21 @@ class LookAhead:
                 self._wanting += 1
         self._limit_wanted()
 
-    def _renew(self, want: _Want, runs: Sequence[ChunkBatch], keys: frozenset[bytes]) -> None:
+    def _renew(self, want: _Want, batches: Sequence[ChunkBatch], keys: frozenset[bytes]) -> None:
         """Examine a request's chunks, which may have changed, from the first that is missing."""
         if _place(self.queue, want) < self._wanting:
             self._forget_wanted(want)
             self._wanted.update(keys)
         if want.is_open:
             del self._open[_place(self._open, want)]
-        chunks = ((n, at, key) for n, run in enumerate(runs) for at, key in enumerate(run.keys))
-        missing = ((n, at) for n, at, key in chunks if self._cpu.is_absent(key))
-        want.runs, want.keys, want.behind = runs, keys, None
-        want.run, want.at = next(missing, (len(runs), 0))
+        missing = (
+            (batch_at, chunk_at)
+            for batch_at, batch in enumerate(batches)
+            for chunk_at, key in enumerate(batch.keys)
+            if self._cpu.is_absent(key)
+        )
+        want.batches, want.keys, want.behind = batches, keys, None
+        want.batch_at, want.chunk_at = next(missing, (len(batches), 0))
         if want.is_open:
             insort(self._open, want, key=_order_of)
         gone = want.read - keys
@@ -240,7 +244,7 @@ class LookAhead:
             self._forget_wanted(want)
             self._limit_wanted()
         self._since.pop(want, None)
-        used = want.read.intersection(chain.from_iterable(run.keys for run in load))
+        used = want.read.intersection(chain.from_iterable(batch.keys for batch in load))
         late = used & self._sources.promoting.keys()
         saved_s = 0.0
         for key in used:
@@ -393,13 +397,13 @@ class LookAhead:
     def _look(self, want: _Want, tiers: Sequence[int], chunks_max: int) -> tuple[int, bool]:
         """Examine the next chunks of a request and read those that only lower ``tiers`` hold.
         Returns how many were examined, and whether the CPU tier has no space for more."""
-        run = want.runs[want.run]
-        part = run.part(want.at, min(len(run), want.at + chunks_max))
+        batch = want.batches[want.batch_at]
+        part = batch.part(want.chunk_at, min(len(batch), want.chunk_at + chunks_max))
         missing = part.chosen(list(map(self._cpu.is_absent, part.keys)))
         left = missing.part(0, max(0, self._room))
         # examined again later; the value is the tier whose reads in flight they wait for, if any
         rest: dict[bytes, int | None] = dict.fromkeys(missing.keys[len(left) :])
-        read, is_full = run.origin.controls.read, False
+        read, is_full = batch.origin.controls.read, False
         for tier in tiers:
             if read is not None and tier not in read:
                 continue
@@ -415,9 +419,9 @@ class LookAhead:
             rest |= dict.fromkeys(mine.keys[count:], tier)
         stop = next(filter(rest.__contains__, part.keys), None)
         want.behind = None if stop is None else rest[stop]
-        want.at += len(part) if stop is None else part.keys.index(stop)
-        if want.at == len(run):
-            want.run, want.at = want.run + 1, 0
+        want.chunk_at += len(part) if stop is None else part.keys.index(stop)
+        if want.chunk_at == len(batch):
+            want.batch_at, want.chunk_at = want.batch_at + 1, 0
         if not want.is_open:
             del self._open[_place(self._open, want)]
         return len(part), is_full

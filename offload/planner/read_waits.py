@@ -172,10 +172,10 @@ class ReadWaits:
 
     def _expect(self, request: str, now: float) -> _Wait | None:
         """A wait that may begin; ``None`` if there is nothing to wait for."""
-        runs = self._ahead.runs(request)
-        if not runs or len(self._waits) >= READ_WAITS_MAX:
+        batches = self._ahead.batches(request)
+        if not batches or len(self._waits) >= READ_WAITS_MAX:
             return None
-        tokens = self._sources.expected(runs, runs[0].origin.controls.read)
+        tokens = self._sources.expected(batches, batches[0].origin.controls.read)
         tokens.pop(CPU, None)
         if not tokens or not all(self._health[tier].readable for tier in tokens):
             return None  # no request waits for a tier that is slower than computing

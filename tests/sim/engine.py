@@ -77,8 +77,8 @@ class Engine(Server):
         """Tell look-ahead what a waiting request will load at most, or tell it again."""
         chain = request.chain[:-1]
         if chain and not request.failed and self.planner.look_ahead.is_on:
-            runs = [self._keys_wanted(chain, group) for group in GROUPS]
-            self.planner.look_ahead.enter(request.name, (request.place,), runs)
+            batches = [self._keys_wanted(chain, group) for group in GROUPS]
+            self.planner.look_ahead.enter(request.name, (request.place,), batches)
 
     def _enter_again(self) -> None:
         """Look again at the chunks of the requests that have come to the front of the queue."""

@@ -181,10 +181,10 @@ class WaitingRequests:
             self._planner.budget.lookups.take(waiting.cached // min(self._block_tokens))
         if self._planner.presence.tiers and self._may_learn_more(waiting, waiting.cached, now):
             return False
-        runs = self._lookups.ahead(state, request, waiting.cached)
-        if runs is None:
+        batches = self._lookups.ahead(state, request, waiting.cached)
+        if batches is None:
             return False
-        self._planner.look_ahead.enter(request.request_id, waiting.order, runs)
+        self._planner.look_ahead.enter(request.request_id, waiting.order, batches)
         return True
 
     def _may_learn_more(self, waiting: _WaitingRequest, cached: int, now: float) -> bool:

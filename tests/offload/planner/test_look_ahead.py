@@ -43,7 +43,7 @@ class Queue:
         self.reading: list[LoadJob] = []
 
     def wait(self, name: str, numbers: Iterable[int], *order: int, **origin: object) -> None:
-        self.ahead.enter(name, order, [run(numbers, **origin)])
+        self.ahead.enter(name, order, [batch(numbers, **origin)])
 
     def step(self, seconds: float = 0.01) -> list[int]:
         """Run a step; return the chunks whose reads ahead it begins."""
@@ -78,7 +78,7 @@ def number(key: bytes) -> int:
     return int.from_bytes(key[:8], "big")
 
 
-def run(numbers: Iterable[int], **origin: object) -> ChunkBatch:
+def batch(numbers: Iterable[int], **origin: object) -> ChunkBatch:
     keys = list(map(key_of, numbers))
     depths = range(16, 16 * (len(keys) + 1), 16)
     return ChunkBatch(keys, 0, (), depths, RequestOrigin(**origin))  # type: ignore[arg-type]  # tests give what fits
@@ -106,7 +106,7 @@ def test_what_the_request_loads_is_used_and_the_rest_is_given_up() -> None:
     queue.wait("one", range(10), 1)
     queue.step()
     queue.end()
-    use = queue.ahead.leave("one", [run(range(6))])
+    use = queue.ahead.leave("one", [batch(range(6))])
     assert use == AheadUse(tokens=6 * 16, wasted_tokens=4 * 16)
     assert queue.ahead.counts == {"read": 10, "used": 6, "late": 0, "wasted": 4}
     totals = queue.planner.totals()
@@ -125,7 +125,7 @@ def test_a_load_that_still_waits_for_its_read_is_late() -> None:
     queue = Queue()
     queue.wait("one", range(10), 1)
     queue.step()
-    use = queue.ahead.leave("one", [run(range(10))])
+    use = queue.ahead.leave("one", [batch(range(10))])
     assert use == AheadUse(tokens=160, late_tokens=160)
     assert queue.ahead.counts == {"read": 10, "used": 10, "late": 10, "wasted": 0}
 
@@ -135,12 +135,12 @@ def test_the_saved_time_is_that_of_reads_that_were_used_and_not_late() -> None:
     queue.wait("one", range(10), 1)
     queue.step()
     queue.end(9, seconds=2.0)
-    use = queue.ahead.leave("one", [run([*range(4), 9])])
+    use = queue.ahead.leave("one", [batch([*range(4), 9])])
     assert use.saved_s == pytest.approx(4 * 2.0 / 10)
     assert queue.planner.totals()["ahead_saved_seconds"] == use.saved_s
     queue.wait("late", range(20, 30), 2)
     queue.step()
-    assert queue.ahead.leave("late", [run(range(20, 30))]).saved_s == 0.0
+    assert queue.ahead.leave("late", [batch(range(20, 30))]).saved_s == 0.0
     queue.end(seconds=5.0)
     assert queue.ahead.saved_s == pytest.approx(0.8)
     assert queue.ahead._took_s == {}, "nothing is kept for chunks that no request waits for"
@@ -154,7 +154,7 @@ def test_an_heir_saves_the_time_of_what_was_read_for_another() -> None:
     queue.end(seconds=1.0)
     queue.ahead.leave("one")
     assert queue.ahead.saved_s == 0.0
-    queue.ahead.leave("two", [run(range(5, 10))])
+    queue.ahead.leave("two", [batch(range(5, 10))])
     assert queue.ahead.saved_s == pytest.approx(0.5)
 
 
@@ -167,7 +167,7 @@ def test_what_a_request_lost_before_it_left_is_wasted() -> None:
     queue.end(3)
     assert queue.ahead.counts["wasted"] == 1
     queue.ahead.forget_all()
-    assert queue.ahead.leave("one", [run(range(10))]) == AheadUse(wasted_tokens=10 * 16)
+    assert queue.ahead.leave("one", [batch(range(10))]) == AheadUse(wasted_tokens=10 * 16)
     assert queue.ahead.leave("one") == NOT_READ_AHEAD, "it is counted once"
     assert queue.ahead.leave("two") == AheadUse(wasted_tokens=3 * 16)
     assert not queue.ahead._wasted
@@ -182,7 +182,7 @@ def test_what_was_read_for_a_request_that_leaves_goes_to_the_next_that_wants_it(
     assert queue.ahead.leave("one") == AheadUse(wasted_tokens=5 * 16), "not what the next one wants"
     assert queue.held() == list(range(5, 15))
     assert queue.ahead.counts["wasted"] == 5
-    assert queue.ahead.leave("two", [run(range(5, 15))]) == AheadUse(tokens=10 * 16)
+    assert queue.ahead.leave("two", [batch(range(5, 15))]) == AheadUse(tokens=10 * 16)
     assert queue.held() == []
     assert queue.ahead.counts == {"read": 15, "used": 10, "late": 0, "wasted": 5}
 
@@ -195,7 +195,7 @@ def test_a_request_is_late_only_if_others_overtake_it_after_its_read() -> None:
     queue.step()
     queue.end()
     queue.step(look_ahead.AHEAD_STALE_S - 1)
-    queue.ahead.leave("first", [run(range(10))])
+    queue.ahead.leave("first", [batch(range(10))])
     assert queue.step(2.0) == list(range(10, 20)), "it has waited for a minute"
     queue.end()
     queue.step()
@@ -230,7 +230,7 @@ def test_in_a_queue_of_minutes_each_chunk_is_read_once_and_used() -> None:
         for _ in range(20):
             queue.step(look_ahead.AHEAD_STALE_S / 60)
             queue.end()
-        queue.ahead.leave(name, [run(numbers)])
+        queue.ahead.leave(name, [batch(numbers)])
     assert queue.ahead.counts == {"read": 100, "used": 100, "late": 0, "wasted": 0}
 
 
@@ -247,7 +247,7 @@ def test_a_request_that_others_overtake_for_minutes_loses_what_was_read_for_it()
         queue.wait(f"urgent{number}", (), number)
         queue.step(look_ahead.AHEAD_STALE_S / 4)
     assert queue.held() == []
-    use = queue.ahead.leave("patient", [run(range(10))])
+    use = queue.ahead.leave("patient", [batch(range(10))])
     assert use == AheadUse(wasted_tokens=10 * 16), "once it has left"
 
 
@@ -276,7 +276,7 @@ def test_a_request_that_enters_again_reads_what_is_missing_by_then() -> None:
     assert queue.step() == [0, 1, 2, 4]
     queue.end()
     assert queue.evictable() == []
-    assert queue.ahead.leave("one", [run(range(10))]) == AheadUse(160, wasted_tokens=16)
+    assert queue.ahead.leave("one", [batch(range(10))]) == AheadUse(160, wasted_tokens=16)
     assert queue.ahead.counts == {"read": 11, "used": 10, "late": 0, "wasted": 1}
 
 
@@ -294,7 +294,7 @@ def test_a_request_that_enters_again_gives_up_what_it_no_longer_loads() -> None:
     assert queue.evictable() == list(range(6)), "none of its chunks is left in any tier"
     queue.ahead.enter("three", (3,), [])
     assert queue.ahead.leave("one") == AheadUse(wasted_tokens=8 * 16)
-    assert queue.ahead.leave("two", [run(range(8, 12))]) == AheadUse(4 * 16)
+    assert queue.ahead.leave("two", [batch(range(8, 12))]) == AheadUse(4 * 16)
     assert not any((queue.ahead.queue, queue.ahead._wanted, queue.ahead._since))
 
 
@@ -358,7 +358,7 @@ def test_what_was_read_is_not_evicted_before_its_request_leaves() -> None:
     queue.step()
     queue.end()
     assert queue.evictable() == []
-    queue.ahead.leave("one", [run(range(10))])
+    queue.ahead.leave("one", [batch(range(10))])
     assert queue.evictable() == list(range(10))
 
 
@@ -382,7 +382,7 @@ def test_what_the_next_requests_want_is_evicted_last(left: Sequence[str], kept: 
     queue.wait("one", range(200, 215), 1)
     queue.wait("two", range(215, 230), 2)
     for name in left:
-        queue.ahead.leave(name, [run(range(200, 215))])
+        queue.ahead.leave(name, [batch(range(200, 215))])
     queue.planner.cpu.evict(25)
     assert sorted(map(number, queue.planner.cpu.resident)) == list(kept)
 
@@ -436,9 +436,9 @@ def test_a_chunk_that_was_dropped_is_read_for_the_request_that_wants_it_next() -
     queue.wait("two", range(4), 2)
     assert queue.step() == [2]
     queue.end()
-    assert queue.ahead.leave("one", [run(range(4))]) == AheadUse(3 * 16, wasted_tokens=16)
+    assert queue.ahead.leave("one", [batch(range(4))]) == AheadUse(3 * 16, wasted_tokens=16)
     assert queue.held() == [2]
-    assert queue.ahead.leave("two", [run(range(4))]) == AheadUse(16)
+    assert queue.ahead.leave("two", [batch(range(4))]) == AheadUse(16)
     assert queue.held() == []
     assert queue.ahead.counts == {"read": 5, "used": 4, "late": 0, "wasted": 1}
 

@@ -26,7 +26,7 @@ from offload.planner.read_waits import (
 )
 from offload.planner.tier_health import HealthLimits, TierHealths
 from tests.offload.planner.simulated_ranks import key_of
-from tests.offload.planner.test_look_ahead import Queue, run
+from tests.offload.planner.test_look_ahead import Queue, batch
 
 LIMIT_S = 10.0
 SCARCE, AMPLE = (
@@ -140,7 +140,7 @@ def test_what_the_cpu_tier_holds_is_not_waited_for() -> None:
     waits = Waits(ALWAYS)
     waits.begins("one", range(10), 1)
     waits.end()
-    waits.ahead.leave("one", [run(range(10))])
+    waits.ahead.leave("one", [batch(range(10))])
     waits.wait("two", range(10), 2)
     assert waits.ask("two") is Action.BEGIN
     assert waits.planner.totals()["read_waits"] == 1, "only the first"
@@ -169,7 +169,7 @@ def test_reads_that_take_too_long_are_given_up() -> None:
     waits.now += 1
     assert waits.ask("one") is Action.LATE
     waits.end()
-    waits.ahead.leave("one", [run(range(10))])
+    waits.ahead.leave("one", [batch(range(10))])
     waits.waits.leave("one", waits.now)
     waits.now += LIMIT_S
     assert waits.step() == list(range(20, 30))
