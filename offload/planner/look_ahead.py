@@ -100,7 +100,8 @@ class LookAhead:
     ``share`` of the CPU tier may hold chunks that were read ahead and not used yet, but at most
     half of what clients have not pinned; 0 turns reading ahead off. ``queue`` has the waiting
     requests in the order in which they will run. ``planned`` are the jobs that have not been sent
-    yet. ``counts`` are the chunks that were read, those loaded by the requests that they were read
+    yet. ``reads_begun`` is the number of jobs planned so far: while it grows, there is progress.
+    ``counts`` are the chunks that were read, those loaded by the requests that they were read
     for (``used``), those of them that were still being read when the load was planned (``late``),
     and those given up (``wasted``). ``saved_s`` adds up the time of the reads of used chunks that
     were not late.
@@ -109,6 +110,7 @@ class LookAhead:
     def __init__(self, context: PlannerContext, sources: LoadSources, share: float) -> None:
         self.queue: list[_Want] = []
         self.planned: list[LoadJob] = []
+        self.reads_begun = 0
         self.counts = dict.fromkeys(COUNTED, 0)
         self.saved_s = 0.0
         self._bytes = dict.fromkeys(COUNTED, 0)
@@ -447,6 +449,7 @@ class LookAhead:
         rows = zip(keys, grant.locations, strict=True)
         items = [LoadItem(key, chunks.group, (), slot, tier) for key, slot in rows]
         self.planned.append(LoadJob(job, "", items, is_ahead=True))
+        self.reads_begun += 1
         if not self._held.keys().isdisjoint(keys):
             self._lost(keys)
         self._hold(keys, want)

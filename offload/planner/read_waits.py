@@ -183,7 +183,7 @@ class ReadWaits:
         break_even, total = self._health[tier].break_even, sum(tokens.values())
         before = sum(wait.tokens for wait in self._waits.values()) + break_even.reads.tokens
         read_s = None if break_even.speed is None else (before + total) / break_even.speed
-        return _Wait(now, tier, total, read_s, self._ahead.counts["read"])
+        return _Wait(now, tier, total, read_s, self._ahead.reads_begun)
 
     def _outlook(
         self,
@@ -194,7 +194,7 @@ class ReadWaits:
         computing: Callable[[], int],
     ) -> Outlook:
         ahead, break_even = self._ahead, self._health[wait.tier].break_even
-        progress, begun = ahead.progress(request), ahead.counts["read"]
+        progress, begun = ahead.progress(request), ahead.reads_begun
         wait.idle = 0 if ahead.is_reading or begun > wait.begun else wait.idle + 1
         wait.begun = begun
         since = now if progress is None or progress.since is None else progress.since
