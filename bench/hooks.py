@@ -171,7 +171,7 @@ class Bed:
     def fill_and_wait(self, clock: Clock) -> list[Any]:
         """Fill the CPU tier, and let requests wait whose chunks are the oldest in it. Returns the
         requests; the clock gets the time of each arrival, with the step's plan."""
-        from offload.planner.look_ahead import WANTED_MAX
+        from offload.planner.look_ahead import WANTED_CHUNKS_MAX
         from policies.base import EntryInfo
 
         capacity = self.planner.cpu.space.capacity
@@ -190,7 +190,7 @@ class Bed:
             clock.time("build plan", lambda: self.side.build_plan(_output()))
             clock.next_step()
         wanted = len(self.planner.cpu.retention.wanted)
-        assert wanted == min(WANTED_MAX, len(oldest)), (wanted, len(oldest))
+        assert wanted == min(WANTED_CHUNKS_MAX, len(oldest)), (wanted, len(oldest))
         clock.end("wait")
         return requests
 

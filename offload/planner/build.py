@@ -18,7 +18,7 @@ from offload.index.tier_index import TierIndex
 from offload.layout.groups import GroupLayout
 from offload.messages.report import RankState
 from offload.planner.planner import Planner
-from offload.planner.presence import KNOWN_MAX, SharedLimits
+from offload.planner.presence import KNOWN_CHUNKS_MAX, SharedLimits
 from offload.planner.tier_health import HealthLimits, TierHealths
 from offload.planner.work_limits import WorkLimits
 from offload.planner.write_through import QueueSettings
@@ -110,7 +110,7 @@ def _lower_index(config: OffloadConfig, ranks: Sequence[RankState], tier: int) -
     state = ranks[0].tiers[tier]
     # the index has only the chunks known so far; the tier manages its capacity itself
     if state.shared:
-        space = ByteCapacity(KNOWN_MAX * max(state.footprints.values()))
+        space = ByteCapacity(KNOWN_CHUNKS_MAX * max(state.footprints.values()))
     low = settings.low_watermark / settings.high_watermark
     name = ranks[0].tiers[tier].name
     return TierIndex(name, space, make_policy(settings.policy.spec), low_watermark=low)

@@ -13,7 +13,7 @@ from itertools import count
 from offload.index.chunk_batch import ChunkBatch
 from offload.planner.own_chunks import OwnChunks
 
-LATE_MAX = 2048
+LATE_CHUNKS_MAX = 2048
 """Number of chunks that may wait: each step compares their blocks with those that it overwrites."""
 
 
@@ -32,7 +32,7 @@ class LateStores:
     def add(self, batch: ChunkBatch, own: OwnChunks | None) -> None:
         """Queue these chunks of an ended request, as many as the limit allows. ``own`` has its
         other chunks, which must not be evicted for these."""
-        self._append(batch.part(0, LATE_MAX - self.chunks), own)
+        self._append(batch.part(0, LATE_CHUNKS_MAX - self.chunks), own)
 
     def take(self) -> tuple[ChunkBatch, OwnChunks | None]:
         """Remove and return the chunks of the request that ended first."""

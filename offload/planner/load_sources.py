@@ -18,7 +18,7 @@ from offload.planner.jobs import Job, Pins
 from offload.planner.step_budget import EVICTED_COST
 from policies.base import EntryInfo
 
-SAMPLE = 256
+SAMPLED_CHUNKS = 256
 """Number of chunks of a long load from which its sources are estimated in advance."""
 
 
@@ -93,7 +93,7 @@ class LoadSources:
         counts: Counter[tuple[int, int]] = Counter()
         tiers = [t for t in range(CPU, len(self._lower)) if read is None or t in read]
         for batch in batches:
-            left = sample = batch.keys[:: -(-len(batch) // SAMPLE)]
+            left = sample = batch.keys[:: -(-len(batch) // SAMPLED_CHUNKS)]
             rest = len(batch)
             for tier in tiers[:-1]:
                 resident = (self._cpu if tier == CPU else self._lower[tier]).resident

@@ -23,7 +23,7 @@ from offload.planner.presence import PresenceCache
 from offload.planner.step_budget import ACCEPTED_COST, LOAD_PART_MAX, PROBE_CHUNKS
 from policies.hints import LOW
 
-FAILED_MAX = 256
+FAILED_LOADS_MAX = 256
 """Number of failed loads that are remembered."""
 NOBODY = LoadItem(b"", 0, (), STAGED, IN_SLAB)
 """Stands for a chunk that no tier holds; a load with such a chunk fails."""
@@ -113,7 +113,7 @@ class LoadPlanner:
         self, context: PlannerContext, sources: LoadSources, presence: PresenceCache
     ) -> None:
         self.loading = self.holding = 0
-        self._failed: deque[tuple[str, JobResult]] = deque(maxlen=FAILED_MAX)
+        self._failed: deque[tuple[str, JobResult]] = deque(maxlen=FAILED_LOADS_MAX)
         self.held = LoadHolds()
         self._sources = sources
         self._presence = presence

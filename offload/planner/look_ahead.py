@@ -29,9 +29,9 @@ from offload.planner.load_sources import LoadSources
 from offload.planner.step_budget import (
     AHEAD_HEIRS_MAX,
     AHEAD_LEAVES,
-    AHEAD_OPEN_MAX,
-    AHEAD_REQUEST_MAX,
-    AHEAD_WANTED_MAX,
+    AHEAD_OPEN_REQUESTS_MAX,
+    AHEAD_REQUEST_CHUNKS_MAX,
+    AHEAD_WANTED_REQUESTS_MAX,
     EVICT_COST,
 )
 from policies.hints import LOW
@@ -43,7 +43,7 @@ AHEAD_FLYING_MAX = 64
 nothing from the others."""
 WANTED_SHARE = 0.5
 """The chunks that are evicted last are at most this share of the CPU tier."""
-WANTED_MAX = 2000
+WANTED_CHUNKS_MAX = 2000
 """They are also at most this many, because an eviction may have to pass all of them: with 4,096 a
 step took up to 2.7 ms, with 16,384 up to 4 ms."""
 AHEAD_STALE_S = 60.0
@@ -185,7 +185,7 @@ class LookAhead:
 
     def _enter(self, request: str, order: tuple[Any, ...], batches: Sequence[ChunkBatch]) -> None:
         chunks = sum(map(len, batches))
-        chunks_max = max(1, min(AHEAD_REQUEST_MAX, self._wanted_max) // max(1, len(batches)))
+        chunks_max = max(1, min(AHEAD_REQUEST_CHUNKS_MAX, self._wanted_max) // max(1, len(batches)))
         batches = [batch.part(0, chunks_max) for batch in batches]
         keys = frozenset(chain.from_iterable(batch.keys for batch in batches))
         want = self._wants.get(request)
@@ -266,7 +266,7 @@ class LookAhead:
 
     @property
     def _wanted_max(self) -> int:
-        return min(WANTED_MAX, int(self._cpu.space.capacity * WANTED_SHARE))
+        return min(WANTED_CHUNKS_MAX, int(self._cpu.space.capacity * WANTED_SHARE))
 
     def _limit_wanted(self) -> None:
         """Mark the chunks of the next requests as wanted, so that they are evicted last, as far as
@@ -274,7 +274,7 @@ class LookAhead:
         while len(self._wanted) > self._wanted_max:
             self._wanting -= 1
             self._forget_wanted(self.queue[self._wanting])
-        for want in self.queue[self._wanting : self._wanting + AHEAD_WANTED_MAX]:
+        for want in self.queue[self._wanting : self._wanting + AHEAD_WANTED_REQUESTS_MAX]:
             if len(self._wanted) + len(want.keys) > self._wanted_max:
                 break
             self._wanted.update(want.keys)
@@ -368,11 +368,11 @@ class LookAhead:
     def _read_on(self) -> None:
         budget, health = self._context.budget, self._context.health
         readable, working, ahead = health.readable_tiers(), health.ahead_tiers(), budget.ahead
-        for want in self._open[:AHEAD_OPEN_MAX]:
+        for want in self._open[:AHEAD_OPEN_REQUESTS_MAX]:
             # A part of a prompt saves less computing than its load takes from a slower tier.
             tiers = working if want.chunks <= self._held_max else readable
             while want.is_open and self._may_read(want, tiers):
-                if ahead.left <= 0 or self._room <= 0 or budget.above(AHEAD_LEAVES) <= 0:
+                if ahead.left <= 0 or self._chunks_left <= 0 or budget.above(AHEAD_LEAVES) <= 0:
                     return
                 looked, is_full = self._look(want, tiers, min(ahead.left, AHEAD_BATCH))
                 ahead.take(looked)
@@ -387,7 +387,7 @@ class LookAhead:
         return int(min(self._share * capacity, (capacity - self._cpu.retention.kept) / 2))
 
     @property
-    def _room(self) -> int:
+    def _chunks_left(self) -> int:
         """The number of chunks for which the share of the CPU tier has space."""
         return self._held_max - len(self._held)
 
@@ -402,7 +402,7 @@ class LookAhead:
         batch = want.batches[want.batch_at]
         part = batch.part(want.chunk_at, min(len(batch), want.chunk_at + chunks_max))
         missing = part.chosen(list(map(self._cpu.is_absent, part.keys)))
-        left = missing.part(0, max(0, self._room))
+        left = missing.part(0, max(0, self._chunks_left))
         # examined again later; the value is the tier whose reads in flight they wait for, if any
         rest: dict[bytes, int | None] = dict.fromkeys(missing.keys[len(left) :])
         read, is_full = batch.origin.controls.read, False

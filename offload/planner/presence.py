@@ -20,7 +20,7 @@ from offload.planner.context import PlannerContext
 from offload.planner.step_budget import EXPIRED_MAX
 from policies.base import EntryInfo
 
-KNOWN_MAX = 262_144
+KNOWN_CHUNKS_MAX = 262_144
 """Maximum number of chunks of one tier that are remembered as present; the same maximum applies to
 chunks remembered as absent."""
 STEPS_MIN = 3
@@ -310,7 +310,7 @@ def _due(known: dict[bytes, float], now: float) -> Iterable[bytes]:
     taken = 0
     while known and taken < EXPIRED_MAX:
         key, until = next(iter(known.items()))
-        if until > now and len(known) <= KNOWN_MAX:
+        if until > now and len(known) <= KNOWN_CHUNKS_MAX:
             return
         del known[key]
         taken += 1

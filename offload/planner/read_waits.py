@@ -18,7 +18,7 @@ from offload.planner.context import PlannerContext
 from offload.planner.load_or_recompute import Cut
 from offload.planner.load_sources import LoadSources
 from offload.planner.look_ahead import LookAhead
-from offload.planner.step_budget import READ_WAITS_MAX
+from offload.planner.step_budget import READ_WAIT_REQUESTS_MAX
 
 AUTO, ALWAYS, NEVER = CHOICES = ("auto", "always", "never")
 WORTH_S, WORTH_STEPS = 0.1, 8
@@ -173,7 +173,7 @@ class ReadWaits:
     def _expect(self, request: str, now: float) -> _Wait | None:
         """A wait that may begin; ``None`` if there is nothing to wait for."""
         batches = self._ahead.batches(request)
-        if not batches or len(self._waits) >= READ_WAITS_MAX:
+        if not batches or len(self._waits) >= READ_WAIT_REQUESTS_MAX:
             return None
         tokens = self._sources.expected(batches, batches[0].origin.controls.read)
         tokens.pop(CPU, None)

@@ -45,21 +45,21 @@ PIECES = 2
 
 # -- waiting requests, in chunks unless stated otherwise
 
-MATCHED_MAX = 64
+MATCHED_REQUESTS_MAX = 64
 """Number of requests that are matched in a step, so that look-ahead knows their chunks."""
-MATCHED_AGAIN_MAX = 2
+MATCHED_AGAIN_REQUESTS_MAX = 2
 """Number of requests at the front of the queue that are matched again, once."""
-READ_WAITS_MAX = 64
+READ_WAIT_REQUESTS_MAX = 64
 """Number of requests that wait for their reads: vLLM asks for each of them in every step."""
 AHEAD_LOOK_MAX = 128
 """Number of chunks of waiting requests that look-ahead looks up in a step."""
-AHEAD_OPEN_MAX = 64
+AHEAD_OPEN_REQUESTS_MAX = 64
 """Number of waiting requests that look-ahead reads for in a step."""
-AHEAD_WANTED_MAX = 2
+AHEAD_WANTED_REQUESTS_MAX = 2
 """Number of requests whose chunks become wanted at a time: a long prompt has thousands."""
 AHEAD_HEIRS_MAX = 8
 """Number of next requests that may take over what was read for one that has left."""
-AHEAD_REQUEST_MAX = 2048
+AHEAD_REQUEST_CHUNKS_MAX = 2048
 """Number of chunks of one waiting request that look-ahead reads and protects: adding them takes a
 quarter of a millisecond."""
 

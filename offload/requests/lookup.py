@@ -17,7 +17,7 @@ from offload.index.chunk_batch import UNKNOWN, ChunkBatch, RequestOrigin
 from offload.layout.keys import CPU
 from offload.layout.prefix_match import PrefixMatcher, present_in
 from offload.planner.load_or_recompute import Cut
-from offload.planner.load_sources import SAMPLE
+from offload.planner.load_sources import SAMPLED_CHUNKS
 from offload.planner.planner import Planner
 from offload.planner.presence import PendingLookup
 from offload.requests.lookup_cache import PartialLookup
@@ -110,7 +110,7 @@ def _tokens_read(
     most = 0
     chunks_of = matcher.load_ranges(tail.start, tail.stop)
     for group, mine, chunks in zip(matcher.layout.groups, keys, chunks_of, strict=True):
-        sample = mine[chunks.start : chunks.stop : 1 + len(chunks) // SAMPLE]
+        sample = mine[chunks.start : chunks.stop : 1 + len(chunks) // SAMPLED_CHUNKS]
         if sample:
             absent = present(sample).count(0) * len(chunks) // len(sample)
             most = max(most, absent * group.chunk_tokens)

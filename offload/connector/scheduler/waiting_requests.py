@@ -21,7 +21,7 @@ from offload.planner.ahead_use import AheadUse
 from offload.planner.planner import Planner
 from offload.planner.presence import PendingLookup
 from offload.planner.read_waits import Action, BlockDemand
-from offload.planner.step_budget import MATCHED_AGAIN_MAX, MATCHED_MAX
+from offload.planner.step_budget import MATCHED_AGAIN_REQUESTS_MAX, MATCHED_REQUESTS_MAX
 from offload.requests.lookup import Lookups
 from offload.requests.request_state import RequestState
 
@@ -153,12 +153,12 @@ class WaitingRequests:
 
     def advance(self, now: float) -> None:
         """Match the requests that run first, as far as the step allows."""
-        for waiting in self._queue[:MATCHED_AGAIN_MAX]:
+        for waiting in self._queue[:MATCHED_AGAIN_REQUESTS_MAX]:
             if not waiting.is_next:
                 waiting.is_next = True
                 self._set_due(waiting)
         allowance = self._planner.budget.lookups
-        for waiting in self._due[:MATCHED_MAX]:
+        for waiting in self._due[:MATCHED_REQUESTS_MAX]:
             if allowance.left <= 0:
                 return
             _remove(self._due, waiting)  # a request that fails here is not tried again

@@ -6,7 +6,7 @@ from offload.index.capacity import SlotCapacity
 from offload.index.chunk_batch import ChunkBatch, GroupInfo
 from offload.index.tier_index import TierIndex
 from offload.messages.report import JobResult, StepReport
-from offload.planner.late_stores import LATE_MAX
+from offload.planner.late_stores import LATE_CHUNKS_MAX
 from offload.planner.planner import Planner
 from offload.planner.work_limits import WorkLimits
 from policies.eviction.lru import LruPolicy
@@ -105,10 +105,10 @@ def test_chunks_for_which_no_space_will_be_free_are_given_up() -> None:
 
 def test_few_chunks_wait() -> None:
     planner = make()
-    planner.stores.late.add(run(0, LATE_MAX - 1), None)
-    planner.stores.late.add(run(LATE_MAX, 2 * LATE_MAX), None)
-    planner.stores.late.add(run(2 * LATE_MAX, 3 * LATE_MAX), None)
-    assert planner.stores.late.chunks == LATE_MAX
+    planner.stores.late.add(run(0, LATE_CHUNKS_MAX - 1), None)
+    planner.stores.late.add(run(LATE_CHUNKS_MAX, 2 * LATE_CHUNKS_MAX), None)
+    planner.stores.late.add(run(2 * LATE_CHUNKS_MAX, 3 * LATE_CHUNKS_MAX), None)
+    assert planner.stores.late.chunks == LATE_CHUNKS_MAX
 
 
 def test_chunks_that_another_request_has_stored_are_not_stored_again() -> None:

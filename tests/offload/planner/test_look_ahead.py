@@ -413,7 +413,7 @@ def test_an_error_ends_look_ahead_and_not_the_steps_after_it(
 
 
 def test_a_long_prompt_enters_with_its_head_only(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(look_ahead, "AHEAD_REQUEST_MAX", 4)
+    monkeypatch.setattr(look_ahead, "AHEAD_REQUEST_CHUNKS_MAX", 4)
     queue = Queue()
     queue.wait("one", range(10), 1)
     assert queue.step() == [0, 1, 2, 3]

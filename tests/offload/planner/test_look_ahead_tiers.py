@@ -142,7 +142,7 @@ def test_a_slow_tier_is_probed_while_nothing_is_read_ahead_from_it() -> None:
 def test_a_slow_tier_is_read_only_for_prompts_of_which_the_share_holds_all(
     chunks: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(look_ahead, "AHEAD_REQUEST_MAX", 5)
+    monkeypatch.setattr(look_ahead, "AHEAD_REQUEST_CHUNKS_MAX", 5)
     queue = Queue(slots=40)
     slower_than_computing(queue)
     queue.wait("one", range(chunks), 1)

@@ -257,7 +257,7 @@ def test_a_preempted_request_does_not_wait_again() -> None:
 
 
 def test_few_requests_wait_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(read_waits, "READ_WAITS_MAX", 1)
+    monkeypatch.setattr(read_waits, "READ_WAIT_REQUESTS_MAX", 1)
     waits = Waits(ALWAYS)
     waits.begins("one", range(10), 1)
     waits.wait("two", range(20, 30), 2)
