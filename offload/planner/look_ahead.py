@@ -15,7 +15,7 @@ from collections import Counter, defaultdict
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from itertools import chain, repeat
+from itertools import chain
 from operator import attrgetter, not_
 from typing import Any
 
@@ -31,9 +31,9 @@ from offload.planner.step_budget import (
     AHEAD_LEAVES,
     AHEAD_OPEN_REQUESTS_MAX,
     AHEAD_REQUEST_CHUNKS_MAX,
-    AHEAD_WANTED_REQUESTS_MAX,
     EVICT_COST,
 )
+from offload.planner.wanted_soon import WantedSoon
 from policies.hints import LOW
 
 AHEAD_BATCH = 16
@@ -41,11 +41,6 @@ AHEAD_BATCH = 16
 AHEAD_FLYING_MAX = 64
 """Maximum number of chunks of one tier whose reads ahead are in flight: a tier that hangs takes
 nothing from the others."""
-WANTED_SHARE = 0.5
-"""The chunks that are evicted last are at most this share of the CPU tier."""
-WANTED_CHUNKS_MAX = 2000
-"""They are also at most this many, because an eviction may have to pass all of them: with 4,096 a
-step took up to 2.7 ms, with 16,384 up to 4 ms."""
 AHEAD_STALE_S = 60.0
 """When others have overtaken a request for this long, so that it has made no progress in the queue,
 the chunks read for it may be evicted."""
@@ -124,14 +119,13 @@ class LookAhead:
         self._held: dict[bytes, _Want] = {}  # read ahead, with the request that waits for it
         self._took_s: dict[bytes, float] = {}  # of those: time of the read, once it has ended
         self._wasted: defaultdict[str, list[bytes]] = defaultdict(list)  # by request that waits
-        self._wanted: Counter[bytes] = Counter()  # by the first ``_wanting`` requests of the queue
-        self._wanting = 0
+        self._wanted = WantedSoon(self.queue, context.cpu)
         self._flying = [0] * len(context.lower)  # chunks that are being read, by tier
         self._left = 0  # requests that have left the queue
         self._flights: dict[int, _Want] = {}  # by job: whose chunks it reads
         self._full: tuple[int, int] | None = None  # the jobs that had ended, and steps since
         self._now = 0.0
-        context.cpu.retention.look_ahead(self._held, self._wanted)
+        context.cpu.retention.look_ahead(self._held, self._wanted.keys)
 
     @property
     def is_on(self) -> bool:
@@ -185,7 +179,8 @@ class LookAhead:
 
     def _enter(self, request: str, order: tuple[Any, ...], batches: Sequence[ChunkBatch]) -> None:
         chunks = sum(map(len, batches))
-        chunks_max = max(1, min(AHEAD_REQUEST_CHUNKS_MAX, self._wanted_max) // max(1, len(batches)))
+        chunks_max = min(AHEAD_REQUEST_CHUNKS_MAX, self._wanted.chunks_max)
+        chunks_max = max(1, chunks_max // max(1, len(batches)))
         batches = [batch.part(0, chunks_max) for batch in batches]
         keys = frozenset(chain.from_iterable(batch.keys for batch in batches))
         want = self._wants.get(request)
@@ -196,16 +191,12 @@ class LookAhead:
             want = self._wants[request] = _Want(request, order, batches, keys, chunks)
             insort(self.queue, want, key=_order_of)
             insort(self._open, want, key=_order_of)
-            if _place(self.queue, want) < self._wanting:
-                self._wanted.update(keys)
-                self._wanting += 1
-        self._limit_wanted()
+            self._wanted.enter(_place(self.queue, want), keys)
 
     def _renew(self, want: _Want, batches: Sequence[ChunkBatch], keys: frozenset[bytes]) -> None:
         """Examine a request's chunks, which may have changed, from the first that is missing."""
-        if _place(self.queue, want) < self._wanting:
-            self._forget_wanted(want)
-            self._wanted.update(keys)
+        old, want.keys = want.keys, keys
+        self._wanted.replace(_place(self.queue, want), old, keys)
         if want.is_open:
             del self._open[_place(self._open, want)]
         missing = (
@@ -214,7 +205,7 @@ class LookAhead:
             for chunk_at, key in enumerate(batch.keys)
             if self._cpu.is_absent(key)
         )
-        want.batches, want.keys, want.behind = batches, keys, None
+        want.batches, want.behind = batches, None
         want.batch_at, want.chunk_at = next(missing, (len(batches), 0))
         if want.is_open:
             insort(self._open, want, key=_order_of)
@@ -241,10 +232,7 @@ class LookAhead:
         self._left += 1
         if want.is_open:
             del self._open[_place(self._open, want)]
-        if place < self._wanting:
-            self._wanting -= 1
-            self._forget_wanted(want)
-            self._limit_wanted()
+        self._wanted.leave(place, want.keys)
         self._since.pop(want, None)
         used = want.read.intersection(chain.from_iterable(batch.keys for batch in load))
         late = used & self._sources.promoting.keys()
@@ -263,28 +251,6 @@ class LookAhead:
         groups = self._context.groups
         counts = Counter(map(group_of, keys))
         return max((n * groups[group].chunk_tokens for group, n in counts.items()), default=0)
-
-    @property
-    def _wanted_max(self) -> int:
-        return min(WANTED_CHUNKS_MAX, int(self._cpu.space.capacity * WANTED_SHARE))
-
-    def _limit_wanted(self) -> None:
-        """Mark the chunks of the next requests as wanted, so that they are evicted last, as far as
-        the limit allows."""
-        while len(self._wanted) > self._wanted_max:
-            self._wanting -= 1
-            self._forget_wanted(self.queue[self._wanting])
-        for want in self.queue[self._wanting : self._wanting + AHEAD_WANTED_REQUESTS_MAX]:
-            if len(self._wanted) + len(want.keys) > self._wanted_max:
-                break
-            self._wanted.update(want.keys)
-            self._wanting += 1
-
-    def _forget_wanted(self, want: _Want) -> None:
-        counts = list(map(self._wanted.pop, want.keys, repeat(1)))
-        if counts.count(1) < len(counts):  # other requests want some of them, too
-            rest = zip(want.keys, counts, strict=True)
-            self._wanted.update({key: count - 1 for key, count in rest if count > 1})
 
     def _release(self, want: _Want, rest: Collection[bytes]) -> None:
         """Allow the eviction of chunks that were read for a request that does not use them, unless
@@ -435,7 +401,7 @@ class LookAhead:
         infos = context.groups[chunks.group].entries(chunks, 1)
         patient = not self._cpu.unwritten.is_behind
         evict = chunks.origin.priority != LOW
-        grant = self._cpu.reserve(chunks.keys, infos, self._wanted, evict=evict, patient=patient)
+        grant = self._cpu.reserve(chunks.keys, infos, self._wanted.keys, evict=evict, patient=patient)
         if grant.evicted:
             context.stats.evicted(CPU, grant.evicted)
             context.budget.spend(EVICT_COST * len(grant.evicted))
@@ -498,10 +464,11 @@ class LookAhead:
         self._waste(self._held)
         for state in (
             *(self.queue, self._wants, self._open, self._since),
-            *(self._held, self._took_s, self._wanted),
+            *(self._held, self._took_s),
         ):
             state.clear()
-        self._wanting, self._full = 0, None
+        self._wanted.clear()
+        self._full = None
 
     def totals(self) -> dict[str, float]:
         """The counts in bytes of the first lower tier, and the saved time, by flat name."""

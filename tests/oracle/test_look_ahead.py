@@ -281,7 +281,7 @@ def test_requests_that_go_away_give_up_what_was_read_for_them(tmp_path: Path) ->
             served.scheduler.finish_requests(name, RequestStatus.FINISHED_ABORTED)
         served.drain()
         assert not served.planner.look_ahead._held
-        assert not served.planner.look_ahead._wanted
+        assert not served.planner.look_ahead._wanted.keys
         counts = served.counts()
         assert counts["read"] == counts["used"] + counts["wasted"]
         assert counts["wasted"] > 0
@@ -417,7 +417,7 @@ def test_a_change_of_weights_ends_all_reads_ahead(tmp_path: Path) -> None:
             if served.planner.look_ahead._held:
                 served.change_weights()
         ahead = served.planner.look_ahead
-        assert not any((ahead._wants, ahead._held, ahead._wanted))
+        assert not any((ahead._wants, ahead._held, ahead._wanted.keys))
         served.drain()
         assert not ahead.is_reading
         assert served.counts()["wasted"] > 0
@@ -450,7 +450,7 @@ def test_doubt_about_the_weights_ends_reads_ahead(tmp_path: Path) -> None:
         ahead = served.planner.look_ahead
         assert ahead.queue
         side(served).hold()
-        assert not any((ahead.queue, ahead._held, ahead._wanted))
+        assert not any((ahead.queue, ahead._held, ahead._wanted.keys))
         read = served.counts()["read"]
         for _ in range(9):
             served.step()

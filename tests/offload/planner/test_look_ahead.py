@@ -295,7 +295,7 @@ def test_a_request_that_enters_again_gives_up_what_it_no_longer_loads() -> None:
     queue.ahead.enter("three", (3,), [])
     assert queue.ahead.leave("one") == AheadUse(wasted_tokens=8 * 16)
     assert queue.ahead.leave("two", [batch(range(8, 12))]) == AheadUse(4 * 16)
-    assert not any((queue.ahead.queue, queue.ahead._wanted, queue.ahead._since))
+    assert not any((queue.ahead.queue, queue.ahead._wanted.keys, queue.ahead._since))
 
 
 def test_what_a_request_wants_when_it_enters_again_is_evicted_last() -> None:
