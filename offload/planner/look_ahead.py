@@ -11,8 +11,7 @@ them. Pure.
 from __future__ import annotations
 
 from bisect import bisect_left, insort
-from collections import Counter, defaultdict
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from itertools import chain
@@ -22,7 +21,7 @@ from typing import Any
 from offload.index.chunk_batch import ChunkBatch
 from offload.layout.keys import CPU, group_of
 from offload.messages.plan import LoadItem, LoadJob
-from offload.planner.ahead_use import NOT_READ_AHEAD, AheadUse, ReadProgress
+from offload.planner.ahead_use import NOT_READ_AHEAD, AheadCounts, AheadUse, ReadProgress
 from offload.planner.context import PlannerContext
 from offload.planner.jobs import Job, JobKind
 from offload.planner.load_sources import LoadSources
@@ -50,7 +49,6 @@ or when a job has ended: each attempt examines every chunk that must stay."""
 NEAR_END_SHARE = 1 / 8
 """The reads of a request are near their end when this share of them is left: its load waits for
 them."""
-COUNTED = ("read", "used", "late", "wasted")
 
 
 @dataclass(slots=True, eq=False)
@@ -96,19 +94,14 @@ class LookAhead:
     half of what clients have not pinned; 0 turns reading ahead off. ``queue`` has the waiting
     requests in the order in which they will run. ``planned`` are the jobs that have not been sent
     yet. ``reads_begun`` is the number of jobs planned so far: while it grows, there is progress.
-    ``counts`` are the chunks that were read, those loaded by the requests that they were read
-    for (``used``), those of them that were still being read when the load was planned (``late``),
-    and those given up (``wasted``). ``saved_s`` adds up the time of the reads of used chunks that
-    were not late.
+    ``counts`` says how many chunks were read, and what came of them.
     """
 
     def __init__(self, context: PlannerContext, sources: LoadSources, share: float) -> None:
         self.queue: list[_Want] = []
         self.planned: list[LoadJob] = []
         self.reads_begun = 0
-        self.counts = dict.fromkeys(COUNTED, 0)
-        self.saved_s = 0.0
-        self._bytes = dict.fromkeys(COUNTED, 0)
+        self.counts = AheadCounts(context.groups, context.ranks)
         self._context = context
         self._cpu = context.cpu
         self._sources = sources
@@ -117,8 +110,6 @@ class LookAhead:
         self._open: list[_Want] = []  # requests of the queue that still need attention
         self._since: dict[_Want, float] = {}  # when the first chunk was read, by ``seen``
         self._held: dict[bytes, _Want] = {}  # read ahead, with the request that waits for it
-        self._took_s: dict[bytes, float] = {}  # of those: time of the read, once it has ended
-        self._wasted: defaultdict[str, list[bytes]] = defaultdict(list)  # by request that waits
         self._wanted = WantedSoon(self.queue, context.cpu)
         self._flying = [0] * len(context.lower)  # chunks that are being read, by tier
         self._left = 0  # requests that have left the queue
@@ -223,8 +214,8 @@ class LookAhead:
         if want is not None:
             with self._forgets_all_on_error():
                 use = self._leave(want, load)
-        wasted = self._wasted.pop(request, ())
-        return replace(use, wasted_tokens=self._tokens(wasted)) if wasted else use
+        wasted = self.counts.take_wasted(request)
+        return replace(use, wasted_tokens=wasted) if wasted else use
 
     def _leave(self, want: _Want, load: Sequence[ChunkBatch] = ()) -> AheadUse:
         place = _place(self.queue, want)
@@ -236,21 +227,11 @@ class LookAhead:
         self._since.pop(want, None)
         used = want.read.intersection(chain.from_iterable(batch.keys for batch in load))
         late = used & self._sources.promoting.keys()
-        saved_s = 0.0
         for key in used:
             del self._held[key]
-            took_s = self._took_s.pop(key, 0.0)
-            saved_s += 0.0 if key in late else took_s
-        self.saved_s += saved_s
-        self._count("used", used)
-        self._count("late", late)
+        use = self.counts.used(used, late)
         self._release(want, want.read - used)
-        return AheadUse(self._tokens(used), self._tokens(late), saved_s)
-
-    def _tokens(self, keys: Iterable[bytes]) -> int:
-        groups = self._context.groups
-        counts = Counter(map(group_of, keys))
-        return max((n * groups[group].chunk_tokens for group, n in counts.items()), default=0)
+        return use
 
     def _release(self, want: _Want, rest: Collection[bytes]) -> None:
         """Allow the eviction of chunks that were read for a request that does not use them, unless
@@ -262,14 +243,7 @@ class LookAhead:
                 rest = frozenset(rest) - mine
         for key in rest:
             del self._held[key]
-            self._took_s.pop(key, None)
-        self._waste(dict.fromkeys(rest, want))
-
-    def _waste(self, reads: Mapping[bytes, _Want]) -> None:
-        """Count chunks as wasted, in total and for the requests that they were read for."""
-        for key, want in reads.items():
-            self._wasted[want.request].append(key)
-        self._count("wasted", reads.keys())
+        self.counts.wasted(dict.fromkeys(rest, want.request))
 
     def _hold(self, keys: Collection[bytes], want: _Want) -> None:
         self._held.update(dict.fromkeys(keys, want))
@@ -277,14 +251,6 @@ class LookAhead:
         if want not in self._since:
             self._since[want] = self._now
             self._see(want, _place(self.queue, want))
-
-    def _count(self, what: str, keys: Collection[bytes]) -> None:
-        if not keys:
-            return
-        self.counts[what] += len(keys)
-        groups, ranks = self._context.groups, self._context.ranks
-        for group, count in Counter(map(group_of, keys)).items():
-            self._bytes[what] += ranks * count * groups[group].footprints[0]
 
     # -- a step ------------------------------------------------------------------------------
 
@@ -302,7 +268,7 @@ class LookAhead:
             yield
         except Exception:
             self.forget_all()  # the next step must not fail again
-            self._wasted.clear()  # the request may have left
+            self.counts.forget()  # the request may have left
             raise
 
     def _see(self, want: _Want, place: int) -> None:
@@ -401,7 +367,9 @@ class LookAhead:
         infos = context.groups[chunks.group].entries(chunks, 1)
         patient = not self._cpu.unwritten.is_behind
         evict = chunks.origin.priority != LOW
-        grant = self._cpu.reserve(chunks.keys, infos, self._wanted.keys, evict=evict, patient=patient)
+        grant = self._cpu.reserve(
+            chunks.keys, infos, self._wanted.keys, evict=evict, patient=patient
+        )
         if grant.evicted:
             context.stats.evicted(CPU, grant.evicted)
             context.budget.spend(EVICT_COST * len(grant.evicted))
@@ -422,7 +390,7 @@ class LookAhead:
         self._flying[tier] += len(keys)
         want.flying += len(keys)
         self._flights[job] = want
-        self._count("read", keys)
+        self.counts.read(keys)
         return len(keys)
 
     def take(self) -> tuple[LoadJob, ...]:
@@ -443,7 +411,7 @@ class LookAhead:
             self._context.health[tier].break_even.ahead_rate.observe(tokens, job.answer.seconds)
         self._lost(bad)
         waited_for = list(filter(self._held.__contains__, good))
-        self._took_s.update(dict.fromkeys(waited_for, job.answer.seconds / len(job.fills)))
+        self.counts.arrived(waited_for, job.answer.seconds / len(job.fills))
 
     def _lost(self, keys: Iterable[bytes]) -> None:
         """Forget chunks that could not be read, or that were dropped since: no tier holds them any
@@ -451,26 +419,17 @@ class LookAhead:
         lost = {}
         for key in keys:
             want = self._held.pop(key, None)
-            self._took_s.pop(key, None)
             if want is not None:
                 want.read.discard(key)
-                lost[key] = want
+                lost[key] = want.request
                 if not want.read:
                     self._since.pop(want, None)
-        self._waste(lost)
+        self.counts.wasted(lost)
 
     def forget_all(self) -> None:
         """Forget all chunks and requests."""
-        self._waste(self._held)
-        for state in (
-            *(self.queue, self._wants, self._open, self._since),
-            *(self._held, self._took_s),
-        ):
+        self.counts.wasted({key: want.request for key, want in self._held.items()})
+        for state in (self.queue, self._wants, self._open, self._since, self._held):
             state.clear()
         self._wanted.clear()
         self._full = None
-
-    def totals(self) -> dict[str, float]:
-        """The counts in bytes of the first lower tier, and the saved time, by flat name."""
-        found: dict[str, float] = {f"ahead_{what}_bytes": n for what, n in self._bytes.items()}
-        return found | {"ahead_saved_seconds": self.saved_s}

@@ -338,7 +338,7 @@ class Planner:
         """All counters by flat name; those of a tier end in ``:`` and its name."""
         late: dict[str, float] = {"late_answers": self.jobs.late_answers}
         parts = self.write_through.totals() | self.health.totals() | self.presence.totals()
-        parts |= self.look_ahead.totals() | self.read_waits.totals()
+        parts |= self.look_ahead.counts.totals() | self.read_waits.totals()
         return self.stats.totals() | late | parts
 
     def check(self) -> None:

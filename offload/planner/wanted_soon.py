@@ -1,4 +1,4 @@
-"""The chunks that the next requests of look-ahead's queue will load: they are evicted last. Pure."""
+"""The chunks that the next requests of the queue will load: they are evicted last. Pure."""
 
 from __future__ import annotations
 

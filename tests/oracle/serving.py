@@ -345,7 +345,7 @@ class OracleEngine:
             "copied": self._copied,
             "weights": self.weights,
             "load_failures": self.planner.totals()["load_failures"],
-            "read_ahead": self.planner.look_ahead.counts["used"],
+            "read_ahead": self.planner.look_ahead.counts.chunks["used"],
         }
 
     def loaded(self) -> dict[str, float]:

@@ -105,7 +105,7 @@ class Backlog(OracleEngine):
         return set(identity.keys[0][: len(prompt) // 4])
 
     def counts(self) -> dict[str, int]:
-        return dict(self.planner.look_ahead.counts)
+        return dict(self.planner.look_ahead.counts.chunks)
 
 
 def only_waiting_requests(served: OracleEngine) -> None:
@@ -161,7 +161,7 @@ def test_a_backlog_is_read_while_it_waits(tmp_path: Path) -> None:
                 aheads = [logged.ahead for logged in side(served).log.last]
                 assert sum(ahead.tokens for ahead in aheads) == 4 * counts["used"]
                 saved_s = sum(ahead.saved_s for ahead in aheads)
-                assert saved_s == pytest.approx(served.planner.look_ahead.saved_s)
+                assert saved_s == pytest.approx(served.planner.look_ahead.counts.saved_s)
                 assert saved_s > 0
     assert steps[0.5] < steps[0.0], steps
 
@@ -489,4 +489,4 @@ def test_every_byte_read_is_right_with_look_ahead(name: str, seed: int, tmp_path
         live(served)
         assert served.finished > 5
         assert not served.planner.look_ahead._held
-        assert served.planner.look_ahead.counts["read"] > 0
+        assert served.planner.look_ahead.counts.chunks["read"] > 0

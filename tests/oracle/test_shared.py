@@ -214,7 +214,7 @@ def test_what_another_engine_has_stored_is_read_ahead(tmp_path: Path) -> None:
         for _ in range(40):
             other.step()
         assert len(other.scheduler.running) == 4
-        counts = other.planner.look_ahead.counts
+        counts = other.planner.look_ahead.counts.chunks
         assert counts["read"] == 16
         other.drain()
         other.check_idle()

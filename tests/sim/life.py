@@ -296,7 +296,7 @@ class ServerLife(Engine):
         left = (ahead._wants, ahead.queue, ahead._open, ahead._held, ahead._wanted.keys)
         assert not any(left), f"look-ahead has not ended: {left}"
         assert not ahead.is_reading, "chunks are still read ahead"
-        counts = ahead.counts
+        counts = ahead.counts.chunks
         assert counts["read"] == counts["used"] + counts["wasted"], f"look-ahead: {counts}"
         self.events["read ahead"] += counts["used"]
         for index in (planner.cpu, *planner.lower):

@@ -108,7 +108,7 @@ def test_what_the_request_loads_is_used_and_the_rest_is_given_up() -> None:
     queue.end()
     use = queue.ahead.leave("one", [batch(range(6))])
     assert use == AheadUse(tokens=6 * 16, wasted_tokens=4 * 16)
-    assert queue.ahead.counts == {"read": 10, "used": 6, "late": 0, "wasted": 4}
+    assert queue.ahead.counts.chunks == {"read": 10, "used": 6, "late": 0, "wasted": 4}
     totals = queue.planner.totals()
     assert (totals["ahead_used_bytes"], totals["ahead_wasted_bytes"]) == (6 * SIZE, 4 * SIZE)
     assert queue.evictable() == list(range(10))
@@ -127,7 +127,7 @@ def test_a_load_that_still_waits_for_its_read_is_late() -> None:
     queue.step()
     use = queue.ahead.leave("one", [batch(range(10))])
     assert use == AheadUse(tokens=160, late_tokens=160)
-    assert queue.ahead.counts == {"read": 10, "used": 10, "late": 10, "wasted": 0}
+    assert queue.ahead.counts.chunks == {"read": 10, "used": 10, "late": 10, "wasted": 0}
 
 
 def test_the_saved_time_is_that_of_reads_that_were_used_and_not_late() -> None:
@@ -142,8 +142,8 @@ def test_the_saved_time_is_that_of_reads_that_were_used_and_not_late() -> None:
     queue.step()
     assert queue.ahead.leave("late", [batch(range(20, 30))]).saved_s == 0.0
     queue.end(seconds=5.0)
-    assert queue.ahead.saved_s == pytest.approx(0.8)
-    assert queue.ahead._took_s == {}, "nothing is kept for chunks that no request waits for"
+    assert queue.ahead.counts.saved_s == pytest.approx(0.8)
+    assert queue.ahead.counts._took_s == {}, "nothing is kept for chunks that no request waits for"
 
 
 def test_an_heir_saves_the_time_of_what_was_read_for_another() -> None:
@@ -153,9 +153,9 @@ def test_an_heir_saves_the_time_of_what_was_read_for_another() -> None:
     queue.step()
     queue.end(seconds=1.0)
     queue.ahead.leave("one")
-    assert queue.ahead.saved_s == 0.0
+    assert queue.ahead.counts.saved_s == 0.0
     queue.ahead.leave("two", [batch(range(5, 10))])
-    assert queue.ahead.saved_s == pytest.approx(0.5)
+    assert queue.ahead.counts.saved_s == pytest.approx(0.5)
 
 
 def test_what_a_request_lost_before_it_left_is_wasted() -> None:
@@ -165,12 +165,12 @@ def test_what_a_request_lost_before_it_left_is_wasted() -> None:
     queue.wait("two", range(10, 13), 2)
     queue.step()
     queue.end(3)
-    assert queue.ahead.counts["wasted"] == 1
+    assert queue.ahead.counts.chunks["wasted"] == 1
     queue.ahead.forget_all()
     assert queue.ahead.leave("one", [batch(range(10))]) == AheadUse(wasted_tokens=10 * 16)
     assert queue.ahead.leave("one") == NOT_READ_AHEAD, "it is counted once"
     assert queue.ahead.leave("two") == AheadUse(wasted_tokens=3 * 16)
-    assert not queue.ahead._wasted
+    assert not queue.ahead.counts._wasted
 
 
 def test_what_was_read_for_a_request_that_leaves_goes_to_the_next_that_wants_it() -> None:
@@ -181,10 +181,10 @@ def test_what_was_read_for_a_request_that_leaves_goes_to_the_next_that_wants_it(
     queue.end()
     assert queue.ahead.leave("one") == AheadUse(wasted_tokens=5 * 16), "not what the next one wants"
     assert queue.held() == list(range(5, 15))
-    assert queue.ahead.counts["wasted"] == 5
+    assert queue.ahead.counts.chunks["wasted"] == 5
     assert queue.ahead.leave("two", [batch(range(5, 15))]) == AheadUse(tokens=10 * 16)
     assert queue.held() == []
-    assert queue.ahead.counts == {"read": 15, "used": 10, "late": 0, "wasted": 5}
+    assert queue.ahead.counts.chunks == {"read": 15, "used": 10, "late": 0, "wasted": 5}
 
 
 def test_a_request_is_late_only_if_others_overtake_it_after_its_read() -> None:
@@ -204,7 +204,7 @@ def test_a_request_is_late_only_if_others_overtake_it_after_its_read() -> None:
     queue.ahead.leave("urgent")
     queue.step(look_ahead.AHEAD_STALE_S)
     assert queue.held() == []
-    assert queue.ahead.counts["wasted"] == 10
+    assert queue.ahead.counts.chunks["wasted"] == 10
 
 
 def test_the_next_request_keeps_its_chunks_while_others_write_long_answers() -> None:
@@ -215,7 +215,7 @@ def test_the_next_request_keeps_its_chunks_while_others_write_long_answers() -> 
     queue.end()
     for _ in range(4):
         queue.step(look_ahead.AHEAD_STALE_S)
-    assert queue.ahead.counts["wasted"] == 0
+    assert queue.ahead.counts.chunks["wasted"] == 0
     assert queue.evictable() == []
 
 
@@ -231,7 +231,7 @@ def test_in_a_queue_of_minutes_each_chunk_is_read_once_and_used() -> None:
             queue.step(look_ahead.AHEAD_STALE_S / 60)
             queue.end()
         queue.ahead.leave(name, [batch(numbers)])
-    assert queue.ahead.counts == {"read": 100, "used": 100, "late": 0, "wasted": 0}
+    assert queue.ahead.counts.chunks == {"read": 100, "used": 100, "late": 0, "wasted": 0}
 
 
 def test_a_request_that_others_overtake_for_minutes_loses_what_was_read_for_it() -> None:
@@ -257,10 +257,10 @@ def test_a_failed_read_is_given_up_and_not_repeated() -> None:
     queue.step()
     queue.end(3, 4)
     assert queue.held() == [0, 1, 2, 5, 6, 7, 8, 9]
-    assert queue.ahead.counts["wasted"] == 2
+    assert queue.ahead.counts.chunks["wasted"] == 2
     assert queue.step() == []
     queue.ahead.leave("one")
-    assert queue.ahead.counts == {"read": 10, "used": 0, "late": 0, "wasted": 10}
+    assert queue.ahead.counts.chunks == {"read": 10, "used": 0, "late": 0, "wasted": 10}
 
 
 def test_a_request_that_enters_again_reads_what_is_missing_by_then() -> None:
@@ -277,7 +277,7 @@ def test_a_request_that_enters_again_reads_what_is_missing_by_then() -> None:
     queue.end()
     assert queue.evictable() == []
     assert queue.ahead.leave("one", [batch(range(10))]) == AheadUse(160, wasted_tokens=16)
-    assert queue.ahead.counts == {"read": 11, "used": 10, "late": 0, "wasted": 1}
+    assert queue.ahead.counts.chunks == {"read": 11, "used": 10, "late": 0, "wasted": 1}
 
 
 def test_a_request_that_enters_again_gives_up_what_it_no_longer_loads() -> None:
@@ -288,7 +288,7 @@ def test_a_request_that_enters_again_gives_up_what_it_no_longer_loads() -> None:
     queue.wait("one", range(6), 1)
     queue.end()
     assert queue.held() == [*range(6), *range(8, 12)]
-    assert queue.ahead.counts["wasted"] == 2
+    assert queue.ahead.counts.chunks["wasted"] == 2
     assert queue.evictable() == [6, 7]
     queue.ahead.enter("one", (1,), [])
     assert queue.evictable() == list(range(6)), "none of its chunks is left in any tier"
@@ -316,7 +316,7 @@ def test_a_reset_during_reads_ends_them() -> None:
     assert queue.held() == []
     assert len(queue.planner.cpu) == 0
     assert not queue.ahead.is_reading
-    assert queue.ahead.counts["wasted"] == 10
+    assert queue.ahead.counts.chunks["wasted"] == 10
     queue.ahead.leave("one")
     queue.step()
     queue.planner.check()
@@ -440,7 +440,7 @@ def test_a_chunk_that_was_dropped_is_read_for_the_request_that_wants_it_next() -
     assert queue.held() == [2]
     assert queue.ahead.leave("two", [batch(range(4))]) == AheadUse(16)
     assert queue.held() == []
-    assert queue.ahead.counts == {"read": 5, "used": 4, "late": 0, "wasted": 1}
+    assert queue.ahead.counts.chunks == {"read": 5, "used": 4, "late": 0, "wasted": 1}
 
 
 @pytest.mark.parametrize(
