@@ -37,7 +37,7 @@ ORDER = (
     "policies.base policies.hints policies.sketch policies.options",
     "policies.eviction",
     "policies.adaptive",
-    "policies.guarded policies.admission policies.registry policies.named_victims",
+    "policies.guarded policies.admission policies.registry",
     "policies.simulation",
     "policies.testing",
     # tiers: where chunks are stored, and copies between there and the KV cache

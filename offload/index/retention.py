@@ -1,13 +1,23 @@
 """Tracks which chunks of a tier must not be evicted now and which lose a pending write if they are
-evicted; provides the check that policies call."""
+evicted; provides the check that policies call.
+
+A policy looks for victims from the start of its order each time, so it would test thousands of keys
+for each eviction of a few: half of a tier may be pinned, or wanted by waiting requests. No policy
+has to know about this. The tier asks for more victims than it needs as soon as many keys were
+passed, and uses up the rest in its next evictions (``NamedVictims``).
+"""
 
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Collection, Container, Hashable, Iterable, Sequence
-from itertools import filterfalse
+from collections.abc import Collection, Container, Hashable, Iterable, Iterator, Sequence
+from itertools import filterfalse, islice
+
+from policies.base import EvictionPolicy
 
 NOTHING: frozenset[bytes] = frozenset()
+PASSED_PER_VICTIM = 8
+"""At most about this number of keys is passed per victim."""
 
 
 class Retention:
@@ -86,6 +96,52 @@ def _holds_any(names: Container[bytes], keys: Sequence[Hashable]) -> bool:
     if isdisjoint is not None:
         return not isdisjoint(keys)
     return any(map(names.__contains__, keys))
+
+
+class NamedVictims:
+    """The victims of one tier that its policy has named and that were not needed yet. Owned by the
+    tier's index.
+
+    The index calls ``forget`` for keys that were used or have left the tier, because their place in
+    the policy's order has changed. At most a sixteenth of the tier is named ahead, so the policy
+    would rarely choose other victims by now.
+    """
+
+    def __init__(self) -> None:
+        self._named: dict[Hashable, None] = {}
+        self._passed = 0  # by the policy's latest search
+
+    def __iter__(self) -> Iterator[Hashable]:
+        return iter(self._named)
+
+    def choose(self, policy: EvictionPolicy, count: int, evictable: Evictable) -> list[Hashable]:
+        """Return 1 to ``count`` keys for which ``evictable`` is true, in the order in which to
+        evict them, or none if there are none."""
+        while self._named:
+            some = list(islice(self._named, count))
+            free = evictable.among(some)
+            if len(free) < len(some):
+                self.forget(set(some).difference(free))
+            if free:
+                return list(free)
+        passed = min(self._passed, len(policy) // 2)
+        before, wanted = evictable.passed, max(count, passed // PASSED_PER_VICTIM)
+        named = policy.victims(wanted, evictable)
+        self._passed = evictable.passed - before
+        if len(named) > count:
+            self._named = dict.fromkeys(named)
+        return named[:count]
+
+    def forget(self, keys: Iterable[Hashable]) -> None:
+        """Remove keys that were used or have left the tier."""
+        if self._named:
+            for key in keys:
+                self._named.pop(key, None)
+
+    def clear(self) -> None:
+        """Forget all."""
+        self._named.clear()
+        self._passed = 0
 
 
 class UnwrittenChunks:

@@ -16,7 +16,7 @@ from typing import NoReturn
 from offload.errors import InvariantError
 from offload.index.capacity import Capacity, Reservation
 from offload.index.chunk_batch import sizes_of
-from offload.index.retention import NOTHING, Retention, UnwrittenChunks
+from offload.index.retention import NOTHING, NamedVictims, Retention, UnwrittenChunks
 from offload.index.states import (
     TRANSITIONS,
     ChunkEvent,
@@ -30,7 +30,6 @@ from offload.index.states import (
 from offload.telemetry.removed_chunks import RemovalLog
 from policies.base import EntryInfo, EvictionPolicy, RemoveCause
 from policies.guarded import contained
-from policies.named_victims import NamedVictims
 
 BULK_KEYS_MIN = 16
 """From this number of keys on, the bulk paths are faster than a loop."""
