@@ -43,12 +43,11 @@ from policies.registry import make_policy
 from tiers.base import ALIGNMENT
 from tiers.io.direct_io import DiskIo
 from tiers.io.extents import Extent
-from tiers.io.use_clock import DATED_FROM_NS
 from tiers.lmdb.files import LmdbFiles
 from tiers.lmdb.index import Changes, pack_value
 from tiers.lmdb.options import LmdbOptions
 from tiers.lmdb.tier import LmdbTier
-from tiers.record import TAG_BYTES, Identity, prefix
+from tiers.record import DATED_FROM_NS, TAG_BYTES, Identity, prefix
 
 PER_TRANSACTION = 2000
 ENDS = ("closed", "killed")

@@ -26,13 +26,19 @@ flipped bit, a torn or truncated payload, and an intact record of another key, n
 epoch. It does not detect a deliberate forgery. Encryption does (``tiers.io.codec``), with a tag
 from AES-GCM.
 
+Outside the header, a tier keeps a record's time of last use: strictly increasing nanoseconds since
+1970, which both order and date records. If the system clock is set back, each time is the previous
+one plus one, so the order is kept. Early versions stored small counters instead, which give an
+order but no age.
+
 This module knows nothing about files.
 """
 
 from __future__ import annotations
 
 import struct
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import xxhash
@@ -56,6 +62,8 @@ _PREFIX = struct.Struct("<4sBBHIHHQQQ16s12s4s")
 PREFIX_BYTES = _PREFIX.size
 HEADER_BYTES = PREFIX_BYTES + TAG_BYTES
 """The size of the header that ``seal`` makes."""
+DATED_FROM_NS = 10**18
+"""A smaller time of use (before September 2001) is a counter and not a time."""
 _NO_NONCE = bytes(NONCE_BYTES)
 _NO_KEY_ID = bytes(KEY_ID_BYTES)
 
@@ -223,3 +231,18 @@ def check_identity(identity: Identity) -> None:
         )
     if not 0 <= identity.rank < 1 << 16:
         raise ValueError(f"a rank must be in 0..65535, this one is {identity.rank}")
+
+
+class UseClock:
+    """Hands out times of use, each greater than all earlier ones."""
+
+    def __init__(self, first: int, now_ns: Callable[[], int] = time.time_ns) -> None:
+        """``first`` must be greater than every time of use in the tier."""
+        self._next = first
+        self._now_ns = now_ns
+
+    def take(self, count: int) -> range:
+        """Return ``count`` consecutive times, for records in the order of their use."""
+        first = max(self._next, self._now_ns())
+        self._next = first + count
+        return range(first, self._next)

@@ -12,6 +12,7 @@ from tiers.record import (
     HEADER_BYTES,
     Identity,
     RecordError,
+    UseClock,
     check_identity,
     check_key,
     parse,
@@ -101,3 +102,15 @@ def test_invalid_identities_are_refused() -> None:
         check_identity(Identity(b"short", 0))
     with pytest.raises(ValueError, match="65535"):
         check_identity(Identity(bytes(16), 65536))
+
+
+def test_times_of_use_grow_whatever_the_clock_shows() -> None:
+    now = [100]
+    clock = UseClock(40, lambda: now[0])
+    assert list(clock.take(2)) == [100, 101]
+    assert list(clock.take(2)) == [102, 103]
+    now[0] = 50
+    assert list(clock.take(1)) == [104]
+    now[0] = 900
+    assert list(clock.take(1)) == [900]
+    assert list(UseClock(10**12, lambda: 5).take(1)) == [10**12]

@@ -35,8 +35,7 @@ from tiers.files.tier import RecordFileTier
 from tiers.folders.folder_tier import Ending
 from tiers.io.resets import Resets
 from tiers.io.threads import DaemonThreads
-from tiers.io.use_clock import UseClock
-from tiers.record import check_records
+from tiers.record import UseClock, check_records
 
 PRESENT_AT_ONCE = 32
 """Number of keys that one thread looks up at a time."""

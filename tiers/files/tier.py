@@ -31,8 +31,7 @@ from tiers.files.exclusive_folder import EPOCH_NAME, Entry, ExclusiveFolder, rec
 from tiers.folders.folder_tier import Ending, FolderTier, Open
 from tiers.io.direct_io import pages_for
 from tiers.io.threads import DaemonThreads, settled
-from tiers.io.use_clock import UseClock
-from tiers.record import NO_NAMESPACE, Identity, check_identity, check_records
+from tiers.record import NO_NAMESPACE, Identity, UseClock, check_identity, check_records
 
 __all__ = ["EPOCH_NAME", "FileTier", "record_name"]
 

@@ -16,13 +16,13 @@ from tiers.base import Key, WriteOutcome
 from tiers.io.direct_io import pages_for
 from tiers.io.extents import Extents
 from tiers.io.threads import settled
-from tiers.io.use_clock import UseClock
 from tiers.lmdb.allocations import Allocations
 from tiers.lmdb.commit_thread import Clear, CommitThread, Refresh, Remove
 from tiers.lmdb.files import LmdbFiles
 from tiers.lmdb.index import extents_of
 from tiers.lmdb.io_jobs import Put
 from tiers.lmdb.options import TOUCH_FLUSH_S
+from tiers.record import UseClock
 
 TOUCHES_MAX = 4096
 

@@ -28,7 +28,6 @@ import lmdb
 from tiers.base import ALIGNMENT, Buffer, Key
 from tiers.io.codec import Codec, KeyRing
 from tiers.io.direct_io import DiskIo, PayloadFile, Scratch
-from tiers.io.use_clock import DATED_FROM_NS
 from tiers.lmdb.folder import PAYLOAD_NAME, check_partner, is_new
 from tiers.lmdb.index import (
     DATA_NAME,
@@ -43,7 +42,7 @@ from tiers.lmdb.io_jobs import ReadItem, ReadJob
 from tiers.lmdb.records.record_table import EXTENT_BYTES, EXTENTS_AT, USE_BYTES
 from tiers.lmdb.shared.index import READERS_MAX, epoch_of
 from tiers.offline.offline_folder import FolderChangedError, ListedRecord
-from tiers.record import ENCRYPTED, Identity
+from tiers.record import DATED_FROM_NS, ENCRYPTED, Identity
 
 _FIELDS = struct.Struct("<8s5xB18xQQ")
 """Time of last use, and fields of the header (``record``): flags, payload and stored length."""

@@ -12,13 +12,13 @@ import pytest
 
 from tiers.base import ReadOutcome, WriteOutcome
 from tiers.files.tier import FileTier
-from tiers.io.use_clock import UseClock
 from tiers.lmdb import index as lmdb_index
 from tiers.lmdb.index import IndexUnusableError
 from tiers.lmdb.tier import LmdbTier
 from tiers.offline.file_reader import FileReader
 from tiers.offline.lmdb_reader import LmdbReader
 from tiers.offline.offline_folder import FolderChangedError
+from tiers.record import UseClock
 from tiers.testing import aligned, all_keys, assert_holds, key_of, put
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -168,18 +168,6 @@ async def test_a_new_epoch_of_a_file_tier_is_detected(tmp_path: Path) -> None:
             list(reader.batches())
     finally:
         await tier.aclose()
-
-
-def test_times_of_use_grow_whatever_the_clock_shows() -> None:
-    now = [100]
-    clock = UseClock(40, lambda: now[0])
-    assert list(clock.take(2)) == [100, 101]
-    assert list(clock.take(2)) == [102, 103]
-    now[0] = 50
-    assert list(clock.take(1)) == [104]
-    now[0] = 900
-    assert list(clock.take(1)) == [900]
-    assert list(UseClock(10**12, lambda: 5).take(1)) == [10**12]
 
 
 async def test_order_of_use_survives_a_clock_that_is_set_back(
