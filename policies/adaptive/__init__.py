@@ -27,8 +27,15 @@ from typing import Annotated, Any
 from policies.adaptive.reuse_table import ReuseTable
 from policies.adaptive.segments import LONG_MAX, SMALL, Segment, run_ends
 from policies.adaptive.shadow_caches import Shadows, SpanQueues
-from policies.adaptive.span_kinds import keeps_head, kind_of, label_of, shared_kind
-from policies.adaptive.span_tree import Span, SpanTree, Taken
+from policies.adaptive.span_tree import (
+    Span,
+    SpanTree,
+    Taken,
+    keeps_head,
+    kind_of,
+    label_of,
+    shared_kind,
+)
 from policies.base import EntryInfo, EvictionPolicy, Key, RemoveCause, free_in, hints_among
 from policies.options import Range
 

@@ -1,5 +1,5 @@
-"""Spans: groups of keys whose latest use was by the same request, and their position in the tree of
-prefixes.
+"""Spans: groups of keys whose latest use was by the same request, their kinds, and their position
+in the tree of prefixes.
 
 A request that touches its keys moves them from the spans of earlier requests into a new span. The
 remaining tail of an earlier span becomes a child of the last key that was taken from it. The policy
@@ -10,11 +10,22 @@ closed, because eviction takes keys from the tails of spans without children.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import chain
+from typing import Any
 
+from policies import hints as names
+from policies.adaptive.reuse_table import Kind, ReuseTable, age_bin
 from policies.adaptive.segments import LONG_MAX, Segment, Segments
 from policies.base import Key, free_among
+
+_LABELS = (
+    (names.SESSION_END, "end"),
+    (names.ONE_SHOT, "once"),
+    (names.PINNED, "pinned"),
+    (names.TOOL_CALL, "tool"),
+)
+"""The labels of spans by hint, the strongest first."""
 
 
 class Span:
@@ -280,3 +291,32 @@ class SpanTree:
 
 def _last_key(segments: Sequence[Segment[Span]]) -> Key:
     return segments[-1].keys[0]
+
+
+def keeps_head(taken: Sequence[Taken]) -> bool:
+    """True if a request shares exactly one complete shared span."""
+    span, _, _, rest, _ = taken[0]
+    if rest or not span.shared:
+        return False
+    for i in range(1, len(taken)):
+        span, _, _, rest, _ = taken[i]
+        if span.shared or (rest and not span.fresh):
+            return False
+    return True
+
+
+def shared_kind(table: ReuseTable, span: Span) -> int:
+    """The row of a span that several conversations share."""
+    return table.row(("shared", min(6, span.turn.bit_length())))
+
+
+def label_of(hints: Mapping[str, Any]) -> str:
+    """The label of the strongest hint, or empty if no hint has a label."""
+    return next((label for name, label in _LABELS if hints.get(name)), "")
+
+
+def kind_of(span: Span) -> Kind:
+    """The kind: label, turn (exact up to 8, then in powers of two), gap in coarse steps, size in
+    powers of two."""
+    turn = span.turn if span.turn <= 8 else min(12, 8 + (span.turn // 8).bit_length())
+    return (span.label, turn, age_bin(span.gap) // 4, span.size.bit_length())
