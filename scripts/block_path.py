@@ -4,8 +4,8 @@ Run: ``python scripts/block_path.py``; ``--list`` also names the modules. The in
 offloads one chunk to a CPU tier and an LMDB tier, and restores it from the disk after the CPU tier
 has evicted it. Every Python call into ``offload``, ``tiers`` and ``policies`` counts, on any
 thread, until the manager is idle again: so the steps in between count too, whether or not they
-touch the chunk. vLLM's hooks do not run: ``offload.connector`` and ``offload.requests`` are not
-counted, and ``offload.manager``, which no server runs, is.
+touch the chunk. Not counted are ``offload.connector`` and ``offload.requests``, because vLLM's
+hooks do not run, and ``offload.manager``, because no server runs it.
 
 To compare two trees, run this script in both:
 ``cd OTHER && PYTHONPATH=. python THIS/scripts/block_path.py``.
@@ -29,6 +29,8 @@ from tiers import LmdbTier
 BLOCK_TOKENS, PAGE_BYTES, SLOTS = 16, 8192, 6
 LAYERS = ("layers.0", "layers.1")
 PACKAGES = ("offload.", "tiers.", "policies.")
+DRIVER = "offload.manager"
+"""The modules whose names begin like this drive the others here, and are not counted."""
 
 
 class CallCounter:
@@ -42,7 +44,9 @@ class CallCounter:
 
     def __call__(self, frame: FrameType, event: str, _arg: object) -> None:
         module = frame.f_globals.get("__name__") or ""
-        if event == "call" and module.startswith(PACKAGES):
+        if event != "call" or module.startswith(DRIVER):
+            return
+        if module.startswith(PACKAGES):
             self.calls[module] += 1
             thread = threading.get_ident()
             self.changes += self._last.get(thread, module) != module
