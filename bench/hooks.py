@@ -124,7 +124,7 @@ class Bed:
         from offload.index.recovered_chunks import recover
         from offload.index.tier_index import TierIndex
         from offload.layout.groups import FULL, GroupLayout, ModelLayout
-        from offload.planner.planner import Planner
+        from offload.planner.planner import Planner, PlannerSettings
         from policies.base import EntryInfo
         from policies.registry import make_policy
 
@@ -136,7 +136,8 @@ class Bed:
         groups = {0: GroupInfo(FULL, BLOCK, (4096,))}
         if look_ahead is None:
             look_ahead = OffloadConfig(CpuConfig(1 << 30)).look_ahead
-        self.planner = Planner(groups, cpu, [lower], look_ahead=look_ahead)
+        settings = PlannerSettings(look_ahead=look_ahead)
+        self.planner = Planner(groups, cpu, [lower], settings)
         self.side.attach(self.planner, ranks=1)
         before = _resident_bytes()
         found = np.frombuffer(os.urandom(32 * keys), np.uint8).reshape(keys, 32)

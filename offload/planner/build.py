@@ -17,7 +17,7 @@ from offload.index.recovered_chunks import held_by_all, recover
 from offload.index.tier_index import TierIndex
 from offload.layout.groups import GroupLayout
 from offload.messages.report import RankState
-from offload.planner.planner import Planner
+from offload.planner.planner import Planner, PlannerSettings
 from offload.planner.presence import KNOWN_CHUNKS_MAX, SharedLimits
 from offload.planner.tier_health import HealthLimits, TierHealths
 from offload.planner.work_limits import WorkLimits
@@ -60,21 +60,18 @@ def make_planner(
         QueueSettings(_tier_admissions(config.lower[tier], len(ranks)), config.is_read_only(tier))
         for tier in range(len(lower))
     ]
-    planner = Planner(
-        groups,
-        cpu,
-        lower,
+    settings = PlannerSettings(
         limits,
         ranks=len(ranks),
-        health=health,
         admission=_admission(config.cpu.admission),
         queue_settings=queue_settings,
         shared=[tier for tier, state in enumerate(first.tiers) if state.shared],
         shared_limits=SharedLimits(config.lookup_timeout_s, config.remember_s),
-        slots=UsableSlots(space, usable),
         look_ahead=config.look_ahead,
         wait_for_reads=config.wait_for_reads,
     )
+    usable_slots = UsableSlots(space, usable)
+    planner = Planner(groups, cpu, lower, settings, health=health, slots=usable_slots)
     for tier in range(len(lower)):
         _recover(planner, tier, ranks, groups)
     return planner

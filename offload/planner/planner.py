@@ -8,6 +8,7 @@ that concerns several of them. Callers use the parts directly.
 from __future__ import annotations
 
 from collections.abc import Collection, Container, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 
 from offload.errors import InvariantError
@@ -45,6 +46,27 @@ FORGOTTEN_MAX = 16_384
 """Number of chunks per tier for which a reset is remembered as the cause of their absence."""
 
 
+@dataclass(frozen=True, slots=True)
+class PlannerSettings:
+    """The bounds and choices of one planner.
+
+    ``ranks`` workers answer every job; ``admission`` decides what may enter the CPU tier (``None``:
+    everything); ``queue_settings`` are for the write-through to each lower tier; ``shared`` are the
+    numbers of the lower tiers that other engines write to as well; ``look_ahead`` is the share of
+    the CPU tier for chunks that are read ahead (see ``LookAhead``), ``wait_for_reads`` says which
+    requests wait for them (see ``ReadWaits``).
+    """
+
+    limits: WorkLimits = field(default_factory=WorkLimits)
+    ranks: int = 1
+    admission: AdmissionPolicy | None = None
+    queue_settings: Sequence[QueueSettings] = ()
+    shared: Collection[int] = ()
+    shared_limits: SharedLimits = field(default_factory=SharedLimits)
+    look_ahead: float = 0.0
+    wait_for_reads: str = NEVER
+
+
 class Planner:
     """Decides stores, loads, write-through and eviction for one engine.
 
@@ -56,12 +78,7 @@ class Planner:
     ``removals`` and ``causes`` say which chunks have left the tiers lately, and why.
     ``now`` is the time of the last ``tick``.
 
-    ``groups`` maps group ids to their geometry; ``ranks`` workers answer every job; ``admission``
-    decides what may enter the CPU tier (``None``: everything); ``queue_settings`` are for the
-    write-through to each lower tier; ``shared`` are the numbers of the lower tiers that other
-    engines write to as well; ``look_ahead`` is the share of the CPU tier for chunks that are read
-    ahead (see ``LookAhead``), ``wait_for_reads`` says which requests wait for them (see
-    ``ReadWaits``).
+    ``groups`` maps group ids to their geometry.
     """
 
     def __init__(
@@ -69,19 +86,12 @@ class Planner:
         groups: Mapping[int, GroupInfo],
         cpu: TierIndex,
         lower: Sequence[TierIndex] = (),
-        limits: WorkLimits | None = None,
+        settings: PlannerSettings | None = None,
         *,
-        ranks: int = 1,
         health: TierHealths | None = None,
-        admission: AdmissionPolicy | None = None,
-        queue_settings: Sequence[QueueSettings] = (),
-        shared: Collection[int] = (),
-        shared_limits: SharedLimits | None = None,
         slots: UsableSlots | None = None,
-        look_ahead: float = 0.0,
-        wait_for_reads: str = NEVER,
     ) -> None:
-        limits = limits or WorkLimits()
+        settings = settings or PlannerSettings()
         names = [index.name for index in lower]
         self.groups = groups
         self.cpu = cpu
@@ -90,33 +100,33 @@ class Planner:
         self.causes = RemovalCauses()
         self.stats = PlannerStats(names, causes=self.causes)
         self.health = TierHealths(names) if health is None else health
-        self.jobs = JobTable(ranks)
-        self.budget = StepBudget(limits.step_chunks)
+        self.jobs = JobTable(settings.ranks)
+        self.budget = StepBudget(settings.limits.step_chunks)
         self.removals = RemovalLog()
         context = PlannerContext(
-            ranks,
-            limits,
+            settings.ranks,
+            settings.limits,
             groups,
             cpu,
             self.lower,
-            frozenset(shared),
+            frozenset(settings.shared),
             self.health,
             self.jobs,
             self.stats,
             self.budget,
             self.removals,
         )
-        self.presence = PresenceCache(context, shared_limits)
+        self.presence = PresenceCache(context, settings.shared_limits)
         self.sources = LoadSources(context)
         self.loads = LoadPlanner(context, self.sources, self.presence)
-        self.look_ahead = LookAhead(context, self.sources, look_ahead)
-        self.read_waits = ReadWaits(context, self.sources, self.look_ahead, wait_for_reads)
+        self.look_ahead = LookAhead(context, self.sources, settings.look_ahead)
+        self.read_waits = ReadWaits(context, self.sources, self.look_ahead, settings.wait_for_reads)
         self.recency = Recency(context)
         self.uses = RequestUses(cpu, self.lower, self.recency.note)
-        self.stores = StorePlanner(context, self.sources, self.uses, admission)
+        self.stores = StorePlanner(context, self.sources, self.uses, settings.admission)
         self.deletes = PendingDeletes(context.shared)
         self.write_through = WriteThrough(
-            context, self.stores, self.presence, self.deletes, queue_settings
+            context, self.stores, self.presence, self.deletes, settings.queue_settings
         )
         self.deferred = DeferredWork(self.budget)
         self.now = 0.0

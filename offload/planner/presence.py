@@ -136,9 +136,9 @@ class PresenceCache:
     requests that continued without a reply.
     """
 
-    def __init__(self, context: PlannerContext, limits: SharedLimits | None = None) -> None:
+    def __init__(self, context: PlannerContext, limits: SharedLimits) -> None:
         self.tiers = context.shared
-        self.limits = limits or SharedLimits()
+        self.limits = limits
         self.steps = 0
         self.timeouts = 0
         self._health = context.health

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from offload.index.capacity import ByteCapacity, SlotCapacity
 from offload.index.tier_index import TierIndex
 from offload.layout.keys import group_of
-from offload.planner.planner import Planner
+from offload.planner.planner import Planner, PlannerSettings
 from offload.planner.tier_health import HealthLimits, TierHealths
 from offload.planner.work_limits import WorkLimits
 from offload.planner.write_through import WRITES_FLYING_MAX, QueueSettings
@@ -154,18 +154,20 @@ class Server:
             group_infos(setup.tiers),
             cpu,
             lower,
-            WorkLimits(
-                store_chunks=self.max_store,
-                load_chunks=self.max_load,
-                load_blocks=setup.blocks // 2,
-                waiting_writes=setup.slots * 3 // 4,
-                step_chunks=setup.step_chunks,
+            PlannerSettings(
+                WorkLimits(
+                    store_chunks=self.max_store,
+                    load_chunks=self.max_load,
+                    load_blocks=setup.blocks // 2,
+                    waiting_writes=setup.slots * 3 // 4,
+                    step_chunks=setup.step_chunks,
+                ),
+                ranks=setup.ranks,
+                queue_settings=[queues] * setup.tiers,
+                look_ahead=setup.look_ahead,
+                wait_for_reads=setup.wait_for_reads,
             ),
-            ranks=setup.ranks,
             health=health,
-            queue_settings=[queues] * setup.tiers,
-            look_ahead=setup.look_ahead,
-            wait_for_reads=setup.wait_for_reads,
         )
         lookups = self.planner.budget.lookups
         lookups.chunks, lookups.chunks_min = LOOKUP_MAX, LOOKUP_MIN

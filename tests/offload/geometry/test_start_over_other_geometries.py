@@ -17,7 +17,7 @@ from offload.index.tier_index import TierIndex
 from offload.namespaces.epochs import TierEpochs
 from offload.namespaces.folders import read_epoch, replica_folder
 from offload.namespaces.geometry import OWN
-from offload.planner.planner import Planner
+from offload.planner.planner import Planner, PlannerSettings
 from offload.planner.write_through import QueueSettings
 from policies.base import EntryInfo
 from policies.registry import make_policy
@@ -158,8 +158,8 @@ def test_nothing_is_written_through_to_a_read_only_tier() -> None:
         cpu.reserve(KEYS[:1], [EntryInfo(0, "full")])
         cpu.commit(KEYS[:1])
         disk = TierIndex("disk", ByteCapacity(1 << 20), make_policy("lru"))
-        settings = QueueSettings(read_only=read_only)
-        (queue,) = Planner(groups, cpu, [disk], queue_settings=[settings]).write_through.queues
+        settings = PlannerSettings(queue_settings=[QueueSettings(read_only=read_only)])
+        (queue,) = Planner(groups, cpu, [disk], settings).write_through.queues
         queue.offer(KEYS[:1])
         queued.append(len(queue))
     assert queued == [1, 0]

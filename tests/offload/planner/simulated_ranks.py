@@ -16,7 +16,7 @@ from offload.index.chunk_batch import ChunkBatch, GroupInfo
 from offload.index.tier_index import TierIndex
 from offload.messages.plan import IN_SLAB, STAGED, LoadJob, StoreJob, WriteThroughJob
 from offload.messages.report import JobResult, StepReport
-from offload.planner.planner import Planner
+from offload.planner.planner import Planner, PlannerSettings
 from policies.eviction.lru import LruPolicy
 
 Content = tuple[bytes, int] | None
@@ -52,7 +52,7 @@ class PlannerWithRanks:
         groups = {GROUP: GroupInfo("full", 16, (100,))}
         cpu = TierIndex("cpu", SlotCapacity(slots), LruPolicy())
         disk = TierIndex("disk", ByteCapacity(disk_chunks * 100), LruPolicy(), low_watermark=0.8)
-        self.planner = Planner(groups, cpu, [disk], ranks=ranks)
+        self.planner = Planner(groups, cpu, [disk], PlannerSettings(ranks=ranks))
         self.ranks = [Rank() for _ in range(ranks)]
         self.blocks: dict[int, Content] = {}
         self.generation = 0

@@ -7,7 +7,7 @@ from offload.index.chunk_batch import ChunkBatch, GroupInfo
 from offload.index.tier_index import TierIndex
 from offload.messages.report import JobResult, StepReport
 from offload.planner.late_stores import LATE_CHUNKS_MAX
-from offload.planner.planner import Planner
+from offload.planner.planner import Planner, PlannerSettings
 from offload.planner.work_limits import WorkLimits
 from policies.eviction.lru import LruPolicy
 from tests.offload.planner.simulated_ranks import GROUP, key_of
@@ -17,8 +17,8 @@ IN_FLIGHT = 4
 
 def make(slots: int = 64) -> Planner:
     cpu = TierIndex("cpu", SlotCapacity(slots), LruPolicy())
-    limits = WorkLimits(store_chunks=IN_FLIGHT)
-    return Planner({GROUP: GroupInfo("full", 16, ())}, cpu, (), limits)
+    settings = PlannerSettings(WorkLimits(store_chunks=IN_FLIGHT))
+    return Planner({GROUP: GroupInfo("full", 16, ())}, cpu, (), settings)
 
 
 def run(first: int, end: int, width: int = 1) -> ChunkBatch:

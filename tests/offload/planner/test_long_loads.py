@@ -11,7 +11,7 @@ from offload.index.tier_index import TierIndex
 from offload.messages.plan import IN_SLAB, LoadJob, StepPlan
 from offload.messages.report import JobResult, Observed, StepReport
 from offload.planner.loads import NOBODY, LoadHolds
-from offload.planner.planner import Planner
+from offload.planner.planner import Planner, PlannerSettings
 from offload.planner.work_limits import WorkLimits
 from policies.eviction.lru import LruPolicy
 from tests.offload.planner.simulated_ranks import GROUP, key_of
@@ -28,7 +28,7 @@ class Bed:
         self.disk = TierIndex("disk", ByteCapacity(disk_chunks * 100), LruPolicy())
         groups = {GROUP: GroupInfo("full", 16, (100,))}
         self.planner = Planner(
-            groups, self.cpu, [self.disk], WorkLimits(step_chunks=4), ranks=ranks
+            groups, self.cpu, [self.disk], PlannerSettings(WorkLimits(step_chunks=4), ranks=ranks)
         )
         self.planner.tick(0.0)
 
@@ -299,7 +299,7 @@ def test_a_part_that_fails_fails_the_load_and_keeps_the_rest() -> None:
 def test_a_load_that_every_rank_has_given_up_is_not_continued() -> None:
     bed = Bed(ranks=2)
     bed.planner = Planner(
-        bed.planner.groups, bed.cpu, [bed.disk], WorkLimits(step_chunks=4), ranks=1
+        bed.planner.groups, bed.cpu, [bed.disk], PlannerSettings(WorkLimits(step_chunks=4))
     )
     bed.store(LONG)
     bed.cpu.clear()
@@ -333,7 +333,8 @@ def test_answers_are_processed_over_several_steps_and_the_head_ends_up_youngest(
 def test_a_step_stores_no_more_than_its_share_and_the_rest_is_offered_again() -> None:
     many = range(300)
     cpu = TierIndex("cpu", SlotCapacity(400), LruPolicy())
-    planner = Planner({GROUP: GroupInfo("full", 16, ())}, cpu, (), WorkLimits(step_chunks=53))
+    settings = PlannerSettings(WorkLimits(step_chunks=53))
+    planner = Planner({GROUP: GroupInfo("full", 16, ())}, cpu, (), settings)
     assert planner.stores.plan(run(many)) == 100, "five eighths of the budget"
     assert planner.stores.plan(run(range(100, 300))) == 0
     assert planner.stores.plan(run(range(290, 300))) == 0, (

@@ -15,7 +15,8 @@ from offload.messages.plan import LoadJob
 from offload.messages.report import JobResult, StepReport
 from offload.planner import look_ahead
 from offload.planner.ahead_use import NOT_READ_AHEAD, AheadUse
-from offload.planner.planner import Planner
+from offload.planner.planner import Planner, PlannerSettings
+from offload.planner.tier_health import TierHealths
 from policies import hints
 from policies.base import EntryInfo
 from policies.eviction.lru import LruPolicy
@@ -25,10 +26,17 @@ SIZE = 100
 
 
 class Queue:
-    """A planner whose lower tiers hold the chunks 0 to 99, and requests that wait. ``options`` are
-    further options of the planner."""
+    """A planner whose lower tiers hold the chunks 0 to 99, and requests that wait. ``settings``
+    are further settings of the planner."""
 
-    def __init__(self, slots: int = 40, share: float = 0.5, tiers: int = 1, **options: Any) -> None:
+    def __init__(
+        self,
+        slots: int = 40,
+        share: float = 0.5,
+        tiers: int = 1,
+        health: TierHealths | None = None,
+        **settings: Any,
+    ) -> None:
         self.disks = [
             TierIndex(f"disk{n}", ByteCapacity(1 << 20), LruPolicy()) for n in range(tiers)
         ]
@@ -37,7 +45,13 @@ class Queue:
             disk.recover([key_of(n) for n in range(100)], [info] * 100)
         cpu = TierIndex("cpu", SlotCapacity(slots), LruPolicy())
         groups = {0: GroupInfo("full", 16, (SIZE,) * tiers)}
-        self.planner = Planner(groups, cpu, self.disks, look_ahead=share, **options)
+        self.planner = Planner(
+            groups,
+            cpu,
+            self.disks,
+            PlannerSettings(look_ahead=share, **settings),
+            health=health,
+        )
         self.ahead = self.planner.look_ahead
         self.now = 0.0
         self.reading: list[LoadJob] = []

@@ -13,7 +13,7 @@ from offload.messages.plan import IN_SLAB, STAGED
 from offload.messages.report import JobResult, StepReport
 from offload.planner.jobs import Job
 from offload.planner.late_stores import LateStores
-from offload.planner.planner import Planner
+from offload.planner.planner import Planner, PlannerSettings
 from offload.planner.stores import StorePlanner
 from offload.planner.work_limits import WorkLimits
 from policies.eviction.lru import LruPolicy
@@ -143,7 +143,7 @@ def test_a_store_that_finds_no_slot_can_be_offered_again() -> None:
 def test_concurrent_stores_are_bounded() -> None:
     groups = {GROUP: GroupInfo("full", 16, ())}
     cpu = TierIndex("cpu", SlotCapacity(8), LruPolicy())
-    planner = Planner(groups, cpu, (), WorkLimits(store_chunks=3))
+    planner = Planner(groups, cpu, (), PlannerSettings(WorkLimits(store_chunks=3)))
     assert planner.stores.plan(wanted(1, 2)) == 2
     assert planner.stores.plan(wanted(3, 4, 5, block=3)) == 1
     first, second = planner.step().stores
@@ -276,7 +276,7 @@ def test_after_a_reset_late_stores_are_not_found() -> None:
 def test_a_job_needs_every_rank_and_one_failed_rank_fails_it() -> None:
     groups = {GROUP: GroupInfo("full", 16, ())}
     cpu = TierIndex("cpu", SlotCapacity(2), LruPolicy())
-    planner = Planner(groups, cpu, ranks=2)
+    planner = Planner(groups, cpu, (), PlannerSettings(ranks=2))
     planner.stores.plan(wanted(1, 2))
     job = planner.step().stores[0].job
     finish(planner, job)

@@ -13,7 +13,7 @@ from offload.layout.keys import group_suffix
 from offload.messages.plan import StepPlan, WriteThroughJob
 from offload.messages.report import JobResult, Observed, PresenceReply, StepReport
 from offload.planner.circuit_breaker import BreakerState
-from offload.planner.planner import Planner
+from offload.planner.planner import Planner, PlannerSettings
 from offload.planner.presence import ANSWER_MAX_S, PROBE_KEY, STEPS_MIN, PendingLookup, SharedLimits
 from offload.planner.tier_health import TierHealths
 from policies.eviction.lru import LruPolicy
@@ -36,10 +36,8 @@ class PlannerOverSharedTier:
             {0: GroupInfo("full", 16, (1, 1))},
             self.cpu,
             [self.disk, self.store],
-            ranks=ranks,
+            PlannerSettings(ranks=ranks, shared=[1], shared_limits=limits),
             health=self.health,
-            shared=[1],
-            shared_limits=limits,
         )
         self.presence = self.planner.presence
         self.ranks = ranks

@@ -16,7 +16,7 @@ from offload.messages.report import JobResult, StepReport
 from offload.planner import step_budget
 from offload.planner import stores as store_planner
 from offload.planner.jobs import Job
-from offload.planner.planner import Planner
+from offload.planner.planner import Planner, PlannerSettings
 from offload.planner.step_budget import StepBudget
 from offload.planner.stores import StorePlanner
 from offload.planner.work_limits import WorkLimits
@@ -57,7 +57,7 @@ class Bed:
             groups,
             self.cpu,
             self.lower,
-            WorkLimits(step_chunks=step_chunks),
+            PlannerSettings(WorkLimits(step_chunks=step_chunks)),
         )
         self.now = self.step_s = 0.0
         self.computed = self.stored = 0

@@ -12,7 +12,7 @@ from offload.index.capacity import ByteCapacity, SlotCapacity
 from offload.index.chunk_batch import ChunkBatch, GroupInfo
 from offload.index.tier_index import TierIndex
 from offload.messages.report import JobResult, StepReport
-from offload.planner.planner import Planner
+from offload.planner.planner import Planner, PlannerSettings
 from offload.planner.work_limits import WorkLimits
 from offload.planner.write_through import WriteThroughQueue
 from policies.base import EntryInfo
@@ -37,7 +37,7 @@ class Line:
             {0: GroupInfo("full", 16, (1,))},
             cpu,
             [disk] if rate else [],
-            WorkLimits(store_chunks=slots // 4, waiting_writes=slots),
+            PlannerSettings(WorkLimits(store_chunks=slots // 4, waiting_writes=slots)),
         )
         self.rate = rate
         self.left = 0.0

@@ -11,7 +11,7 @@ from offload.index.tier_index import TierIndex
 from offload.messages.plan import LoadJob, StepPlan
 from offload.messages.report import JobResult, Observed, StepReport
 from offload.planner.circuit_breaker import BreakerState
-from offload.planner.planner import Planner
+from offload.planner.planner import Planner, PlannerSettings
 from offload.planner.tier_health import HealthLimits, TierHealth, TierHealths
 from offload.planner.work_limits import WorkLimits
 from offload.planner.write_through import QueueSettings
@@ -41,10 +41,8 @@ def make(
         infos,
         cpu,
         lower,
-        WorkLimits(**limits),
-        ranks=ranks,
+        PlannerSettings(WorkLimits(**limits), ranks=ranks, queue_settings=queue_settings),
         health=health,
-        queue_settings=queue_settings,
     )
 
 

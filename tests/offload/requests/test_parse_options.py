@@ -15,7 +15,7 @@ from offload.index.tier_index import TierIndex
 from offload.layout.keys import CPU
 from offload.messages.plan import IN_SLAB, STAGED
 from offload.messages.report import JobResult, StepReport
-from offload.planner.planner import Planner
+from offload.planner.planner import Planner, PlannerSettings
 from offload.planner.work_limits import WorkLimits
 from offload.planner.write_through import QueueSettings
 from offload.requests import parse_options
@@ -260,9 +260,11 @@ class Bed:
             groups,
             cpu,
             [self.disk],
-            WorkLimits(load_chunks=4, load_blocks=4),
-            queue_settings=[QueueSettings(admission or (), flying_max=8)],
-            admission=cpu_admission,
+            PlannerSettings(
+                WorkLimits(load_chunks=4, load_blocks=4),
+                queue_settings=[QueueSettings(admission or (), flying_max=8)],
+                admission=cpu_admission,
+            ),
         )
         (self.queue,) = self.planner.write_through.queues
 
