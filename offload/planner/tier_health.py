@@ -204,8 +204,8 @@ class TierHealths:
 
     def patience_s(self, tokens: Mapping[int, int], computing: int) -> float:
         """The time for which a request may wait for the loads in flight, which must end before its
-        own load of these tokens (by tier). ``computing`` counts the tokens that vLLM computes for others
-        first.
+        own load of these tokens (by tier). ``computing`` counts the tokens that vLLM computes for
+        others first.
 
         This is the time that computing the tokens would take, so a wait for nothing at most doubles
         it. It is 0 if a speed is not known, or if the reads before the load and its own would
