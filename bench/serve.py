@@ -134,6 +134,8 @@ def _engines(
             folder = root / key
             folder.mkdir(mode=0o700)
             start = system.start(sizes_for(config, model, folder))
+            if start.stop is not None:
+                stack.callback(start.stop)
             arguments = engine_arguments(config, model, weights) | config.engine
             arguments["kv_transfer_config"] = start.connector
             threads = {"OMP_NUM_THREADS": str(config.threads)}

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from demo.mooncake import Master
 from demo.ports import free_port
 from demo.tiny_model import VOCAB_SIZE, LlamaShape
 
@@ -21,6 +22,7 @@ NUMBER_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 BASELINE = "no offloading"
 SPARK_CHUNK_TOKENS = 256
 """SparkCache stores and restores multiples of this; by default at least four times as much."""
+MOONCAKE_BUFFER_BYTES = 64 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,10 +138,12 @@ class TierSizes:
 
 @dataclass(frozen=True, slots=True)
 class Start:
-    """The settings of one engine in addition to the common ones."""
+    """The settings of one engine in addition to the common ones. ``stop`` ends what was started
+    beside the engine, once it has ended."""
 
     connector: dict[str, Any] | None = None
     env: dict[str, str] = field(default_factory=dict)
+    stop: Callable[[], None] | None = None
 
 
 def _plain(_sizes: TierSizes) -> Start:
@@ -240,6 +244,24 @@ def _sparkcache(sizes: TierSizes) -> Start:
     )
 
 
+def _mooncake_store(sizes: TierSizes) -> Start:
+    """vLLM's own connector for a Mooncake store, with a master beside the engine, over TCP."""
+    master = Master(sizes.folder / "master.log")
+    master.start()
+    client = {
+        "metadata_server": "P2PHANDSHAKE",
+        "master_server_address": master.address,
+        "protocol": "tcp",
+        "device_name": "",
+        "global_segment_size": sizes.host,
+        "local_buffer_size": MOONCAKE_BUFFER_BYTES,
+    }
+    settings = sizes.folder / "mooncake.json"
+    settings.write_text(json.dumps(client))
+    connector = {"kv_connector": "MooncakeStoreConnector", "kv_role": "kv_both"}
+    return Start(connector, {"MOONCAKE_CONFIG_PATH": str(settings)}, master.kill)
+
+
 @dataclass(frozen=True, slots=True)
 class System:
     """One system: the name of its rows, how to start it, and the package that it needs."""
@@ -265,5 +287,6 @@ SYSTEMS = {
     "lmcache": System("LMCache in the engine", _lmcache, "lmcache"),
     "lmcache-server": System("LMCache server", _lmcache_server, "lmcache"),
     "sparkcache": System("SparkCache", _sparkcache, "sparkcache"),
+    "mooncake-store": System("Mooncake Store", _mooncake_store, "mooncake"),
 }
 OURS = ("cpu", "disk")
