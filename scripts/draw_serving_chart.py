@@ -21,7 +21,7 @@ ROOT = Path(__file__).resolve().parents[1]
 RUN = ROOT / "bench/results/serving-against-others.json"
 PICTURE = ROOT / "docs/images/serving.png"
 SERIES = (
-    *("no offloading", "LMCache server", "SparkCache"),
+    *("no offloading", "LMCache server", "SparkCache", "Mooncake Store"),
     *("kvtiers, CPU tier", "kvtiers, disk tier"),
 )
 """A series is left out if the run does not contain it."""
