@@ -11,6 +11,7 @@ them. Pure.
 from __future__ import annotations
 
 from bisect import bisect_left, insort
+from collections import defaultdict
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -44,8 +45,8 @@ AHEAD_STALE_S = 60.0
 """When others have overtaken a request for this long, so that it has made no progress in the queue,
 the chunks read for it may be evicted."""
 AHEAD_RETRY_STEPS = 8
-"""When the CPU tier has no space for a read ahead, the next attempt is made after this many steps,
-or when a job has ended: each attempt examines every chunk that must stay."""
+"""When no chunk can be evicted for a read ahead, the next attempt is made after this many steps, or
+when a job has ended: each attempt examines every chunk that must stay."""
 NEAR_END_SHARE = 1 / 8
 """The reads of a request are near their end when this share of them is left: its load waits for
 them."""
@@ -79,12 +80,48 @@ class _Want:
         """True if some of the chunks still need attention."""
         return self.batch_at < len(self.batches)
 
+    @property
+    def evicts(self) -> bool:
+        """True if its reads may evict chunks, which those of low priority may not."""
+        return self.batches[0].origin.priority != LOW
+
 
 _order_of = attrgetter("order")
 
 
 def _place(wants: Sequence[_Want], want: _Want) -> int:
     return wants.index(want, bisect_left(wants, want.order, key=_order_of))
+
+
+class _OpenWants:
+    """The waiting requests that still need attention. They are kept by kind, so that those of a
+    kind that cannot be read now hide none of the others: those that may evict and those that may
+    not, and prompts of at most ``whole_max`` chunks and larger ones."""
+
+    def __init__(self, whole_max: float) -> None:
+        self._whole_max = whole_max
+        self._kinds: defaultdict[tuple[bool, bool], list[_Want]] = defaultdict(list)
+
+    def __len__(self) -> int:
+        return sum(map(len, self._kinds.values()))
+
+    def _of_kind(self, want: _Want) -> list[_Want]:
+        return self._kinds[want.evicts, want.chunks <= self._whole_max]
+
+    def add(self, want: _Want) -> None:
+        insort(self._of_kind(want), want, key=_order_of)
+
+    def remove(self, want: _Want) -> None:
+        wants = self._of_kind(want)
+        del wants[_place(wants, want)]
+
+    def first(self, count: int) -> list[_Want]:
+        """The first ``count`` requests of each kind, in the order in which they will run."""
+        heads = (wants[:count] for wants in self._kinds.values())
+        return sorted(chain.from_iterable(heads), key=_order_of)
+
+    def clear(self) -> None:
+        self._kinds.clear()
 
 
 class LookAhead:
@@ -107,7 +144,7 @@ class LookAhead:
         self._sources = sources
         self._share = share
         self._wants: dict[str, _Want] = {}
-        self._open: list[_Want] = []  # requests of the queue that still need attention
+        self._open = _OpenWants(share * context.cpu.space.capacity)
         self._since: dict[_Want, float] = {}  # when the first chunk was read, by ``seen``
         self._held: dict[bytes, _Want] = {}  # read ahead, with the request that waits for it
         self._wanted = WantedSoon(self.queue, context.cpu)
@@ -176,30 +213,31 @@ class LookAhead:
         keys = frozenset(chain.from_iterable(batch.keys for batch in batches))
         want = self._wants.get(request)
         if want is not None:
-            self._renew(want, batches, keys)
-            want.chunks = chunks
+            self._renew(want, batches, keys, chunks)
         else:
             want = self._wants[request] = _Want(request, order, batches, keys, chunks)
             insort(self.queue, want, key=_order_of)
-            insort(self._open, want, key=_order_of)
+            self._open.add(want)
             self._wanted.enter(_place(self.queue, want), keys)
 
-    def _renew(self, want: _Want, batches: Sequence[ChunkBatch], keys: frozenset[bytes]) -> None:
+    def _renew(
+        self, want: _Want, batches: Sequence[ChunkBatch], keys: frozenset[bytes], chunks: int
+    ) -> None:
         """Examine a request's chunks, which may have changed, from the first that is missing."""
         old, want.keys = want.keys, keys
         self._wanted.replace(_place(self.queue, want), old, keys)
         if want.is_open:
-            del self._open[_place(self._open, want)]
+            self._open.remove(want)
         missing = (
             (batch_at, chunk_at)
             for batch_at, batch in enumerate(batches)
             for chunk_at, key in enumerate(batch.keys)
             if self._cpu.is_absent(key)
         )
-        want.batches, want.behind = batches, None
+        want.batches, want.chunks, want.behind = batches, chunks, None
         want.batch_at, want.chunk_at = next(missing, (len(batches), 0))
         if want.is_open:
-            insort(self._open, want, key=_order_of)
+            self._open.add(want)
         gone = want.read - keys
         want.read -= gone
         self._release(want, gone)
@@ -222,7 +260,7 @@ class LookAhead:
         del self.queue[place]
         self._left += 1
         if want.is_open:
-            del self._open[_place(self._open, want)]
+            self._open.remove(want)
         self._wanted.leave(place, want.keys)
         self._since.pop(want, None)
         used = want.read.intersection(chain.from_iterable(batch.keys for batch in load))
@@ -300,15 +338,18 @@ class LookAhead:
     def _read_on(self) -> None:
         budget, health = self._context.budget, self._context.health
         readable, working, ahead = health.readable_tiers(), health.ahead_tiers(), budget.ahead
-        for want in self._open[:AHEAD_OPEN_REQUESTS_MAX]:
+        held_max, has_free = self._held_max, True  # has_free: without evicting anything
+        for want in self._open.first(AHEAD_OPEN_REQUESTS_MAX):
             # A part of a prompt saves less computing than its load takes from a slower tier.
-            tiers = working if want.chunks <= self._held_max else readable
-            while want.is_open and self._may_read(want, tiers):
+            tiers = working if want.chunks <= held_max else readable
+            while want.is_open and (has_free or want.evicts) and self._may_read(want, tiers):
                 if ahead.left <= 0 or self._chunks_left <= 0 or budget.above(AHEAD_LEAVES) <= 0:
                     return
                 looked, is_full = self._look(want, tiers, min(ahead.left, AHEAD_BATCH))
                 ahead.take(looked)
-                if is_full:
+                if is_full and not want.evicts:
+                    has_free = False
+                elif is_full:
                     self._full = (self._context.jobs.ended, 0)
                     return
 
@@ -325,8 +366,10 @@ class LookAhead:
 
     def _may_read(self, want: _Want, tiers: Sequence[int]) -> bool:
         """True if reads of the tier with the request's next chunk may begin now."""
-        asked = [tier for tier in tiers if tier == want.behind] or tiers
-        return any(self._flying[tier] < AHEAD_FLYING_MAX for tier in asked)
+        behind = want.behind
+        if behind is not None and behind in tiers:
+            return self._flying[behind] < AHEAD_FLYING_MAX
+        return any(self._flying[tier] < AHEAD_FLYING_MAX for tier in tiers)
 
     def _look(self, want: _Want, tiers: Sequence[int], chunks_max: int) -> tuple[int, bool]:
         """Examine the next chunks of a request and read those that only lower ``tiers`` hold.
@@ -357,7 +400,7 @@ class LookAhead:
         if want.chunk_at == len(batch):
             want.batch_at, want.chunk_at = want.batch_at + 1, 0
         if not want.is_open:
-            del self._open[_place(self._open, want)]
+            self._open.remove(want)
         return len(part), is_full
 
     def _read(self, want: _Want, tier: int, chunks: ChunkBatch) -> int:
@@ -366,9 +409,8 @@ class LookAhead:
         context = self._context
         infos = context.groups[chunks.group].entries(chunks, 1)
         patient = not self._cpu.unwritten.is_behind
-        evict = chunks.origin.priority != LOW
         grant = self._cpu.reserve(
-            chunks.keys, infos, self._wanted.keys, evict=evict, patient=patient
+            chunks.keys, infos, self._wanted.keys, evict=want.evicts, patient=patient
         )
         if grant.evicted:
             context.stats.evicted(CPU, grant.evicted)

@@ -54,7 +54,7 @@ READ_WAIT_REQUESTS_MAX = 64
 AHEAD_LOOK_MAX = 128
 """Number of chunks of waiting requests that look-ahead looks up in a step."""
 AHEAD_OPEN_REQUESTS_MAX = 64
-"""Number of waiting requests that look-ahead reads for in a step."""
+"""Number of waiting requests of each of four kinds that look-ahead reads for in a step."""
 AHEAD_WANTED_REQUESTS_MAX = 2
 """Number of requests whose chunks become wanted at a time: a long prompt has thousands."""
 AHEAD_HEIRS_MAX = 8
