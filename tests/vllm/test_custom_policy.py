@@ -3,6 +3,7 @@ server."""
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
@@ -14,6 +15,8 @@ from policies import make_policy, simulate
 from policies.testing import PolicyContract, synthetic_trace
 
 pytest.importorskip("vllm")
+
+ROOT = Path(__file__).resolve().parents[2]
 
 
 class TestEndedFirstPolicy(PolicyContract):
@@ -39,6 +42,14 @@ def test_it_beats_lru_and_the_default(seed: int) -> None:
     )
     assert ours > adaptive
     assert ours > lru + 0.01
+
+
+def test_the_guide_prints_the_example_s_numbers(capsys: pytest.CaptureFixture[str]) -> None:
+    custom_policy.in_the_simulator()
+    numbers = re.findall(r": ([\d.]+%) of the prompt tokens hit", capsys.readouterr().out)
+    page = (ROOT / "docs/guides/write-a-policy.md").read_text(encoding="utf-8")
+    assert len(numbers) == 4
+    assert [number for number in numbers if number not in page.partition("## 1.")[0]] == []
 
 
 @pytest.mark.thorough
