@@ -21,7 +21,8 @@ FOLDERS = (*PACKAGES, "docs", "scripts", ".ci", "requirements")
 
 NOT_OURS = frozenset(
     {
-        *("AttentionGroup", "BlockPool", "multi_modal_uuids", "unpin_blocks"),  # vLLM
+        *("AttentionGroup", "BlockPool", "SimpleCPUOffloadConnector", "multi_modal_uuids"),  # vLLM
+        "unpin_blocks",
         "map_kv_cache_to_kernel_blocks",
         *("MADV_POPULATE_WRITE", "MDB_MAP_FULL", "client_ttl"),  # Linux, LMDB, Mooncake
         *("expand_groups", "trim_to_common"),  # removed; decision 0084 says why
