@@ -40,6 +40,7 @@ PLACEHOLDERS = {
     "MODEL [the same flags]": "MODEL --port 8000",
     "serve ...": "serve MODEL",
     "-- ./run test": "-- true",
+    "contract WHEEL": "contract installed",
 }
 """Words that stand for others."""
 STUBS = {
