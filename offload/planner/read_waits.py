@@ -8,7 +8,6 @@ collects them. Pure.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from enum import Enum
@@ -64,6 +63,7 @@ class Outlook:
     * ``is_queued``: earlier requests wait for their reads.
     * ``read_s``: the expected time of all reads up to the request's own. ``compute_s``: the
       expected time of computing instead. ``None``: not measured, or not needed.
+    * ``waiting``: the requests that wait for their reads already.
     * ``worth_s``: requests do not wait for reads that take less time.
     * ``others``: the requests that could use GPU blocks at once. They are assumed to need as many
       as this one.
@@ -77,6 +77,7 @@ class Outlook:
     is_queued: bool
     read_s: float | None
     compute_s: float | None
+    waiting: int
     worth_s: float
     free_blocks: int
     needed_blocks: int
@@ -86,6 +87,17 @@ class Outlook:
     def is_scarce(self) -> bool:
         """True if others could use the blocks that the request would hold."""
         return self.others > 0 and self.free_blocks < self.needed_blocks * (1 + self.others)
+
+    @property
+    def should_compute(self) -> bool:
+        """True if computing saves the request more time than it costs those that wait already.
+
+        While it is computed, they cannot run if they need its blocks.
+        """
+        if self.read_s is None or self.compute_s is None:
+            return False
+        delayed = self.waiting if self.is_scarce else 0
+        return self.read_s > self.compute_s * (1 + delayed)
 
 
 def decide(choice: str, outlook: Outlook) -> Action:
@@ -98,7 +110,7 @@ def decide(choice: str, outlook: Outlook) -> Action:
         return Action.WAIT
     if outlook.read_s is None:
         return Action.BEGIN  # loads measure the speed
-    if outlook.is_queued and outlook.read_s > (outlook.compute_s or math.inf):
+    if outlook.is_queued and outlook.should_compute:
         return Action.COMPUTE
     is_better = outlook.is_queued or outlook.is_scarce
     return Action.WAIT if is_better and outlook.read_s >= outlook.worth_s else Action.BEGIN
@@ -212,6 +224,7 @@ class ReadWaits:
             is_queued=next(iter(self._waits), request) != request,
             read_s=wait.read_s,
             compute_s=compute_s,
+            waiting=len(self._waits),
             worth_s=max(WORTH_S, WORTH_STEPS * self._budget.step_s),
             free_blocks=blocks.free,
             needed_blocks=blocks.needed,
