@@ -1,8 +1,7 @@
 """Looks up one request and records what was found.
 
 Runs on vLLM's scheduler thread. A lookup is repeated while its request waits; its log entry is made
-once, when vLLM has accepted the hit. The part to load is the longest hit, without any tail that is
-faster to compute than to load, or that cannot be loaded in time.
+once, when vLLM has accepted the hit.
 """
 
 from __future__ import annotations
@@ -11,111 +10,17 @@ import logging
 import operator
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import NamedTuple
 
-from offload.index.chunk_batch import UNKNOWN, ChunkBatch, RequestOrigin
-from offload.layout.keys import CPU
+from offload.index.chunk_batch import ChunkBatch
 from offload.layout.prefix_match import PrefixMatcher, present_in
 from offload.planner.load_or_recompute import Cut
-from offload.planner.load_sources import SAMPLED_CHUNKS
 from offload.planner.planner import Planner
 from offload.planner.presence import PendingLookup
-from offload.requests.lookup_cache import PartialLookup
+from offload.requests.hit_search import Hit, HitSearch
 from offload.requests.miss_reasons import Explainer, Miss, Reason, failed
 from offload.requests.request_identity import Prompt
 from offload.requests.request_log import LoggedRequest, RequestLog
 from offload.requests.request_state import RequestState
-
-
-class Hit(NamedTuple):
-    """The end of the longest prefix that can be restored.
-
-    It equals the start of the lookup if nothing can be restored, and is ``None`` if the step's
-    lookup allowance is used up (try again in the next step). ``cut`` says why a longer prefix,
-    which is available, is not loaded.
-    """
-
-    end_tokens: int | None
-    cut: Cut = Cut.NOTHING
-
-
-def _nothing() -> int:
-    return 0
-
-
-def tokens_to_load(
-    matcher: PrefixMatcher,
-    planner: Planner,
-    keys: Sequence[Sequence[bytes]],
-    start: int,
-    limit: int,
-    known: PartialLookup,
-    origin: RequestOrigin = UNKNOWN,
-    computing: Callable[[], int] | None = _nothing,
-    cut: Cut = Cut.NOTHING,
-) -> Hit:
-    """Find the longest prefix that is worth restoring.
-
-    Takes the arguments of `PrefixMatcher.longest_match`; ``known`` holds the results of earlier
-    lookups of this request, ``origin`` says what the request may read, ``computing`` counts the
-    tokens that vLLM computes for others first. ``None``: the request waits anyway, and its chunks
-    are read ahead, from all tiers that work. If only a lower tier holds the tail of the prefix, and
-    the tail is not worth loading from that tier, or only a part of it, the rest is computed
-    instead. Chunks of the tail that are in the tiers above it are still loaded. With a ``cut``,
-    only what is in the CPU tier now is loaded.
-    """
-    is_ahead = computing is None
-    known.begin()
-
-    def longest_match(above: int | None = None, end: int = limit) -> int:
-        holders = planner.sources.holders(origin.controls.read, above, is_ahead=is_ahead)
-        first_gap = known.first_gap_in(above, holders, planner.removals, planner.budget.lookups)
-        return matcher.longest_match(keys, present_in(*holders), start, end, first_gap)
-
-    tokens_max = origin.controls.max_load_tokens
-    limit = limit if tokens_max is None else min(limit, start + tokens_max)
-    hit, why = longest_match(end=limit), Cut.NOTHING
-    if cut is not Cut.NOTHING and hit > start:
-        there = longest_match(above=CPU, end=limit)
-        return Hit(None) if known.is_partial else Hit(there, cut if there < hit else why)
-    for tier in reversed(range(len(planner.lower))):
-        break_even = planner.health[tier].break_even
-        if hit <= start or known.is_partial or not break_even.may_cut(hit - start):
-            break
-        shorter = longest_match(above=tier, end=limit)
-        if shorter >= hit:
-            continue
-        read = _tokens_read(matcher, planner, keys, range(shorter, hit), tier, origin)
-        part, cut = break_even.part(read, None if computing is None else computing())
-        if part >= read:
-            break
-        why = cut
-        if part:
-            hit = max(shorter, longest_match(end=shorter + part))
-            break
-        hit = shorter
-    return Hit(None) if known.is_partial else Hit(hit, why)
-
-
-def _tokens_read(
-    matcher: PrefixMatcher,
-    planner: Planner,
-    keys: Sequence[Sequence[bytes]],
-    tail: range,
-    tier: int,
-    origin: RequestOrigin,
-) -> int:
-    """The number of tokens of this tail that nearer tiers do not hold, estimated from a sample."""
-    present = present_in(*planner.sources.holders(origin.controls.read, above=tier))
-    most = 0
-    chunks_of = matcher.load_ranges(tail.start, tail.stop)
-    for group, mine, chunks in zip(matcher.layout.groups, keys, chunks_of, strict=True):
-        sample = mine[chunks.start : chunks.stop : 1 + len(chunks) // SAMPLED_CHUNKS]
-        if sample:
-            absent = present(sample).count(0) * len(chunks) // len(sample)
-            most = max(most, absent * group.chunk_tokens)
-    return min(most, len(tail))
-
 
 logger = logging.getLogger(__name__)
 
@@ -134,13 +39,14 @@ class Lookups:
         planner: Planner,
         log: RequestLog,
         neighbours: Sequence[str] = (),
-        computing: Callable[[], int] = _nothing,
+        computing: Callable[[], int] = lambda: 0,
     ) -> None:
         self.seconds = 0.0
         self.count = 0
         self.log = log
         self._matcher = matcher
         self._planner = planner
+        self._search = HitSearch(matcher, planner, computing)
         self._unfinished: dict[str, tuple[RequestState, Prompt]] = {}
         self._asked: set[str] = set()  # in this step
         self._chunk_blocks = [group.chunk_blocks for group in matcher.layout.groups]
@@ -304,16 +210,13 @@ class Lookups:
         computed_tokens: int,
         cut: Cut = Cut.NOTHING,
     ) -> Hit:
-        hit = tokens_to_load(
-            self._matcher,
-            self._planner,
-            state.identity.keys,
-            computed_tokens,
-            self._limits(state, request, computed_tokens).stop,
+        identity, possible = state.identity, self._limits(state, request, computed_tokens).stop
+        hit = self._search.longest(
+            identity.keys,
+            identity.origin,
             state.lookup.known,
-            state.identity.origin,
-            self._computing,
-            cut,
+            range(computed_tokens, possible),
+            cut=cut,
         )
         if hit.cut is not Cut.NOTHING:
             self._planner.stats.shortened()
@@ -327,15 +230,12 @@ class Lookups:
         """
         identity = state.identity
         identity.extend(request.block_hashes)
-        end = tokens_to_load(
-            self._matcher,
-            self._planner,
+        end = self._search.longest(
             identity.keys,
-            start,
-            self._restorable(request, start),
-            state.lookup.known,
             identity.origin,
-            None,
+            state.lookup.known,
+            range(start, self._restorable(request, start)),
+            is_ahead=True,
         ).end_tokens
         return None if end is None else self._batches(state, self._matcher.load_ranges(start, end))
 

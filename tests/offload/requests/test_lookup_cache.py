@@ -9,7 +9,7 @@ from collections.abc import Callable
 import pytest
 
 from offload.index.capacity import ByteCapacity, SlotCapacity
-from offload.index.chunk_batch import ChunkBatch, GroupInfo
+from offload.index.chunk_batch import UNKNOWN, ChunkBatch, GroupInfo
 from offload.index.tier_index import TierIndex
 from offload.layout.groups import FULL, WINDOW, GroupLayout, ModelLayout
 from offload.layout.keys import group_suffix
@@ -18,7 +18,7 @@ from offload.messages.report import JobResult, StepReport
 from offload.planner.planner import Planner
 from offload.planner.step_budget import Allowance
 from offload.requests import lookup_cache as known_prefix
-from offload.requests.lookup import tokens_to_load
+from offload.requests.hit_search import HitSearch
 from offload.requests.lookup_cache import PartialLookup
 from offload.telemetry.removed_chunks import RemovalLog
 from policies.base import EntryInfo
@@ -61,6 +61,7 @@ class ChangingTiers:
         self.allowance = self.planner.budget.lookups
         self.allowance.chunks, self.allowance.chunks_min = STEP, LOOKUP_MIN
         self.allowance.renew()
+        self.search = HitSearch(self.matcher, self.planner, lambda: 0)
         self.known = PartialLookup()
         self.limit = CHUNKS * CHUNK
         self.loads: list[int] = []
@@ -71,8 +72,8 @@ class ChangingTiers:
 
     def ask(self, start: int = 0, known: PartialLookup | None = None) -> int | None:
         known = self.known if known is None else known
-        found = tokens_to_load(self.matcher, self.planner, self.keys, start, self.limit, known)
-        return found.end_tokens
+        tokens = range(start, self.limit)
+        return self.search.longest(self.keys, UNKNOWN, known, tokens).end_tokens
 
     def truth(self, start: int = 0) -> int | None:
         """The result of a lookup without a cache and without bounds."""

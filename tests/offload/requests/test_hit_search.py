@@ -14,7 +14,7 @@ from offload.layout.prefix_match import PrefixMatcher
 from offload.planner.load_or_recompute import DEADLINE_SHARE, SAMPLES_MIN, STOP_BELOW, Cut
 from offload.planner.planner import Planner
 from offload.planner.tier_health import HealthLimits, TierHealths
-from offload.requests.lookup import Hit, tokens_to_load
+from offload.requests.hit_search import Hit, HitSearch
 from offload.requests.lookup_cache import PartialLookup
 from policies.base import EntryInfo
 from policies.eviction.lru import LruPolicy
@@ -53,17 +53,8 @@ def slow(planner: Planner, tier: int) -> None:
 def hit(
     planner: Planner, start: int = 0, origin: RequestOrigin = UNKNOWN, computing: int = 0
 ) -> Hit:
-    first, limit = start * CHUNK, CHUNKS * CHUNK
-    return tokens_to_load(
-        PrefixMatcher(LAYOUT),
-        planner,
-        [KEYS],
-        first,
-        limit,
-        PartialLookup(),
-        origin,
-        lambda: computing,
-    )
+    search = HitSearch(PrefixMatcher(LAYOUT), planner, lambda: computing)
+    return search.longest([KEYS], origin, PartialLookup(), range(start * CHUNK, CHUNKS * CHUNK))
 
 
 def chunks_to_load(planner: Planner, start: int = 0, origin: RequestOrigin = UNKNOWN) -> int:
