@@ -93,6 +93,7 @@ class KvTiersConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  
         self._weights: WeightsWatch | None = None
         can_sleep = bool(vllm_config.model_config.enable_sleep_mode)
         if not is_worker:
+            self._setup.recompute_failed_loads()
             self._setup.announce()
             self._hold = SleepHold() if can_sleep else None
             self._scheduler = SchedulerSide(

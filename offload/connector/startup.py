@@ -149,15 +149,18 @@ class ServerSetup:
             logger.warning("kvtiers: %s", warning)
         return loaded.config
 
-    def announce(self) -> None:
-        """Log the chosen settings and what a user should know about them."""
-        if untested := check_installed():
-            logger.warning("kvtiers: %s", untested)
+    def recompute_failed_loads(self) -> None:
+        """Let vLLM recompute requests whose load fails; by default it ends them with an error."""
         if recompute_failed_loads(self.vllm_config):
             logger.info(
                 "kvtiers: kv_load_failure_policy was 'fail' (vLLM's default) and is now "
                 "'recompute': if a load fails, vLLM computes the request instead of ending it"
             )
+
+    def announce(self) -> None:
+        """Log the chosen settings and what a user should know about them."""
+        if untested := check_installed():
+            logger.warning("kvtiers: %s", untested)
         for line in startup_warnings(self.vllm_config, self.config):
             logger.warning("kvtiers: %s", line)
         cache = self.vllm_config.cache_config

@@ -1,4 +1,4 @@
-"""The state of a live request on the scheduler side, in four parts with one user each.
+"""The state of a live request on the scheduler side, in four parts.
 
 Pure; knows no vLLM type. Used on vLLM's scheduler thread.
 """
@@ -17,7 +17,8 @@ from offload.requests.request_log import LoggedRequest
 
 
 class LookupState:
-    """The last lookup of a request. Used by `offload.requests.lookup`.
+    """The last lookup of a request. `offload.requests.lookup` begins and ends it; the scheduler
+    side records what the request waited for.
 
     The lookup began at ``start`` and its hit ends at ``hit_end_tokens``. ``asked_s`` is the time of
     the request's first lookup (``time.perf_counter``). ``known`` caches the
@@ -128,7 +129,7 @@ class LookupState:
 
 
 class StoreState:
-    """The progress of storing a request. Used by `offload.connector.scheduler.store_progress`.
+    """The progress of storing a request. Changed by `offload.connector.scheduler.store_progress`.
 
     Chunks before ``next_chunk[i]`` of ``layout.groups[i]`` are done, and no further chunk is
     complete before ``ready_at`` tokens are computed. ``loaded`` has the chunks of the last load by
@@ -181,7 +182,7 @@ class StoreState:
 
 
 class RequestOutcome:
-    """The results of the request's loads. Used by `offload.connector.scheduler.scheduler_side`.
+    """The results of the request's loads. Changed by `offload.connector.scheduler.scheduler_side`.
 
     ``loading`` means that a load is under way, ``failures`` counts failed loads.
     ``has_first_token`` means that vLLM has produced the first output token.
