@@ -71,7 +71,8 @@ CHARTS = (
 
 
 def title(config: Config) -> str:
-    """The question as a sentence. Kept runs of two queues differ in it."""
+    """The question as a sentence. Contains the size of the queue, so that kept runs differ in
+    it."""
     queue = f", {config.queue} at a time" if config.queue else ""
     return (
         f"What does look-ahead gain if {config.prompts} prompts of {config.size:,} tokens"
@@ -321,8 +322,8 @@ def register(app: typer.Typer) -> None:
 
     @app.command("backlog", help=__doc__)
     def backlog(
-        prompts: Annotated[int, typer.Option(min=2, help="That queue.")] = plain.prompts,
-        size: Annotated[int, typer.Option(min=64, help="Of a prompt, in tokens.")] = plain.size,
+        prompts: Annotated[int, typer.Option(min=2, help="Number of prompts.")] = plain.prompts,
+        size: Annotated[int, typer.Option(min=64, help="Tokens per prompt.")] = plain.size,
         in_flight: InFlight = plain.in_flight,
         queue: Annotated[
             int, typer.Option(min=0, help="Prompts sent at a time; 0: all at once.")

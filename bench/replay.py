@@ -70,7 +70,7 @@ CHARTS = (Chart("TTFT mean s"), Chart("TTFT mean s, predicted"), Chart("hits"))
 @dataclass(frozen=True, slots=True)
 class Config:
     """The first ``requests`` of ``trace`` (a file, or none: ``MIX``) arrive ``rate`` times as fast
-    as recorded. Of their prompts the first ``prompt_blocks`` blocks are used, of their answers
+    as recorded. Each prompt is cut to ``prompt_blocks`` blocks and each answer to
     ``answer_tokens``. ``in_flight`` requests run at a time, for which the GPU has blocks. In the
     worlds with a disk, the CPU tier holds the share ``cpu_share`` of all blocks, and ``look_ahead``
     of that may be read ahead. ``disk_mb_s`` (MB/s) limits the disk's reads; 0 does not limit them.
@@ -320,7 +320,7 @@ def verdicts(outcomes: Mapping[str, Outcome]) -> list[str]:
     for world, outcome in outcomes.items():
         values = values_of(outcome)
         ratios = {name: values[f"{name}, ratio"] for name in MEASURES}
-        # also a ratio without a measurement is wrong
+        # a missing ratio (NaN) counts as wrong
         wrong = [f"{name} {ratio:.2f}" for name, ratio in ratios.items() if not _is_close(ratio)]
         notes.append(
             f"{world}: DIFFERS by more than {TOLERANCE:.0%}: predicted/measured {', '.join(wrong)}"
@@ -377,7 +377,7 @@ def register(app: typer.Typer) -> None:
             str, typer.Argument(help="File, in any format of kvtiers simulate.")
         ] = plain.trace,
         requests: Annotated[
-            int, typer.Option(min=2, help="The first ones of the trace.")
+            int, typer.Option(min=2, help="Number of requests, from the first on.")
         ] = plain.requests,
         rate: Annotated[
             float, typer.Option(min=1e-6, help="Divides the arrival times.")

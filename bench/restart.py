@@ -1,9 +1,8 @@
 """Measures how long a disk tier takes after a restart to read its index back into memory.
 
-Creates an index of many records (with a sparse payload file, because payloads are never read) and
-opens it repeatedly, each time in a new process as after a real restart, alternately after a clean
-close and after a process that ended without closing. Wall time depends on the machine's load; CPU
-time is the cost of a step.
+Creates an index of many records (the payload file is sparse, because payloads are never read).
+Opens it repeatedly in a new process, alternately after a clean close and after a crash. Wall time
+depends on the machine's load; CPU time is the cost of a step.
 
 Steps: the tier's ``open`` (walk over the index file, checks, a table of keys), ``keys``, the
 message from a worker to the scheduler (packed and unpacked), and the scheduler's index with its

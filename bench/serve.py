@@ -349,14 +349,16 @@ def register(app: typer.Typer) -> None:
         misses: Annotated[
             int, typer.Option(min=1, help=("Batches of new prompts per round."))
         ] = plain.misses,
-        requests: Annotated[int, typer.Option(min=1, help="Per batch.")] = plain.requests,
+        requests: Annotated[int, typer.Option(min=1, help="Requests per batch.")] = plain.requests,
         in_flight: Annotated[int, typer.Option(min=1)] = plain.in_flight,
         output_tokens: Annotated[int, typer.Option(min=1)] = plain.output_tokens,
         systems: str = ",".join(SYSTEMS),
         model: Annotated[
             str, typer.Option(help=f"{', '.join(MODELS)}, or a folder with a config.json.")
         ] = plain.model,
-        threads: Annotated[int, typer.Option(min=1, help="That compute.")] = plain.threads,
+        threads: Annotated[
+            int, typer.Option(min=1, help="Computing threads per engine.")
+        ] = plain.threads,
         folder: Annotated[str, typer.Option(help="Folder on the disk to use.")] = "",
         engine: Annotated[
             str, typer.Option(help="Settings of vLLM's LLM for all engines, as JSON.")

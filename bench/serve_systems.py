@@ -231,7 +231,7 @@ def _sparkcache(sizes: TierSizes) -> Start:
         # the other needs layers that a Llama has not.
         "spark_cache_model_profile": "deepseek-v4-fp8-hma",
         "spark_cache_min_span_tokens": SPARK_CHUNK_TOKENS,
-        "spark_cache_target_checkpoint_sha256": "0" * 64,  # any name of the weights
+        "spark_cache_target_checkpoint_sha256": "0" * 64,  # any value identifies the weights
     }
     return Start(
         {

@@ -30,12 +30,12 @@ def _known(name: str) -> str:
 
 InFlight = Annotated[int, typer.Option(min=1)]
 CpuShare = Annotated[
-    float, typer.Option(min=0, help="Of all blocks, in the CPU tier above the disk.")
+    float, typer.Option(min=0, help="Share of all blocks in the CPU tier above the disk.")
 ]
 LookAhead = Annotated[float, typer.Option(min=0, max=0.5)]
 DiskRate = Annotated[float, typer.Option(min=0, help="Limit of the disk's reads in MB/s; 0: none.")]
 ModelName = Annotated[str, typer.Option(help=", ".join(MODELS), callback=_known)]
-Threads = Annotated[int, typer.Option(min=1, help="That compute.")]
+Threads = Annotated[int, typer.Option(min=1, help="Computing threads per engine.")]
 Folder = Annotated[str, typer.Option(help="Folder on the disk to use.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON only.")]
 Keep = Annotated[bool, typer.Option(help="Write to bench/results.")]

@@ -232,7 +232,7 @@ class GuardedPolicy(EvictionPolicy):
         fallback.insert_all(list(self._members), ())
         self._active = fallback
         self.faults.append(reason)
-        logger.error("policy %s is replaced by LRU: %s", self._name, reason)
+        logger.error("kvtiers: policy %s is replaced by LRU: %s", self._name, reason)
         if self._on_fault is not None:
             self._on_fault(reason)
 

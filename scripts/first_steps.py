@@ -87,7 +87,7 @@ def run(*command: object, folder: Path, **more: str) -> str:
 
 
 def own_policy(clone: Path, folder: Path) -> None:
-    """Follow the guide for policies: write its files, run the contract, run the simulator."""
+    """Follow the guide for policies: write its files, run its tests, simulate it."""
     text = (clone / GUIDE).read_text(encoding="utf-8")
     for block in re.findall(r"```python\n(.*?)```", text, re.DOTALL):
         named = re.match(r"# (\w+\.py)\n", block)
@@ -157,7 +157,7 @@ def take_the_steps(clock: Clock, folder: Path) -> None:
         run("./run", "setup", folder=clone)
     with clock.step("`./run demo`: hits from the CPU tier and, after a restart, from disk"):
         print(run("./run", "demo", folder=clone, COLUMNS="100"), file=sys.stderr)
-    with clock.step("first own policy: the files of the guide, its test kit and the simulator"):
+    with clock.step("write a policy as in the guide, run the conformance kit, simulate it"):
         own_policy(clone, work)
     with contextlib.ExitStack() as stack:
         with clock.step("`./run serve` with the demo's model, until it answers"):

@@ -217,7 +217,8 @@ class Driver:
         self._call("cuStreamDestroy_v2", stream)
 
     def synchronize_stream(self, stream: int) -> None:
-        """Block until everything submitted to ``stream`` has run. Raises if any of it failed."""
+        """Block until everything submitted to ``stream`` has run. Raises ``DriverError`` if any of
+        this work failed."""
         self._call("cuStreamSynchronize", stream)
 
     def stream_wait_event(self, stream: int, event: int) -> None:
@@ -237,7 +238,8 @@ class Driver:
         self._call("cuEventRecord", event, stream)
 
     def synchronize_event(self, event: int) -> None:
-        """Block until everything before the event has run. Raises if any of it failed."""
+        """Block until everything before the event has run. Raises ``DriverError`` if any of this
+        work failed."""
         self._call("cuEventSynchronize", event)
 
     def destroy_event(self, event: int) -> None:

@@ -6,13 +6,11 @@ sides, because a key names a chunk's last token and does not show which chunks l
 may have different sizes within one chunk, heads may be spread over another number of ranks, and
 pages may be ordered differently. Recurrent states are never split.
 
-Pure except ``apply``, which moves the bytes.
-
-How block ids change where engines split blocks differently.
-
 One side's kernel may divide a block into ``ratio`` kernel blocks, the other side's into more or
-fewer. The ids of kernel blocks are meaningful only with the ratio of the side that wrote them.
-Recurrent states are never split: a state's block is one kernel block on every side.
+fewer. The ids of kernel blocks are meaningful only with the ratio of the side that wrote them. The
+block of a recurrent state is one kernel block on every side.
+
+Pure except ``apply``, which moves the bytes.
 """
 
 from __future__ import annotations

@@ -99,7 +99,7 @@ Locations = Mapping[ChunkState, dict[bytes, int] | None]
 
 
 class Route(NamedTuple):
-    """One event's transitions for the chunks in one dict of locations.
+    """Where one event moves the chunks of one dict of locations.
 
     Chunks move to ``free``, or to ``pinned`` if they have pins; ``None`` means that they leave the
     tier. Unless ``takes_pinned`` is set, the event is not allowed for chunks with pins.

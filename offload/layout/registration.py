@@ -2,8 +2,9 @@
 
 Shapes are not interpreted: MLA and GQA tensors use ``shape[-2]`` differently, and a kernel may
 divide a block into several kernel blocks. Dimension 0 counts blocks or kernel blocks; the other
-dimensions are the page, which is cut into runs of adjacent bytes by its strides. A page is one run
-in most layouts, and one run per head if heads lie outside blocks.
+dimensions are the page, which its strides divide into contiguous ranges. In most layouts a page is
+one range; where the head dimension precedes the block dimension in memory, it is one range per
+head.
 """
 
 from __future__ import annotations

@@ -133,7 +133,7 @@ def make_space(
         if is_gone:
             total -= stored.size_bytes
             if note:
-                note(f"removed {stored.name} ({format_size(stored.size_bytes)}) to make room")
+                note(f"removed {stored.name} ({format_size(stored.size_bytes)}) to free space")
     return max(0, capacity - total - stuck)
 
 

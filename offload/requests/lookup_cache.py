@@ -116,7 +116,8 @@ class PartialLookup:
         `PrefixMatcher.longest_match`.
 
         If this step's ``allowance`` is used up, it finds gaps too early, and ``is_partial`` is set.
-        ``above`` names the holders; ``removals`` logs the chunks that left them.
+        ``above`` is the tier number that identifies this set of holders; ``removals`` logs the
+        chunks that left them.
         """
 
         def first_gap(group: int, keys: Sequence[bytes], first: int, end: int) -> int:

@@ -1,5 +1,5 @@
-"""Watches one lower tier's operations on one rank: the deadline and the result of each; limits
-how many a tier gets at a time.
+"""Watches the operations of one lower tier on one rank: deadlines and results. Also limits
+concurrent calls.
 
 A late operation is not abandoned, because it may still use its buffers. It counts as a failure for
 every ``timeout_s`` that it is late, which opens the tier's circuit breaker on the scheduler side.

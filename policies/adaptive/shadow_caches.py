@@ -15,7 +15,8 @@ from policies.adaptive.span_tree import Span
 
 
 class SpanQueues:
-    """One queue of spans per ``sort``, oldest first, and a heap of the queues' ends by score.
+    """Queues of spans by ``sort``, oldest first. A heap holds one end of each queue, its first or
+    last span: the one with the lower score.
 
     The span with the lowest score in a queue is assumed to be its oldest or its youngest: scores
     fall with age if spans die out, and rise if spans return after a pause.

@@ -76,7 +76,8 @@ class S3FifoPolicy(EvictionPolicy):
             self._main[key] = 0
 
     def _from_main(self, count: int, evictable: Callable[[Key], bool], found: list[Key]) -> None:
-        """Choose unused keys of the main queue. Each round takes one use from the others."""
+        """Choose unused keys of the main queue. Each round decrements the counters of
+        the used keys that it passes."""
         for _ in range(_USES_MAX + 2):
             if len(found) >= count:
                 return

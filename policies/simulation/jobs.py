@@ -99,7 +99,7 @@ def _value(text: str) -> object:
 
 
 def parse_part(text: str) -> tuple[float, float]:
-    """``0.5:1`` as shares of a trace."""
+    """Parse ``0.5:1`` into the start and end of the part, as shares of the trace."""
     found = re.fullmatch(r"(\d*\.?\d+):(\d*\.?\d+)", text)
     start, stop = (float(found[1]), float(found[2])) if found else (1.0, 0.0)
     if not start < stop <= 1:

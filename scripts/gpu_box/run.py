@@ -147,7 +147,8 @@ def kill_all(numbers: Path) -> int:
 
 
 def _processes(variable: bytes) -> list[int]:
-    """The processes with this variable in their environment. Those that have ended have none."""
+    """The processes with this variable in their environment. Ended processes have an empty
+    environment."""
     found = []
     for path in Path("/proc").glob("[0-9]*/environ"):
         try:

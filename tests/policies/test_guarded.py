@@ -294,7 +294,7 @@ def test_checking_all_members_counts_as_the_guards_time() -> None:
 
 
 def test_keys_that_must_stay_are_not_the_policys_fault() -> None:
-    """The policy takes 50 us per key, and has to pass 20 for each that it may name."""
+    """The policy takes 50 us per key and passes 20 protected keys per victim."""
 
     class Test:
         passed = 0

@@ -262,7 +262,9 @@ class ReopeningTier(Tier, Generic[Wrapped]):
         self._failure = None
         self.reopenings += 1
         logger.warning(
-            "a failed tier was opened again: it holds %d records now and held %d before%s",
+            "kvtiers: a failed tier (%s) was opened again: it holds %d records now and held %d "
+            "before%s",
+            info.name,
             info.record_count,
             self._held,
             "" if is_same else "; it is not the medium that failed, and begins empty",

@@ -265,6 +265,6 @@ class Failures:
         count = self._tally.add(self._kind_of(error))
         self._has_failed = True
         if count == 1:
-            logger.error("a copy failed unexpectedly (%s)", error, exc_info=error)
+            logger.error("kvtiers: a copy failed unexpectedly (%s)", error, exc_info=error)
         elif count:
-            logger.error("%d copies have failed like this so far: %s", count, error)
+            logger.error("kvtiers: %d copies have failed like this so far: %s", count, error)

@@ -254,7 +254,10 @@ class CudaCopyEngine(CopyEngine):
                     kernel.attach(lane.stream)
             except Exception as error:
                 # if the GPU is unsupported or has no memory, batched calls do all copies
-                text = "the gather/scatter kernel cannot be used (%s: %s); small pages are slower"
+                text = (
+                    "kvtiers: the gather/scatter kernel cannot be used (%s: %s); small pages are "
+                    "slower"
+                )
                 logger.warning(text, type(error).__name__, error)
                 return None
             undo.pop_all()
@@ -299,7 +302,7 @@ class CudaCopyEngine(CopyEngine):
         try:
             return {path: rate_of(partial(copy, path), copies.nbytes, clock) for path in paths}
         except DriverError as error:
-            logger.warning("the ways of copying could not be compared: %s", error)
+            logger.warning("kvtiers: the ways of copying could not be compared: %s", error)
             return {}
 
     def _sample(self, group: int) -> Descriptors | None:
@@ -321,7 +324,7 @@ class CudaCopyEngine(CopyEngine):
         for (group, to_slab), choice in self._choices.items():
             shape = shapes[group]
             logger.info(
-                "group %d, %s: %d copies per block of at least %s bytes, by %s%s",
+                "kvtiers: group %d, %s: %d copies per block of at least %s bytes, by %s%s",
                 group,
                 "store" if to_slab else "load",
                 shape.copies_per_block,
@@ -330,7 +333,9 @@ class CudaCopyEngine(CopyEngine):
                 _rates_text(choice),
             )
         if not self._slab.pinned:
-            logger.warning("the slab is not pinned: copies to and from the GPU will be slow")
+            logger.warning(
+                "kvtiers: the slab is not pinned: copies to and from the GPU will be slow"
+            )
 
 
 def _rates_text(choice: Choice) -> str:

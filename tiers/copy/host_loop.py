@@ -114,8 +114,8 @@ def copy_loop() -> CopyLoop:
         return _compiled_loop()
     except Exception as error:  # any llvmlite error (missing, too old, no JIT) has the same remedy
         logger.warning(
-            "the native copy loop could not be compiled (%s: %s); copies between CPU KV caches "
-            "and the slab use a slower loop",
+            "kvtiers: the native copy loop could not be compiled (%s: %s); copies between CPU KV "
+            "caches and the slab use a slower loop",
             type(error).__name__,
             error,
         )

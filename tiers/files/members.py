@@ -46,8 +46,7 @@ def engine_name() -> str:
 
 
 def machine() -> str:
-    """Return an id within which pids are comparable: this boot of a machine, seen from one pid
-    namespace."""
+    """Return an id of this boot and pid namespace; pids are comparable only under the same id."""
     boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii")
     namespace = os.readlink("/proc/self/ns/pid")
     found = f"{socket.gethostname()}\n{boot}\n{namespace}"

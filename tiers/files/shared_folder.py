@@ -45,9 +45,11 @@ logger = logging.getLogger(__name__)
 
 COMMON = 0
 GRANTS_MIN = 128
-"""Number of grants into which the capacity is divided (a grant has space for at least a record),"""
+"""Least number of grants into which the capacity is divided. A grant has space for at least one
+record."""
 GRANTS_EACH = 16
-"""but more with many engines: two grants for each must be at most an eighth of the capacity."""
+"""With many engines the capacity is divided into this many grants per engine instead, so that two
+grants of each engine are together at most an eighth of it."""
 EVICT_SHARE = 0.05
 """An eviction ends this far below the limit, as a fraction of the capacity."""
 READ_USE_NS = 60 * 10**9
@@ -342,7 +344,7 @@ class SharedFolder(RecordFiles):
                         if match and self._is_stray(match[1], found.st_mtime_ns):
                             os.unlink(file.name, dir_fd=fd)
                             continue
-                        # Write the record of the present time last.
+                        # A record that is being written counts as just used.
                         use_ns = self.engines.now_ns if match else found.st_mtime_ns
                         size = pages_for(found.st_size) * ALIGNMENT
                         stored.append(StoredFile(folder, file.name, size, use_ns))

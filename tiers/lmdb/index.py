@@ -404,7 +404,7 @@ def check_file(folder: Path) -> list[RecordTable] | None:
     except DamagedError as error:
         raise IndexUnusableError(f"it is damaged: {error}") from error
     except UnsoundError as error:
-        logger.info("%s: %s; asking LMDB's verifier", path, error)
+        logger.info("kvtiers: %s: %s; LMDB's verifier decides", path, error)
     try:
         problems: Sequence[object] = verify(str(folder))
     except (VerifyError, struct.error, IndexError) as error:

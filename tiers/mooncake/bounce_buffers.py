@@ -24,7 +24,7 @@ from tiers.base import Buffer, TierIoError
 BUFFER_BYTES = 32 << 20
 """Maximum total size of the payloads of one call. A single larger payload gets a separate call."""
 GIVEN_UP_AFTER_S = 10.0
-"""Over TCP, a call that failed sooner than this has ended."""
+"""Over TCP, a call that fails within this time no longer moves bytes."""
 GIVEN_UP_MAX = 1 << 30
 """Maximum size of buffers that are abandoned because Mooncake may still write to them. Above this,
 all reads fail."""

@@ -109,7 +109,7 @@ def prefer_node(address: int, nbytes: int, node: int) -> bool:
     placement the machine is only slower, so a failure is logged as a warning."""
     number = _SYS_MBIND.get(platform.machine())
     if number is None:
-        logger.warning("NUMA placement is not known for %s", platform.machine())
+        logger.warning("kvtiers: NUMA placement is not known for %s", platform.machine())
         return False
     words = (ctypes.c_ulong * (node // 64 + 1))()
     words[node // 64] = 1 << (node % 64)
@@ -128,6 +128,8 @@ def prefer_node(address: int, nbytes: int, node: int) -> bool:
     code = ctypes.get_errno()
     name = errno.errorcode.get(code, str(code))
     logger.warning(
-        "memory could not be placed on NUMA node %d: %s", node, f"{name} ({os.strerror(code)})"
+        "kvtiers: memory could not be placed on NUMA node %d: %s",
+        node,
+        f"{name} ({os.strerror(code)})",
     )
     return False

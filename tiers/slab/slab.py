@@ -226,7 +226,7 @@ class HostSlab:
             self._map.close()
         except BufferError:
             logger.debug(
-                "%r: views of slots are still held; the last one releases the memory", self
+                "kvtiers: %r: views of slots are still held; the last one releases the memory", self
             )
 
     def _close_registrar(self) -> None:
@@ -235,7 +235,7 @@ class HostSlab:
         try:
             self._registrar.close()
         except PinningError as error:  # the context stays until the process ends
-            logger.warning("the CUDA device could not be released: %s", error)
+            logger.warning("kvtiers: the CUDA device could not be released: %s", error)
 
     def _wait_or_close(self) -> None:
         try:
@@ -261,11 +261,11 @@ class HostSlab:
                 if end < self.slot_count:
                     self._pause(busy_s * PAUSE_SHARE)
         except SlabError as failure:
-            logger.error("%s", failure)
+            logger.error("kvtiers: %s", failure)
             self._fail(failure)
         except Exception as failure:
             # the thread must not die silently: waiting threads need the cause
-            logger.exception("preparing the slab failed")
+            logger.exception("kvtiers: preparing the slab failed")
             self._fail(SlabError(f"preparing the slab failed: {failure}"))
 
     def _pause(self, seconds: float) -> None:
@@ -298,7 +298,8 @@ class HostSlab:
             if not self._pin_fallback:
                 raise SlabError(text) from error
             logger.warning(
-                "%s Continuing with pageable memory for these slots: copying them is slow.", text
+                "kvtiers: %s Continuing with pageable memory for these slots: copies are slow.",
+                text,
             )
         else:
             self._registered[address] = nbytes
@@ -320,7 +321,7 @@ def _unregister(registrar: Registrar, address: int) -> None:
     try:
         registrar.unregister(address)
     except PinningError as error:
-        logger.warning("unpinning memory failed: %s", error)
+        logger.warning("kvtiers: unpinning memory failed: %s", error)
 
 
 def _rounded_up(nbytes: int, unit: int) -> int:
@@ -360,7 +361,7 @@ def _map_memory(nbytes: int, page_bytes: int) -> mmap.mmap:
         try:
             memory.madvise(advice)
         except OSError as error:  # a kernel without huge pages: everything still works
-            logger.debug("madvise(%d): %s", advice, error)
+            logger.debug("kvtiers: madvise(%d): %s", advice, error)
     return memory
 
 
@@ -374,7 +375,7 @@ def _populate(address: int, nbytes: int) -> None:
         return
     code = ctypes.get_errno()
     if code == errno.EINVAL:
-        logger.debug("this kernel cannot fault in memory ahead of use")
+        logger.debug("kvtiers: this kernel cannot fault in memory ahead of use")
         return
     raise SlabError(
         f"no memory for {nbytes:,} more bytes of the CPU tier: {os.strerror(code)}. "

@@ -36,7 +36,7 @@ def threads_unbound() -> Iterator[None]:
             os.sched_setaffinity(0, wide)
         except (OSError, AttributeError) as error:
             # not Linux, or not permitted: this only costs speed
-            logger.debug("threads stay on the processors %s: %s", sorted(own), error)
+            logger.debug("kvtiers: threads stay on the processors %s: %s", sorted(own), error)
             own = wide
     if own != wide:
         logger.info(

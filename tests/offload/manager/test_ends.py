@@ -181,7 +181,7 @@ def test_a_cancelled_restore_does_not_wait_for_a_read_that_hangs(
 def test_an_offload_does_not_wait_for_another_calls_read(
     engine: Callable[[], SimulatedCopyEngine],
 ) -> None:
-    """The chunk is on its way from a tier that hangs, and is stored there: that is enough."""
+    """A tier that hangs holds the chunk, so ``offload`` need not store it."""
 
     async def life() -> None:
         tier = HoldingTier(MemoryTier(1 << 22), methods={"read"})

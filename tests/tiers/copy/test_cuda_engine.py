@@ -275,8 +275,8 @@ async def test_a_repeated_failure_is_logged_the_first_and_the_tenth_time(
         await world.engine.submit_load([batch([0], [[0, 1]])]).completed()
     lines = [record.getMessage() for record in caplog.records]
     assert [line.partition("cuM")[0] for line in lines[:2]] == [
-        "a copy failed unexpectedly (",
-        "10 copies have failed like this so far: ",
+        "kvtiers: a copy failed unexpectedly (",
+        "kvtiers: 10 copies have failed like this so far: ",
     ]
     assert len([line for line in lines if "cuMemcpyBatchAsync" in line]) == 2
     assert world.engine.failures() == {

@@ -190,8 +190,8 @@ def test_changes_beyond_the_bound_become_a_clear_and_a_full_listing(
 
 
 def differences_after_a_restart(folder: Path) -> list[str]:
-    """The same difference for a listener to the chunks found at start-up, half of which are removed
-    in the meantime."""
+    """Like ``differences_after_losses``, for chunks found at start-up; half of them are removed
+    meanwhile."""
     for world, follower in followed("full", folder, 1):
         live(world, 60)
         world.drain()
