@@ -32,7 +32,7 @@ UNREAD = ("bench/results/", "docs/reference/api.md")
 
 class Text(NamedTuple):
     line: int
-    kind: str  # "markdown", "docstring", "comment", "message" or "line"
+    kind: str  # "markdown", "docstring", "comment", "message", "help" or "line"
     text: str
 
 
@@ -86,14 +86,26 @@ def python_texts(source: str) -> Iterator[Text]:
             docstrings.add(id(value))
             prose = docstring_prose(value.value, margin=value.col_offset)
             yield Text(value.lineno, "docstring", prose)
+    helps = set(map(id, help_texts(tree)))
     for node in ast.walk(tree):
         if isinstance(node, ast.Constant) and id(node) not in docstrings:
             text = node.value
-            if isinstance(text, str) and len(text.split()) >= MESSAGE_WORDS_MIN:
-                yield Text(node.lineno, "message", text)
+            is_help = id(node) in helps
+            if isinstance(text, str) and (is_help or len(text.split()) >= MESSAGE_WORDS_MIN):
+                yield Text(node.lineno, "help" if is_help else "message", text)
     for token in tokenize.generate_tokens(io.StringIO(source).readline):
         if token.type == tokenize.COMMENT:
             yield Text(token.start[0], "comment", token.string.lstrip("#: "))
+
+
+def help_texts(tree: ast.AST) -> Iterator[ast.expr]:
+    """The literals that ``help=`` begins with in a call: descriptions of a command line."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Call):
+            for given in node.keywords:
+                if given.arg == "help":
+                    text = given.value
+                    yield from text.values[:1] if isinstance(text, ast.JoinedStr) else [text]
 
 
 def docstring_prose(text: str, *, margin: int) -> str:
@@ -112,6 +124,9 @@ def findings_in(path: str, text: Text, rules: dict[str, list[dict[str, str]]]) -
     sentences = [s.strip() for s in re.split(r"(?<=[.!?])\s+", prose) if s.strip()]
     if text.kind == "docstring":
         openings += rules["docstrings"]
+        sentences = sentences[:1]
+    elif text.kind == "help":
+        openings += rules["help"]
         sentences = sentences[:1]
     for sentence in sentences:
         sentence = " ".join(sentence.split())

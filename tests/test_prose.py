@@ -66,6 +66,18 @@ def test_a_note_is_found_only_where_a_docstring_begins() -> None:
 
 
 @pytest.mark.parametrize(
+    "text", ["That queue.", "Of all blocks, in the CPU tier.", "Per {unit}, at most."]
+)
+def test_a_help_text_names_what_the_option_is(text: str) -> None:
+    for literal in (repr(text), f"f{text!r}"):
+        [(line, words)] = found_in_python(f"threads = Option(1,\n    help={literal})\n")
+        assert line == 2
+        assert text.startswith(words)
+    assert found_in_python(f"threads = Option(1, help={'Tokens. ' + text!r})\n") == []
+    assert found_in_python(f"threads = Option(1, text={text!r})\n") == []
+
+
+@pytest.mark.parametrize(
     "file", ["tests/a.py", "tests/mutants/faults/a.toml", "docs/a.yaml", "a.sh"]
 )
 def test_the_whole_tree_is_read(file: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
