@@ -109,8 +109,8 @@ class Clock:
 
 class Bed:
     """A scheduler side over an index of ``keys`` chunks in a lower tier, and a worker's executor.
-    ``bytes_per_key`` is the memory that the index takes per key. ``look_ahead`` is a server's
-    default if it is ``None``."""
+    ``bytes_per_key`` is the memory that the index takes per key. If ``look_ahead``
+    is ``None``, the default of a server applies."""
 
     def __init__(
         self, keys: int, chunks_max: int, policy: str, look_ahead: float | None = None

@@ -383,10 +383,10 @@ def register(app: typer.Typer) -> None:
             float, typer.Option(min=1e-6, help="Divides the arrival times.")
         ] = plain.rate,
         prompt_blocks: Annotated[
-            int, typer.Option(min=1, help="Blocks of a prompt, at most.")
+            int, typer.Option(min=1, help="Maximum number of blocks per prompt.")
         ] = plain.prompt_blocks,
         answer_tokens: Annotated[
-            int, typer.Option(min=1, help="Tokens of an answer, at most.")
+            int, typer.Option(min=1, help="Maximum number of tokens per answer.")
         ] = plain.answer_tokens,
         in_flight: InFlight = plain.in_flight,
         cpu_share: CpuShare = plain.cpu_share,

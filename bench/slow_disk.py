@@ -68,7 +68,7 @@ def _disk_of(folder: Path) -> str:
     device = DEVICES / f"{os.major(number)}:{os.minor(number)}"
     if not device.exists():
         raise SlowDiskError(
-            f"{folder} is on no block device; choose a folder on a disk with --folder"
+            f"{folder} is not on a block device; choose a folder on a disk with --folder"
         )
     device = device.resolve()
     if (device / "partition").exists():

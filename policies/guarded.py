@@ -118,7 +118,7 @@ class GuardedPolicy(EvictionPolicy):
         wall_s, cpu_s = self._wall_clock(), self._cpu_clock()
         try:
             names = self._active.victims(count, evictable)
-            # the policy cannot help that these have to stay
+            # keys that must stay are not the policy's fault, so they get time, too
             passed = getattr(evictable, "passed", 0) - passed
             cpu_s = self._cpu_clock() - cpu_s  # without the guard's own check of the names
             wall_s = self._wall_clock() - wall_s

@@ -61,7 +61,8 @@ def export(
     chosen = _choose(problems, namespaces, namespace, model)
     problems.key_file(key_file)
     if file.is_dir() or not file.parent.is_dir():
-        problems.add(str(file), "is not a place for a file", "Name a file in a folder that exists.")
+        fix = "Name a file in a folder that exists."
+        problems.add(str(file), "is a folder, or its folder does not exist", fix)
     elif file.exists() and not file.is_file():
         problems.add(str(file), "is not a regular file", "Name a file that can be replaced.")
     elif file.exists() and not overwrite:

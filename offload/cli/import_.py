@@ -39,8 +39,8 @@ def import_(
         str,
         typer.Option(
             help=(
-                "Bytes that the folder of one rank may take, e.g. 200GiB. (default: the capacity "
-                "with which it was created)"
+                "Capacity of the folder of one rank, e.g. 200GiB. (default: the capacity that it "
+                "was created with)"
             )
         ),
     ] = "",

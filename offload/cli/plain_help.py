@@ -52,7 +52,7 @@ class PlainGroup(TyperGroup):
 
 
 def _without_types(parameters: list[Any]) -> list[Any]:
-    """Let the help show no type for switches, which take no value."""
+    """Remove the types of switches from the help, because switches take no value."""
     for parameter in parameters:
         if getattr(parameter, "is_flag", False):
             parameter.metavar = ""

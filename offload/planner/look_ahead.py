@@ -39,8 +39,8 @@ from policies.hints import LOW
 AHEAD_BATCH = 16
 """Number of chunks of one job: as many as a worker reads at a time."""
 AHEAD_FLYING_MAX = 64
-"""Maximum number of chunks of one tier whose reads ahead are in flight: a tier that hangs takes
-nothing from the others."""
+"""Maximum number of chunks being read ahead from one tier. Each tier has this limit, so that a tier
+that hangs does not stop reads of the others."""
 AHEAD_STALE_S = 60.0
 """When others have overtaken a request for this long, so that it has made no progress in the queue,
 the chunks read for it may be evicted."""

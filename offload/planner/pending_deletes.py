@@ -40,7 +40,8 @@ class PendingDeletes:
         return len(self.waiting.get(tier, ())) > DELETIONS_MAX
 
     def take(self, tiers: Iterable[int]) -> Mapping[int, Keys]:
-        """The deletions of this step by tier, for ``tiers`` that have any."""
+        """Take the deletions of this step, by tier. Of ``tiers``, those without deletions are left
+        out."""
         taken = {}
         for tier in tiers:
             waiting = self.waiting.pop(tier, None)

@@ -155,7 +155,8 @@ class WriteThrough:
 WRITES_FLYING_MAX = 1024
 """Maximum number of chunks that are being written to one tier."""
 SLOW_TIER_SHARE = 1 / 16
-"""Share of the limit that a slow tier gets at a time: about a hundredth of the CPU tier."""
+"""The limit of a tier that falls behind never falls below this share of its highest value (by
+default 1/64 of the CPU tier), or below one job if that is less."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -274,8 +275,8 @@ class WriteThroughQueue:
         return min(self._batch, self._waiting_max)
 
     def offer(self, keys: Sequence[bytes], infos: Sequence[EntryInfo] | None = None) -> None:
-        """Queue chunks that were just committed to the CPU tier. ``infos`` are for the tier's
-        policies; with ``infos``, all chunks are of one group."""
+        """Queue chunks that were just committed to the CPU tier. ``infos``, for the tier's
+        policies, may be given only if all chunks are of one group."""
         if self._is_closed or self._read_only or not keys:
             return
         left = self._limit

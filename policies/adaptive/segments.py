@@ -174,7 +174,8 @@ class Segments(Generic[SpanT]):
     def _agreeing(
         self, segment: Segment[SpanT], keys: list[Key], at: int, *, forwards: bool = False
     ) -> int:
-        """Count how many keys from ``at`` on match the segment's keys from its head on."""
+        """Return how many of the request's keys, from position ``at`` on, equal the segment's keys,
+        from its head on."""
         if not self.is_dense(segment):
             return 0
         keys_max = min(segment.live, len(keys) - at)

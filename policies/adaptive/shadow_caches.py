@@ -132,7 +132,8 @@ class Shadows:
         self.hits *= memory
 
     def use(self, span: Span, count: int) -> None:
-        """Count the hits of a request that takes ``count`` keys from a span's head."""
+        """Count the hits of a request that uses the first ``count`` keys of a span, and remove
+        these keys from the caches."""
         by_age = min(span.by_age, count)
         by_score = min(span.by_score, count)
         self.hits += by_age

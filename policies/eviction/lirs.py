@@ -32,7 +32,7 @@ class LirsPolicy(EvictionPolicy):
         self._stack: OrderedDict[Key, None] = OrderedDict()  # S, oldest use first
         # Q; value: true if touched since it was inserted
         self._queue: OrderedDict[Key, bool] = OrderedDict()
-        # members with a short distance; value as above
+        # members with a short distance; value: true if touched since it was inserted
         self._low: OrderedDict[Key, bool] = OrderedDict()
         self._ghosts = GhostList()
         self._low_limit = 0  # 0 until the tier is full for the first time

@@ -26,9 +26,9 @@ NEVER = -1
 
 
 def next_uses(trace: Trace) -> list[tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]]:
-    """Per request: the distinct indices of the requests that use its blocks next, each with the
-    number of these blocks. Blocks that are never used again are left out."""
-    import numpy as np  # takes a third of the time in which the command starts
+    """For each request, return the requests that use its blocks next: their distinct indices, and
+    how many of its blocks each of them uses. Blocks that are never used again are left out."""
+    import numpy as np  # this import would take a third of the command's start-up time
 
     following: dict[int, int] = {}
     found = []

@@ -199,7 +199,7 @@ def test_computed_chunks_of_a_short_answer_behind_a_long_cached_prompt_are_store
 
 
 def test_an_aborted_load_is_not_measured_as_if_complete() -> None:
-    """Otherwise a tier that delivered only a part would seem fast."""
+    """If it were, a tier that delivered only a part would seem fast."""
     server = Server(8 * STEP_CHUNKS)
     request = server.came(server.keys)
     while (found := server.side.lookup(request, 0)) is None:

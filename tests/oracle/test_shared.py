@@ -202,7 +202,8 @@ def test_an_idle_engine_restores_what_another_has_stored(tmp_path: Path) -> None
 
 
 def test_what_another_engine_has_stored_is_read_ahead(tmp_path: Path) -> None:
-    """Other requests run, so vLLM does not ask for the one that waits."""
+    """vLLM looks up no waiting request while others take all its places, but the planner reads
+    for it."""
     one, other = two(tmp_path, 2, Conditions(slots=200))
     with one, other:
         serve(one, PROMPT)

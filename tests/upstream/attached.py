@@ -1,13 +1,13 @@
 """The ``conftest.py`` that vLLM's tests run with: our parts take the place of vLLM's.
 
-It is copied beside them, because their package is called ``tests``, too.
+It is copied next to vLLM's tests, because their package is called ``tests``, too.
 
-* Every scheduler that they make without a connector gets ours, with a planner. Every store fails,
-  so it never returns a hit, and the scheduler must behave as without it.
+* Every scheduler that vLLM's tests make without a connector gets ours, with a planner. Every
+  store fails, so it never returns a hit, and the scheduler must behave as without it.
 * Where a test makes a scheduler with vLLM's mock connector, whose asynchronous hits all have the
   same length, ours takes its place and holds that much of each prompt, so that it answers real
   hits. The test itself says when a load has ended.
-* The CPU tier of vLLM's offloading takes our LRU for its own.
+* The CPU tier of vLLM's offloading uses our LRU instead of vLLM's.
 
 With ``KVTIERS_UPSTREAM=plain`` nothing is replaced: tests that fail then fail for other reasons.
 """

@@ -24,7 +24,7 @@ SLOW_S = 0.3
 RETRY_S = (0.2, 1.0)
 """The first and the longest wait of a breaker after ``retry_soon``."""
 REFUSALS = {"is full": errno.ENOSPC, "is read-only": errno.EROFS}
-"""``write`` calls end; reads work."""
+"""The errors of writes in these states; reads work."""
 
 
 class SickIo(DiskIo):

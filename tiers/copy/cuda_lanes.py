@@ -184,7 +184,7 @@ class CudaLane:
         ends: list[CudaEvent] = []
 
         def run() -> None:
-            # First, so that no copy is in progress without an event for its end.
+            # Take the event before any copy begins: each copy needs one that marks its end.
             ends.append(self._events.take())
             if after is not None:
                 self._driver.stream_wait_event(self._stream, after.handle)
@@ -195,7 +195,7 @@ class CudaLane:
                 self._driver.record_event(end.handle, self._stream)
 
         error = self._failures.run(run)
-        # After a failure too, because part of the job may be in progress.
+        # Record the event even after a failure, because part of the job may be in progress.
         unmarked = self._failures.run(mark)
         end = ends[0] if ends and unmarked is None else None
         return _Flight(ticket, end, error or unmarked, kept)

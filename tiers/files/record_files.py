@@ -172,8 +172,8 @@ class RecordFiles:
         return key, Entry(found.st_mtime_ns, header.payload_bytes)
 
     def note_capacity(self, capacity_bytes: int) -> None:
-        """Store the capacity for commands that inspect the folder. Skipped if it cannot be
-        written."""
+        """Store the capacity for commands that inspect the folder. Does nothing if that
+        fails."""
         with contextlib.suppress(OSError):
             known = self._load(CAPACITY_NAME) if self._exists(CAPACITY_NAME) else ""
             if known != str(capacity_bytes):

@@ -103,8 +103,8 @@ class SharedFolder(RecordFiles):
             undo.pop_all()
 
     def _take_over(self) -> None:
-        """Mark the folder as shared. Records of an exclusive tier are used if it was never reset;
-        otherwise they may be of other weights."""
+        """Mark the folder as shared. Keeps the records of an exclusive tier. Raises ``FolderError``
+        if that tier is open, or was reset: its records may belong to other weights."""
         if self._exists(SHARED_NAME):
             return
         if self._exists(EPOCH_NAME) and self._load(EPOCH_NAME) != "0":

@@ -60,11 +60,11 @@ class Put:
         return clip(self.extents, self.stored_pages)[0]
 
     def seal(self, value: bytes) -> None:
-        """Set its entry in the index."""
+        """Set the record's entry in the index."""
         self.value = value
 
     def commit(self) -> None:
-        """Record that a committed transaction contains it."""
+        """Record that a committed transaction contains the entry."""
         self.is_named = True
         self.outcome = WriteOutcome.OK
 

@@ -132,7 +132,7 @@ class Outline:
 
     @staticmethod
     def of_class(text: str) -> Outline:
-        """The body of a class, from the text of the class."""
+        """Return the outline of a class's body; ``text`` is the source of the class."""
         undecorated = _undecorated(text)
         end = _HEAD_END.search(undecorated)
         body = undecorated[end.end() :] if end else ""

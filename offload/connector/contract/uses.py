@@ -40,7 +40,7 @@ class Use:
     place: str
     call: CallShape | None = None
     ours: str = ""
-    """For an override: our method, as ``module:Class.method``."""
+    """Our method, as ``module:Class.method``, if it overrides one of vLLM's."""
 
 
 @dataclass

@@ -66,7 +66,7 @@ def hub(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[dict[str, s
     monkeypatch.setattr(Hub, "GATE", threading.Event())
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
-    # a hub that answers at all does so in this time, however busy the machine is
+    # long enough for the test's hub to answer, however busy the machine is
     monkeypatch.setattr(model_names, "HUB_PATIENCE_S", 60.0)
     with hub_here() as environment:
         yield environment

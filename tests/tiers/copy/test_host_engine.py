@@ -249,8 +249,8 @@ def test_the_native_loop_compiles_on_this_machine() -> None:
 
 
 def test_compiling_leaves_no_object_that_breaks_scans_of_modules() -> None:
-    """vLLM's CPU worker calls ``vars(x).get`` on every object with ``__dict__`` in every module;
-    after an import of llvmlite, one of these objects used to break that."""
+    """vLLM's CPU worker calls ``vars(x).get`` on every object with ``__dict__`` in every module.
+    After an import of llvmlite, one object used to make this call fail."""
     copy_loop()
     assert "llvmlite.binding.ffi" in sys.modules
     for name, module in list(sys.modules.items()):

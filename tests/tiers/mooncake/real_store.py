@@ -72,7 +72,7 @@ class OneClient:
 
 @contextmanager
 def one_store(master: Master) -> Iterator[Any]:
-    """Return the shared client in place of a new one, for ``OneClient``."""
+    """Join the master once, and leave at the end; a ``OneClient`` per tier shares this client."""
     store = mooncake_client._joined(master.settings())
     try:
         yield store
