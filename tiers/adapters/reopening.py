@@ -262,8 +262,8 @@ class ReopeningTier(Tier, Generic[Wrapped]):
         self._failure = None
         self.reopenings += 1
         logger.warning(
-            "kvtiers: a failed tier (%s) was opened again: it holds %d records now and held %d "
-            "before%s",
+            "kvtiers: tier %s was opened again after it failed: it holds %d records now and held "
+            "%d before%s",
             info.name,
             info.record_count,
             self._held,
