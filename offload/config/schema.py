@@ -126,14 +126,11 @@ class OffloadConfig(msgspec.Struct, frozen=True):
 class SlotCounts:
     """Sizes in chunks, the same on every rank.
 
-    ``slots`` belong to the index, ``staging`` slots to the worker; ``inflight_load`` and
-    ``inflight_store`` are budgets of concurrent chunks.
+    ``slots`` belong to the index, ``staging`` slots to the worker.
     """
 
     slots: int
     staging: int
-    inflight_load: int
-    inflight_store: int
 
 
 def parse_config(extra: Mapping[str, Any] | None) -> OffloadConfig:
@@ -200,18 +197,13 @@ def default_cpu_capacity(memory: int) -> int:
 def slot_counts(config: OffloadConfig, slot_bytes: int, ranks: int) -> SlotCounts:
     """The configured sizes in chunks of ``slot_bytes``, on each of ``ranks`` ranks.
 
-    No other code does this division, because scheduler and workers must agree. Staging is part of
-    the capacity, and is at least one slot if there are lower tiers. Budgets allow at least one
-    chunk. If the capacity is too small, ``slots`` is 0: see ``check_cpu_capacity``.
+    No other code divides the capacity, because scheduler and workers must agree. Staging is part of
+    it, and is at least one slot if there are lower tiers. If the capacity is too small, ``slots``
+    is 0: see ``check_cpu_capacity``.
     """
     chunk_bytes = slot_bytes * ranks
     staging = max(1, config.staging // chunk_bytes) if config.tiers else 0
-    return SlotCounts(
-        slots=max(0, config.cpu.capacity // chunk_bytes - staging),
-        staging=staging,
-        inflight_load=max(1, config.max_inflight_load // chunk_bytes),
-        inflight_store=max(1, config.max_inflight_store // chunk_bytes),
-    )
+    return SlotCounts(max(0, config.cpu.capacity // chunk_bytes - staging), staging)
 
 
 def check_cpu_capacity(config: OffloadConfig, slot_bytes: int, ranks: int) -> list[Problem]:

@@ -290,8 +290,6 @@ def test_slots_and_staging_stay_inside_the_capacity(
     if counts.slots:
         assert (counts.slots + counts.staging) * slot * ranks <= capacity
     assert counts.staging >= (1 if tiers else 0)
-    assert counts.inflight_load >= 1
-    assert counts.inflight_store >= 1
     bad = {problem.where for problem in check_capacity(config, slot, ranks)}
     assert ("$.cpu.capacity" in bad) == (counts.slots == 0)
 
