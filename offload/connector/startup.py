@@ -28,8 +28,8 @@ from offload.index.tier_index import TierIndex
 from offload.layout.groups import ModelLayout, recorded_group
 from offload.layout.registration import LayerTensors, Registration, as_list
 from offload.messages.report import RankState
+from offload.namespaces.cleanup import describe_neighbours
 from offload.namespaces.epochs import TierEpochs
-from offload.namespaces.folders import describe_neighbours
 from offload.namespaces.geometry import Geometry
 from offload.namespaces.manifest import Namespace, differing_fields
 from offload.namespaces.wait_for_owners import Patience

@@ -28,7 +28,6 @@ from types import TracebackType
 
 from offload.errors import NamespaceError, TierUnavailableError
 from offload.namespaces.claims import claim, claim_shared, entries, locked
-from offload.namespaces.cleanup import describe_neighbours, make_space
 from offload.namespaces.manifest import (
     MANIFEST_NAME,
     NAME,
@@ -41,22 +40,6 @@ from offload.namespaces.manifest import (
 )
 from tiers.folders.folder import FolderError, sync_folder
 from tiers.folders.folder import prepare as prepare_folder
-
-__all__ = [  # one import for everything that a start-up needs
-    "ClaimedFolder",
-    "OnDamage",
-    "bump_epoch",
-    "claim_rank_folder",
-    "describe_neighbours",
-    "judge_namespace",
-    "judge_replica",
-    "make_space",
-    "open_namespace",
-    "raise_epoch",
-    "read_epoch",
-    "replica_folder",
-    "share_rank_folder",
-]
 
 logger = logging.getLogger(__name__)
 

@@ -25,13 +25,11 @@ from offload.geometry.folder_source import (
 )
 from offload.geometry.mooncake_source import MooncakeView, notice_of, open_mooncake_source
 from offload.namespaces.claims import FolderClaimedError
-from offload.namespaces.cleanup import other_namespaces
+from offload.namespaces.cleanup import describe_neighbours, make_space, other_namespaces
 from offload.namespaces.folders import (
     ClaimedFolder,
     OnDamage,
     claim_rank_folder,
-    describe_neighbours,
-    make_space,
     raise_epoch,
     replica_folder,
     share_rank_folder,

@@ -10,7 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from offload.namespaces.folders import make_space, share_rank_folder
+from offload.namespaces.cleanup import make_space
+from offload.namespaces.folders import share_rank_folder
 from offload.namespaces.manifest import Namespace
 from tests.offload.cli.rank_folders import (
     FIELDS,
