@@ -94,13 +94,14 @@ def patiently(check: Callable[[], T], patience: Patience) -> T:
 
     Raises its ``ConfigError``.
     """
-    while True:
-        try:
-            return check()
-        except ConfigError as error:
-            held = [problem for problem in error.problems if isinstance(problem, InUse)]
-            if len(held) < len(error.problems) or not patience.wait(held[0].what):
-                raise
+    return patience.repeat(check, ConfigError, _only_held)
+
+
+def _only_held(error: ConfigError) -> str:
+    """Describe the first of the folders that other servers hold. Empty if there are other problems
+    as well."""
+    held = [problem for problem in error.problems if isinstance(problem, InUse)]
+    return held[0].what if len(held) == len(error.problems) else ""
 
 
 def load_config(extra: Mapping[str, Any] | None, is_ours: IsOurs = nobody) -> LoadedConfig:

@@ -121,12 +121,10 @@ class LmdbSecondaryTier(SecondaryTierManager):  # type: ignore[misc]  # vllm is 
     def _start_patiently(self) -> None:
         """Start, while a server that is about to end may still hold the folder."""
         patience = Patience(lambda line: logger.warning("kvtiers: %s: %s", self.tier_type, line))
-        while True:
-            try:
-                return self._loop.call(self._start(), SECONDARY_OPEN_TIMEOUT_S)
-            except FolderInUseError as error:
-                if not patience.wait(error.what):
-                    raise
+        patience.repeat(self._start_now, FolderInUseError, lambda error: error.what)
+
+    def _start_now(self) -> None:
+        self._loop.call(self._start(), SECONDARY_OPEN_TIMEOUT_S)
 
     async def _start(self) -> None:
         info = await self._tier.open()

@@ -8,7 +8,10 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from typing import TypeVar
 
+E = TypeVar("E", bound=Exception)
+T = TypeVar("T")
 OWNERS_WAIT_S = 30.0
 """The time that Kubernetes gives a container to end."""
 LINE_EVERY_S = 5.0
@@ -38,3 +41,17 @@ class Patience:
             self._next_line = now + LINE_EVERY_S
         time.sleep(min(LOOK_EVERY_S, left))
         return True
+
+    def repeat(self, call: Callable[[], T], error: type[E], what: Callable[[E], str]) -> T:
+        """Repeat ``call`` while it raises ``error`` and a wait may help. Return its result.
+
+        ``what`` returns what to wait for. Raises the ``error`` if that is empty, or when the time
+        is up.
+        """
+        while True:
+            try:
+                return call()
+            except error as raised:
+                held = what(raised)
+                if not held or not self.wait(held):
+                    raise

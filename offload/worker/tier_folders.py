@@ -301,12 +301,7 @@ def _check_space(
 def _patiently(claim: Callable[[], ClaimedFolder]) -> ClaimedFolder:
     """Claim a folder that a server which is about to end may still hold."""
     patience = Patience(lambda line: logger.warning("kvtiers: %s", line))
-    while True:
-        try:
-            return claim()
-        except FolderClaimedError as error:
-            if not patience.wait(error.what):
-                raise
+    return patience.repeat(claim, FolderClaimedError, lambda error: error.what)
 
 
 def _note(line: str) -> None:
