@@ -78,7 +78,7 @@ class Planner:
     ``removals`` and ``causes`` say which chunks have left the tiers lately, and why.
     ``now`` is the time of the last ``tick``.
 
-    ``groups`` maps group ids to their geometry.
+    ``groups`` maps group ids to their geometry, ``tier_names`` the numbers of tiers to their names.
     """
 
     def __init__(
@@ -96,6 +96,7 @@ class Planner:
         self.groups = groups
         self.cpu = cpu
         self.lower = tuple(lower)
+        self.tier_names = {CPU: "cpu"} | dict(enumerate(names))
         self._slots = slots
         self.causes = RemovalCauses()
         self.stats = PlannerStats(names, causes=self.causes)

@@ -52,7 +52,6 @@ class Lookups:
         self._chunk_blocks = [group.chunk_blocks for group in matcher.layout.groups]
         self._explainer = Explainer(matcher, neighbours)
         self._computing = computing
-        self._names = {-1: "cpu"} | {t: index.name for t, index in enumerate(planner.lower)}
 
     def advance(self) -> None:
         """Spend the rest of the step's allowance on unfinished lookups that vLLM did not repeat in
@@ -313,8 +312,8 @@ class Lookups:
                 self._known(state.lookup.logged, loaded)
 
     def _loaded(self, state: RequestState) -> dict[str, int]:
-        tokens_by_tier = state.outcome.tokens_by_tier
-        return {self._names[tier]: tokens for tier, tokens in tokens_by_tier.items() if tokens}
+        names, tokens_by_tier = self._planner.tier_names, state.outcome.tokens_by_tier
+        return {names[tier]: tokens for tier, tokens in tokens_by_tier.items() if tokens}
 
     def _known(self, logged: LoggedRequest, loaded: Mapping[str, int] | None = None) -> None:
         self.log.known(logged, loaded)

@@ -12,7 +12,6 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from offload.layout.groups import FULL, ModelLayout
-from offload.layout.keys import CPU
 from offload.layout.request_keys import RequestKeys
 from offload.planner.planner import Planner
 from offload.planner.timed_pins import TimedPins
@@ -128,6 +127,5 @@ class FinishedRequests:
         """
         if state.outcome.failures or state.outcome.loading:
             return {}
-        names = {CPU: "cpu"} | {tier: i.name for tier, i in enumerate(self._planner.lower)}
-        tokens_by_tier = state.outcome.tokens_by_tier
+        names, tokens_by_tier = self._planner.tier_names, state.outcome.tokens_by_tier
         return {names[tier]: tokens for tier, tokens in tokens_by_tier.items() if tokens}
