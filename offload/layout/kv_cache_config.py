@@ -8,32 +8,6 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 
-class KvCacheSpec(Protocol):
-    """The attributes of a group's spec that are read.
-
-    A spec with a mapping ``kv_cache_specs`` contains one spec per layer (vLLM's
-    ``UniformTypeKVCacheSpecs``); a spec with ``unpadded_page_size_bytes`` has padded pages.
-    """
-
-    @property
-    def block_size(self) -> int:
-        """Tokens of one block."""
-
-    @property
-    def page_size_bytes(self) -> int:
-        """Bytes of one layer's page, padding included."""
-
-
-class KvCacheGroup(Protocol):
-    """The attributes of a group that are read: its layers and their spec."""
-
-    @property
-    def layer_names(self) -> Sequence[str]: ...
-
-    @property
-    def kv_cache_spec(self) -> Any: ...
-
-
 class KvCacheConfig(Protocol):
     """The attributes of a ``kv_cache_config`` that are read. vLLM's class has them."""
 
@@ -41,7 +15,12 @@ class KvCacheConfig(Protocol):
     def num_blocks(self) -> int: ...
 
     @property
-    def kv_cache_groups(self) -> Sequence[Any]: ...
+    def kv_cache_groups(self) -> Sequence[Any]:
+        """Groups with the attributes of a ``SimpleGroup``.
+
+        A spec with a mapping ``kv_cache_specs`` contains one spec per layer (vLLM's
+        ``UniformTypeKVCacheSpecs``); a spec with ``unpadded_page_size_bytes`` has padded pages.
+        """
 
 
 @dataclass(frozen=True, slots=True)
