@@ -13,7 +13,6 @@ from fractions import Fraction
 KIB = 1 << 10
 MIB = 1 << 20
 GIB = 1 << 30
-TIB = 1 << 40
 SIZE_MAX = 1 << 60
 """1 EiB: more than any machine has, and small enough for all signed 64-bit fields."""
 DAY_S = 86_400.0

@@ -61,11 +61,6 @@ def wrong_options(made: type, options: Mapping[str, Any]) -> list[WrongOption]:
     return found
 
 
-def ranges_of(made: type) -> dict[str, Range | None]:
-    """Return the range of every option whose type can be checked, or ``None`` if it has none."""
-    return {name: limits for name, (_, limits) in _hints_of(made).items()}
-
-
 def _hints_of(made: type) -> dict[str, tuple[type, Range | None]]:
     """Return the types and ranges that the constructor declares and that can be checked."""
     try:

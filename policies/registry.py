@@ -101,12 +101,6 @@ def admission_names() -> list[str]:
     return _names(_ADMISSIONS, ADMISSION_GROUP)
 
 
-def policy_options(spec: Spec) -> list[str]:
-    """Return the options that the constructor of this eviction policy takes."""
-    name, _ = _split(spec, "policy")
-    return _option_names(_find(name, "policy", _POLICIES, POLICY_GROUP))
-
-
 def _make(spec: Spec, base: type[P], noun: str, builtin: Mapping[str, str], group: str) -> P:
     name, options = _split(spec, noun)
     found = _find(name, noun, builtin, group)

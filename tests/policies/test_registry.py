@@ -6,6 +6,7 @@ from __future__ import annotations
 import inspect
 import sys
 import textwrap
+from typing import get_args
 
 import pytest
 
@@ -14,7 +15,7 @@ from policies.admission import SecondUse
 from policies.base import AdmissionPolicy, EntryInfo, EvictionPolicy
 from policies.eviction.arc import ArcPolicy
 from policies.eviction.lru import LruPolicy
-from policies.options import Range, ranges_of
+from policies.options import Range
 from policies.registry import (
     DEFAULT_CPU_POLICY,
     DEFAULT_TIER_POLICY,
@@ -26,7 +27,6 @@ from policies.registry import (
     make_admission,
     make_policy,
     policy_names,
-    policy_options,
 )
 from policies.simulation.simulator import simulate
 from policies.testing import synthetic_trace
@@ -57,7 +57,6 @@ def test_a_class_can_be_named_by_its_module() -> None:
 
 def test_options_reach_the_constructor() -> None:
     admission = make_admission({"name": "second-use", "window": 1})
-    assert policy_options("slru") == ["protected_share"]
     info = None
     assert [admission.admit(key, info) for key in "abab"] == [False, False, False, False]
 
@@ -163,13 +162,17 @@ def options_of_ours() -> list[tuple[str, str, Range | None]]:
             options = {"bytes_per_s": 1.0} if name == "write-budget" else {}
             made = type(make({"name": name, **options}))
             assert issubclass(made, base)
-            ranges = ranges_of(made)
-            found += [(name, option, ranges.get(option)) for option in _parameters(made)]
+            parameters = inspect.signature(made, eval_str=True).parameters
+            found += [
+                (name, option, _range_of(parameter.annotation))
+                for option, parameter in parameters.items()
+                if option != "kwargs"
+            ]
     return found
 
 
-def _parameters(made: type) -> list[str]:
-    return [name for name in inspect.signature(made).parameters if name != "kwargs"]
+def _range_of(annotation: object) -> Range | None:
+    return next((each for each in get_args(annotation) if isinstance(each, Range)), None)
 
 
 @pytest.mark.parametrize(("name", "option", "limits"), options_of_ours())

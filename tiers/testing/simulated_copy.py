@@ -36,9 +36,6 @@ from tiers.copy.descriptors import DescriptorBuilder, Descriptors
 from tiers.copy.host_loop import copy_loop
 from tiers.slab.slab import HostSlab
 
-POISON = 0xDB
-"""The value that fills freed memory on request."""
-
 Part = Callable[[], None]
 
 
@@ -214,22 +211,6 @@ class SimulatedCopyEngine(CopyEngine):
     def idle(self) -> bool:
         """True if every stream is empty."""
         return not (self._compute.queue or self._store.queue or self._load.queue)
-
-    def poison_slots(self, slots: Sequence[int]) -> None:
-        """Overwrite freed slots immediately, as their next owner might."""
-        for slot in slots:
-            self._slab.slot(slot)[:] = POISON
-
-    def poison_blocks(self, group: int, blocks: Sequence[int]) -> None:
-        """Overwrite freed blocks immediately, as their next owner might."""
-        for region in self._groups[group].regions:
-            filler = np.full(region.page_bytes, POISON, dtype=np.uint8)
-            for block in blocks:
-                copy_loop()(
-                    np.array([region.address + block * region.block_stride]),
-                    np.array([filler.ctypes.data]),
-                    np.array([filler.size]),
-                )
 
     def _submit(
         self, stream: SimulatedStream, batches: Sequence[CopyBatch], after: object | None

@@ -17,7 +17,7 @@ from offload.config.machine_checks import check_machine, load_config, reserve_by
 from offload.config.memory_limits import MemoryLimit, is_relative, memory_limit
 from offload.config.schema import parse_config
 from offload.errors import ConfigError
-from offload.sizes import GIB, MIB, TIB
+from offload.sizes import GIB, MIB
 from tests.offload.config.test_schema import compare
 from tests.patience import PATIENCE_S
 from tiers.folders.folder import file_system_of
@@ -227,7 +227,7 @@ def test_space_that_a_tier_already_uses_is_not_counted_against_it(tmp_path: Path
 
 
 @pytest.mark.parametrize(
-    ("disk", "reserve"), [(10 * GIB, 2 * GIB), (TIB, int(TIB * 0.05)), (0, 2 * GIB)]
+    ("disk", "reserve"), [(10 * GIB, 2 * GIB), (1 << 40, int((1 << 40) * 0.05)), (0, 2 * GIB)]
 )
 def test_the_default_reserve_is_a_share_with_a_floor(disk: int, reserve: int) -> None:
     (config,) = parse_config({"tiers": [tier("/kv", reserve="1GiB")]}).tiers

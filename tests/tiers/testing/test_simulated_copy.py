@@ -16,11 +16,13 @@ import pytest
 from tests.tiers.copy.known_caches import Cache, batch, contiguous_blocks, separate_layers
 from tiers.copy.base import CopyBatch, Ticket, TransferError
 from tiers.slab.slab import HostSlab
-from tiers.testing.simulated_copy import POISON, SimulatedCopyEngine
+from tiers.testing.simulated_copy import SimulatedCopyEngine
 
 SEEDS = range(40)
 SLOTS = 4
 BLOCKS = 12
+POISON = 0xDB
+"""The value with which the next owner fills memory at once."""
 
 
 @pytest.fixture
@@ -102,7 +104,7 @@ async def free_slot_after_load(world: CacheAndSlab, faulty: bool) -> bool:
     ticket = world.engine.submit_load([batch([1], [[3, 4]])])
     if not faulty:
         await ticket.completed()
-    world.engine.poison_slots([1])
+    world.slab.slot(1)[:] = POISON
     await ticket.completed()
     return world.values([3, 4]) == [7]
 
@@ -124,7 +126,9 @@ async def free_blocks_after_store(world: CacheAndSlab, faulty: bool) -> bool:
     ticket = world.engine.submit_store([batch([1], [[3, 4]])])
     if not faulty:
         await ticket.completed()
-    world.engine.poison_blocks(0, [3, 4])
+    for region in world.cache.regions.regions:
+        for block in (3, 4):
+            world.cache.page(region, block).fill(POISON)
     await ticket.completed()
     return world.slot_values(1) == [7]
 
