@@ -37,7 +37,7 @@ from tiers.mooncake import client as mooncake_client
 from tiers.mooncake.client import MooncakeSettings
 master, metadata, size = sys.argv[1:]
 settings = MooncakeSettings(master, metadata, int(size), host="127.0.0.1")
-store = mooncake_client._joined(settings)
+store = mooncake_client.join_store(settings)
 print("ready", flush=True)
 sys.stdin.read()
 """
@@ -106,7 +106,7 @@ class MooncakeClient(ThreadedSystem):
 
     def __init__(self, folder: Path, arena: Arena, depth: int, store: Store) -> None:
         super().__init__(folder, arena, depth)
-        self._client: Any = mooncake_client._joined(store.settings)
+        self._client: Any = mooncake_client.join_store(store.settings)
         assert self._client.register_buffer(arena.data.ctypes.data, arena.data.nbytes) == 0
 
     def _names(self, numbers: Numbers) -> list[str]:

@@ -81,7 +81,7 @@ class MooncakeClient:
         self._settings = settings
         self._identity = identity
         self._memory = memory or range(0)
-        self._store = _joined(settings)
+        self._store = join_store(settings)
         about = (settings.protocol, self._register, self._store.unregister_buffer)
         self._payload_buffers = BounceBuffers(*about, BUFFER_BYTES + HEADERS_BYTES)
         self._header_buffers = BounceBuffers(*about, HEADERS_BYTES)
@@ -272,9 +272,12 @@ class MooncakeClient:
         return buffer.ctypes.data in self._memory
 
 
-def _joined(settings: MooncakeSettings) -> Any:
-    """Return a client that has joined the store. This first checks that the master is reachable:
-    Mooncake would try for a minute, during which no other Python thread runs."""
+def join_store(settings: MooncakeSettings) -> Any:
+    """Return Mooncake's own client, which has joined the store. Raises ``TierIoError``.
+
+    First checks that the master is reachable: Mooncake would try for a minute, during which no
+    other Python thread runs.
+    """
     for address in (settings.master, urlsplit(settings.metadata).netloc):
         if address and not _is_reachable(address):
             raise TierIoError(f"nothing listens at {address}, where a Mooncake master should be")

@@ -46,7 +46,7 @@ def store(master: Master) -> Iterator[Any]:
 @pytest.fixture
 def _quick(store: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """All engines of a test use one connection."""
-    monkeypatch.setattr(mooncake_client, "_joined", lambda _settings: OneClient(store))
+    monkeypatch.setattr(mooncake_client, "join_store", lambda _settings: OneClient(store))
 
 
 quick = pytest.mark.usefixtures("_quick")

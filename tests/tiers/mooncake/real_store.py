@@ -73,7 +73,7 @@ class OneClient:
 @contextmanager
 def one_store(master: Master) -> Iterator[Any]:
     """Join the master once, and leave at the end; a ``OneClient`` per tier shares this client."""
-    store = mooncake_client._joined(master.settings())
+    store = mooncake_client.join_store(master.settings())
     try:
         yield store
     finally:

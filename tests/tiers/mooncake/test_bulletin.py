@@ -37,7 +37,7 @@ def store(master: Master) -> Iterator[Any]:
 
 @pytest.fixture
 def client(store: Any, master: Master, monkeypatch: pytest.MonkeyPatch) -> Iterator[MooncakeClient]:
-    monkeypatch.setattr(mooncake_client, "_joined", lambda _settings: OneClient(store))
+    monkeypatch.setattr(mooncake_client, "join_store", lambda _settings: OneClient(store))
     made = MooncakeClient(master.settings(), Identity(), None)
     yield made
     made.close()

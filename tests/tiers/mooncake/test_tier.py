@@ -82,7 +82,7 @@ class TestContract(TierContract):
     @pytest.fixture
     def _for_the_class(self, master: Master, store: Any, monkeypatch: pytest.MonkeyPatch) -> None:
         self.master = master
-        monkeypatch.setattr(mooncake_client, "_joined", lambda _settings: OneClient(store))
+        monkeypatch.setattr(mooncake_client, "join_store", lambda _settings: OneClient(store))
 
     def make_tier(self, folder: Path, capacity_bytes: int) -> MooncakeTier:
         settings = self.master.settings(4 * capacity_bytes)
