@@ -1,4 +1,7 @@
-"""Generates the tables of ``docs/reference/configuration.md``."""
+"""Generates the tables of ``docs/reference/configuration.md``.
+
+``tests/offload/config/test_schema.py`` compares them with the page, and rewrites it on request.
+"""
 
 from __future__ import annotations
 
@@ -6,8 +9,8 @@ from offload.config.fields import REQUIRED, Field, show
 from offload.config.options import CPU_FIELDS, TIER_FIELDS, TIER_TYPES, TOP_FIELDS
 
 
-def reference() -> str:
-    """The tables of ``docs/reference/configuration.md``, generated from the fields."""
+def tables() -> str:
+    """The tables, generated from the fields."""
     parts = [
         "## Top level\n",
         _HEAD,
