@@ -50,6 +50,15 @@ def start_all(threads: list[threading.Thread], stop: Callable[[], None]) -> None
         raise
 
 
+def stop_all(threads: list[threading.Thread], jobs: queue.SimpleQueue[Any]) -> None:
+    """Finish the queued jobs and end the threads, each of which ends after a job ``None``. Blocks
+    as long as a thread hangs."""
+    for _ in threads:
+        jobs.put(None)
+    for thread in threads:
+        thread.join()
+
+
 class DaemonThreads:
     """``count`` daemon threads for many short functions. Belongs to the event loop's thread."""
 
@@ -74,10 +83,7 @@ class DaemonThreads:
 
     def stop(self) -> None:
         """Finish the queued work and end the threads. Blocks as long as a thread hangs."""
-        for _ in self._threads:
-            self._queue.put(None)
-        for thread in self._threads:
-            thread.join()
+        stop_all(self._threads, self._queue)
 
 
 class DaemonExecutor(DaemonThreads, Executor):
@@ -305,7 +311,4 @@ class IoThreads:
 
     def stop(self) -> None:
         """Finish the queued jobs and end the threads. Blocks as long as a thread hangs."""
-        for _ in self._threads:
-            self._queue.put(None)
-        for thread in self._threads:
-            thread.join()
+        stop_all(self._threads, self._queue)
