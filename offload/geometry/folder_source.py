@@ -39,7 +39,8 @@ from offload.namespaces.manifest import (
     write_durably,
 )
 from tiers.adapters.read_only import RecordSource, SourceKey
-from tiers.base import ALIGNMENT, Buffer, Key, ReadOutcome
+from tiers.base import Buffer, Key, ReadOutcome
+from tiers.copy.base import padded
 from tiers.folders.folder import FolderUnusableError
 from tiers.offline.offline_folder import Checker, FolderChangedError, OfflineFolder, RecordHealth
 from tiers.record import Identity
@@ -184,11 +185,6 @@ def _geometries(folder: Path) -> Iterator[Geometry]:
 
 
 _NOTHING: Buffer = np.empty(0, np.uint8)
-
-
-def padded(size: int) -> int:
-    """Bytes of a record's payload: see ``GroupRegions.record_bytes``."""
-    return -(-size // ALIGNMENT) * ALIGNMENT
 
 
 class TranslatedSource:

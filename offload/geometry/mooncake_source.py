@@ -26,13 +26,13 @@ import numpy as np
 
 from offload.errors import NamespaceError
 from offload.geometry.compatibility import problems_with, refusal
-from offload.geometry.folder_source import padded
 from offload.geometry.translate import GroupTranslation, Incompatibility, apply, translation_of
 from offload.layout.keys import GROUP_BYTES, group_suffix
 from offload.namespaces.geometry import GEOMETRY_BYTES_MAX, Geometry, content_fields
 from offload.namespaces.manifest import MANIFEST_BYTES_MAX, Namespace, differing_fields
 from tiers.adapters.read_only import SourceKey
 from tiers.base import Buffer, Key, ReadOutcome, TierError, TierIoError
+from tiers.copy.base import padded
 from tiers.mooncake.bulletin import Notice, Posted, read_boards
 from tiers.mooncake.client import CALL_RECORDS_MAX, MooncakeClient, MooncakeSettings
 from tiers.record import Identity

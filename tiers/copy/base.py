@@ -29,6 +29,12 @@ SlotIds = npt.NDArray[np.int64]
 Work: TypeAlias = Callable[[], None]
 
 
+def padded(chunk_bytes: int) -> int:
+    """Bytes of a chunk's record in a tier: the chunk, padded to whole pages so that a tier can use
+    direct I/O on the slot itself."""
+    return -(-chunk_bytes // ALIGNMENT) * ALIGNMENT
+
+
 @dataclass(frozen=True, slots=True)
 class PageRegion:
     """The location of one layer's pages: the page of block ``b`` is ``page_bytes`` bytes at
@@ -60,9 +66,8 @@ class GroupRegions:
 
     @property
     def record_bytes(self) -> int:
-        """Bytes of a chunk's record in a tier: the chunk, padded to whole pages so that a tier can
-        use direct I/O on the slot itself."""
-        return -(-self.chunk_bytes // ALIGNMENT) * ALIGNMENT
+        """Bytes of a chunk's record in a tier: see ``padded``."""
+        return padded(self.chunk_bytes)
 
 
 @dataclass(frozen=True, slots=True)
