@@ -403,7 +403,10 @@ def _not_writable(folder: Path) -> str:
 
 
 def _used_bytes(folder: Path) -> int:
-    """Disk bytes used below a folder, without following links."""
+    """Disk bytes of the files below a folder, without following links.
+
+    Unlike ``namespaces.cleanup.usage``, follows the folder itself: a tier's path may be a link.
+    """
     total = 0
     for parent, _, files in os.walk(folder):
         for name in files:
