@@ -146,12 +146,12 @@ class Engine:
 
     def reset(self) -> None:
         """Empty vLLM's own prefix cache."""
-        self._ask("reset")
+        self._call("reset")
 
     def empty_cpu_tier(self, chunks_below: int) -> None:
         """Evict everything from kvtiers' CPU tier; the first tier below must hold this many
         chunks."""
-        self._ask("empty_cpu_tier", chunks_below)
+        self._call("empty_cpu_tier", chunks_below)
 
     def run(self, prompts: Prompts, output_tokens: int, in_flight: int) -> Batch:
         """Let the engine answer these prompts, ``in_flight`` at a time, and wait for the resulting
@@ -188,7 +188,7 @@ class Engine:
         the benchmark was interrupted, is not waited for."""
         if not self._is_busy:
             with contextlib.suppress(EngineError):
-                self._ask("close")
+                self._call("close")
         self._connection.close()
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self._process.pid, signal.SIGKILL)
@@ -196,12 +196,12 @@ class Engine:
 
     def _measured(self, method: str, *arguments: Any, deadline_s: float = CALL_DEADLINE_S) -> Batch:
         before = self.cpu_s(), busy_s()
-        batch: Batch = self._ask(method, *arguments, deadline_s=deadline_s)
+        batch: Batch = self._call(method, *arguments, deadline_s=deadline_s)
         own = self.cpu_s() - before[0]
         others = max(0.0, busy_s() - before[1] - own)
         return replace(batch, cpu_s=own, other_cpu_s=others)
 
-    def _ask(self, method: str, *arguments: Any, deadline_s: float = CALL_DEADLINE_S) -> Any:
+    def _call(self, method: str, *arguments: Any, deadline_s: float = CALL_DEADLINE_S) -> Any:
         self._is_busy = True
         try:
             self._connection.send((method, arguments))

@@ -124,12 +124,12 @@ def _round(contestant: Contestant, arena: Arena, turn: int, samples: Samples | N
     timed("write", lambda: system.write(numbers))
     system.drop_caches()
     timed("read", lambda: system.read(numbers))
-    if contestant.ask is not None:
+    if contestant.count_present is not None:
         half = min(ASKED // 2, arena.count)
         asked = [*numbers[:half], *range(NEVER, NEVER + ASKED - half)]
         began = time.perf_counter()
         for _ in range(QUESTIONS):
-            there = contestant.ask(asked)
+            there = contestant.count_present(asked)
             assert there == half, f"{system.name} has {there} of {half} blocks"
         if samples is not None:
             seconds = time.perf_counter() - began

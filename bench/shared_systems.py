@@ -80,7 +80,7 @@ class Contestant:
 
     system: System
     limit: str
-    ask: Callable[[Sequence[int]], int] | None
+    count_present: Callable[[Sequence[int]], int] | None
 
 
 class Mooncake(TierSystem):
@@ -137,7 +137,7 @@ class MooncakeClient(ThreadedSystem):
             ]
         )
 
-    def ask(self, numbers: Numbers) -> int:
+    def count_present(self, numbers: Numbers) -> int:
         return list(self._client.batch_is_exist(self._names(numbers))).count(1)
 
     def forget(self, numbers: Numbers) -> None:
@@ -172,7 +172,7 @@ def contestants(folder: Path, arena: Arena, depth: int, store: Store | None) -> 
     if store is not None:
         raw = MooncakeClient(folder / "raw", arena, depth, store)
         tier = Mooncake(folder / "mooncake", arena, depth, store)
-        found += [Contestant(raw, "", raw.ask), Contestant(tier, raw.name, _asked(tier))]
+        found += [Contestant(raw, "", raw.count_present), Contestant(tier, raw.name, _asked(tier))]
     return found
 
 

@@ -117,7 +117,7 @@ def summarise_folder(rank_folder: RankFolder, advance: Callable[[int], None]) ->
     if owner is not None:
         found.owner_pid, found.owner_engine = owner.pid, owner.engine
     try:
-        verdict, outside = rank_folder.look()
+        verdict, outside = rank_folder.judge()
         found.standing = verdict.standing.value
         found.problem, found.remark = verdict.problem, verdict.remark
         if outside is not None:

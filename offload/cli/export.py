@@ -112,7 +112,7 @@ def _write(
     with contextlib.ExitStack() as undo:
         rank_folders = []
         for rank_folder in chosen.rank_folders:
-            verdict, outside = rank_folder.look(key_file)
+            verdict, outside = rank_folder.judge(key_file)
             if outside is not None:
                 rank_folders.append((rank_folder, outside))
                 undo.callback(outside.close)

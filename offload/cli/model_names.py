@@ -76,13 +76,13 @@ def wrong_name(
     if any(environment.get(name) for name in OTHER_NAMES):
         return None
     try:
-        from huggingface_hub import HfApi, errors  # noqa: F401  # this may take longer than _ask has
+        from huggingface_hub import HfApi, errors  # noqa: F401  # this may take longer than _query_hub has
     except ImportError:
         return None  # it comes with vLLM, which is reported as missing next
     hub = environment.get("HF_ENDPOINT", "").rstrip("/") or HUB
     found: list[tuple[str, str] | None] = []
     asking = threading.Thread(
-        target=lambda: found.append(_ask(model, hub)), name="kvtiers-hub", daemon=True
+        target=lambda: found.append(_query_hub(model, hub)), name="kvtiers-hub", daemon=True
     )
     asking.start()
     asking.join(HUB_PATIENCE_S)  # resolving the hub's name has no time limit
@@ -93,7 +93,7 @@ def wrong_name(
     return None
 
 
-def _ask(model: str, hub: str) -> tuple[str, str] | None:
+def _query_hub(model: str, hub: str) -> tuple[str, str] | None:
     """Ask the hub about a name, and translate its answer."""
     from huggingface_hub import HfApi, errors
 

@@ -111,7 +111,7 @@ def _scrub(result: VerifyResult, rate: int, key_file: str, bar: Progress) -> Non
     rank_folder = result.rank_folder
     if rate < 0:
         rate = parse_size(LIVE_RATE) if rank_folder.owner() else 0
-    verdict, outside = rank_folder.look(key_file)
+    verdict, outside = rank_folder.judge(key_file)
     result.judge(verdict)
     if outside is None:
         return

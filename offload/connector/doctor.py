@@ -37,7 +37,7 @@ def examine_model(
     An error raised by vLLM is reported in vLLM's words.
     """
     try:
-        found, given = _ask(model, flags, transfer)
+        found, given = _probe_layout(model, flags, transfer)
     except ConfigError as error:  # vLLM has called the connector to get the layout
         report = examine_model(model, flags, PLAIN)
         problems = [str(problem) for problem in error.problems]
@@ -56,14 +56,14 @@ def examine_model(
 
     def ask_again(more: Sequence[str]) -> LayoutInput | None:
         try:
-            return _ask(model, [*flags, *more], transfer)[1]
+            return _probe_layout(model, [*flags, *more], transfer)[1]
         except (SystemExit, Exception):  # as above; a hint does not need the reason
             return None
 
     return examine(_facts(model, found, given, notes), config, problems, ask_again)
 
 
-def _ask(
+def _probe_layout(
     model: str, flags: Sequence[str], transfer: Mapping[str, Any] | None
 ) -> tuple[Probe, LayoutInput]:
     found = probe(model, flags, transfer)

@@ -185,7 +185,7 @@ class MooncakeView:
         """
         client = self.join()
         try:
-            _, refused = self.look(client, logger.warning)
+            _, refused = self.find_engines(client, logger.warning)
         finally:
             client.close()
         if refused:
@@ -196,7 +196,7 @@ class MooncakeView:
         identity = Identity(self.now.records, self.now.rank)
         return MooncakeClient(self.settings, identity, None)
 
-    def look(
+    def find_engines(
         self, client: MooncakeClient, warn: Callable[[str], object]
     ) -> tuple[list[Neighbour], dict[str, list[Incompatibility]]]:
         """The engines whose records can be read and, by namespace, the reasons why those of others
@@ -251,14 +251,14 @@ class MooncakeSource:
         self._is_failing = False
         self._neighbours: tuple[Neighbour, ...] = ()
         try:
-            self.look()
+            self.refresh()
         except BaseException:  # the client's threads would stay alive
             self._client.close()
             raise
 
-    def look(self) -> None:
+    def refresh(self) -> None:
         """Find the engines that are there at present."""
-        found, refused = self._called(partial(self._view.look, self._client, self._warn_once))
+        found, refused = self._called(partial(self._view.find_engines, self._client, self._warn_once))
         if len(found) > len(self._neighbours) and self._view.now.rank == 0:
             text = "kvtiers: %s: translating blocks of %d engines with another geometry"
             logger.info(text, self._view.place, len(found))

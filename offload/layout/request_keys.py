@@ -61,7 +61,7 @@ class RequestKeys(Sequence[bytes]):
     def first(self, count: int) -> Sequence[bytes]:
         """The first ``count`` keys. The result may be the list itself and not a copy: do not change
         it."""
-        self._ask(0, min(count, self._count))
+        self._ensure(0, min(count, self._count))
         return self._keys if count >= len(self._keys) else self._keys[:count]
 
     def __len__(self) -> int:
@@ -77,15 +77,15 @@ class RequestKeys(Sequence[bytes]):
     def __getitem__(self, at: int | slice) -> bytes | list[bytes]:
         if not isinstance(at, slice):
             place = range(self._count)[at]
-            self._ask(place, place + 1)
+            self._ensure(place, place + 1)
             return self._keys[place]
         first, end, step = at.indices(self._count)
         if step != 1:
             return [self[chunk] for chunk in range(first, end, step)]
-        self._ask(first, end)
+        self._ensure(first, end)
         return self._keys[first:end]
 
-    def _ask(self, first: int, end: int) -> None:
+    def _ensure(self, first: int, end: int) -> None:
         """Make the keys ``[first, end)`` available."""
         for page in range(first // PAGE, -(-end // PAGE)):
             self._make(page, min(PAGE, end - page * PAGE))

@@ -181,7 +181,7 @@ class OffloadManager:
         """
         batch = self._wanted(keys, block_ids, group)
         if self.planner.presence.tiers:
-            await self._ask(batch.keys)
+            await self._query_shared(batch.keys)
         hit = self._held(keys, group)
         if not hit:
             self._pump()  # a tier whose circuit breaker is open may be due for a probe
@@ -204,13 +204,13 @@ class OffloadManager:
             return 0
         return next((n for n, key in enumerate(batch.keys) if key in bad), hit)
 
-    async def _ask(self, keys: Sequence[bytes]) -> None:
+    async def _query_shared(self, keys: Sequence[bytes]) -> None:
         """Query shared tiers for these keys, and wait at most ``lookup_timeout_s``."""
         shared, loop = self.planner.presence, self._loop
         self.planner.tick(loop.time())
         present = present_in(*self.planner.sources.holders())(keys)
         unknown = [key for key, is_there in zip(keys, present, strict=True) if not is_there]
-        wait = shared.ask(unknown, None, loop.time())
+        wait = shared.query(unknown, None, loop.time())
         self._pump()
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(shared.limits.lookup_timeout_s):

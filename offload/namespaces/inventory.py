@@ -1,7 +1,7 @@
 """Finds the rank folders below a path for the command line.
 
 It lists the namespaces and their users, and reports what the next server to start would do with
-them. ``RankFolder.look`` calls the same functions as a start, level by level: ``judge_namespace``
+them. ``RankFolder.judge`` calls the same functions as a start, level by level: ``judge_namespace``
 and ``judge_replica`` for the folders, ``tiers.lmdb.folder`` or ``tiers.files.exclusive_folder`` for
 the files, and ``judge_epochs`` for both together.
 
@@ -124,7 +124,7 @@ class RankFolder:
         """Folders of files that its tier moved aside, because they could not be trusted."""
         return sorted(self.folder.glob(f"{QUARANTINE_PREFIX}*"))
 
-    def look(self, key_file: str = "") -> tuple[FolderVerdict, OfflineFolder | None]:
+    def judge(self, key_file: str = "") -> tuple[FolderVerdict, OfflineFolder | None]:
         """Judge the folder as a start would. Returns the verdict, and its records if they can be
         read (the caller closes those). Raises ``OSError`` or ``TierError``."""
         has_folders = bool(NAME.fullmatch(self.namespace))

@@ -157,7 +157,7 @@ class PresenceCache:
 
     # -- a request ---------------------------------------------------------------------------
 
-    def ask(self, keys: Sequence[bytes], read: frozenset[int] | None, now: float) -> PendingLookup:
+    def query(self, keys: Sequence[bytes], read: frozenset[int] | None, now: float) -> PendingLookup:
         """Query every readable shared tier among ``read`` (``None``: all) for these keys. Skips
         keys whose state is known or that are in an open query. The number of keys is bounded."""
         numbers: set[int] = set()
@@ -170,7 +170,7 @@ class PresenceCache:
             left = max(0, self.limits.asked_max - len(memory.asked))
             unknown = memory.unknown(keys)[:left]
             if unknown:
-                number = self._ask(tier, tuple(unknown), now)
+                number = self._send(tier, tuple(unknown), now)
                 memory.asked.update(dict.fromkeys(unknown, number))
                 memory.asked_chunks += len(unknown)
                 numbers.add(number)
@@ -236,7 +236,7 @@ class PresenceCache:
 
     def plan_probe(self, tier: int, now: float) -> int:
         """Query an unavailable tier without a request, to test whether it replies."""
-        number = self._ask(tier, (PROBE_KEY,), now)
+        number = self._send(tier, (PROBE_KEY,), now)
         self._open[number].is_probe = True
         return number
 
@@ -274,7 +274,7 @@ class PresenceCache:
 
     # -- inside ------------------------------------------------------------------------------
 
-    def _ask(self, tier: int, keys: Sequence[bytes], now: float) -> int:
+    def _send(self, tier: int, keys: Sequence[bytes], now: float) -> int:
         number = self._next
         self._next += 1
         query = PresenceQuery(number, tier, keys)
@@ -286,7 +286,7 @@ class PresenceCache:
         asked = self._open.pop(number)
         query, present = asked.query, asked.answer.present if asked.answer else None
         if asked.is_probe:
-            self._health[query.tier].asked(now, good=present is not None)
+            self._health[query.tier].probe_answered(now, good=present is not None)
             return
         memory = self._memories[query.tier]
         for key in query.keys:

@@ -161,7 +161,7 @@ class ReadWaits:
         """True if requests wait at all."""
         return self._choice != NEVER and self._ahead.is_on
 
-    def ask(
+    def decide(
         self, request: str, now: float, blocks: BlockDemand, computing: Callable[[], int]
     ) -> Action:
         """Decide what a request does that vLLM could run now. Every action but ``WAIT`` is final.

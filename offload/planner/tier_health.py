@@ -138,7 +138,7 @@ class TierHealth:
         self.break_even.observe_probe(tokens if good else 0, seconds, now)
         self._log()
 
-    def asked(self, now: float, *, good: bool) -> None:
+    def probe_answered(self, now: float, *, good: bool) -> None:
         """Count the probe of a shared tier, which is a presence query."""
         self.probe = None
         self.reads.judge(now, good=good)

@@ -71,13 +71,13 @@ class Lookups:
         if wait is not None and self._planner.presence.is_stale(wait, time.monotonic()):
             return  # the request's next lookup queries again before it uses the known results
         if self._find(state, request, state.lookup.start).end_tokens is not None:
-            self.given_up(state)
+            self.forget(state)
 
-    def given_up(self, state: RequestState) -> None:
+    def forget(self, state: RequestState) -> None:
         """Forget an unfinished lookup that is no longer needed."""
         self._unfinished.pop(state.identity.request, None)
 
-    def ask(
+    def look_up(
         self,
         state: RequestState,
         request: Prompt,
@@ -107,7 +107,7 @@ class Lookups:
                     end = computed_tokens
                     self._unfinished[identity.request] = (state, request)
                 elif self._unfinished:
-                    self.given_up(state)
+                    self.forget(state)
                 if end > computed_tokens and not self._can_load(state, end):
                     is_waiting = self._refuse(state, end, time.monotonic())
                 lookup.end(end, hit.cut.value)
@@ -135,7 +135,7 @@ class Lookups:
         wanted = self._matcher.wanted(keys, tokens.start, tokens.stop)
         held = present_in(*self._planner.sources.holders(read))(wanted)
         missing = [key for key, is_held in zip(wanted, held, strict=True) if not is_held]
-        return self._planner.presence.ask(missing, read, now)
+        return self._planner.presence.query(missing, read, now)
 
     def query_ahead(
         self, state: RequestState, request: Prompt, start: int, now: float
@@ -303,12 +303,12 @@ class Lookups:
         results = self._planner.loads.take_failed()
         for state in failures:
             if state.lookup.logged is not None and not state.lookup.logged.final:
-                self.log.failed(state.lookup.logged, failed(results.get(state.identity.request)))
+                self.log.count_failed_load(state.lookup.logged, failed(results.get(state.identity.request)))
         for state in ended:
             if state.lookup.logged is not None and not state.lookup.logged.final:
                 loaded = None if state.outcome.failures else self._loaded(state)
                 if loaded is not None:
-                    state.lookup.logged.took(state.outcome.load_seconds)
+                    state.lookup.logged.set_load_time(state.outcome.load_seconds)
                 self._known(state.lookup.logged, loaded)
 
     def _loaded(self, state: RequestState) -> dict[str, int]:
@@ -316,6 +316,6 @@ class Lookups:
         return {names[tier]: tokens for tier, tokens in tokens_by_tier.items() if tokens}
 
     def _known(self, logged: LoggedRequest, loaded: Mapping[str, int] | None = None) -> None:
-        self.log.known(logged, loaded)
+        self.log.finalize(logged, loaded)
         if logger.isEnabledFor(logging.DEBUG):
             logger.debug("kvtiers: lookup of request %s: %s", logged.request, logged.as_json())

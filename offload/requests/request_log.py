@@ -48,7 +48,7 @@ class LoggedRequest:
         if not self.final:
             self.ahead = ahead
 
-    def took(self, load_s: float | None) -> None:
+    def set_load_time(self, load_s: float | None) -> None:
         """Record the time of a load that has succeeded."""
         self.load_s = load_s
 
@@ -122,13 +122,13 @@ class RequestLog:
         self.wanted_tokens += logged.wanted_tokens
         self._count(logged, logged.wanted_tokens - logged.hit_tokens)
 
-    def failed(self, logged: LoggedRequest, reason: Reason) -> None:
+    def count_failed_load(self, logged: LoggedRequest, reason: Reason) -> None:
         """Count the request again under this reason, because its hit could not be loaded."""
         logged.loaded = {}
         logged.miss = Miss(reason)
         self._count(logged, logged.hit_tokens)
 
-    def known(self, logged: LoggedRequest, loaded: Mapping[str, int] | None = None) -> None:
+    def finalize(self, logged: LoggedRequest, loaded: Mapping[str, int] | None = None) -> None:
         """Pass on the entry, which is final. ``loaded`` are the tokens by tier of a load that has
         succeeded."""
         if loaded is not None:

@@ -78,7 +78,7 @@ class LookupState:
         """Record the query to shared tiers that the request may wait for."""
         self.wait = wait
 
-    def waited(self, seconds: float) -> None:
+    def set_waited_s(self, seconds: float) -> None:
         """Set the time for which the request waited for reads ahead."""
         self.waited_s = seconds
 

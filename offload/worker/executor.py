@@ -112,7 +112,7 @@ class Executor:
         self._ended: deque[tuple[int, bool]] = deque()
         self._fences = Fences()
         self._open = OpenLoads()
-        self.sleep = CopyPause(self._open, self._fences, verifier)
+        self.copy_pause = CopyPause(self._open, self._fences, verifier)
         self._health = RankHealth()
         self._tasks: set[asyncio.Future[Any]] = set()
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -134,7 +134,7 @@ class Executor:
         if self._health.is_stalled:
             self._refuse_unposted(plan, plan.stores, "the loop does not answer")
             plan = replace(plan, loads=(), stores=(), fence=(), queries=())
-        elif refused := refused or self.sleep.reason:
+        elif refused := refused or self.copy_pause.reason:
             self._refuse_unposted(plan, plan.stores, refused)
             plan = replace(plan, loads=(), stores=())
         elif plan.loads and self._open.are_stuck:
@@ -234,7 +234,7 @@ class Executor:
         if late and self._loop is not None:
             self._health.suspect(self._loop.call_soon_threadsafe, late, now)
         if self._health.degraded:
-            self._health.look(now)
+            self._health.check_loop(now)
 
     # -- event loop thread -------------------------------------------------------------------------
 
@@ -285,7 +285,7 @@ class Executor:
                 writer.reset(plan.epochs[tier])
             writer.delete(plan.deletes.get(tier, ()))
         for query in plan.queries:
-            self._spawn(self._ask(query))
+            self._spawn(self._answer_query(query))
         for store in plan.stores:
             self._accept_store(store, sources[store.job], after)
             unanswered.answered(store.job)
@@ -355,8 +355,8 @@ class Executor:
         source.set_result(None)
         self._answer(job, JobResult(failed=error is not None))
 
-    async def _ask(self, query: PresenceQuery) -> None:
-        self._answers.append((query.number, await self._presence_queries.ask(query)))
+    async def _answer_query(self, query: PresenceQuery) -> None:
+        self._answers.append((query.number, await self._presence_queries.answer(query)))
         self._on_result()
 
     def leave(self, request: str) -> None:

@@ -41,7 +41,7 @@ class PresenceQueries:
         ]
         self._turns = [asyncio.Semaphore(IN_FLIGHT) for _ in tiers]
 
-    async def ask(self, query: PresenceQuery) -> PresenceReply:
+    async def answer(self, query: PresenceQuery) -> PresenceReply:
         """Return the tier's reply; never raises.
 
         A tier that is still at an earlier epoch is not queried, because it would report records of
@@ -53,7 +53,7 @@ class PresenceQueries:
                 if not await self._writers[tier].caught_up(QUERY_LATE_S):
                     return PresenceReply(None)
                 asking = self._tiers[tier].present(query.keys)
-                return PresenceReply(bytes(await self._watches[tier].ask(asking, len(query.keys))))
+                return PresenceReply(bytes(await self._watches[tier].query(asking, len(query.keys))))
             except Exception as error:  # catch any error, because the query must be answered
                 logger.debug("kvtiers: tier %d could not be queried: %r", tier, error)
                 return PresenceReply(None)

@@ -49,7 +49,7 @@ class RankHealth:
             with contextlib.suppress(RuntimeError):  # the loop is closed and will never answer
                 call_soon(self._note_turn)
 
-    def look(self, now: float) -> None:
+    def check_loop(self, now: float) -> None:
         """Check whether the loop has answered, and whether stores may resume."""
         if self.is_stalled and self._has_answered:
             self.is_stalled = False

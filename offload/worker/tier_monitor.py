@@ -102,7 +102,7 @@ class TierMonitor:
             self._report(failure)
         return outcomes
 
-    async def ask(self, operation: Awaitable[Sequence[bool]], count: int) -> list[bool]:
+    async def query(self, operation: Awaitable[Sequence[bool]], count: int) -> list[bool]:
         """Run a query. Its result says nothing about whether the tier can be read."""
         failure = Observed(reads_failed=1)
         found, _ = await self._finish(operation, failure)

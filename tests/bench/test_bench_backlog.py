@@ -204,7 +204,7 @@ def test_an_engine_that_is_busy_is_ended_at_once(
     def asked(self: Engine, *_: object) -> None:
         raise AssertionError("close() must not wait for an answer")
 
-    monkeypatch.setattr(Engine, "_ask", asked)
+    monkeypatch.setattr(Engine, "_call", asked)
     engine.close()
     assert engine._process.returncode == -signal.SIGKILL
 

@@ -61,7 +61,7 @@ class SleepingEngine(OracleEngine):
         self._config.model_config.enable_sleep_mode = True
         self._config.compilation_config.static_forward_context = {"layer.0": self.model.layer}
         super()._start()
-        self.executor.sleep._let_copies_go_on = self._let_copies_go_on
+        self.executor.copy_pause._let_copies_go_on = self._let_copies_go_on
 
     def _let_copies_go_on(self) -> None:
         self._loop.turn(1)

@@ -214,7 +214,7 @@ def live(world: Served, failed: list[str]) -> None:
     connector.has_pending_push_work()
     lookups = connector._scheduler.lookups
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(lookups, "ask", None)  # a fault, which is logged with its location
+        patch.setattr(lookups, "look_up", None)  # a fault, which is logged with its location
         world.ask("a hook fails", [8, *PROMPT])
         while "a hook fails" in world.scheduler.requests:
             world.step()

@@ -470,7 +470,7 @@ def test_a_match_leaves_the_requests_own_lookup_alone(tmp_path: Path) -> None:
         served.begin(prompts_of(PROMPTS, TOKENS), reads_per_step=0)
         state = side(served)._states["again5"]
         request = served.scheduler.requests["again5"]
-        promised = side(served).lookups.ask(state, request, 0)
+        promised = side(served).lookups.look_up(state, request, 0)
         (run,) = side(served).lookups.ahead(state, request, 16)
         assert len(run) == CHUNKS - 4
         assert (state.lookup.start, state.lookup.hit_end_tokens) == (0, promised)

@@ -390,7 +390,7 @@ def _health_is_ignored(patch: pytest.MonkeyPatch) -> None:
 
 
 def _failures_are_not_counted(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(RequestLog, "failed", lambda self, record, reason: None)
+    patch.setattr(RequestLog, "count_failed_load", lambda self, record, reason: None)
 
 
 def _recorded_at_each_lookup(patch: pytest.MonkeyPatch) -> None:

@@ -125,14 +125,14 @@ def test_the_time_of_a_lookup_begins_with_the_first_try(
 
     clock = SimpleNamespace(perf_counter=lambda: now_s[0], monotonic=time.monotonic, time=time.time)
     with OracleEngine(MODELS["full"], Conditions(slots=100), tmp_path, 1) as world:
-        presence, original = world.planner.presence, Lookups.ask
+        presence, original = world.planner.presence, Lookups.look_up
 
         def ask(*arguments: Any) -> int | None:
             with monkeypatch.context() as during:
                 during.setattr(presence, "tiers", frozenset({0}))  # else none is queried
                 return original(*arguments)
 
-        monkeypatch.setattr(Lookups, "ask", ask)
+        monkeypatch.setattr(Lookups, "look_up", ask)
         monkeypatch.setattr(Lookups, "_query", query)
         monkeypatch.setattr("offload.requests.lookup.time", clock)
         at_once = serve(world, "at-once", PROMPT)

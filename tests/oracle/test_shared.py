@@ -259,6 +259,6 @@ def test_an_engine_that_never_queries_restores_nothing(
     async def silent(self: Any, query: Any) -> PresenceReply:
         return PresenceReply(None)
 
-    monkeypatch.setattr(PresenceQueries, "ask", silent)
+    monkeypatch.setattr(PresenceQueries, "answer", silent)
     with pytest.raises(AssertionError, match="nothing came"):
         test_an_idle_engine_restores_what_another_has_stored(tmp_path)

@@ -31,7 +31,7 @@ def test_a_shared_tier_does_not_reply(
 
     monkeypatch.setattr(TierConfig, "shared", True)
     monkeypatch.setenv("PYTHONHASHSEED", "0")
-    monkeypatch.setattr(PresenceQueries, "ask", silent)
+    monkeypatch.setattr(PresenceQueries, "answer", silent)
     engine, other = two(tmp_path, 1, Conditions(slots=80), lookup_timeout_s=0.05)
     with engine, other:
         health = engine.planner.health[0]

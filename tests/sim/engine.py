@@ -139,7 +139,7 @@ class Engine(Server):
             return Action.BEGIN
         now, needed = self.now(), len(request.chain) * BLOCKS_PER_POSITION
         blocks = BlockDemand(len(self.free), needed, skipped + len(self.waiting) - 1)
-        answer = self.planner.read_waits.ask(request.name, now, blocks, lambda: 0)
+        answer = self.planner.read_waits.decide(request.name, now, blocks, lambda: 0)
         if answer is Action.WAIT:
             request.waits_since = now if request.waits_since is None else request.waits_since
             assert now - request.waits_since < TOTAL_S, f"{request.name} starves"

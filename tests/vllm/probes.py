@@ -26,14 +26,14 @@ def look_up_in_steps(llm: Any) -> None:
     allowance = connector(llm)._scheduler.planner.budget.lookups
     allowance.chunks, allowance.chunks_min, allowance._scales = 3, 1, False
     allowance.renew()
-    lookups.put_off, ask = 0, lookups.ask
+    lookups.put_off, ask = 0, lookups.look_up
 
     def counted(*about: Any) -> int | None:
         found: int | None = ask(*about)
         lookups.put_off += found is None
         return found
 
-    lookups.ask = counted
+    lookups.look_up = counted
 
 
 def lookups_put_off(llm: Any) -> int:

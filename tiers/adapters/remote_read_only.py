@@ -30,7 +30,7 @@ SOURCE_CLOSE_TIMEOUT_S = 5.0
 class LookingSource(RecordSource, Protocol):
     """A source that several threads may call at once, and that finds other engines later."""
 
-    def look(self) -> None:
+    def refresh(self) -> None:
         """Find the engines that exist at present."""
         ...
 
@@ -43,24 +43,24 @@ class RemoteReadOnlyTier(SharedReadOnlyTier):
         super().__init__(self._opened)
         self._open_source = open_source
         self._source: LookingSource | None = None
-        self._asking: TimedCalls | None = None
+        self._calls: TimedCalls | None = None
         self._lookers: DaemonThreads | None = None
         self._looking: asyncio.Task[None] | None = None
 
     async def open(self) -> TierInfo:
         info = await super().open()
-        self._asking = TimedCalls("tier-read-only-ask", 1, "the store of others")
+        self._calls = TimedCalls("tier-read-only-ask", 1, "the store of others")
         self._lookers = DaemonThreads("tier-read-only-look", 1)
         self._looking = asyncio.create_task(self._look_again())
         return info
 
     async def present(self, keys: Sequence[Key]) -> list[bool]:
         self._check_open()
-        assert self._asking is not None
+        assert self._calls is not None
         if self._is_over or not keys:
             return [False] * len(keys)
         assert self._source is not None
-        found = await self._asking.ask(self._source.have, list(keys))
+        found = await self._calls.call(self._source.have, list(keys))
         return [here and key not in self._bad for key, here in zip(keys, found, strict=True)]
 
     async def aclose(self) -> None:
@@ -72,7 +72,7 @@ class RemoteReadOnlyTier(SharedReadOnlyTier):
         if looking is not None:
             looking.cancel()
         if threads is not None:
-            pools = [pool for pool in (threads, self._lookers, self._asking) if pool is not None]
+            pools = [pool for pool in (threads, self._lookers, self._calls) if pool is not None]
             # the search continues even if no call waits for it any more
             closing = in_thread(_close, pools, self._sources)
             await asyncio.wait([closing], timeout=SOURCE_CLOSE_TIMEOUT_S)
@@ -88,7 +88,7 @@ class RemoteReadOnlyTier(SharedReadOnlyTier):
         while True:
             await asyncio.sleep(LOOK_S)
             try:
-                await self._lookers.run(self._source.look)
+                await self._lookers.run(self._source.refresh)
             except Exception as error:  # the tier's own calls report the error, too
                 logger.debug("kvtiers: cannot look for other engines: %r", error)
 

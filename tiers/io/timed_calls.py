@@ -30,7 +30,7 @@ class TimedCalls:
         self._store = store
         self._asking = 0
 
-    async def ask(self, function: Callable[..., T], *arguments: Any) -> T:
+    async def call(self, function: Callable[..., T], *arguments: Any) -> T:
         """Return the result of ``function``. Raises whatever the function raises, and
         ``TierIoError`` if it does not return in time or too many calls are unanswered."""
         if self._asking >= ASKING_MAX:

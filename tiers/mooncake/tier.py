@@ -140,7 +140,7 @@ class MooncakeTier(SharedTier):
         client = self._check_open()
         if not keys:
             return []
-        return await self._calls.ask(self._call, client.present, keys, self._epoch)
+        return await self._calls.call(self._call, client.present, keys, self._epoch)
 
     async def delete(self, keys: Sequence[Key]) -> None:
         client = self._check_open()

@@ -172,12 +172,12 @@ class SchedulerSide:
         if action is Action.WAIT:
             state.lookup.begin(computed_tokens, time.perf_counter())
             return None
-        return self.lookups.ask(state, request, computed_tokens, action.cut)
+        return self.lookups.look_up(state, request, computed_tokens, action.cut)
 
     def _ask_waits(self, state: RequestState, request: Request) -> Action:
         if self._waiting is not None:
             try:
-                return self._waiting.ask(state, request, time.monotonic())
+                return self._waiting.decide(state, request, time.monotonic())
             except Exception as error:  # must not cost the request its hit
                 self._faults.note("look_ahead", error)
         return Action.BEGIN
@@ -263,7 +263,7 @@ class SchedulerSide:
         self._waits_no_more(request)
         if state is None or not (self.planner and self.lookups and self._stores and self._endings):
             return None
-        self.lookups.given_up(state)
+        self.lookups.forget(state)
         if state.outcome.loading:
             self.planner.loads.cancel(request.request_id)
         pinned_tokens = 0

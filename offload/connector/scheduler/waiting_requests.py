@@ -135,7 +135,7 @@ class WaitingRequests:
             waiting.is_due, waiting.cached, waiting.queries = True, None, None
             insort(self._due, waiting, key=_order_of)
 
-    def ask(self, state: RequestState, request: Request, now: float) -> Action:
+    def decide(self, state: RequestState, request: Request, now: float) -> Action:
         """Decide what a request does that vLLM could run now."""
         waits, name = self._planner.read_waits, request.request_id
         if not waits.is_on:
@@ -147,8 +147,8 @@ class WaitingRequests:
                 return Action.BEGIN  # its lookup probably takes another step, too
         needed = sum(-(-request.num_tokens // tokens) for tokens in self._block_tokens)
         blocks = BlockDemand(self._free_blocks(), needed, len(self._names) - 1)
-        action = waits.ask(name, now, blocks, self._computing)
-        state.lookup.waited(waits.waited_s(name))
+        action = waits.decide(name, now, blocks, self._computing)
+        state.lookup.set_waited_s(waits.waited_s(name))
         return action
 
     def advance(self, now: float) -> None:

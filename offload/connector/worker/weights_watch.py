@@ -25,7 +25,7 @@ class WeightsWatch:
 
     def begin(self) -> None:
         """Record that the weights are loaded."""
-        self._known = self._ask()
+        self._known = self._current()
 
     def fell_asleep(self) -> None:
         """Record that this worker's memory is about to be unmapped."""
@@ -36,13 +36,13 @@ class WeightsWatch:
         its forward pass uses the weights that are digested here."""
         if not question or question == self._answered:
             return None
-        now = self._ask()
+        now = self._current()
         is_same = now is not None and now == self._known
         answer = WeightsAnswer(question, 1, self._sleeps, is_same)
         self._known, self._sleeps, self._answered = now, 0, question
         return answer
 
-    def _ask(self) -> bytes | None:
+    def _current(self) -> bytes | None:
         try:
             return self._digest()
         except Exception as error:  # unknown weights count as changed

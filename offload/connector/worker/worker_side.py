@@ -206,15 +206,15 @@ class WorkerSide:
     def fall_asleep(self) -> bool:
         """Keep every copy away from the KV cache from now on, because vLLM is about to unmap it.
         Returns whether this side was awake. Raises ``TransferError`` if a copy does not end."""
-        if self._executor is None or self._executor.sleep.reason:
+        if self._executor is None or self._executor.copy_pause.reason:
             return False
-        self._executor.sleep.begin(SLEEP_TIMEOUT_S)
+        self._executor.copy_pause.begin(SLEEP_TIMEOUT_S)
         return True
 
     def wake_up(self) -> None:
         """Resume copies: the KV cache is mapped again, at its old addresses."""
         if self._executor is not None:
-            self._executor.sleep.end()
+            self._executor.copy_pause.end()
 
     def drain(self, idle: bool) -> Drained:
         """Return the results of everything that has finished since the previous step."""

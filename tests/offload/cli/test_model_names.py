@@ -205,7 +205,7 @@ IMPORTED = """
 import sys
 from offload.cli import model_names
 names = {"huggingface_hub.hf_api", "huggingface_hub.errors"}
-model_names._ask = lambda *_: print(sorted(names - sys.modules.keys()))
+model_names._query_hub = lambda *_: print(sorted(names - sys.modules.keys()))
 model_names.wrong_name("a/b", [], {})
 """
 

@@ -224,7 +224,7 @@ def look_now(tier: Any) -> None:
     """The tier's check, which runs every minute."""
     assert isinstance(tier, RemoteReadOnlyTier)
     assert tier._source is not None
-    tier._source.look()
+    tier._source.refresh()
 
 
 @quick

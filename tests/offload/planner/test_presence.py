@@ -43,8 +43,8 @@ class PlannerOverSharedTier:
         self.ranks = ranks
         self.now = 0.0
 
-    def ask(self, keys: list[bytes]) -> PendingLookup:
-        return self.presence.ask(keys, None, self.now)
+    def query(self, keys: list[bytes]) -> PendingLookup:
+        return self.presence.query(keys, None, self.now)
 
     def at(self, now: float) -> None:
         self.now = now
@@ -61,7 +61,7 @@ class PlannerOverSharedTier:
             self.planner.complete(report)
 
     def learn(self, there: list[bytes], asked: list[bytes] = KEYS[:8]) -> None:
-        self.ask(asked)
+        self.query(asked)
         self.answer(self.step(), there)
 
     def load(self, keys: list[bytes], result: JobResult) -> None:
@@ -74,7 +74,7 @@ class PlannerOverSharedTier:
 
 def test_a_reply_makes_a_chunk_a_hit_and_its_absence_is_remembered_too() -> None:
     world = PlannerOverSharedTier()
-    wait = world.ask(KEYS[:8])
+    wait = world.query(KEYS[:8])
     assert world.presence.check_wait(wait, 0.0)
     plan = world.step()
     [query] = plan.queries
@@ -83,19 +83,19 @@ def test_a_reply_makes_a_chunk_a_hit_and_its_absence_is_remembered_too() -> None
     world.answer(plan, KEYS[:5])
     assert not world.presence.check_wait(wait, 0.0)
     assert [world.planner.sources.present(key) for key in KEYS[:8]] == [True] * 5 + [False] * 3
-    assert not world.ask(KEYS[:8]).numbers, "all chunks are known now"
+    assert not world.query(KEYS[:8]).numbers, "all chunks are known now"
     assert [q.keys for q in _queries(world, KEYS[:10])] == [tuple(KEYS[8:10])]
 
 
 def _queries(world: PlannerOverSharedTier, keys: list[bytes]) -> list[object]:
-    world.ask(keys)
+    world.query(keys)
     return list(world.step().queries)
 
 
 def test_open_queries_are_waited_for_and_not_repeated() -> None:
     world = PlannerOverSharedTier()
-    first = world.ask(KEYS[:4])
-    second = world.ask(KEYS[2:6])
+    first = world.query(KEYS[:4])
+    second = world.query(KEYS[2:6])
     plan = world.step()
     assert [q.keys for q in plan.queries] == [tuple(KEYS[:4]), tuple(KEYS[4:6])]
     assert first.numbers < second.numbers
@@ -106,7 +106,7 @@ def test_present_and_absent_entries_expire() -> None:
     world = PlannerOverSharedTier()
     world.learn(KEYS[:3])
     world.at(4.9)
-    assert not world.ask(KEYS[:8]).numbers
+    assert not world.query(KEYS[:8]).numbers
     world.at(5.1)
     assert not any(map(world.planner.sources.present, KEYS[:3]))
     assert [q.keys for q in _queries(world, KEYS[:8])] == [tuple(KEYS[:8])]
@@ -130,7 +130,7 @@ def test_chunks_that_a_load_uses_are_not_forgotten() -> None:
 
 def test_a_request_waits_for_the_deadline_and_at_least_some_steps() -> None:
     world = PlannerOverSharedTier()
-    wait = world.ask(KEYS[:2])
+    wait = world.query(KEYS[:2])
     for _ in range(STEPS_MIN - 1):
         world.step()
     assert world.presence.check_wait(wait, 10.0), "the engine has been busy"
@@ -144,7 +144,7 @@ def test_a_request_waits_for_the_deadline_and_at_least_some_steps() -> None:
 
 def test_a_late_reply_is_remembered() -> None:
     world = PlannerOverSharedTier()
-    world.ask(KEYS[:2])
+    world.query(KEYS[:2])
     plan = world.step()
     world.at(ANSWER_MAX_S - 1)
     world.answer(plan, KEYS[:2])
@@ -153,19 +153,19 @@ def test_a_late_reply_is_remembered() -> None:
 
 def test_a_query_without_a_reply_ends() -> None:
     world = PlannerOverSharedTier()
-    world.ask(KEYS[:2])
+    world.query(KEYS[:2])
     plan = world.step()
     assert world.planner.busy
     world.at(ANSWER_MAX_S)
     assert not world.planner.busy
     world.answer(plan, KEYS[:2])
     assert not world.planner.sources.present(KEYS[0]), "the query is no longer known"
-    assert world.ask(KEYS[:2]).numbers, "the chunk can be queried again"
+    assert world.query(KEYS[:2]).numbers, "the chunk can be queried again"
 
 
 def test_one_rank_without_its_part_is_a_miss() -> None:
     world = PlannerOverSharedTier(ranks=2)
-    wait = world.ask(KEYS[:3])
+    wait = world.query(KEYS[:3])
     [query] = world.step().queries
     world.planner.complete(StepReport(answers={query.number: PresenceReply(b"\1\1\0")}))
     assert world.presence.check_wait(wait, 0.0)
@@ -186,19 +186,19 @@ def test_reports_of_ranks_are_combined_before_or_after_they_arrive() -> None:
 
 def test_a_tier_that_cannot_reply_leaves_nothing_behind() -> None:
     world = PlannerOverSharedTier()
-    wait = world.ask(KEYS[:2])
+    wait = world.query(KEYS[:2])
     world.answer(world.step(), None)
     assert not world.presence.check_wait(wait, 0.0)
-    assert world.ask(KEYS[:2]).numbers
+    assert world.query(KEYS[:2]).numbers
     assert world.planner.totals()["unanswered_questions:store"] == 1
 
 
 def test_concurrent_queries_are_bounded() -> None:
     world = PlannerOverSharedTier()
-    world.ask(KEYS)
+    world.query(KEYS)
     [query] = world.step().queries
     assert query.keys == tuple(KEYS[:12])
-    assert not world.ask(KEYS[12:]).numbers
+    assert not world.query(KEYS[12:]).numbers
 
 
 def test_remembered_chunks_are_bounded_without_deleting_anything() -> None:
@@ -230,7 +230,7 @@ def test_written_chunks_are_remembered_as_long_as_replies() -> None:
     }
     world.planner.complete(StepReport({write_throughs[1].job: JobResult()}))
     assert KEYS[0] in world.store
-    assert not world.ask([KEYS[0]]).numbers
+    assert not world.query([KEYS[0]]).numbers
     world.at(5.1)
     assert KEYS[0] not in world.store
     assert not world.step().deletes
@@ -253,22 +253,22 @@ def test_a_tier_that_lost_everything_is_queried_again() -> None:
     world.learn(KEYS[:3])
     world.planner.complete(StepReport(tiers={(1, 0): Observed(losses=1)}))
     assert not any(map(world.planner.sources.present, KEYS[:3]))
-    assert world.ask(KEYS[:3]).numbers
+    assert world.query(KEYS[:3]).numbers
     assert 1 not in world.step().deletes
 
 
 def test_a_reset_forgets_replies_of_old_weights_including_those_on_their_way() -> None:
     world = PlannerOverSharedTier()
     world.learn(KEYS[:3])
-    wait = world.ask(KEYS[8:10])
+    wait = world.query(KEYS[8:10])
     plan = world.step()
     world.planner.forget_all()
     assert not world.presence.check_wait(wait, 0.0)
-    assert not world.ask(KEYS).numbers, "its new epoch has not begun"
+    assert not world.query(KEYS).numbers, "its new epoch has not begun"
     world.planner.begin_epochs({1: 7})
     world.answer(plan, KEYS[8:10])
     assert not any(map(world.planner.sources.present, KEYS))
-    world.ask(KEYS[:2])
+    world.query(KEYS[:2])
     new = world.step()
     assert (new.reset, new.epochs, len(new.queries)) == (True, {1: 7}, 1)
 
@@ -278,7 +278,7 @@ def test_an_unavailable_tier_is_probed_by_a_query() -> None:
     world.planner.complete(StepReport(tiers={(1, 0): Observed(reads_failed=3)}))
     health = world.health[1]
     assert health.reads.state is BreakerState.OPEN
-    assert not world.ask(KEYS[:2]).numbers
+    assert not world.query(KEYS[:2]).numbers
     world.at(6.0)
     plan = world.step()
     assert [q.keys for q in plan.queries] == [(PROBE_KEY,)]
@@ -287,7 +287,7 @@ def test_an_unavailable_tier_is_probed_by_a_query() -> None:
     world.at(30.0)
     world.answer(world.step(), [])
     assert health.reads.closed, "the tier replies, although it holds nothing"
-    assert world.ask(KEYS[:2]).numbers
+    assert world.query(KEYS[:2]).numbers
 
 
 def test_a_probe_overtaken_by_a_reset_is_repeated() -> None:
@@ -304,7 +304,7 @@ def test_a_probe_overtaken_by_a_reset_is_repeated() -> None:
 @pytest.mark.parametrize("keys", [KEYS[:3], [b"a", b"bcd"]])
 def test_a_plan_with_queries_can_be_pickled(keys: list[bytes]) -> None:
     world = PlannerOverSharedTier()
-    world.ask(keys)
+    world.query(keys)
     [query] = pickle.loads(pickle.dumps(world.step())).queries
     assert (query.tier, list(query.keys)) == (1, keys)
 
@@ -312,6 +312,6 @@ def test_a_plan_with_queries_can_be_pickled(keys: list[bytes]) -> None:
 def test_without_shared_tiers_there_is_no_cost() -> None:
     cpu = TierIndex("cpu", SlotCapacity(4), LruPolicy())
     planner = Planner({0: GroupInfo("full", 16, ())}, cpu)
-    assert not planner.presence.ask(KEYS, None, 0.0).numbers
+    assert not planner.presence.query(KEYS, None, 0.0).numbers
     assert not planner.step().queries
     assert not [name for name in planner.totals() if "asked" in name or "lookup" in name]

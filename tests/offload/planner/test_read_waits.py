@@ -102,23 +102,23 @@ class Waits(Queue):
                 tier.loaded(1600, 1600 / speed, 0.0)
             self.planner.health.computed(1600, 20.0)
 
-    def ask(self, name: str, blocks: BlockDemand = SCARCE) -> Action:
-        return self.waits.ask(name, self.now, blocks, lambda: self.computing)
+    def decide(self, name: str, blocks: BlockDemand = SCARCE) -> Action:
+        return self.waits.decide(name, self.now, blocks, lambda: self.computing)
 
     def begins(self, name: str, numbers: Iterable[int], *order: int) -> list[int]:
         """Let a request wait for these chunks; return those whose reads begin."""
         self.wait(name, numbers, *order)
-        assert self.ask(name) is Action.WAIT
+        assert self.decide(name) is Action.WAIT
         return self.step()
 
 
 def test_a_request_waits_until_its_reads_have_ended() -> None:
     waits = Waits()
     assert waits.begins("one", range(10), 1) == list(range(10))
-    assert waits.ask("one") is Action.WAIT
+    assert waits.decide("one") is Action.WAIT
     waits.end()
-    assert waits.ask("one") is Action.BEGIN
-    assert waits.ask("one") is Action.BEGIN, "vLLM had no blocks for it"
+    assert waits.decide("one") is Action.BEGIN
+    assert waits.decide("one") is Action.BEGIN, "vLLM had no blocks for it"
     assert waits.waits.waited_s("one") == pytest.approx(0.01)
     waits.waits.leave("one", waits.now)
     totals = waits.planner.totals()
@@ -131,12 +131,12 @@ def test_the_last_reads_are_not_waited_for() -> None:
     """The request does not wait for its last reads; its load does."""
     waits = Waits(slots=80)
     waits.wait("one", range(33), 1)
-    assert waits.ask("one") is Action.WAIT
+    assert waits.decide("one") is Action.WAIT
     waits.step()
     first, second, third = waits.reading
     waits.planner.complete(StepReport({job: JobResult() for job in (first.job, second.job)}))
     assert len(third.items) == 1
-    assert waits.ask("one") is Action.BEGIN
+    assert waits.decide("one") is Action.BEGIN
 
 
 def test_what_the_cpu_tier_holds_is_not_waited_for() -> None:
@@ -145,19 +145,19 @@ def test_what_the_cpu_tier_holds_is_not_waited_for() -> None:
     waits.end()
     waits.ahead.leave("one", [batch(range(10))])
     waits.wait("two", range(10), 2)
-    assert waits.ask("two") is Action.BEGIN
+    assert waits.decide("two") is Action.BEGIN
     assert waits.planner.totals()["read_waits"] == 1, "only the first"
 
 
 def test_a_request_that_is_not_read_for_does_not_wait() -> None:
-    assert Waits(ALWAYS).ask("unknown") is Action.BEGIN
+    assert Waits(ALWAYS).decide("unknown") is Action.BEGIN
 
 
 def test_a_tier_that_was_not_measured_is_not_waited_for() -> None:
     """Requests do not wait for such a tier; otherwise no load would ever measure it."""
     waits = Waits(speed=0.0)
     waits.wait("one", range(10), 1)
-    assert waits.ask("one") is Action.BEGIN
+    assert waits.decide("one") is Action.BEGIN
 
 
 def test_reads_that_take_too_long_are_given_up() -> None:
@@ -167,16 +167,16 @@ def test_reads_that_take_too_long_are_given_up() -> None:
     waits.begins("one", range(10), 1)
     waits.wait("two", range(20, 30), 2)
     waits.now += LIMIT_S - 1
-    assert waits.ask("one") is Action.WAIT
-    assert waits.ask("two") is Action.WAIT
+    assert waits.decide("one") is Action.WAIT
+    assert waits.decide("two") is Action.WAIT
     waits.now += 1
-    assert waits.ask("one") is Action.LATE
+    assert waits.decide("one") is Action.LATE
     waits.end()
     waits.ahead.leave("one", [batch(range(10))])
     waits.waits.leave("one", waits.now)
     waits.now += LIMIT_S
     assert waits.step() == list(range(20, 30))
-    assert waits.ask("two") is Action.WAIT, "its reads have just begun"
+    assert waits.decide("two") is Action.WAIT, "its reads have just begun"
 
 
 def test_the_reading_time_before_a_wait_does_not_count() -> None:
@@ -184,7 +184,7 @@ def test_the_reading_time_before_a_wait_does_not_count() -> None:
     waits.wait("one", range(10), 1)
     waits.step()
     waits.now += 2 * LIMIT_S
-    assert waits.ask("one") is Action.WAIT
+    assert waits.decide("one") is Action.WAIT
 
 
 def test_nobody_waits_for_ever() -> None:
@@ -193,7 +193,7 @@ def test_nobody_waits_for_ever() -> None:
     waits.begins("urgent", range(60), 1)
     waits.wait("one", range(60, 70), 2)
     began = waits.now
-    while (answer := waits.ask("one")) is Action.WAIT:
+    while (answer := waits.decide("one")) is Action.WAIT:
         waits.now += 1.0
         assert waits.now - began <= TOTAL_S
     assert answer is Action.BEGIN
@@ -209,7 +209,7 @@ def test_a_wait_ends_when_nothing_is_read() -> None:
     waits.wait("one", range(30, 40), 2)
     answers = []
     while not answers or answers[-1] is Action.WAIT:
-        answers.append(waits.ask("one"))
+        answers.append(waits.decide("one"))
         waits.step()
     assert answers == [Action.WAIT] * STUCK_ASKS + [Action.BEGIN]
 
@@ -219,27 +219,27 @@ def test_reads_that_end_within_a_step_are_progress(monkeypatch: pytest.MonkeyPat
     waits = Waits(ALWAYS, slots=200)
     waits.wait("one", range(80), 1)
     for _ in range(10):
-        assert waits.ask("one") is Action.WAIT
+        assert waits.decide("one") is Action.WAIT
         assert len(waits.step()) == 8
         waits.end()
         assert not waits.ahead.is_reading
-    assert waits.ask("one") is Action.BEGIN
+    assert waits.decide("one") is Action.BEGIN
 
 
 def test_a_tier_that_fails_ends_the_waits() -> None:
     waits = Waits(ALWAYS)
     waits.begins("one", range(10), 1)
     waits.planner.complete(StepReport(tiers={(0, 0): Observed(reads_failed=3)}))
-    assert waits.ask("one") is Action.BEGIN
+    assert waits.decide("one") is Action.BEGIN
     waits.wait("two", range(20, 30), 2)
-    assert waits.ask("two") is Action.BEGIN
+    assert waits.decide("two") is Action.BEGIN
 
 
 def test_a_reset_ends_the_waits() -> None:
     waits = Waits(ALWAYS)
     waits.begins("one", range(10), 1)
     waits.planner.forget_all()
-    assert waits.ask("one") is Action.BEGIN
+    assert waits.decide("one") is Action.BEGIN
 
 
 def test_a_request_that_ends_leaves_nothing() -> None:
@@ -256,7 +256,7 @@ def test_a_preempted_request_does_not_wait_again() -> None:
     waits = Waits(ALWAYS)
     waits.waits.begin("one")
     waits.wait("one", range(10), 1)
-    assert waits.ask("one") is Action.BEGIN
+    assert waits.decide("one") is Action.BEGIN
 
 
 def test_few_requests_wait_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -264,7 +264,7 @@ def test_few_requests_wait_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
     waits = Waits(ALWAYS)
     waits.begins("one", range(10), 1)
     waits.wait("two", range(20, 30), 2)
-    assert waits.ask("two") is Action.BEGIN
+    assert waits.decide("two") is Action.BEGIN
 
 
 @pytest.mark.parametrize(("computing", "answer"), [(0, Action.COMPUTE), (64, Action.WAIT)])
@@ -277,7 +277,7 @@ def test_behind_other_reads_a_request_computes_if_that_is_sooner(
     waits.begins("one", range(16), 1)
     waits.wait("two", range(20, 30), 2)
     waits.computing = computing
-    assert waits.ask("two", AMPLE) is answer
+    assert waits.decide("two", AMPLE) is answer
 
 
 def test_loads_in_flight_delay_the_reads() -> None:
@@ -285,20 +285,20 @@ def test_loads_in_flight_delay_the_reads() -> None:
     waits = Waits(speed=1600.0)
     waits.wait("one", range(1), 1)
     waits.wait("two", range(1, 2), 2)
-    assert waits.ask("one") is Action.BEGIN
+    assert waits.decide("one") is Action.BEGIN
     waits.planner.health[0].break_even.reads.begin(1, 1600)
-    assert waits.ask("two") is Action.WAIT
+    assert waits.decide("two") is Action.WAIT
 
 
 def test_only_tiers_that_the_request_may_read_are_waited_for() -> None:
     waits = Waits(ALWAYS)
     waits.wait("one", range(10), 1, controls=Controls(read=frozenset({CPU})))
-    assert waits.ask("one") is Action.BEGIN
+    assert waits.decide("one") is Action.BEGIN
 
 
 def test_reads_that_fail_end_the_wait() -> None:
     waits = Waits(ALWAYS)
     waits.begins("one", range(10), 1)
     waits.end(*range(10))
-    assert waits.ask("one") is Action.BEGIN
+    assert waits.decide("one") is Action.BEGIN
     assert key_of(0) not in waits.planner.cpu.resident

@@ -115,7 +115,7 @@ def test_nothing_is_scrubbed_while_requests_read_or_have_just_read(seed: int) ->
         tasks = []
         while True:
             await asyncio.sleep(rng.choice([0.01, 0.5, 0.9, 1.5, 4.0]))
-            kind = rng.choice(["read", "write", "ask", "change"])
+            kind = rng.choice(["read", "write", "query", "change"])
             tasks.append(asyncio.ensure_future(one(kind, rng.choice([0.001, 0.3, 7.0]))))
 
     tier, _ = scrubbing(whole_batch, 500.0, ask)

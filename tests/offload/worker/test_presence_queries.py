@@ -43,13 +43,13 @@ def queries_of(tiers: list[Tier], writers: list[Writer], seen: list[Observed]) -
 async def test_the_tiers_reply_is_the_answer() -> None:
     seen: list[Observed] = []
     queries = queries_of([await held()], [Writer()], seen)
-    assert await queries.ask(QUERY) == PresenceReply(b"\1\0\1\0")
+    assert await queries.answer(QUERY) == PresenceReply(b"\1\0\1\0")
     assert seen == []
 
 
 async def test_a_tier_of_a_past_epoch_is_not_queried() -> None:
     queries = queries_of([await held()], [Writer(is_behind=True)], [])
-    assert await queries.ask(QUERY) == PresenceReply(None)
+    assert await queries.answer(QUERY) == PresenceReply(None)
 
 
 def test_failures_and_lateness_are_reported_and_answered() -> None:
@@ -62,10 +62,10 @@ async def fail_and_be_late() -> None:
     slow = HoldingSharedTier(await held(), methods={"present"})
     tiers = [failing, slow]
     queries = queries_of(tiers, [Writer(), Writer()], seen)
-    assert await queries.ask(QUERY) == PresenceReply(None)
+    assert await queries.answer(QUERY) == PresenceReply(None)
     assert seen == [Observed(reads_failed=1)]
     asking = [
-        asyncio.create_task(queries.ask(PresenceQuery(n, 1, KEYS))) for n in range(IN_FLIGHT + 2)
+        asyncio.create_task(queries.answer(PresenceQuery(n, 1, KEYS))) for n in range(IN_FLIGHT + 2)
     ]
     await asyncio.sleep(1.5 * QUERY_LATE_S)
     assert seen == [Observed(reads_failed=1)] * (1 + IN_FLIGHT)

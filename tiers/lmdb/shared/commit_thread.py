@@ -27,7 +27,7 @@ T = TypeVar("T")
 
 class CommitClient:
     """The event loop's side of the queue. Belongs to the loop on which it was made; any thread may
-    call ``post`` and ``ask_then``."""
+    call ``post`` and ``submit_then``."""
 
     def __init__(self, commits: SharedCommits) -> None:
         self.commits = commits
@@ -38,7 +38,7 @@ class CommitClient:
         """Call ``function`` on the loop. Does nothing if the loop is closed."""
         self._call(function, *arguments)
 
-    def ask(self, change: Callable[[WriteTransaction], T]) -> asyncio.Future[T | None]:
+    def submit(self, change: Callable[[WriteTransaction], T]) -> asyncio.Future[T | None]:
         """Make the change in a transaction and return its result; ``None`` if it failed."""
         done: asyncio.Future[T | None] = self._loop.create_future()
 
@@ -49,7 +49,7 @@ class CommitClient:
         self.commits.submit(CommitRequest(change, lambda *found: self.post(settle, *found)))
         return done
 
-    def ask_then(
+    def submit_then(
         self,
         change: Callable[[WriteTransaction], object],
         call: Callable[[bool], object] | None = None,

@@ -240,7 +240,7 @@ class SharedLmdbTier(FolderTier[SharedLmdbFiles], SharedTier):
                 if job.uses[n] < fresh_ns:
                     self._note_use(job.keys[n])
         if job.damaged:  # makes room for an intact copy
-            self._client.ask(lambda changes: changes.remove_damaged(job.damaged))
+            self._client.submit(lambda changes: changes.remove_damaged(job.damaged))
 
     # -- deleting, recency, reset ----------------------------------------------------------
 
@@ -248,7 +248,7 @@ class SharedLmdbTier(FolderTier[SharedLmdbFiles], SharedTier):
         with self._working():
             await self._writes.ended(keys)
             own_epoch = self._own_epoch
-            gone = await settled(self._client.ask(lambda changes: changes.remove(keys, own_epoch)))
+            gone = await settled(self._client.submit(lambda changes: changes.remove(keys, own_epoch)))
             self._counts["deleted"] += gone or 0
             self._check_index()
 
@@ -271,19 +271,19 @@ class SharedLmdbTier(FolderTier[SharedLmdbFiles], SharedTier):
             self._touch_timer = None
         keys, self._touched = list(self._touched), {}
         if keys:
-            self._client.ask(lambda changes: changes.refresh(keys))
+            self._client.submit(lambda changes: changes.refresh(keys))
 
     async def _noted(self) -> None:
         """Wait until all changes requested so far are in the index."""
         self._flush_touches()
-        await settled(self._client.ask(lambda changes: None))
+        await settled(self._client.submit(lambda changes: None))
 
     async def reset(self, epoch: int) -> None:
         """Begin an epoch. The index chooses its number and ignores the caller's."""
         with self._working():
             before, number = self._own_epoch, self._resets.begin()
             self._writes.end_epoch()
-            begun = await settled(self._client.ask(lambda changes: changes.begin_epoch(before)))
+            begun = await settled(self._client.submit(lambda changes: changes.begin_epoch(before)))
             self._check_index()
             if begun is None:
                 raise TierIoError(f"an epoch cannot be begun in {self._folder}")

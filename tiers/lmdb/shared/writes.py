@@ -127,7 +127,7 @@ class SharedWrites:
     ) -> asyncio.Future[ReservedExtents | None]:
         wanted = [(put.key, pages_for(data.nbytes)) for put, data in records]
         files = self._files
-        return self._client.ask(
+        return self._client.submit(
             lambda changes: changes.reserve(wanted, own_epoch, files.records_max, files.grow)
         )
 
@@ -137,7 +137,7 @@ class SharedWrites:
         files = self._files
         has_unused = bool(self._unused)
         self._abandon([])
-        if await self._client.ask(lambda changes: changes.roll_back(files.member.is_alive)):
+        if await self._client.submit(lambda changes: changes.roll_back(files.member.is_alive)):
             return True
         if has_unused and not self._unused:
             return True
@@ -146,7 +146,7 @@ class SharedWrites:
         # Not for all records of a long call at once, which might evict everything.
         free_pages = max(ahead, max(pages), min(sum(pages), pages_max // 2))
         records_max = int(files.records_max * self._low_watermark)
-        evicted = await self._client.ask(lambda changes: changes.evict(free_pages, records_max))
+        evicted = await self._client.submit(lambda changes: changes.evict(free_pages, records_max))
         return evicted is not None
 
     def _send(
@@ -180,7 +180,7 @@ class SharedWrites:
         allocations: list[Extents] = [put.extents for put in puts]
 
         def publish(_puts: Sequence[Put]) -> None:
-            client.ask_then(lambda changes: changes.publish(puts, own_epoch), end, flushes=True)
+            client.submit_then(lambda changes: changes.publish(puts, own_epoch), end, flushes=True)
 
         def end(is_published: bool) -> None:
             if not is_published:
@@ -203,7 +203,7 @@ class SharedWrites:
                 self._unused += given
 
         if given:
-            self._client.ask_then(partial(WriteTransaction.abandon, allocations=given), end)
+            self._client.submit_then(partial(WriteTransaction.abandon, allocations=given), end)
 
     def _end_write(self, puts: list[Put], is_done: bool) -> None:
         for put in puts:
