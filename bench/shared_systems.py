@@ -75,8 +75,8 @@ class Store:
 
 @dataclass(frozen=True, slots=True)
 class Contestant:
-    """A system, the name of its limit ("" if it has none), and a function that returns which of the
-    given blocks it has (``None`` if it cannot tell)."""
+    """A system, the name of its limit ("" if it has none), and a function that returns how many
+    of the given blocks it has (``None`` if it cannot tell)."""
 
     system: System
     limit: str

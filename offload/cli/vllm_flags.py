@@ -18,10 +18,10 @@ def has_flag(flags: list[str], name: str) -> bool:
 def flag_values(flags: list[str], name: str) -> list[str]:
     """The values of a flag in ``--a-b x`` or ``--a_b=x``; not those of single fields."""
     found = []
-    for place, flag in enumerate(flags):
+    for position, flag in enumerate(flags):
         head, is_joined, value = flag.partition("=")
         if head.replace("_", "-") == name:
-            found += [value] if is_joined else flags[place + 1 : place + 2]
+            found += [value] if is_joined else flags[position + 1 : position + 2]
     return found
 
 

@@ -242,7 +242,7 @@ def _folder_problem(tier: TierConfig, where: str) -> Problem | None:
         verb = "write to" if os.path.isdir(path) else "create"
         fix = "Give the user write access, or choose another folder."
         return Problem(where, f"cannot {verb} {path}: {reason} (uid {os.geteuid()})", fix)
-    return _access_problem(path, where) or _place_problem(tier, existing, where)
+    return _access_problem(path, where) or _file_system_problem(tier, existing, where)
 
 
 def _access_problem(path: str, where: str) -> Problem | None:
@@ -258,7 +258,7 @@ def _access_problem(path: str, where: str) -> Problem | None:
     return None
 
 
-def _place_problem(tier: TierConfig, existing: Path, where: str) -> Problem | None:
+def _file_system_problem(tier: TierConfig, existing: Path, where: str) -> Problem | None:
     kind = file_system_of(existing)
     tier_type = TIER_TYPES.get(tier.type)
     if tier_type and tier_type.needs_local_disk and kind.split(".")[0] in NETWORK_FILE_SYSTEMS:

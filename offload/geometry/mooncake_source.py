@@ -173,7 +173,7 @@ class MooncakeView:
     how: str
 
     @property
-    def place(self) -> str:
+    def description(self) -> str:
         """The name of the store in messages."""
         return f"the Mooncake store at {self.settings.master}"
 
@@ -189,7 +189,7 @@ class MooncakeView:
         finally:
             client.close()
         if refused:
-            raise refusal(where, self.place, "store", refused)
+            raise refusal(where, self.description, "store", refused)
 
     def join(self) -> MooncakeClient:
         """A connection. Raises ``TierIoError``."""
@@ -211,7 +211,7 @@ class MooncakeView:
             ranks = _by_rank(described, warn)
             if not ranks:
                 continue
-            replica = {f"namespace {name} in {self.place}": ranks}
+            replica = {f"namespace {name} in {self.description}": ranks}
             problems = problems_with(other, replica, self.namespace, self.now, self.how)
             if problems and any(each.is_alive for each in described):
                 refused[name] = problems
@@ -261,10 +261,10 @@ class MooncakeSource:
         found, refused = self._called(partial(self._view.find_engines, self._client, self._warn_once))
         if len(found) > len(self._neighbours) and self._view.now.rank == 0:
             text = "kvtiers: %s: translating blocks of %d engines with another geometry"
-            logger.info(text, self._view.place, len(found))
+            logger.info(text, self._view.description, len(found))
         self._neighbours = tuple(found)
         for name, problems in refused.items():
-            self._warn_once(str(refusal(name, self._view.place, "store", {name: problems})))
+            self._warn_once(str(refusal(name, self._view.description, "store", {name: problems})))
 
     def _warn_once(self, text: str) -> None:
         """Log a text once, as a warning."""

@@ -335,8 +335,8 @@ class _Pair:
     ) -> StridedCopy:
         """``there`` and ``here`` give the (kernel block of the chunk, head, token) of the first
         unit."""
-        from_offset, from_strides = _place(self.theirs, self.their_group, self.from_at, there)
-        to_offset, to_strides = _place(self.ours, self.our_group, self.at, here)
+        from_offset, from_strides = _offset_and_strides(self.theirs, self.their_group, self.from_at, there)
+        to_offset, to_strides = _offset_and_strides(self.ours, self.our_group, self.at, here)
         return StridedCopy(
             self.source,
             shape,
@@ -348,7 +348,7 @@ class _Pair:
         )
 
 
-def _place(
+def _offset_and_strides(
     layer: LayerGeometry, group: GroupGeometry, at: int, first: tuple[int, int, int]
 ) -> tuple[int, tuple[int, ...]]:
     """The offset of a unit in a chunk, and the strides of blocks, kernel blocks, heads and

@@ -95,8 +95,8 @@ def _register_group(caches: GroupCaches, num_blocks: int, problems: list[str]) -
             problems.append(f"group {caches.group}, layer {layer}: {error}")
             continue
         for region in found:
-            place = (region.address, region.block_stride, region.page_bytes)
-            regions.setdefault(place, region)
+            page = (region.address, region.block_stride, region.page_bytes)
+            regions.setdefault(page, region)
     return GroupRegions(caches.group, caches.chunk_blocks, tuple(regions.values()))
 
 

@@ -76,9 +76,9 @@ class RequestKeys(Sequence[bytes]):
     def __getitem__(self, at: slice) -> list[bytes]: ...
     def __getitem__(self, at: int | slice) -> bytes | list[bytes]:
         if not isinstance(at, slice):
-            place = range(self._count)[at]
-            self._ensure(place, place + 1)
-            return self._keys[place]
+            chunk = range(self._count)[at]
+            self._ensure(chunk, chunk + 1)
+            return self._keys[chunk]
         first, end, step = at.indices(self._count)
         if step != 1:
             return [self[chunk] for chunk in range(first, end, step)]

@@ -58,7 +58,7 @@ class _Want:
     only the head. The batches before ``batch_at``, and the chunks of this one before ``chunk_at``,
     need no more attention; ``behind`` is the tier whose reads in flight the next one waits for, if
     any. ``read`` are those that were read ahead for it, and ``flying`` counts those that are still
-    being read. Once the first chunk was read, ``place`` is the request's position in the queue at
+    being read. Once the first chunk was read, ``position`` is the request's position in the queue at
     the time ``seen``, when ``left`` requests had left the queue."""
 
     request: str
@@ -71,7 +71,7 @@ class _Want:
     behind: int | None = None
     flying: int = 0
     read: set[bytes] = field(default_factory=set)
-    place: int = 0
+    position: int = 0
     left: int = 0
     seen: float = 0.0
 
@@ -89,7 +89,7 @@ class _Want:
 _order_of = attrgetter("order")
 
 
-def _place(wants: Sequence[_Want], want: _Want) -> int:
+def _position(wants: Sequence[_Want], want: _Want) -> int:
     return wants.index(want, bisect_left(wants, want.order, key=_order_of))
 
 
@@ -113,7 +113,7 @@ class _OpenWants:
 
     def remove(self, want: _Want) -> None:
         wants = self._of_kind(want)
-        del wants[_place(wants, want)]
+        del wants[_position(wants, want)]
 
     def first(self, count: int) -> list[_Want]:
         """The first ``count`` requests of each kind, in the order in which they will run."""
@@ -218,14 +218,14 @@ class LookAhead:
             want = self._wants[request] = _Want(request, order, batches, keys, chunks)
             insort(self.queue, want, key=_order_of)
             self._open.add(want)
-            self._wanted.enter(_place(self.queue, want), keys)
+            self._wanted.enter(_position(self.queue, want), keys)
 
     def _renew(
         self, want: _Want, batches: Sequence[ChunkBatch], keys: frozenset[bytes], chunks: int
     ) -> None:
         """Examine a request's chunks, which may have changed, from the first that is missing."""
         old, want.keys = want.keys, keys
-        self._wanted.replace(_place(self.queue, want), old, keys)
+        self._wanted.replace(_position(self.queue, want), old, keys)
         if want.is_open:
             self._open.remove(want)
         missing = (
@@ -256,12 +256,12 @@ class LookAhead:
         return replace(use, wasted_tokens=wasted) if wasted else use
 
     def _leave(self, want: _Want, load: Sequence[ChunkBatch] = ()) -> AheadUse:
-        place = _place(self.queue, want)
-        del self.queue[place]
+        position = _position(self.queue, want)
+        del self.queue[position]
         self._left += 1
         if want.is_open:
             self._open.remove(want)
-        self._wanted.leave(place, want.keys)
+        self._wanted.leave(position, want.keys)
         self._since.pop(want, None)
         used = want.read.intersection(chain.from_iterable(batch.keys for batch in load))
         late = used & self._sources.promoting.keys()
@@ -288,7 +288,7 @@ class LookAhead:
         want.read.update(keys)
         if want not in self._since:
             self._since[want] = self._now
-            self._see(want, _place(self.queue, want))
+            self._see(want, _position(self.queue, want))
 
     # -- a step ------------------------------------------------------------------------------
 
@@ -309,8 +309,8 @@ class LookAhead:
             self.counts.forget()  # the request may have left
             raise
 
-    def _see(self, want: _Want, place: int) -> None:
-        want.place, want.left, want.seen = place, self._left, self._now
+    def _see(self, want: _Want, position: int) -> None:
+        want.position, want.left, want.seen = position, self._left, self._now
 
     def _give_up_late(self) -> None:
         """Give up what was read for requests that others overtake. While no request leaves the
@@ -319,11 +319,11 @@ class LookAhead:
             want = next(iter(self._since))
             if self._now - want.seen <= AHEAD_STALE_S:
                 return
-            place = _place(self.queue, want)
-            if place >= want.place and self._left > want.left:
+            position = _position(self.queue, want)
+            if position >= want.position and self._left > want.left:
                 self._leave(self._wants.pop(want.request))
                 continue
-            self._see(want, place)
+            self._see(want, position)
             self._since[want] = self._since.pop(want)  # it is last in the queue now
 
     def _may_have_space(self) -> bool:

@@ -28,7 +28,7 @@ class WantedSoon:
     ``LookAhead``, whose queue it is; used on the planner's thread.
 
     ``keys`` has the wanted chunks, each with the number of requests that want it. The retention of
-    the CPU tier reads it. A ``place`` is a request's position in the queue.
+    the CPU tier reads it. A ``position`` is that of a request in the queue.
     """
 
     def __init__(self, queue: Sequence[_HasKeys], cpu: TierIndex) -> None:
@@ -42,23 +42,23 @@ class WantedSoon:
         """The maximum number of wanted chunks."""
         return min(WANTED_CHUNKS_MAX, int(self._cpu.space.capacity * WANTED_SHARE))
 
-    def enter(self, place: int, keys: frozenset[bytes]) -> None:
-        """Record that a request with these chunks has entered the queue at this place."""
-        if place < self._requests:
+    def enter(self, position: int, keys: frozenset[bytes]) -> None:
+        """Record that a request with these chunks has entered the queue at this position."""
+        if position < self._requests:
             self.keys.update(keys)
             self._requests += 1
         self._limit()
 
-    def replace(self, place: int, old: frozenset[bytes], new: frozenset[bytes]) -> None:
-        """Record that the chunks of the request at this place have changed."""
-        if place < self._requests:
+    def replace(self, position: int, old: frozenset[bytes], new: frozenset[bytes]) -> None:
+        """Record that the chunks of the request at this position have changed."""
+        if position < self._requests:
             self._forget(old)
             self.keys.update(new)
         self._limit()
 
-    def leave(self, place: int, keys: frozenset[bytes]) -> None:
-        """Record that the request with these chunks has left the queue, where it had this place."""
-        if place < self._requests:
+    def leave(self, position: int, keys: frozenset[bytes]) -> None:
+        """Record that the request with these chunks has left the queue, where it had this position."""
+        if position < self._requests:
             self._requests -= 1
             self._forget(keys)
             self._limit()

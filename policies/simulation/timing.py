@@ -118,9 +118,9 @@ class _Disk:
             prompt = self._loads.popleft()
             batch: list[int] = []
             while prompt.unread and len(batch) < BATCH:
-                place = prompt.unread.popleft()
-                if prompt.blocks[place] in prompt.missing:  # no other read has brought it
-                    batch.append(place)
+                position = prompt.unread.popleft()
+                if prompt.blocks[position] in prompt.missing:  # no other read has brought it
+                    batch.append(position)
             if prompt.unread:
                 self._loads.append(prompt)
             if batch:
@@ -128,16 +128,16 @@ class _Disk:
         return None
 
     def next_ahead(
-        self, room: int, wanted: Callable[[int], bool]
+        self, space_left: int, wanted: Callable[[int], bool]
     ) -> tuple[_Prompt, list[int]] | None:
-        """The next batch of at most ``room`` blocks to read ahead, of those that are ``wanted``."""
-        while self._ahead and room > 0:
+        """The next batch of at most ``space_left`` blocks to read ahead, of those that are ``wanted``."""
+        while self._ahead and space_left > 0:
             prompt = self._ahead[0]
             batch: list[int] = []
-            while prompt.ahead and len(batch) < min(room, BATCH):
-                place = prompt.ahead.popleft()
-                if wanted(prompt.blocks[place]):
-                    batch.append(place)
+            while prompt.ahead and len(batch) < min(space_left, BATCH):
+                position = prompt.ahead.popleft()
+                if wanted(prompt.blocks[position]):
+                    batch.append(position)
             if batch:
                 return prompt, batch  # the rest of this request may come next
             self._ahead.popleft()
@@ -230,7 +230,7 @@ class _Engine:
             prompt.hits = self._leading(prompt.blocks)
             hit = prompt.blocks[: prompt.hits]
             prompt.unread.extend(self._below(hit))
-            prompt.missing.update(prompt.blocks[place] for place in prompt.unread)
+            prompt.missing.update(prompt.blocks[position] for position in prompt.unread)
             reads = len(prompt.missing)
             prompt.missing |= self._flying.intersection(hit)
             ahead = self._held.intersection(hit)
@@ -298,7 +298,7 @@ class _Engine:
     def _below(self, blocks: Sequence[int]) -> list[int]:
         """The positions of the blocks that are not in the upper tier."""
         above = self.upper.resident
-        return [place for place, block in enumerate(blocks) if block not in above]
+        return [position for position, block in enumerate(blocks) if block not in above]
 
     def _store(self, prompt: _Prompt) -> None:
         blocks, request = prompt.blocks, prompt.request
@@ -315,11 +315,11 @@ class _Engine:
         """The blocks that the upper tier must not evict now."""
         kept = self._held.union(prompt.blocks)
         if self._ahead_max:
-            room, above = int(WANTED_SHARE * self.upper.capacity), self.upper.resident
+            space_left, above = int(WANTED_SHARE * self.upper.capacity), self.upper.resident
             for waiting in islice(self._queue, WANTED_REQUESTS):
                 wanted = {block for block in waiting.blocks if block in above} - kept
-                room -= len(wanted)
-                if room < 0:
+                space_left -= len(wanted)
+                if space_left < 0:
                     break
                 kept |= wanted
         return kept
@@ -333,37 +333,37 @@ class _Engine:
         if load is not None:
             self._read(*load)
             return
-        room = self._ahead_max - len(self._held)
-        ahead = self._disk.next_ahead(room, self._is_only_below)
+        space_left = self._ahead_max - len(self._held)
+        ahead = self._disk.next_ahead(space_left, self._is_only_below)
         if ahead is not None:
             self._read_ahead(*ahead)
 
     def _is_only_below(self, block: int) -> bool:
         return block in self.lower.resident and block not in self.upper.resident
 
-    def _read_ahead(self, prompt: _Prompt, places: list[int]) -> None:
+    def _read_ahead(self, prompt: _Prompt, positions: list[int]) -> None:
         """Reserve space in the upper tier, and read what fits."""
-        fits = self._promote(prompt, places)
-        prompt.ahead.extendleft(reversed(places[fits:]))
+        fits = self._promote(prompt, positions)
+        prompt.ahead.extendleft(reversed(positions[fits:]))
         if fits:
-            self._flying = {prompt.blocks[place] for place in places[:fits]}
+            self._flying = {prompt.blocks[position] for position in positions[:fits]}
             self._held |= self._flying
             self.read_ahead += fits
-            self._read(prompt, places[:fits])
+            self._read(prompt, positions[:fits])
 
-    def _read(self, prompt: _Prompt, places: list[int]) -> None:
+    def _read(self, prompt: _Prompt, positions: list[int]) -> None:
         self._disk.is_busy = True
-        seconds = len(places) * self._block_tokens / self._speeds.read
-        self._at(self.now_s + seconds, lambda: self._end_read(prompt, places))
+        seconds = len(positions) * self._block_tokens / self._speeds.read
+        self._at(self.now_s + seconds, lambda: self._end_read(prompt, positions))
 
-    def _end_read(self, prompt: _Prompt, places: list[int]) -> None:
+    def _end_read(self, prompt: _Prompt, positions: list[int]) -> None:
         self._disk.is_busy = False
-        self.read += len(places)
+        self.read += len(positions)
         if self._flying:
             self._flying = set()
         else:
-            self._promote(prompt, places)
-        blocks = [prompt.blocks[place] for place in places]
+            self._promote(prompt, positions)
+        blocks = [prompt.blocks[position] for position in positions]
         for waiting in self._loading[:]:
             waiting.missing.difference_update(blocks)
             if not waiting.missing:
@@ -371,13 +371,13 @@ class _Engine:
                 self._compute(waiting)
         self._start_read()
 
-    def _promote(self, prompt: _Prompt, places: list[int]) -> int:
+    def _promote(self, prompt: _Prompt, positions: list[int]) -> int:
         """Insert blocks of the lower tier into the upper one, as far as there is space. Returns the
         number of those that fit."""
         above = self.upper.resident
-        fresh = [place for place in places if prompt.blocks[place] not in above]
-        blocks = [prompt.blocks[place] for place in fresh]
-        infos = [self._infos.stored(prompt.request, place) for place in fresh]
+        fresh = [position for position in positions if prompt.blocks[position] not in above]
+        blocks = [prompt.blocks[position] for position in fresh]
+        infos = [self._infos.stored(prompt.request, position) for position in fresh]
         return self.upper.store(blocks, infos, self._kept(prompt))
 
 

@@ -33,8 +33,8 @@ class PolicyMachine(RuleBasedStateMachine):
         keys: list[Key] = sorted(self.gone, key=repr)[:count] if again else []
         keys += [self.next_key + i for i in range(count - len(keys))]
         self.next_key += count
-        for place in reversed(range(len(keys))):
-            self.policy.insert(keys[place], EntryInfo(depth_tokens=(depth + place) * 16))
+        for position in reversed(range(len(keys))):
+            self.policy.insert(keys[position], EntryInfo(depth_tokens=(depth + position) * 16))
         self.members.update(keys)
         self.gone.difference_update(keys)
         self.policy.touch(keys)

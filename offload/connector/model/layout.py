@@ -236,18 +236,18 @@ def _check_names(config: KVCacheConfig, kv_caches: Mapping[str, LayerTensors]) -
         for name, group in owners.items()
         if name not in kv_caches
     ]
-    places = {_place(kv_caches[name]) for name in owners if name in kv_caches}
+    known = {_addresses(kv_caches[name]) for name in owners if name in kv_caches}
     problems += [
         f"layer {name} has a KV cache tensor but is in none of the "
         f"{len(config.kv_cache_groups)} groups, and does not share the memory of a layer in one of "
         f"them"
         for name, tensors in kv_caches.items()
-        if name not in owners and _place(tensors) not in places
+        if name not in owners and _addresses(tensors) not in known
     ]
     _raise_page_errors(problems)
 
 
-def _place(tensors: LayerTensors) -> tuple[int, ...]:
+def _addresses(tensors: LayerTensors) -> tuple[int, ...]:
     return tuple(tensor.data_ptr() for tensor in as_list(tensors))
 
 

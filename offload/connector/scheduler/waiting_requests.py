@@ -99,8 +99,8 @@ class WaitingRequests:
         self._drop(request.request_id)
         self._planner.look_ahead.leave(request.request_id)
         self._count += 1
-        place = -self._count if preempted else self._count
-        order: tuple[Any, ...] = (place,)
+        position = -self._count if preempted else self._count
+        order: tuple[Any, ...] = (position,)
         if self._by_priority:
             order = (request.priority, request.arrival_time, self._count)
         waiting = self._waiting[request.request_id] = _WaitingRequest(state, request, order)
