@@ -53,11 +53,11 @@ def held_by_all(
         return first, set()
     held = [{key for column in columns for key in column.tolist()} for columns in ranks]
     everywhere = set.intersection(*held)
-    kept = [
+    complete = [
         column[np.fromiter(map(everywhere.__contains__, column.tolist()), bool, column.size)]
         for column in first
     ]
-    return kept, set.union(*held) - everywhere
+    return complete, set.union(*held) - everywhere
 
 
 def _are_equal(mine: Sequence[KeyColumn], others: Sequence[KeyColumn]) -> bool:

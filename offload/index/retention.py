@@ -23,33 +23,33 @@ PASSED_PER_VICTIM = 8
 class Retention:
     """The chunks of one tier that must not be evicted. Owned by the tier's index.
 
-    ``pins`` are the chunks that jobs use; the index changes them. ``keep``, ``hold`` and
-    ``look_ahead`` register live containers, too: a chunk must stay as long as it is in one of them.
+    ``pins`` are the chunks that jobs use; the index changes them. The ``register_``
+    methods register live containers, too: a chunk must stay as long as it is in one of them.
     Such a chunk can still be dropped if it is damaged or the weights change. Chunks that waiting
     requests want are evicted last.
     """
 
     def __init__(self, pins: Container[bytes] = NOTHING) -> None:
         self._pins = pins
-        self._kept: Collection[bytes] = NOTHING
+        self._client_pins: Collection[bytes] = NOTHING
         self._held: Container[bytes] = NOTHING
         self._ahead: Container[bytes] = NOTHING
         self.wanted: Collection[bytes] = NOTHING
 
-    def keep(self, keys: Collection[bytes]) -> None:
+    def register_client_pins(self, keys: Collection[bytes]) -> None:
         """Retain the chunks in this container: clients have pinned them."""
-        self._kept = keys
+        self._client_pins = keys
 
     @property
-    def kept(self) -> int:
+    def client_pinned(self) -> int:
         """The number of chunks that clients have pinned."""
-        return len(self._kept)
+        return len(self._client_pins)
 
-    def hold(self, keys: Container[bytes]) -> None:
+    def register_load_holds(self, keys: Container[bytes]) -> None:
         """Retain the chunks in this container: loads are about to use them."""
         self._held = keys
 
-    def look_ahead(self, read: Container[bytes], wanted: Collection[bytes]) -> None:
+    def register_ahead(self, read: Container[bytes], wanted: Collection[bytes]) -> None:
         """Retain the chunks that were ``read`` ahead; spare those that are ``wanted``."""
         self._ahead, self.wanted = read, wanted
 
@@ -61,7 +61,7 @@ class Retention:
         """The test for one eviction, which must not evict the keys of ``protect`` and, if
         ``spare``, those that waiting requests want."""
         wanted = self.wanted if spare else NOTHING
-        return Evictable(self._kept, self._pins, protect, self._held, self._ahead, wanted)
+        return Evictable(self._client_pins, self._pins, protect, self._held, self._ahead, wanted)
 
 
 class Evictable:

@@ -107,7 +107,7 @@ class TierIndex:
         """The number of chunks that are being written."""
         return len(self._filling)
 
-    def is_pinned(self, key: bytes) -> bool:
+    def is_in_use(self, key: bytes) -> bool:
         """True if a job uses this chunk now, or soon will."""
         return self.retention.is_in_use(key)
 
@@ -224,19 +224,19 @@ class TierIndex:
         ``keys`` are in prefix order; the head of the prefix ends up youngest. ``infos`` are needed
         if this index does not remember them.
         """
-        kept: list[bytes] = []
+        committed: list[bytes] = []
         try:
-            self._move(keys[::-1], ChunkEvent.COMMIT, self._commits, kept)
+            self._move(keys[::-1], ChunkEvent.COMMIT, self._commits, committed)
         finally:  # the policy must know which keys are resident, even if another key was wrong
             if infos is None:
-                infos = list(map(self._infos.pop, kept))
-            elif len(kept) == len(keys):
+                infos = list(map(self._infos.pop, committed))
+            elif len(committed) == len(keys):
                 infos = infos[::-1]
             else:
-                infos = list(map(dict(zip(keys, infos, strict=True)).__getitem__, kept))
-            self.policy.insert_all(kept, infos)
-        kept.reverse()
-        return kept
+                infos = list(map(dict(zip(keys, infos, strict=True)).__getitem__, committed))
+            self.policy.insert_all(committed, infos)
+        committed.reverse()
+        return committed
 
     def abort(self, keys: Iterable[bytes]) -> None:
         """FILLING -> ABSENT (DOOMED while other jobs still pin the chunk)."""

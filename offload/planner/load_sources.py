@@ -259,10 +259,10 @@ class LoadSources:
     ) -> None:
         if bad:
             self._cpu.abort(bad)
-        kept = self._cpu.commit(good)
-        self._stats.promoted(kept)
+        committed = self._cpu.commit(good)
+        self._stats.promoted(committed)
         self._forget_promotions(good)
-        if len(kept) < len(good):
+        if len(committed) < len(good):
             self._removals.note(good)
         filled([*good, *bad])
 

@@ -126,7 +126,7 @@ class LoadPlanner:
         self._waited_for: dict[str, _Load] = {}
         self.queue: deque[_Load] = deque()
         for index in context.indexes.values():
-            index.retention.hold(self.held)
+            index.retention.register_load_holds(self.held)
 
     def take(self) -> tuple[LoadJob, ...]:
         """The jobs and parts planned since the previous call."""

@@ -153,7 +153,7 @@ class LookAhead:
         self._flights: dict[int, _Want] = {}  # by job: whose chunks it reads
         self._full: tuple[int, int] | None = None  # the jobs that had ended, and steps since
         self._now = 0.0
-        context.cpu.retention.look_ahead(self._held, self._wanted.keys)
+        context.cpu.retention.register_ahead(self._held, self._wanted.keys)
 
     @property
     def is_on(self) -> bool:
@@ -357,7 +357,7 @@ class LookAhead:
     def _held_max(self) -> int:
         """The maximum number of chunks that were read ahead and not used yet."""
         capacity = self._cpu.space.capacity
-        return int(min(self._share * capacity, (capacity - self._cpu.retention.kept) / 2))
+        return int(min(self._share * capacity, (capacity - self._cpu.retention.client_pinned) / 2))
 
     @property
     def _chunks_left(self) -> int:

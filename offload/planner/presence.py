@@ -117,7 +117,7 @@ class _Memory:
             for _ in _due(known, now):
                 pass
         due = list(_due(self.there, now))
-        in_use = [key for key in due if self.index.is_pinned(key)]
+        in_use = [key for key in due if self.index.is_in_use(key)]
         self.index.drop(set(due).difference(in_use))
         for key in in_use:
             self.there[key] = now + remember_s

@@ -95,10 +95,10 @@ class StorePlanner:
         good, bad = job.verdict()
         if bad:
             self._cpu.abort(bad)
-        kept = self._cpu.commit(good, job.infos_of(good))
-        self._stats.stored(CPU, kept, bad)
-        self.note_entered(len(kept))
-        return kept
+        committed = self._cpu.commit(good, job.infos_of(good))
+        self._stats.stored(CPU, committed, bad)
+        self.note_entered(len(committed))
+        return committed
 
     def note_entered(self, chunks: int) -> None:
         """Record that chunks have entered a tier: a store may find victims again."""

@@ -16,8 +16,8 @@ from offload.index.tier_index import TierIndex
 from offload.layout.keys import group_of
 
 
-class _Kept:
-    """The kept chunks of one tier: when each expires, and how much of ``size_max`` they take.
+class _TierPins:
+    """The pinned chunks of one tier: when each expires, and how much of ``size_max`` they take.
     ``sizes`` are by group, in units of the tier's space."""
 
     def __init__(self, index: TierIndex, sizes: Mapping[int, int], size_max: int) -> None:
@@ -28,9 +28,9 @@ class _Kept:
         self._size_max = size_max
         self._due: dict[int, set[bytes]] = {}
         self._seconds: list[int] = []  # the keys of ``_due``, as a heap
-        index.retention.keep(self.until)
+        index.retention.register_client_pins(self.until)
 
-    def keep(self, keys: Sequence[bytes], until: int) -> int:
+    def pin(self, keys: Sequence[bytes], until: int) -> int:
         """Pin a prefix of these keys, as far as there is space; returns its length."""
         for position, key in enumerate(keys):
             before = self.until.get(key)
@@ -87,23 +87,23 @@ class TimedPins:
         sizes = [dict.fromkeys(groups, 1)]
         sizes += [{g: info.footprints[t] for g, info in groups.items()} for t in range(len(lower))]
         self._tiers = [
-            _Kept(index, size, int(index.space.capacity * share))
+            _TierPins(index, size, int(index.space.capacity * share))
             for index, size in zip((cpu, *lower), sizes, strict=True)
         ]
 
-    def keep(self, keys: Sequence[bytes], seconds: float, now: float) -> int:
+    def pin(self, keys: Sequence[bytes], seconds: float, now: float) -> int:
         """Pin these chunks of one group (in prefix order) for this many seconds in every tier that
         holds or gets them. Returns how many, counted from the first, are pinned in at least one
         tier."""
         until = int(now + seconds) + 1
         held = [key for key in keys if self._is_held(key)]
-        kept = max(tier.keep(held, until) for tier in self._tiers)
-        self.refused += len(held) - kept
-        for position, key in enumerate(held[:kept]):
+        pinned = max(tier.pin(held, until) for tier in self._tiers)
+        self.refused += len(held) - pinned
+        for position, key in enumerate(held[:pinned]):
             if key != keys[position]:
                 # `keys[position]` is gone, so the chunks after it cannot belong to a prefix
                 return position
-        return kept
+        return pinned
 
     def _is_held(self, key: bytes) -> bool:
         return not self._cpu.is_absent(key) or any(key in index for index in self._lower)
@@ -119,6 +119,6 @@ class TimedPins:
             tier.clear()
 
     def used(self) -> dict[str, int]:
-        """The space taken by kept chunks in each tier, in the tier's units."""
+        """The space taken by pinned chunks in each tier, in the tier's units."""
         indexes = (self._cpu, *self._lower)
         return {i.name: tier.used for i, tier in zip(indexes, self._tiers, strict=True)}

@@ -119,11 +119,11 @@ class WriteThrough:
                 deferred.add(cost, partial(self._take_in, tier, some, now))
 
     def _take_in(self, tier: int, jobs: Sequence[Job], now: float) -> None:
-        kept, bad, gone = self.queues[tier].ended(jobs, now)
-        self._stats.stored(tier, kept, bad)
-        self._stores.note_entered(len(kept))
+        committed, bad, gone = self.queues[tier].ended(jobs, now)
+        self._stats.stored(tier, committed, bad)
+        self._stores.note_entered(len(committed))
         if tier in self._presence.tiers:
-            self._presence.written(tier, kept, now)
+            self._presence.written(tier, committed, now)
         # Delete records that a rank may have written but the index does not keep (the write failed
         # on another rank, or the chunk was forgotten meanwhile): otherwise they would take space
         # and reappear after a restart.
@@ -456,10 +456,10 @@ class WriteThroughQueue:
             self._health.written(now, good=bool(mine))
         if bad:
             self._index.abort(bad)
-        kept = self._index.commit(good, joined(infos))
-        if len(kept) == len(good):
-            return kept, bad, [key for key in bad if key not in self._index]
-        return kept, bad, [key for key in (*good, *bad) if key not in self._index]
+        committed = self._index.commit(good, joined(infos))
+        if len(committed) == len(good):
+            return committed, bad, [key for key in bad if key not in self._index]
+        return committed, bad, [key for key in (*good, *bad) if key not in self._index]
 
     def close(self) -> None:
         """Drop the chunks that wait, and accept none before ``reopen``."""

@@ -101,13 +101,13 @@ class FinishedRequests:
         pinned = identity.origin.hints.pinned_tokens
         if pinned:
             tokens = int(min(tokens, request.num_prompt_tokens, pinned))
-        kept_tokens = []
+        pinned_tokens = []
         for keys, group in zip(identity.keys, self._layout.groups, strict=True):
             seconds = identity.origin.controls.pin_s
-            kept = self.pins.keep(keys[: tokens // group.chunk_tokens], seconds, now)
+            count = self.pins.pin(keys[: tokens // group.chunk_tokens], seconds, now)
             if group.kind == FULL:
-                kept_tokens.append(kept * group.chunk_tokens)
-        return min(kept_tokens, default=0)
+                pinned_tokens.append(count *  group.chunk_tokens)
+        return min(pinned_tokens, default=0)
 
     def report(self, state: RequestState, pinned_tokens: int) -> dict[str, Any]:
         """The report to the client, sent as ``kv_transfer_params`` of its answer."""

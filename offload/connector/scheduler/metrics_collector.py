@@ -103,7 +103,7 @@ class MetricsCollector:
         gauges: dict[str, float] = {"loading_chunks": planner.loads.loading}
         gauges |= self._set_aside_at
         gauges |= self._copy_gauges
-        kept = self._scheduler.kept()
+        pinned = self._scheduler.client_pinned()
         depths = (planner.stores.storing, *(queue.depth for queue in planner.write_through.queues))
         for index, storing in zip((planner.cpu, *planner.lower), depths, strict=True):
             name, space = index.name, index.space
@@ -111,7 +111,7 @@ class MetricsCollector:
             gauges |= {
                 f"resident_chunks:{name}": len(index),
                 f"used_ratio:{name}": space.used / space.capacity if space.capacity else 0.0,
-                f"kept_ratio:{name}": kept.get(name, 0) / max(1, space.capacity),
+                f"kept_ratio:{name}": pinned.get(name, 0) / max(1, space.capacity),
                 f"queue_depth:{name}": storing,
             }
             if unit:

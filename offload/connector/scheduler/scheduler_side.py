@@ -471,7 +471,7 @@ class SchedulerSide:
                 computed = self._requests[request_id].num_computed_tokens
                 self._stores.weights_changed(state, computed)
 
-    def kept(self) -> dict[str, int]:
+    def client_pinned(self) -> dict[str, int]:
         """The space that clients have pinned in each tier, in the tier's units."""
         return self._endings.pins.used() if self._endings is not None else {}
 

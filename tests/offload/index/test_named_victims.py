@@ -106,7 +106,7 @@ def test_an_eviction_costs_as_much_while_half_of_the_tier_is_wanted(
     policy: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     index = full_index(policy)
-    index.retention.look_ahead(frozenset(), WANTED)
+    index.retention.register_ahead(frozenset(), WANTED)
     with counted_tests(monkeypatch) as tested:
         gone = [key for keys in new_prompts(15) for key in store(index, keys)]
     assert len(gone) == 1500
@@ -121,7 +121,7 @@ def test_the_victims_are_those_that_the_policy_names_one_by_one(policy: str) -> 
     found = []
     for is_ahead in (True, False):
         index = full_index(policy)
-        index.retention.look_ahead(frozenset(), WANTED)
+        index.retention.register_ahead(frozenset(), WANTED)
         gone = []
         for number, keys in enumerate(new_prompts(15)):
             if not is_ahead:
@@ -135,7 +135,7 @@ def test_the_victims_are_those_that_the_policy_names_one_by_one(policy: str) -> 
 def test_chunks_that_are_used_or_wanted_after_they_were_named_stay() -> None:
     index = full_index("lru")
     wanted = Counter(WANTED)
-    index.retention.look_ahead(frozenset(), wanted)
+    index.retention.register_ahead(frozenset(), wanted)
     new = new_prompts(2)
     store(index, next(new))
     used, later = list(index._victims)[:40], list(index._victims)[40:60]  # type: ignore[call-overload]  # keys
@@ -148,7 +148,7 @@ def test_chunks_that_are_used_or_wanted_after_they_were_named_stay() -> None:
 
 def test_chunks_that_have_left_the_tier_are_not_named() -> None:
     index = full_index("lru")
-    index.retention.look_ahead(frozenset(), WANTED)
+    index.retention.register_ahead(frozenset(), WANTED)
     new = new_prompts(3)
     store(index, next(new))
     dropped = list(index._victims)[:40]
@@ -164,7 +164,7 @@ def test_chunks_that_have_left_the_tier_are_not_named() -> None:
 
 def test_what_is_wanted_is_evicted_when_nothing_else_is_left() -> None:
     index = full_index("adaptive")
-    index.retention.look_ahead(frozenset(), WANTED)
+    index.retention.register_ahead(frozenset(), WANTED)
     gone = index.evict(SLOTS // 2)
     assert WANTED.keys().isdisjoint(gone)
     assert set(index.evict(SLOTS // 4)) < WANTED.keys()

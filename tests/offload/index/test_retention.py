@@ -11,8 +11,8 @@ from policies.registry import make_policy
 
 CHUNKS = 200
 RETAIN = {
-    "kept": lambda index, keys: index.retention.keep(keys),
-    "held": lambda index, keys: index.retention.hold(keys),
+    "kept": lambda index, keys: index.retention.register_client_pins(keys),
+    "held": lambda index, keys: index.retention.register_load_holds(keys),
 }
 PREFIX = [b"a%03d" % number for number in range(CHUNKS)]
 OTHERS = [b"b%03d" % number for number in range(CHUNKS)]

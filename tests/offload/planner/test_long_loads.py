@@ -177,7 +177,7 @@ def keeps_its_chunks(tier: str) -> None:
         index.commit([key_of(n)][: len(grant.locations)])
     allowance.left = left
     assert index.evictions, "the tier must overflow"
-    assert all(index.is_pinned(key_of(n)) for n in LONG)
+    assert all(index.is_in_use(key_of(n)) for n in LONG)
     parts = [first, *bed.parts()]
     assert keys_in(parts) == [key_of(n) for n in LONG]
     bed.end(first.job)

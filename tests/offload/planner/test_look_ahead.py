@@ -109,7 +109,7 @@ def test_chunks_are_read_in_the_order_of_the_requests_up_to_the_share() -> None:
 
 def test_pins_of_clients_and_reads_ahead_leave_slots_for_stores() -> None:
     queue = Queue(share=0.25)
-    queue.planner.cpu.retention.keep(set(map(key_of, range(1000, 1030))))
+    queue.planner.cpu.retention.register_client_pins(set(map(key_of, range(1000, 1030))))
     queue.wait("one", range(20), 1)
     assert queue.step() == list(range(5)), "half of the ten slots that are not pinned"
 

@@ -118,7 +118,7 @@ def test_chunks_that_a_load_uses_are_not_forgotten() -> None:
     world.learn(KEYS[:3])
     world.planner.loads.plan("r", [ChunkBatch(KEYS[:1], 0, [1], [1])])
     world.at(6.0)
-    assert [world.planner.lower[1].is_pinned(k) for k in KEYS[:3]] == [True, False, False]
+    assert [world.planner.lower[1].is_in_use(k) for k in KEYS[:3]] == [True, False, False]
     assert KEYS[0] in world.store
     assert KEYS[1] not in world.store
     [job] = world.step().loads

@@ -207,7 +207,7 @@ def some_fail() -> None:
     assert {key for key in second.keys if key not in index} == bad
     assert not any(key in index for key in third.keys)
     assert set(deleted) == {*bad, *third.keys}
-    assert not any(map(bed.cpu.is_pinned, [*first.keys, *second.keys, *third.keys]))
+    assert not any(map(bed.cpu.is_in_use, [*first.keys, *second.keys, *third.keys]))
     assert {group_of(key) for key in deleted} == {0}
     bed.planner.check()
 

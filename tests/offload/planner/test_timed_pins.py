@@ -39,7 +39,7 @@ def _info(size: int) -> EntryInfo:
 def test_kept_chunks_are_not_evicted_until_their_time_is_over() -> None:
     bed = Bed()
     bed.put(bed.cpu, *range(8))
-    assert bed.pins.keep([key(0), key(1)], 60.0, now=100.0) == 2
+    assert bed.pins.pin([key(0), key(1)], 60.0, now=100.0) == 2
     bed.put(bed.cpu, *range(10, 20))
     assert key(0) in bed.cpu
     assert key(1) in bed.cpu
@@ -55,7 +55,7 @@ def test_kept_chunks_are_not_evicted_until_their_time_is_over() -> None:
 def test_kept_chunks_are_dropped_like_other_chunks() -> None:
     bed = Bed()
     bed.put(bed.cpu, 0)
-    bed.pins.keep([key(0)], 60.0, now=0.0)
+    bed.pins.pin([key(0)], 60.0, now=0.0)
     assert bed.cpu.drop([key(0)]) == [key(0)]
     assert bed.cpu.space.used == 0
     bed.cpu.check()
@@ -64,8 +64,8 @@ def test_kept_chunks_are_dropped_like_other_chunks() -> None:
 def test_pinned_chunks_never_exceed_their_share_of_the_tier() -> None:
     bed = Bed(slots=8, disk=4, share=0.5)
     bed.put(bed.cpu, *range(8))
-    assert bed.pins.keep([key(n) for n in range(3)], 60.0, now=0.0) == 3
-    assert bed.pins.keep([key(n) for n in range(3, 8)], 60.0, now=0.0) == 1
+    assert bed.pins.pin([key(n) for n in range(3)], 60.0, now=0.0) == 3
+    assert bed.pins.pin([key(n) for n in range(3, 8)], 60.0, now=0.0) == 1
     assert bed.pins.refused == 4
     assert bed.pins.used() == {"cpu": 4, "disk": 20}
     bed.put(bed.cpu, *range(10, 20))
@@ -75,7 +75,7 @@ def test_pinned_chunks_never_exceed_their_share_of_the_tier() -> None:
 
 def test_absent_chunks_are_not_kept() -> None:
     bed = Bed()
-    assert bed.pins.keep([key(1), key(2)], 60.0, now=0.0) == 0
+    assert bed.pins.pin([key(1), key(2)], 60.0, now=0.0) == 0
     assert bed.pins.used() == {"cpu": 0, "disk": 0}
     assert bed.pins.refused == 0
 
@@ -84,7 +84,7 @@ def test_chunks_after_a_hole_are_kept_but_not_reported() -> None:
     """The end of a prefix without its beginning cannot be loaded; that of a window can."""
     bed = Bed()
     bed.put(bed.cpu, 0, 2, 3)
-    assert bed.pins.keep([key(n) for n in range(4)], 60.0, now=0.0) == 1
+    assert bed.pins.pin([key(n) for n in range(4)], 60.0, now=0.0) == 1
     assert bed.pins.used()["cpu"] == 3
 
 
@@ -92,7 +92,7 @@ def test_a_longer_time_replaces_a_shorter_one_and_not_the_reverse() -> None:
     bed = Bed()
     bed.put(bed.cpu, 0)
     for seconds in (10.0, 60.0, 20.0):
-        bed.pins.keep([key(0)], seconds, now=0.0)
+        bed.pins.pin([key(0)], seconds, now=0.0)
     bed.pins.tick(30.0, EXPIRED_MAX)
     assert bed.pins.used()["cpu"] == 1
     bed.pins.tick(62.0, EXPIRED_MAX)
@@ -102,7 +102,7 @@ def test_a_longer_time_replaces_a_shorter_one_and_not_the_reverse() -> None:
 def test_pins_that_expire_together_are_released_in_portions() -> None:
     bed = Bed(slots=3 * EXPIRED_MAX, share=1.0)
     bed.put(bed.cpu, *range(2 * EXPIRED_MAX))
-    bed.pins.keep([key(n) for n in range(2 * EXPIRED_MAX)], 1.0, now=0.0)
+    bed.pins.pin([key(n) for n in range(2 * EXPIRED_MAX)], 1.0, now=0.0)
     bed.pins.tick(10.0, EXPIRED_MAX)
     assert bed.pins.used()["cpu"] == EXPIRED_MAX
     bed.pins.tick(10.0, EXPIRED_MAX)
@@ -117,7 +117,7 @@ def test_memory_is_bounded_by_the_kept_chunks() -> None:
     bed.put(bed.cpu, *range(8))
     for now in range(2000):
         number = rng.randrange(8)
-        bed.pins.keep([key(number)], rng.random() * 50, now=float(now))
+        bed.pins.pin([key(number)], rng.random() * 50, now=float(now))
         bed.pins.tick(float(now), EXPIRED_MAX)
         for tier in bed.pins._tiers:
             assert sum(map(len, tier._due.values())) == len(tier.until) <= 4, f"seed {seed}"
@@ -130,7 +130,7 @@ def test_kept_chunks_are_not_skipped_again_at_each_eviction() -> None:
     """Otherwise LRU would meet all of them before each victim."""
     bed = Bed(slots=1000, share=0.5)
     bed.put(bed.cpu, *range(1000))
-    bed.pins.keep([key(n) for n in range(500)], 600.0, now=0.0)
+    bed.pins.pin([key(n) for n in range(500)], 600.0, now=0.0)
 
     looked = 0
     victims = bed.cpu.policy.victims

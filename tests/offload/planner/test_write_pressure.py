@@ -189,7 +189,7 @@ def test_after_two_requests_without_a_victim_the_step_searches_no_more(
 ) -> None:
     """Every chunk must stay, so not every running request may examine all of them in every step."""
     line, keys = full_of_its_own(0.0)
-    line.planner.cpu.retention.keep(frozenset(keys))
+    line.planner.cpu.retention.register_client_pins(frozenset(keys))
     searches = []
     victims = line.planner.cpu.policy.victims
 
