@@ -66,7 +66,7 @@ _LAZY = {
 }
 
 
-def _check_neighbours() -> None:
+def _check_other_packages() -> None:
     """Raise ``ImportError`` if another package named ``policies`` or ``tiers`` hides ours."""
     here = Path(__file__).resolve().parents[1]
     for name in ("policies", "tiers"):
@@ -81,7 +81,7 @@ def _check_neighbours() -> None:
             )
 
 
-_check_neighbours()
+_check_other_packages()
 
 
 def __getattr__(name: str) -> Any:

@@ -122,16 +122,16 @@ def _find_old(removal: Removal, before_ns: int) -> bool:
     for rank_folder in removal.namespace.rank_folders:
         if rank_folder.kind == "empty":
             continue
-        outside = rank_folder.open()
+        reader = rank_folder.open()
         try:
             sizes = [
                 record.stored_bytes
-                for batch in outside.batches()
+                for batch in reader.batches()
                 for record in batch
                 if is_older(record, before_ns)
             ]
         finally:
-            outside.close()
+            reader.close()
         if sizes:
             removal.old[rank_folder] = len(sizes)
             removal.size_bytes += sum(sizes)

@@ -115,8 +115,8 @@ def export_namespace(
         {"format": FORMAT, "namespace": namespace.name, "fields": namespace.fields},
     )
     found = [
-        _export_folder(one, outside, file, Checker(outside, has_key=has_key), rate_limit, advance)
-        for one, outside in rank_folders
+        _export_folder(one, reader, file, Checker(reader, has_key=has_key), rate_limit, advance)
+        for one, reader in rank_folders
     ]
     write_about(file, "E", {"records": sum(one.records for one in found)})
     return found
@@ -124,26 +124,26 @@ def export_namespace(
 
 def _export_folder(
     rank_folder: RankFolder,
-    outside: OfflineFolder,
+    reader: OfflineFolder,
     file: IO[bytes],
     checker: Checker,
     rate_limit: RateLimit,
     advance: Callable[[int], None],
 ) -> Exported:
     counts = Exported(rank_folder.replica, rank_folder.rank)
-    epoch = outside.epoch
-    found = [(r.use_ns, r.key, r.payload_bytes) for batch in outside.batches() for r in batch]
+    epoch = reader.epoch
+    found = [(r.use_ns, r.key, r.payload_bytes) for batch in reader.batches() for r in batch]
     record_bytes = min((size for _, _, size in found), default=0)
-    write_about(file, "S", _about(rank_folder, outside, record_bytes))
+    write_about(file, "S", _about(rank_folder, reader, record_bytes))
     order = sorted((use_ns, key) for use_ns, key, _ in found)
     for use_ns, key in order:
-        record = outside.find(key)
+        record = reader.find(key)
         if record is None:
             counts.gone += 1
             continue
         rate_limit.spend(record.stored_bytes)
         health, payload = checker.check(record)
-        if outside.epoch != epoch:
+        if reader.epoch != epoch:
             raise NamespaceError(f"{rank_folder.folder} was reset while it was exported")
         if health is RecordHealth.GOOD:
             write_record(file, Record(key, use_ns, payload))
@@ -156,14 +156,14 @@ def _export_folder(
     return counts
 
 
-def _about(rank_folder: RankFolder, outside: OfflineFolder, record_bytes: int) -> dict[str, Any]:
+def _about(rank_folder: RankFolder, reader: OfflineFolder, record_bytes: int) -> dict[str, Any]:
     """Describe one rank's records for the import. ``record_bytes`` is the smallest payload."""
-    owner = outside.owner
+    owner = reader.owner
     return {
         "replica": rank_folder.replica,
         "rank": rank_folder.rank,
-        "kind": outside.kind,
-        "epoch": outside.epoch,
+        "kind": reader.kind,
+        "epoch": reader.epoch,
         "records_of": owner.namespace.hex() if owner else "",
         "record_bytes": record_bytes,
     }

@@ -219,16 +219,16 @@ class _Maker:
         one."""
         if self.kind != self._rank_folder.kind:
             return f"the folder there is of type {self._rank_folder.kind}, not {self.kind}"
-        outside = self._rank_folder.open()
+        reader = self._rank_folder.open()
         try:
-            self._known_bytes = outside.capacity_bytes
-            self._epoch = max(self._epoch, outside.epoch)
-            if isinstance(outside, LmdbReader) and outside.limits:
-                self._record_bytes = outside.limits.record_bytes
-            owner = outside.owner
-            sealed = {record.is_sealed for batch in outside.batches() for record in batch}
+            self._known_bytes = reader.capacity_bytes
+            self._epoch = max(self._epoch, reader.epoch)
+            if isinstance(reader, LmdbReader) and reader.limits:
+                self._record_bytes = reader.limits.record_bytes
+            owner = reader.owner
+            sealed = {record.is_sealed for batch in reader.batches() for record in batch}
         finally:
-            outside.close()
+            reader.close()
         if owner is not None and owner.namespace != self._records_of:
             return "the records there have another form: different attention kernels wrote them"
         if True in sealed and not self._target.key_file:

@@ -117,11 +117,11 @@ def summarise_folder(rank_folder: RankFolder, advance: Callable[[int], None]) ->
     if owner is not None:
         found.owner_pid, found.owner_engine = owner.pid, owner.engine
     try:
-        verdict, outside = rank_folder.judge()
+        verdict, reader = rank_folder.judge()
         found.standing = verdict.standing.value
         found.problem, found.remark = verdict.problem, verdict.remark
-        if outside is not None:
-            _walk(outside, found, advance)
+        if reader is not None:
+            _walk(reader, found, advance)
     except FolderChangedError as error:
         found.problem = found.problem or f"{error} while the folder was read"
     except (OSError, TierError) as error:
@@ -129,12 +129,12 @@ def summarise_folder(rank_folder: RankFolder, advance: Callable[[int], None]) ->
     return found
 
 
-def _walk(outside: OfflineFolder, found: RankSummary, advance: Callable[[int], None]) -> None:
+def _walk(reader: OfflineFolder, found: RankSummary, advance: Callable[[int], None]) -> None:
     try:
         now_ns = time.time_ns()
         counts = dict.fromkeys([*(name for name, _ in AGES), "older", "unknown"], 0)
         smallest = 0
-        for batch in outside.batches():
+        for batch in reader.batches():
             for record in batch:
                 size, use = record.payload_bytes, record.use_ns
                 found.payload_bytes += size
@@ -149,11 +149,11 @@ def _walk(outside: OfflineFolder, found: RankSummary, advance: Callable[[int], N
             found.records += len(batch)
             advance(len(batch))
         found.ages, found.smallest_bytes = counts, smallest
-        found.epoch = outside.epoch
-        found.file_bytes = outside.file_bytes
-        found.capacity_bytes = outside.capacity_bytes or None
+        found.epoch = reader.epoch
+        found.file_bytes = reader.file_bytes
+        found.capacity_bytes = reader.capacity_bytes or None
     finally:
-        outside.close()
+        reader.close()
 
 
 def _age(use_ns: int, now_ns: int) -> str:

@@ -61,13 +61,13 @@ def remove_damaged(rank_folder: RankFolder, damaged: Sequence[ListedRecord], key
     Returns their number. Raises the errors of ``alone_with``.
     """
     with alone_with(rank_folder):
-        outside = _open_alone(rank_folder, key_file)
+        reader = _open_alone(rank_folder, key_file)
         try:
-            checker = Checker(outside, has_key=bool(key_file))
+            checker = Checker(reader, has_key=bool(key_file))
             bad = [one.key for one in damaged if checker.check(one)[0] is RecordHealth.DAMAGED]
         finally:
-            outside.close()
-        _forget(rank_folder, outside, bad)
+            reader.close()
+        _forget(rank_folder, reader, bad)
     return len(bad)
 
 
@@ -76,14 +76,14 @@ def remove_unused(rank_folder: RankFolder, before_ns: int) -> int:
 
     Raises the errors of ``alone_with``.
     """
-    outside = rank_folder.open()
+    reader = rank_folder.open()
     try:
-        old = [r.key for batch in outside.batches() for r in batch if is_older(r, before_ns)]
+        old = [r.key for batch in reader.batches() for r in batch if is_older(r, before_ns)]
     finally:
-        outside.close()
+        reader.close()
     for start in range(0, len(old), KEYS_PER_LOCK):
         with alone_with(rank_folder):
-            _forget(rank_folder, outside, old[start : start + KEYS_PER_LOCK])
+            _forget(rank_folder, reader, old[start : start + KEYS_PER_LOCK])
     return len(old)
 
 
@@ -100,8 +100,8 @@ def _open_alone(rank_folder: RankFolder, key_file: str) -> LmdbReader | FileRead
     return LmdbReader(rank_folder.folder, is_owned=True, key_file=key_file)
 
 
-def _forget(rank_folder: RankFolder, outside: object, keys: Sequence[Key]) -> None:
-    if isinstance(outside, FileReader):
-        forget_files(outside, keys)
-    elif isinstance(outside, LmdbReader) and keys:
-        forget_in_lmdb(rank_folder.folder, outside.owner, keys)
+def _forget(rank_folder: RankFolder, reader: object, keys: Sequence[Key]) -> None:
+    if isinstance(reader, FileReader):
+        forget_files(reader, keys)
+    elif isinstance(reader, LmdbReader) and keys:
+        forget_in_lmdb(rank_folder.folder, reader.owner, keys)

@@ -108,7 +108,7 @@ def _name(found: ListedRecord) -> str:
 
 def scrub(
     result: VerifyResult,
-    outside: OfflineFolder,
+    reader: OfflineFolder,
     *,
     has_key: bool,
     rate_limit: RateLimit,
@@ -118,8 +118,8 @@ def scrub(
 
     ``advance`` gets the number of bytes read. Modifies ``result``. Raises ``FolderChangedError``.
     """
-    checker = Checker(outside, has_key=has_key)
-    for batch in outside.batches():
+    checker = Checker(reader, has_key=has_key)
+    for batch in reader.batches():
         for record in batch:
             rate_limit.spend(record.stored_bytes)
             health, payload = checker.check(record)

@@ -112,10 +112,10 @@ def _write(
     with contextlib.ExitStack() as undo:
         rank_folders = []
         for rank_folder in chosen.rank_folders:
-            verdict, outside = rank_folder.judge(key_file)
-            if outside is not None:
-                rank_folders.append((rank_folder, outside))
-                undo.callback(outside.close)
+            verdict, reader = rank_folder.judge(key_file)
+            if reader is not None:
+                rank_folders.append((rank_folder, reader))
+                undo.callback(reader.close)
             if verdict.problem:
                 give_up("export", f"{rank_folder.folder}: {verdict.problem}")
         total = sum(

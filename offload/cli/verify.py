@@ -111,22 +111,22 @@ def _scrub(result: VerifyResult, rate: int, key_file: str, bar: Progress) -> Non
     rank_folder = result.rank_folder
     if rate < 0:
         rate = parse_size(LIVE_RATE) if rank_folder.owner() else 0
-    verdict, outside = rank_folder.judge(key_file)
+    verdict, reader = rank_folder.judge(key_file)
     result.judge(verdict)
-    if outside is None:
+    if reader is None:
         return
     try:
-        total = sum(record.stored_bytes for batch in outside.batches() for record in batch)
+        total = sum(record.stored_bytes for batch in reader.batches() for record in batch)
         task = bar.add_task(f"{rank_folder.folder.name}", total=total)
         scrub(
             result,
-            outside,
+            reader,
             has_key=bool(key_file),
             rate_limit=RateLimit(rate),
             advance=lambda count: bar.advance(task, count),
         )
     finally:
-        outside.close()
+        reader.close()
 
 
 def _print(results: list[VerifyResult], problems: list[str]) -> None:

@@ -28,7 +28,7 @@ from offload.index.tier_index import TierIndex
 from offload.layout.groups import ModelLayout, recorded_group
 from offload.layout.registration import LayerTensors, Registration, as_list
 from offload.messages.report import RankState
-from offload.namespaces.cleanup import describe_neighbours
+from offload.namespaces.cleanup import describe_nearest_namespace
 from offload.namespaces.epochs import TierEpochs
 from offload.namespaces.geometry import Geometry
 from offload.namespaces.manifest import Namespace, differing_fields
@@ -280,14 +280,14 @@ class ServerSetup:
         stem, dot, rest = path.rpartition(".jsonl")
         return f"{stem or rest}.{self.replica}{dot}{rest if stem else ''}"
 
-    def neighbours(self, lower: Sequence[TierIndex]) -> list[str]:
+    def namespace_differences(self, lower: Sequence[TierIndex]) -> list[str]:
         """The fields in which the records of other namespaces differ from this one, for tiers
         without records of this namespace."""
         empty = [
             tier for tier, index in zip(self.config.tiers, lower, strict=False) if not len(index)
         ]
         folders = [tier.path for tier in empty if tier.path]
-        return [line for path in folders for line in describe_neighbours(path, self.namespace)]
+        return [line for path in folders for line in describe_nearest_namespace(path, self.namespace)]
 
 
 def agreed_namespace(own: Namespace, ranks: Sequence[RankState]) -> Namespace:

@@ -51,7 +51,7 @@ _GEOMETRY = re.compile(r"rank-([0-9]{1,5})\.geometry\.json", re.ASCII)
 
 
 @dataclass(frozen=True)
-class NeighbourFolder:
+class OtherReplica:
     """One replica of another namespace: each rank's description of its records, by rank."""
 
     folder: Path
@@ -89,41 +89,41 @@ def write_geometry(rank_folder: Path, geometry: Geometry) -> None:
     write_durably(path, content)
 
 
-def find_neighbours(
+def find_other_replicas(
     where: str, root: str | Path, namespace: Namespace, now: Geometry, how: str
-) -> list[NeighbourFolder]:
+) -> list[OtherReplica]:
     """Find folders of other geometry below ``root`` that can be translated to ``now``.
 
     With ``how`` "own" there is no search; with "refuse" there must be none. Raises
     ``NamespaceError`` for folders that cannot be translated, or must not be. The error names every
     conflicting field, both values, and the user's choices.
     """
-    found: list[NeighbourFolder] = []
+    found: list[OtherReplica] = []
     refused: dict[str, list[Incompatibility]] = {}
     if how == "own":
         return found
     for name, other in _same_model(Path(root), namespace):
-        neighbours = list(_neighbour_folders(Path(root) / name))
-        if not neighbours:
+        replicas = list(_replicas_in(Path(root) / name))
+        if not replicas:
             continue  # opened, and never written
-        ranks = {str(neighbour.folder): neighbour.ranks for neighbour in neighbours}
+        ranks = {str(replica.folder): replica.ranks for replica in replicas}
         problems = problems_with(other, ranks, namespace, now, how)
         if problems:
             refused[name] = problems
         else:
-            found += neighbours
+            found += replicas
     if refused:
         raise refusal(where, str(root), "path", refused)
     return found
 
 
 def open_sources(
-    neighbours: Sequence[NeighbourFolder], now: Geometry, key_file: str = ""
+    replicas: Sequence[OtherReplica], now: Geometry, key_file: str = ""
 ) -> Callable[[], list[RecordSource]]:
     """Open the sources for ``tiers.adapters.read_only.ReadOnlyTier``."""
 
     def opened() -> list[RecordSource]:
-        sources = [neighbour.open(now, key_file) for neighbour in neighbours]
+        sources = [replica.open(now, key_file) for replica in replicas]
         return [source for source in sources if source is not None]
 
     return opened
@@ -142,7 +142,7 @@ def _same_model(root: Path, namespace: Namespace) -> Iterator[tuple[str, Namespa
             yield name, other
 
 
-def _neighbour_folders(namespace: Path) -> Iterator[NeighbourFolder]:
+def _replicas_in(namespace: Path) -> Iterator[OtherReplica]:
     """The replicas of a namespace that contain records.
 
     A replica is left out if it is damaged, or if its weights were replaced while it ran (an odd
@@ -168,7 +168,7 @@ def _neighbour_folders(namespace: Path) -> Iterator[NeighbourFolder]:
             text = "kvtiers: %s is not translated: its weights were replaced while it ran"
             logger.info(text, folder)
             continue
-        yield NeighbourFolder(folder, epoch, tuple(_geometries(folder)))
+        yield OtherReplica(folder, epoch, tuple(_geometries(folder)))
 
 
 def _geometries(folder: Path) -> Iterator[Geometry]:

@@ -69,7 +69,7 @@ def notice_of(namespace: Namespace, geometry: Geometry, how: str) -> Notice:
     other engines."""
     content = dump(namespace, geometry)
     on_found = (
-        partial(_log_neighbours, namespace) if how == "own" and geometry.rank == 0 else _ignore
+        partial(_log_other_engines, namespace) if how == "own" and geometry.rank == 0 else _ignore
     )
     return Notice(board_of(namespace.fields, geometry.rank), content, on_found)
 
@@ -115,7 +115,7 @@ def load_all(posted: Sequence[Posted], warn: Callable[[str], object]) -> list[De
     return found
 
 
-def _log_neighbours(namespace: Namespace, posted: Sequence[Posted]) -> None:
+def _log_other_engines(namespace: Namespace, posted: Sequence[Posted]) -> None:
     others = {
         found.namespace.name: found.namespace
         for found in load_all(posted, logger.warning)
@@ -151,7 +151,7 @@ WARNED_MAX = 1000
 
 
 @dataclass(frozen=True)
-class Neighbour:
+class OtherEngine:
     """An engine whose records can be read: the translation of each group by the end of its keys,
     and the content of the records by rank."""
 
@@ -198,13 +198,13 @@ class MooncakeView:
 
     def find_engines(
         self, client: MooncakeClient, warn: Callable[[str], object]
-    ) -> tuple[list[Neighbour], dict[str, list[Incompatibility]]]:
+    ) -> tuple[list[OtherEngine], dict[str, list[Incompatibility]]]:
         """The engines whose records can be read and, by namespace, the reasons why those of others
         cannot.
 
         Raises ``TierIoError``; ``warn`` gets invalid documents.
         """
-        found: list[Neighbour] = []
+        found: list[OtherEngine] = []
         refused: dict[str, list[Incompatibility]] = {}
         for (name, _), described in self._others(client, warn).items():
             other = described[0].namespace
@@ -215,8 +215,8 @@ class MooncakeView:
             problems = problems_with(other, replica, self.namespace, self.now, self.how)
             if problems and any(each.is_alive for each in described):
                 refused[name] = problems
-            if not problems and (neighbour := _neighbour(ranks, self.now)) is not None:
-                found.append(neighbour)
+            if not problems and (engine := _engine(ranks, self.now)) is not None:
+                found.append(engine)
         return found, refused
 
     def _others(
@@ -249,7 +249,7 @@ class MooncakeSource:
         self._client = view.join()
         self._warned: set[str] = set()
         self._is_failing = False
-        self._neighbours: tuple[Neighbour, ...] = ()
+        self._engines: tuple[OtherEngine, ...] = ()
         try:
             self.refresh()
         except BaseException:  # the client's threads would stay alive
@@ -259,10 +259,10 @@ class MooncakeSource:
     def refresh(self) -> None:
         """Find the engines that are there at present."""
         found, refused = self._called(partial(self._view.find_engines, self._client, self._warn_once))
-        if len(found) > len(self._neighbours) and self._view.now.rank == 0:
+        if len(found) > len(self._engines) and self._view.now.rank == 0:
             text = "kvtiers: %s: translating blocks of %d engines with another geometry"
             logger.info(text, self._view.description, len(found))
-        self._neighbours = tuple(found)
+        self._engines = tuple(found)
         for name, problems in refused.items():
             self._warn_once(str(refusal(name, self._view.description, "store", {name: problems})))
 
@@ -282,12 +282,12 @@ class MooncakeSource:
 
     def _have(self, keys: Sequence[Key]) -> list[bool]:
         found = [False] * len(keys)
-        for neighbour in self._neighbours:
-            for translation, places in _by_translation(keys, neighbour, found):
+        for engine in self._engines:
+            for translation, places in _by_translation(keys, engine, found):
                 left = places
                 for rank in translation.ranks:
                     asked = [keys[n] for n in left]
-                    identity = neighbour.identities[rank]
+                    identity = engine.identities[rank]
                     here = self._client.present(asked, FILES_EPOCH, identity) if asked else []
                     left = [n for n, is_here in zip(left, here, strict=True) if is_here]
                 for n in left:
@@ -295,20 +295,20 @@ class MooncakeSource:
         return found
 
     def read(self, keys: Sequence[Key], into: Sequence[Buffer]) -> list[ReadOutcome]:
-        """Read each chunk from the first neighbour that has a record under its key."""
+        """Read each chunk from the first engine that has a record under its key."""
         return self._called(partial(self._read, keys, into))
 
     def _read(self, keys: Sequence[Key], into: Sequence[Buffer]) -> list[ReadOutcome]:
         outcomes = [ReadOutcome.MISS] * len(keys)
-        for neighbour in self._neighbours:
+        for engine in self._engines:
             tried = [outcome is not ReadOutcome.MISS for outcome in outcomes]
-            for translation, places in _by_translation(keys, neighbour, tried):
+            for translation, places in _by_translation(keys, engine, tried):
                 size = padded(translation.record_bytes) * len(translation.ranks)
                 step = max(1, min(CALL_RECORDS_MAX, READ_BYTES // size))
                 for at in range(0, len(places), step):
                     some = places[at : at + step]
                     found = self._chunks(
-                        neighbour, translation, [keys[n] for n in some], [into[n] for n in some]
+                        engine, translation, [keys[n] for n in some], [into[n] for n in some]
                     )
                     for n, outcome in zip(some, found, strict=True):
                         outcomes[n] = outcome
@@ -316,7 +316,7 @@ class MooncakeSource:
 
     def _chunks(
         self,
-        neighbour: Neighbour,
+        engine: OtherEngine,
         translation: GroupTranslation,
         keys: Sequence[Key],
         into: Sequence[Buffer],
@@ -329,7 +329,7 @@ class MooncakeSource:
             left = [n for n, outcome in enumerate(outcomes) if outcome is ReadOutcome.OK]
             if not left:
                 break
-            identity = neighbour.identities[rank]
+            identity = engine.identities[rank]
             asked, buffers = [keys[n] for n in left], [rows[n] for n in left]
             found = self._client.get(asked, FILES_EPOCH, buffers, identity)
             for n, outcome in zip(left, found, strict=True):
@@ -379,26 +379,26 @@ def _by_rank(described: Sequence[Described], warn: Callable[[str], object]) -> l
     return [by_rank[rank] for rank in sorted(by_rank)]
 
 
-def _neighbour(ranks: Sequence[Geometry], now: Geometry) -> Neighbour | None:
-    """The engine as a neighbour; ``None`` while the description of a needed rank is missing."""
+def _engine(ranks: Sequence[Geometry], now: Geometry) -> OtherEngine | None:
+    """Make the engine; ``None`` while the description of a needed rank is missing."""
     first = ranks[0]
     translations = {
         group_suffix(group.group): translation_of(first, now, group.group) for group in now.groups
     }
     identities = {geometry.rank: Identity(geometry.records, geometry.rank) for geometry in ranks}
     needed = {rank for translation in translations.values() for rank in translation.ranks}
-    return Neighbour(translations, identities) if needed <= identities.keys() else None
+    return OtherEngine(translations, identities) if needed <= identities.keys() else None
 
 
 def _by_translation(
-    keys: Sequence[Key], neighbour: Neighbour, done: Sequence[bool]
+    keys: Sequence[Key], engine: OtherEngine, done: Sequence[bool]
 ) -> list[tuple[GroupTranslation, list[int]]]:
     """The positions of the keys of each group that are not done."""
     places: dict[bytes, list[int]] = {}
     for n, key in enumerate(keys):
-        if not done[n] and key[-GROUP_BYTES:] in neighbour.translations:
+        if not done[n] and key[-GROUP_BYTES:] in engine.translations:
             places.setdefault(key[-GROUP_BYTES:], []).append(n)
-    return [(neighbour.translations[suffix], found) for suffix, found in places.items()]
+    return [(engine.translations[suffix], found) for suffix, found in places.items()]
 
 
 def open_mooncake_source(view: MooncakeView) -> Callable[[], MooncakeSource]:

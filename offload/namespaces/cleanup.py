@@ -33,7 +33,7 @@ from tiers.lmdb.index import LOCK_NAME as READERS_NAME
 
 logger = logging.getLogger(__name__)
 
-NEIGHBOURS_MAX = 256
+OTHER_NAMESPACES_MAX = 256
 QUARANTINE = re.compile(r"quarantine-[0-9a-f]{32}-[0-9a-f]{8}", re.ASCII)
 TRASH = re.compile(r"\.trash-[0-9a-f]{16}", re.ASCII)
 
@@ -147,7 +147,7 @@ def _delete_or_warn(trash: Path) -> int:
     return 0
 
 
-def describe_neighbours(
+def describe_nearest_namespace(
     root: str | Path, namespace: Namespace, known: Collection[str] = ()
 ) -> list[str]:
     """Explain why no stored data below ``root`` belongs to ``namespace``.
@@ -159,7 +159,7 @@ def describe_neighbours(
     names = [name for name in entries(base) if NAME.fullmatch(name) and name not in known]
     names.sort(key=lambda name: -_mtime(base / name / MANIFEST_NAME))
     nearest: tuple[str, list[tuple[str, object, object]]] | None = None
-    for name in names[:NEIGHBOURS_MAX]:
+    for name in names[:OTHER_NAMESPACES_MAX]:
         try:
             other = read_manifest(base / name)
         except NamespaceError:

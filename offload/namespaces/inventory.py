@@ -132,12 +132,12 @@ class RankFolder:
         if self.kind == "empty":
             return verdict or FolderVerdict(Standing.EMPTY), None
         try:
-            outside = self.open(key_file)
+            reader = self.open(key_file)
         except FolderUnusableError as error:
             return verdict or FolderVerdict(Standing.DAMAGED, str(error)), None
         if verdict is None and has_folders:
-            verdict = self._judge_records(outside)
-        return verdict or FolderVerdict(Standing.WHOLE), outside
+            verdict = self._judge_records(reader)
+        return verdict or FolderVerdict(Standing.WHOLE), reader
 
     def _judge_folders(self) -> FolderVerdict | None:
         """Judge the folders that contain this one."""
@@ -148,18 +148,18 @@ class RankFolder:
             return FolderVerdict(Standing.NEWER, str(error))
         return FolderVerdict(Standing.DAMAGED, trouble) if trouble else None
 
-    def _judge_records(self, outside: OfflineFolder) -> FolderVerdict | None:
+    def _judge_records(self, reader: OfflineFolder) -> FolderVerdict | None:
         """Judge whether the records belong to the folder's namespace, rank and epoch."""
-        epoch = outside.epoch
+        epoch = reader.epoch
         try:
             # read after the records, because a reset changes the epoch first
             noted = read_epoch(self.folder.parent)
-            if outside.owner is not None:
-                records_of = self._described() or outside.owner.namespace
-                check_owner(outside.owner, Identity(records_of, self.rank))
+            if reader.owner is not None:
+                records_of = self._described() or reader.owner.namespace
+                check_owner(reader.owner, Identity(records_of, self.rank))
         except (FolderUnusableError, NamespaceError) as error:
             return FolderVerdict(Standing.DAMAGED, str(error))
-        if outside.is_shared:  # the engines that share the folder decide about epochs
+        if reader.is_shared:  # the engines that share the folder decide about epochs
             return None
         trouble = judge_epochs(epoch, noted)
         if trouble:

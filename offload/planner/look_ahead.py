@@ -58,8 +58,8 @@ class _Want:
     only the head. The batches before ``batch_at``, and the chunks of this one before ``chunk_at``,
     need no more attention; ``behind`` is the tier whose reads in flight the next one waits for, if
     any. ``read`` are those that were read ahead for it, and ``flying`` counts those that are still
-    being read. Once the first chunk was read, ``position`` is the request's position in the queue at
-    the time ``seen``, when ``left`` requests had left the queue."""
+    being read. Once the first chunk was read, ``position`` is the request's position in the queue
+    at the time ``seen``, when ``left`` requests had left the queue."""
 
     request: str
     order: tuple[Any, ...]

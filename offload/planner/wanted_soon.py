@@ -57,7 +57,7 @@ class WantedSoon:
         self._limit()
 
     def leave(self, position: int, keys: frozenset[bytes]) -> None:
-        """Record that the request with these chunks has left the queue, where it had this position."""
+        """Record that the request with these chunks has left the queue, at this position."""
         if position < self._requests:
             self._requests -= 1
             self._forget(keys)

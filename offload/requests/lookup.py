@@ -38,7 +38,7 @@ class Lookups:
         matcher: PrefixMatcher,
         planner: Planner,
         log: RequestLog,
-        neighbours: Sequence[str] = (),
+        namespace_differences: Sequence[str] = (),
         computing: Callable[[], int] = lambda: 0,
     ) -> None:
         self.seconds = 0.0
@@ -50,7 +50,7 @@ class Lookups:
         self._unfinished: dict[str, tuple[RequestState, Prompt]] = {}
         self._asked: set[str] = set()  # in this step
         self._chunk_blocks = [group.chunk_blocks for group in matcher.layout.groups]
-        self._explainer = Explainer(matcher, neighbours)
+        self._explainer = Explainer(matcher, namespace_differences)
         self._computing = computing
 
     def advance(self) -> None:

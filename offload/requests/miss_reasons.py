@@ -20,7 +20,7 @@ from offload.planner.planner import Planner
 from offload.requests.request_identity import RequestIdentity
 from offload.telemetry.removed_chunks import Cause, Removed
 
-NEIGHBOURS_S = 3600.0
+OTHER_NAMESPACES_S = 3600.0
 """Time after the start in which a chunk that was never stored here is assumed to be in another
 namespace."""
 
@@ -108,13 +108,13 @@ class Miss:
 class Explainer:
     """Finds the reason of a miss.
 
-    ``neighbours`` names the fields in which records of other namespaces differ, for tiers that were
-    empty at the start.
+    ``namespace_differences`` names the fields in which records of other namespaces differ, for
+    tiers that were empty at the start.
     """
 
-    def __init__(self, matcher: PrefixMatcher, neighbours: Sequence[str] = ()) -> None:
+    def __init__(self, matcher: PrefixMatcher, namespace_differences: Sequence[str] = ()) -> None:
         self._matcher = matcher
-        self._neighbours = "; ".join(neighbours)[:500]
+        self._namespace_differences = "; ".join(namespace_differences)[:500]
         self._started_s: float | None = None
 
     def why(
@@ -161,8 +161,8 @@ class Explainer:
         if kind != FULL:
             return Miss(Reason.WINDOW)
         assert self._started_s is not None
-        if self._neighbours and now - self._started_s < NEIGHBOURS_S:
-            return Miss(Reason.NAMESPACE, note=self._neighbours)
+        if self._namespace_differences and now - self._started_s < OTHER_NAMESPACES_S:
+            return Miss(Reason.NAMESPACE, note=self._namespace_differences)
         return Miss(Reason.NEVER_STORED)
 
     @staticmethod

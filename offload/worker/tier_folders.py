@@ -18,14 +18,14 @@ from offload.config.schema import OffloadConfig, TierConfig, tier_names
 from offload.config.tier_capacity import SMALL_FILES_BYTES
 from offload.errors import ConfigError, Problem, TierUnavailableError
 from offload.geometry.folder_source import (
-    NeighbourFolder,
-    find_neighbours,
+    OtherReplica,
+    find_other_replicas,
     open_sources,
     write_geometry,
 )
 from offload.geometry.mooncake_source import MooncakeView, notice_of, open_mooncake_source
 from offload.namespaces.claims import FolderClaimedError
-from offload.namespaces.cleanup import describe_neighbours, make_space, other_namespaces
+from offload.namespaces.cleanup import describe_nearest_namespace, make_space, other_namespaces
 from offload.namespaces.folders import (
     ClaimedFolder,
     OnDamage,
@@ -78,24 +78,24 @@ class TierFolders:
         existing namespaces.
         """
         names = tier_names(self.config)
-        neighbours = [self._neighbours(number) for number in range(len(self.config.tiers))]
+        others = [self._other_replicas(number) for number in range(len(self.config.tiers))]
         own = [
             self._spec(*about)
-            for about in zip(range(len(neighbours)), names, neighbours, strict=False)
+            for about in zip(range(len(others)), names, others, strict=False)
         ]
         translated = [n for n, tier in enumerate(self.config.tiers) if tier.geometry == "translate"]
         for number, name in zip(translated, names[len(own) :], strict=True):
-            own.append(self._translated(own[number], name, neighbours[number]))
+            own.append(self._translated(own[number], name, others[number]))
         return own
 
-    def _neighbours(self, number: int) -> list[NeighbourFolder]:
+    def _other_replicas(self, number: int) -> list[OtherReplica]:
         """Find other engines' namespaces below a tier's path that may be read. Runs before anything
         is created."""
         config, where = self.config.tiers[number], f"$.tiers[{number}]"
         if self.geometry is None:
             return []
         if config.path:
-            return find_neighbours(
+            return find_other_replicas(
                 where, config.path, self.namespace, self.geometry, config.geometry
             )
         if config.geometry != "own":
@@ -111,25 +111,25 @@ class TierFolders:
         settings = mooncake_settings(config, 0)
         return MooncakeView(settings, self.namespace, self.geometry, config.geometry)
 
-    def _translated(self, own: TierSpec, name: str, neighbours: list[NeighbourFolder]) -> TierSpec:
+    def _translated(self, own: TierSpec, name: str, others: list[OtherReplica]) -> TierSpec:
         """Describe a read-only tier over other namespaces."""
         assert self.geometry is not None
         if not own.config.path:
-            opened_there = open_mooncake_source(self._view(own.config))
-            tier = partial(RemoteReadOnlyTier, opened_there)
+            open_source = open_mooncake_source(self._view(own.config))
+            tier = partial(RemoteReadOnlyTier, open_source)
             return replace(own, name=name, capacity_bytes=0, notice=None, make=tier)
         if self.rank == 0:
-            for store in neighbours:
-                logger.info("kvtiers: translating blocks of another geometry in %s", store.folder)
+            for other in others:
+                logger.info("kvtiers: translating blocks of another geometry in %s", other.folder)
         key_file = own.config.encryption.key_file if own.config.encryption else ""
-        opened = open_sources(neighbours, self.geometry, key_file)
+        opened = open_sources(others, self.geometry, key_file)
         # engines that share the folder keep writing while this server runs
         make = partial(SharedReadOnlyTier if own.config.shared else ReadOnlyTier, opened)
         return replace(own, name=name, capacity_bytes=0, renew=None, make=make)
 
-    def _spec(self, number: int, name: str, neighbours: list[NeighbourFolder]) -> TierSpec:
+    def _spec(self, number: int, name: str, others: list[OtherReplica]) -> TierSpec:
         config = self.config.tiers[number]
-        wanted = {store.namespace for store in neighbours}
+        wanted = {other.namespace for other in others}
         if not config.path:
             return self._mooncake_spec(number, name)
         if config.shared:
@@ -273,7 +273,7 @@ class TierFolders:
             on_damage=_on_damage(config, damage if damage is not None else []),
         )
         if self.rank == 0 and not any(claimed.folder.iterdir()):
-            for line in describe_neighbours(path, self.namespace, known):
+            for line in describe_nearest_namespace(path, self.namespace, known):
                 logger.warning("kvtiers: %s", line)
         return self._described(claimed)
 

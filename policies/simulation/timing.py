@@ -130,7 +130,7 @@ class _Disk:
     def next_ahead(
         self, space_left: int, wanted: Callable[[int], bool]
     ) -> tuple[_Prompt, list[int]] | None:
-        """The next batch of at most ``space_left`` blocks to read ahead, of those that are ``wanted``."""
+        """The next blocks to read ahead, at most ``space_left``, of those that are ``wanted``."""
         while self._ahead and space_left > 0:
             prompt = self._ahead[0]
             batch: list[int] = []

@@ -254,7 +254,7 @@ def test_namespace_names_the_field_that_differs(
         miss = serve(world, "a", PROMPT).miss
         assert miss.reason is Reason.NAMESPACE
         assert "chunk_blocks differs" in miss.note
-        monkeypatch.setattr(why, "NEIGHBOURS_S", -1.0)
+        monkeypatch.setattr(why, "OTHER_NAMESPACES_S", -1.0)
         assert reason(serve(world, "b", [7, *PROMPT])) is Reason.NEVER_STORED, (
             "the guess must not be made much later"
         )

@@ -93,10 +93,10 @@ class SchedulerSide:
         self._clock = PrefillRate(self._computed)
         self._is_held = False
 
-    def attach(self, planner: Planner, ranks: int, neighbours: Sequence[str] = ()) -> None:
+    def attach(self, planner: Planner, ranks: int, namespace_differences: Sequence[str] = ()) -> None:
         """Start planning: all workers are ready. ``ranks`` is their number.
 
-        ``neighbours``: see ``offload.requests.miss_reasons.Explainer``.
+        ``namespace_differences``: see ``offload.requests.miss_reasons.Explainer``.
         """
         self.planner = planner
         self.adapters.expect(ranks)
@@ -105,7 +105,7 @@ class SchedulerSide:
             self.layout, self._matcher, self._wanted, planner, self._digests
         )
         self.lookups = Lookups(
-            self._matcher, planner, self.log, neighbours, self._clock.left_tokens
+            self._matcher, planner, self.log, namespace_differences, self._clock.left_tokens
         )
         if planner.look_ahead.is_on:
             self._waiting = WaitingRequests(

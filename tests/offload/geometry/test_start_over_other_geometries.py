@@ -10,7 +10,7 @@ import pytest
 
 from offload.config.schema import parse_config, tier_names
 from offload.errors import ConfigError, NamespaceError
-from offload.geometry.folder_source import find_neighbours
+from offload.geometry.folder_source import find_other_replicas
 from offload.index.capacity import ByteCapacity, SlotCapacity
 from offload.index.chunk_batch import GroupInfo
 from offload.index.tier_index import TierIndex
@@ -36,7 +36,7 @@ from tests.offload.geometry.engines_on_disk import (
 def look(path: Path, how: str = "translate", **changes: Any) -> list[Any]:
     namespace = changes.get("namespace", namespace_of(1))
     geometry = changes.get("geometry", geometry_of(1, 0))
-    return find_neighbours("$.tiers[0]", path, namespace, geometry, how)
+    return find_other_replicas("$.tiers[0]", path, namespace, geometry, how)
 
 
 async def test_other_models_are_ignored(tmp_path: Path) -> None:

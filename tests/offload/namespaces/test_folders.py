@@ -18,7 +18,7 @@ from offload.errors import NamespaceError, TierUnavailableError
 from offload.namespaces import claims
 from offload.namespaces.claims import live_owners
 from offload.namespaces.cleanup import (
-    describe_neighbours,
+    describe_nearest_namespace,
     make_space,
     other_namespaces,
     remove_namespace,
@@ -321,14 +321,14 @@ def test_waiting_for_the_lock_has_a_bound(tmp_path: Path, monkeypatch: pytest.Mo
         pass
 
 
-def test_neighbours_report_which_field_differs_with_both_values(tmp_path: Path) -> None:
-    assert describe_neighbours(tmp_path, ONE) == []
+def test_other_namespaces_report_which_field_differs_with_both_values(tmp_path: Path) -> None:
+    assert describe_nearest_namespace(tmp_path, ONE) == []
     open_namespace(tmp_path, TWO)
     open_namespace(tmp_path, THREE)
     (tmp_path / ("0" * 32)).mkdir()
     (tmp_path / ("1" * 32)).mkdir()
     (tmp_path / ("1" * 32) / MANIFEST_NAME).write_bytes(b"junk")
-    assert describe_neighbours(tmp_path, ONE) == [
+    assert describe_nearest_namespace(tmp_path, ONE) == [
         f"stored blocks of namespace {TWO.name} are not used, because tp differs: 2 stored, 1 now"
     ]
 
