@@ -32,7 +32,7 @@ class Range(NamedTuple):
         return least if math.isinf(self.high) else f"{least} and at most {self.high:,}"
 
 
-class WrongOption(NamedTuple):
+class InvalidOption(NamedTuple):
     """An option with a bad value: its name, and what is wrong."""
 
     name: str
@@ -47,7 +47,7 @@ _NAMES: dict[type, str] = {
 }
 
 
-def wrong_options(made: type, options: Mapping[str, Any]) -> list[WrongOption]:
+def invalid_options(made: type, options: Mapping[str, Any]) -> list[InvalidOption]:
     """Check options against a class's constructor. Return a list of all problems."""
     hints = _hints_of(made)
     found = []
@@ -57,7 +57,7 @@ def wrong_options(made: type, options: Mapping[str, Any]) -> list[WrongOption]:
             continue
         expected = _NAMES[kind] + (f" {limits}" if limits else "")
         if not _is_of(kind, value) or (limits is not None and not limits.holds(value)):
-            found.append(WrongOption(name, f"must be {expected} (got {_show(value)})"))
+            found.append(InvalidOption(name, f"must be {expected} (got {_show(value)})"))
     return found
 
 

@@ -21,7 +21,7 @@ from importlib import metadata
 from typing import Any, TypeVar, cast
 
 from policies.base import AdmissionPolicy, EvictionPolicy
-from policies.options import WrongOption, wrong_options
+from policies.options import InvalidOption, invalid_options
 
 Spec = str | Mapping[str, Any]
 P = TypeVar("P")
@@ -72,12 +72,12 @@ class PolicyImportError(PolicySpecError):
 
 
 class PolicyOptionError(PolicySpecError):
-    """Raised if the constructor does not take these options or values. ``wrong`` lists the options
+    """Raised if the constructor does not take these options or values. ``invalid`` lists those
     with bad values; ``fix`` lists the valid options."""
 
-    def __init__(self, text: str, wrong: Sequence[WrongOption] = (), fix: str = "") -> None:
+    def __init__(self, text: str, invalid: Sequence[InvalidOption] = (), fix: str = "") -> None:
         super().__init__(text)
-        self.wrong = tuple(wrong)
+        self.invalid = tuple(invalid)
         self.fix = fix
 
 
@@ -191,11 +191,11 @@ def _check_options(name: str, noun: str, found: type, options: Mapping[str, Any]
 
 
 def _check_values(name: str, noun: str, found: type, options: Mapping[str, Any]) -> None:
-    wrong = wrong_options(found, options)
-    if wrong:
-        problems = "; ".join(f"{option} {what}" for option, what in wrong)
+    invalid = invalid_options(found, options)
+    if invalid:
+        problems = "; ".join(f"{option} {what}" for option, what in invalid)
         raise PolicyOptionError(
-            f'{noun} "{name}": {problems}. {_takes(found)}', wrong, _takes(found)
+            f'{noun} "{name}": {problems}. {_takes(found)}', invalid, _takes(found)
         )
 
 

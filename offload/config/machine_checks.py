@@ -186,9 +186,9 @@ def _policy_problems(where: str, spec: Any, make: Callable[[Any], object]) -> It
     try:
         make(spec)
     except PolicyOptionError as error:
-        for option, wrong in error.wrong:
-            yield Problem(f"{where}.{option}", wrong, error.fix)
-        if not error.wrong:
+        for option, what in error.invalid:
+            yield Problem(f"{where}.{option}", what, error.fix)
+        if not error.invalid:
             yield _policy_problem(where, error)
     except PolicySpecError as error:
         yield _policy_problem(where, error)

@@ -156,20 +156,20 @@ class TierIndex:
         *,
         evict: bool = True,
         remember: bool = True,
-        patient: bool = False,
+        keep_unwritten: bool = False,
         checked: bool = False,
     ) -> Reservation:
         """ABSENT -> FILLING for a prefix of ``keys``; evicts the policy's victims.
 
         ``protect`` contains keys that must not be evicted for this; with ``evict`` false, nothing
-        is evicted. If ``patient``, eviction stops at a victim that waits to be written to a lower
+        is evicted. With ``keep_unwritten``, eviction stops at a victim that waits to be written to a
         tier. ``checked`` means that the caller has just found all keys absent. The infos must be
         passed to ``commit`` as well, unless this index remembers them. Stops at the first key
         without space, so the granted keys are a prefix without a hole.
         """
         evicted: list[bytes] = []
         sizes = sizes_of(infos)
-        make_space = partial(self._make_space, protect=protect, patient=patient) if evict else None
+        make_space = partial(self._make_space, protect=protect, keep_unwritten=keep_unwritten) if evict else None
         granted = None
         if len(keys) >= BULK_KEYS_MIN and (checked or self.are_absent(keys)):
             granted = self._reserve_at_once(keys, sizes, make_space, evicted)
@@ -365,10 +365,10 @@ class TierIndex:
     # -- inside ------------------------------------------------------------------------------
 
     def _make_space(
-        self, missing: int, protect: Container[bytes], *, patient: bool = False
+        self, missing: int, protect: Container[bytes], *, keep_unwritten: bool = False
     ) -> list[bytes]:
         """Evict until ``missing`` is free and the low watermark is reached. See ``reserve`` for
-        ``patient``."""
+        ``keep_unwritten``."""
         space, evictable = self.space, self.retention.evictable(protect)
         if missing and self._low < space.capacity:
             missing = max(missing, space.used - self._low)
@@ -380,7 +380,7 @@ class TierIndex:
             if not names and is_sparing:  # chunks that waiting requests want are evicted last
                 is_sparing, evictable = False, self.retention.evictable(protect, spare=False)
                 continue
-            if patient:
+            if keep_unwritten:
                 names = list(self.unwritten.before_first(names))
             if not names:
                 break

@@ -34,7 +34,7 @@ from offload.messages.plan import StepPlan
 from offload.messages.report import JobResult
 from offload.namespaces.epochs import draw_epoch
 from offload.planner.build import make_planner
-from offload.planner.loads import NOBODY
+from offload.planner.loads import MISSING_CHUNK
 from offload.planner.planner import Planner
 from offload.planner.work_limits import NO_LIMIT, WorkLimits
 from offload.worker.executor import Executor
@@ -200,7 +200,7 @@ class OffloadManager:
             return hit
         self._check_open()
         bad = result.result().bad if result.done() else frozenset()
-        if not result.done() or result.result().failed or NOBODY.key in bad:
+        if not result.done() or result.result().failed or MISSING_CHUNK.key in bad:
             return 0
         return next((n for n, key in enumerate(batch.keys) if key in bad), hit)
 

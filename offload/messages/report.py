@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 
 from offload.namespaces.manifest import Namespace
 from tiers.base import KeyColumn
-from tiers.copy.base import CopyWay
+from tiers.copy.base import CopyPathInfo
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +49,7 @@ class JobResult:
     ``bad`` are the keys that failed. For a load, ``lost`` is the part of ``bad`` that the tier no
     longer holds intact (missing or ``corrupt``): those keys must be forgotten. ``late`` means that
     the load took longer than its request may wait, and ``seconds`` is its time on the slowest rank.
-    ``wrong`` contains keys whose bytes differ from those computed, from any source
+    ``mismatched`` contains keys whose bytes differ from those computed, from any source
     (`offload.worker.block_verifier`): no tier may provide them again.
     """
 
@@ -60,7 +60,7 @@ class JobResult:
     seconds: float = 0.0
     corrupt: frozenset[bytes] = frozenset()
     late: bool = False
-    wrong: frozenset[bytes] = frozenset()
+    mismatched: frozenset[bytes] = frozenset()
 
     def merge(self, other: JobResult) -> JobResult:
         """The sum of two ranks' answers."""
@@ -72,7 +72,7 @@ class JobResult:
             max(self.seconds, other.seconds),
             self.corrupt | other.corrupt,
             self.late or other.late,
-            self.wrong | other.wrong,
+            self.mismatched | other.mismatched,
         )
 
 
@@ -157,7 +157,7 @@ class RankState:
 
     These are its part of the CPU tier (``slots`` slots of ``slot_bytes`` each, from ``first_slot``
     on) and its lower tiers. The first ``usable`` slots may be used at once (``None``: all of them);
-    later reports announce the others. ``copy_ways`` are its engine's ways of copying.
+    later reports announce the others. ``copy_paths`` are the paths of its copy engine.
     """
 
     rank: int
@@ -167,4 +167,4 @@ class RankState:
     slot_bytes: int
     tiers: tuple[RankTier, ...]
     usable: int | None = None
-    copy_ways: tuple[CopyWay, ...] = ()
+    copy_paths: tuple[CopyPathInfo, ...] = ()

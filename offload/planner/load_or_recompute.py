@@ -31,7 +31,7 @@ DEADLINE_SHARE = 0.5
 """Share of the time allowed for a load within which its reads are expected to end."""
 
 
-class Cut(Enum):
+class ShortenReason(Enum):
     """Why less is loaded than the tiers hold, as a note for ``kvtiers why``."""
 
     NOTHING = ""
@@ -183,7 +183,7 @@ class LoadOrRecompute:
         is_long = tokens > DEADLINE_SHARE * self.timeout_s * speed
         return is_long or len(self.reads) > 0 or self.tokens_min > 0
 
-    def part(self, tokens: int, computing: int | None) -> tuple[int, Cut]:
+    def part(self, tokens: int, computing: int | None) -> tuple[int, ShortenReason]:
         """The number of ``tokens`` that are worth reading from this tier for a request.
 
         ``computing`` is the number of tokens that vLLM computes for others first, or ``None`` if
@@ -197,12 +197,12 @@ class LoadOrRecompute:
             read_s = (before + tokens) / speed
             compute_s = self.compute_s(tokens, computing) if before else None
             if compute_s is not None and read_s > compute_s:
-                return 0, Cut.QUEUE
+                return 0, ShortenReason.QUEUE
             allowed_s = DEADLINE_SHARE * self.timeout_s
             if read_s > allowed_s:
                 in_time = min(tokens, self.reads.part(allowed_s * speed))
-                return (in_time, Cut.DEADLINE) if in_time >= self.tokens_min else (0, Cut.DEADLINE)
-        return (tokens, Cut.NOTHING) if tokens >= self.tokens_min else (0, Cut.SHORT)
+                return (in_time, ShortenReason.DEADLINE) if in_time >= self.tokens_min else (0, ShortenReason.DEADLINE)
+        return (tokens, ShortenReason.NOTHING) if tokens >= self.tokens_min else (0, ShortenReason.SHORT)
 
     @property
     def is_compared(self) -> bool:

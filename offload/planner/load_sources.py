@@ -23,7 +23,7 @@ SAMPLED_CHUNKS = 256
 
 
 @dataclass(frozen=True, slots=True)
-class Taken:
+class PlannedPart:
     """One part of a load: the ``columns`` for the workers, the keys whose new slots are read into
     (``fills``), the pins, the number of chunks by group and tier (``counts``), and the ``cost``
     (see ``STEP_CHUNKS``)."""
@@ -106,7 +106,7 @@ class LoadSources:
 
     def take(
         self, job: int, batches: Sequence[ChunkBatch], read: frozenset[int] | None, *, later: bool
-    ) -> Taken | None:
+    ) -> PlannedPart | None:
         """Pin these chunks until the job has ended, and reserve slots for chunks of lower tiers, as
         far as slots are free. Does nothing and returns ``None`` if one of the chunks is in no tier,
         or if they are taken ``later`` than they were looked up and one is in a tier that has begun
@@ -140,7 +140,7 @@ class LoadSources:
             tiers,
         )
         cost = len(keys) + len(promoted) + EVICTED_COST * evicted
-        return Taken(columns, tuple(promoted), pins, self._count(groups, tiers), cost)
+        return PlannedPart(columns, tuple(promoted), pins, self._count(groups, tiers), cost)
 
     def _find(
         self, keys: Sequence[bytes], read: frozenset[int] | None
@@ -223,8 +223,8 @@ class LoadSources:
                 below = below.chosen(list(map(self._cpu.is_absent, below.keys)))
             keys += below.keys
             infos += self._groups[batch.group].entries(below, 1)
-        patient = not self._cpu.unwritten.is_behind
-        grant = self._cpu.reserve(keys, infos, patient=patient, checked=True)
+        keep_unwritten = not self._cpu.unwritten.is_behind
+        grant = self._cpu.reserve(keys, infos, keep_unwritten=keep_unwritten, checked=True)
         if grant.evicted:
             self._stats.evicted(CPU, grant.evicted)
         promoted = dict(zip(keys, grant.locations, strict=False))

@@ -25,7 +25,7 @@ from policies.hints import LOW
 
 FAILED_LOADS_MAX = 256
 """Number of failed loads that are remembered."""
-NOBODY = LoadItem(b"", 0, (), STAGED, IN_SLAB)
+MISSING_CHUNK = LoadItem(b"", 0, (), STAGED, IN_SLAB)
 """Stands for a chunk that no tier holds; a load with such a chunk fails."""
 
 
@@ -179,7 +179,7 @@ class LoadPlanner:
             for tier in self._health.tiers:
                 tier.break_even.reads.end(load.job)
             if load.rest:
-                self._cut(load, NOBODY)
+                self._cut(load, MISSING_CHUNK)
 
     def cancel(self, request: str) -> None:
         """Plan no more of this request's load, because no request waits for it any more."""
@@ -190,7 +190,7 @@ class LoadPlanner:
     def forget_all(self) -> None:
         """Fail the loads that are partly planned, because all chunks are forgotten."""
         for load in list(self.queue):
-            self._cut(load, NOBODY)
+            self._cut(load, MISSING_CHUNK)
         self._sources.forget_all()
 
     def plan(self, request: str, batches: Sequence[ChunkBatch]) -> LoadTokens:
@@ -240,7 +240,7 @@ class LoadPlanner:
                 self._plan_part(load, min(self._allowance.left, LOAD_PART_MAX))
             except Exception as error:
                 # this request must get an answer, and other loads must not be lost
-                self._cut(load, NOBODY)
+                self._cut(load, MISSING_CHUNK)
                 errors.append(error)
             if load.rest:
                 self.queue.append(load)
@@ -252,19 +252,19 @@ class LoadPlanner:
         later = self.held.holds(load.job)
         if not load.rest:
             self.held.release(load.job)
-        taken = self._sources.take(load.job, batches, load.read, later=later)
-        if taken is None:
+        part = self._sources.take(load.job, batches, load.read, later=later)
+        if part is None:
             self._allowance.take(chunks_max)
-            self._cut(load, NOBODY)
+            self._cut(load, MISSING_CHUNK)
             return
-        self._allowance.take(taken.cost)
-        load.fills += taken.fills
-        load.pins += taken.pins
-        load.counts.update(taken.counts)
+        self._allowance.take(part.cost)
+        load.fills += part.fills
+        load.pins += part.pins
+        load.counts.update(part.counts)
         if not load.rest:
             load.tokens.set(self._sources.tokens(load.counts))
             self._stats.planned(load.tokens.by_tier)
-        self._send(load, taken.columns)
+        self._send(load, part.columns)
 
     def _send(self, load: _Load, chunks: Columns) -> None:
         is_last = not load.rest
@@ -312,7 +312,7 @@ class LoadPlanner:
         """Report a failed load to a waiting request, which vLLM then recomputes."""
         job = self._jobs.next_id()
         self._jobs.open(Job(job, JobKind.LOAD, request=request))
-        self.planned.append(LoadJob(job, request, (NOBODY,)))
+        self.planned.append(LoadJob(job, request, (MISSING_CHUNK,)))
 
     def can_load(self, chunks: int, blocks: int, origin: RequestOrigin = UNKNOWN) -> bool:
         """True if the limits on loads in flight allow a load of ``chunks`` into ``blocks`` GPU

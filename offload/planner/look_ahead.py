@@ -53,7 +53,7 @@ them."""
 
 
 @dataclass(slots=True, eq=False)
-class _Want:
+class _AheadRequest:
     """The chunks that a waiting request will load. Of its ``chunks`` in all, ``batches`` may have
     only the head. The batches before ``batch_at``, and the chunks of this one before ``chunk_at``,
     need no more attention; ``behind`` is the tier whose reads in flight the next one waits for, if
@@ -89,35 +89,35 @@ class _Want:
 _order_of = attrgetter("order")
 
 
-def _position(wants: Sequence[_Want], want: _Want) -> int:
-    return wants.index(want, bisect_left(wants, want.order, key=_order_of))
+def _position(requests: Sequence[_AheadRequest], waiting: _AheadRequest) -> int:
+    return requests.index(waiting, bisect_left(requests, waiting.order, key=_order_of))
 
 
-class _OpenWants:
+class _OpenRequests:
     """The waiting requests that still need attention. They are kept by kind, so that those of a
     kind that cannot be read now hide none of the others: those that may evict and those that may
     not, and prompts of at most ``whole_max`` chunks and larger ones."""
 
     def __init__(self, whole_max: float) -> None:
         self._whole_max = whole_max
-        self._kinds: defaultdict[tuple[bool, bool], list[_Want]] = defaultdict(list)
+        self._kinds: defaultdict[tuple[bool, bool], list[_AheadRequest]] = defaultdict(list)
 
     def __len__(self) -> int:
         return sum(map(len, self._kinds.values()))
 
-    def _of_kind(self, want: _Want) -> list[_Want]:
-        return self._kinds[want.evicts, want.chunks <= self._whole_max]
+    def _of_kind(self, waiting: _AheadRequest) -> list[_AheadRequest]:
+        return self._kinds[waiting.evicts, waiting.chunks <= self._whole_max]
 
-    def add(self, want: _Want) -> None:
-        insort(self._of_kind(want), want, key=_order_of)
+    def add(self, waiting: _AheadRequest) -> None:
+        insort(self._of_kind(waiting), waiting, key=_order_of)
 
-    def remove(self, want: _Want) -> None:
-        wants = self._of_kind(want)
-        del wants[_position(wants, want)]
+    def remove(self, waiting: _AheadRequest) -> None:
+        requests = self._of_kind(waiting)
+        del requests[_position(requests, waiting)]
 
-    def first(self, count: int) -> list[_Want]:
+    def first(self, count: int) -> list[_AheadRequest]:
         """The first ``count`` requests of each kind, in the order in which they will run."""
-        heads = (wants[:count] for wants in self._kinds.values())
+        heads = (requests[:count] for requests in self._kinds.values())
         return sorted(chain.from_iterable(heads), key=_order_of)
 
     def clear(self) -> None:
@@ -135,7 +135,7 @@ class LookAhead:
     """
 
     def __init__(self, context: PlannerContext, sources: LoadSources, share: float) -> None:
-        self.queue: list[_Want] = []
+        self.queue: list[_AheadRequest] = []
         self.planned: list[LoadJob] = []
         self.reads_begun = 0
         self.counts = AheadCounts(context.groups, context.ranks)
@@ -143,14 +143,14 @@ class LookAhead:
         self._cpu = context.cpu
         self._sources = sources
         self._share = share
-        self._wants: dict[str, _Want] = {}
-        self._open = _OpenWants(share * context.cpu.space.capacity)
-        self._since: dict[_Want, float] = {}  # when the first chunk was read, by ``seen``
-        self._held: dict[bytes, _Want] = {}  # read ahead, with the request that waits for it
+        self._requests: dict[str, _AheadRequest] = {}
+        self._open = _OpenRequests(share * context.cpu.space.capacity)
+        self._since: dict[_AheadRequest, float] = {}  # when the first chunk was read, by ``seen``
+        self._held: dict[bytes, _AheadRequest] = {}  # read ahead, with the request that waits for it
         self._wanted = WantedSoon(self.queue, context.cpu)
         self._flying = [0] * len(context.lower)  # chunks that are being read, by tier
         self._left = 0  # requests that have left the queue
-        self._flights: dict[int, _Want] = {}  # by job: whose chunks it reads
+        self._flights: dict[int, _AheadRequest] = {}  # by job: whose chunks it reads
         self._full: tuple[int, int] | None = None  # the jobs that had ended, and steps since
         self._now = 0.0
         context.cpu.retention.register_ahead(self._held, self._wanted.keys)
@@ -173,36 +173,36 @@ class LookAhead:
 
     def others_unread(self, request: str) -> int:
         """The number of other waiting requests whose chunks are not all read."""
-        want = self._wants.get(request)
-        unread = {one for one in self._flights.values() if self._wants.get(one.request) is one}
+        waiting = self._requests.get(request)
+        unread = {one for one in self._flights.values() if self._requests.get(one.request) is one}
         closed = {one for one in unread if not one.is_open}
-        is_counted = want is not None and (want.is_open or want in closed)
+        is_counted = waiting is not None and (waiting.is_open or waiting in closed)
         return len(self._open) + len(closed) - is_counted
 
     def batches(self, request: str) -> Sequence[ChunkBatch]:
         """The chunks that a waiting request will load; none if it is not known."""
-        want = self._wants.get(request)
-        return () if want is None else want.batches
+        waiting = self._requests.get(request)
+        return () if waiting is None else waiting.batches
 
     def has_read(self, request: str) -> bool:
         """True if chunks were read for a waiting request, or are being read."""
-        want = self._wants.get(request)
-        return want is not None and bool(want.read)
+        waiting = self._requests.get(request)
+        return waiting is not None and bool(waiting.read)
 
     def progress(self, request: str) -> ReadProgress | None:
         """The state of a waiting request's reads; ``None`` if the request is not known."""
-        want = self._wants.get(request)
-        if want is None:
+        waiting = self._requests.get(request)
+        if waiting is None:
             return None
-        is_read = not want.is_open and want.flying <= NEAR_END_SHARE * len(want.read)
-        return ReadProgress(is_read, self._since.get(want))
+        is_read = not waiting.is_open and waiting.flying <= NEAR_END_SHARE * len(waiting.read)
+        return ReadProgress(is_read, self._since.get(waiting))
 
     def enter(self, request: str, order: tuple[Any, ...], batches: Sequence[ChunkBatch]) -> None:
         """Add a waiting request that will load these chunks (without blocks, in prefix order), or
         examine the chunks of a known one again. Requests with the smallest ``order`` run first; it
         does not change. Of a very long prompt, only the head is read ahead."""
         with self._forgets_all_on_error():
-            if batches or request in self._wants:
+            if batches or request in self._requests:
                 self._enter(request, order, batches)
 
     def _enter(self, request: str, order: tuple[Any, ...], batches: Sequence[ChunkBatch]) -> None:
@@ -211,67 +211,67 @@ class LookAhead:
         chunks_max = max(1, chunks_max // max(1, len(batches)))
         batches = [batch.part(0, chunks_max) for batch in batches]
         keys = frozenset(chain.from_iterable(batch.keys for batch in batches))
-        want = self._wants.get(request)
-        if want is not None:
-            self._renew(want, batches, keys, chunks)
+        waiting = self._requests.get(request)
+        if waiting is not None:
+            self._renew(waiting, batches, keys, chunks)
         else:
-            want = self._wants[request] = _Want(request, order, batches, keys, chunks)
-            insort(self.queue, want, key=_order_of)
-            self._open.add(want)
-            self._wanted.enter(_position(self.queue, want), keys)
+            waiting = self._requests[request] = _AheadRequest(request, order, batches, keys, chunks)
+            insort(self.queue, waiting, key=_order_of)
+            self._open.add(waiting)
+            self._wanted.enter(_position(self.queue, waiting), keys)
 
     def _renew(
-        self, want: _Want, batches: Sequence[ChunkBatch], keys: frozenset[bytes], chunks: int
+        self, waiting: _AheadRequest, batches: Sequence[ChunkBatch], keys: frozenset[bytes], chunks: int
     ) -> None:
         """Examine a request's chunks, which may have changed, from the first that is missing."""
-        old, want.keys = want.keys, keys
-        self._wanted.replace(_position(self.queue, want), old, keys)
-        if want.is_open:
-            self._open.remove(want)
+        old, waiting.keys = waiting.keys, keys
+        self._wanted.replace(_position(self.queue, waiting), old, keys)
+        if waiting.is_open:
+            self._open.remove(waiting)
         missing = (
             (batch_at, chunk_at)
             for batch_at, batch in enumerate(batches)
             for chunk_at, key in enumerate(batch.keys)
             if self._cpu.is_absent(key)
         )
-        want.batches, want.chunks, want.behind = batches, chunks, None
-        want.batch_at, want.chunk_at = next(missing, (len(batches), 0))
-        if want.is_open:
-            self._open.add(want)
-        gone = want.read - keys
-        want.read -= gone
-        self._release(want, gone)
-        if not want.read:
-            self._since.pop(want, None)
+        waiting.batches, waiting.chunks, waiting.behind = batches, chunks, None
+        waiting.batch_at, waiting.chunk_at = next(missing, (len(batches), 0))
+        if waiting.is_open:
+            self._open.add(waiting)
+        gone = waiting.read - keys
+        waiting.read -= gone
+        self._release(waiting, gone)
+        if not waiting.read:
+            self._since.pop(waiting, None)
 
     def leave(self, request: str, load: Sequence[ChunkBatch] = ()) -> AheadUse:
         """Remove a request that no longer waits: this ``load`` was planned for it, or it computes
         everything, or it has ended. Returns what was done for it since it entered."""
-        want = self._wants.pop(request, None)
+        waiting = self._requests.pop(request, None)
         use = NOT_READ_AHEAD
-        if want is not None:
+        if waiting is not None:
             with self._forgets_all_on_error():
-                use = self._leave(want, load)
+                use = self._leave(waiting, load)
         wasted = self.counts.take_wasted(request)
         return replace(use, wasted_tokens=wasted) if wasted else use
 
-    def _leave(self, want: _Want, load: Sequence[ChunkBatch] = ()) -> AheadUse:
-        position = _position(self.queue, want)
+    def _leave(self, waiting: _AheadRequest, load: Sequence[ChunkBatch] = ()) -> AheadUse:
+        position = _position(self.queue, waiting)
         del self.queue[position]
         self._left += 1
-        if want.is_open:
-            self._open.remove(want)
-        self._wanted.leave(position, want.keys)
-        self._since.pop(want, None)
-        used = want.read.intersection(chain.from_iterable(batch.keys for batch in load))
+        if waiting.is_open:
+            self._open.remove(waiting)
+        self._wanted.leave(position, waiting.keys)
+        self._since.pop(waiting, None)
+        used = waiting.read.intersection(chain.from_iterable(batch.keys for batch in load))
         late = used & self._sources.promoting.keys()
         for key in used:
             del self._held[key]
         use = self.counts.used(used, late)
-        self._release(want, want.read - used)
+        self._release(waiting, waiting.read - used)
         return use
 
-    def _release(self, want: _Want, rest: Collection[bytes]) -> None:
+    def _release(self, waiting: _AheadRequest, rest: Collection[bytes]) -> None:
         """Allow the eviction of chunks that were read for a request that does not use them, unless
         one of the next requests wants them."""
         for heir in self.queue[:AHEAD_HEIRS_MAX] if rest else ():
@@ -281,14 +281,14 @@ class LookAhead:
                 rest = frozenset(rest) - mine
         for key in rest:
             del self._held[key]
-        self.counts.wasted(dict.fromkeys(rest, want.request))
+        self.counts.wasted(dict.fromkeys(rest, waiting.request))
 
-    def _hold(self, keys: Collection[bytes], want: _Want) -> None:
-        self._held.update(dict.fromkeys(keys, want))
-        want.read.update(keys)
-        if want not in self._since:
-            self._since[want] = self._now
-            self._see(want, _position(self.queue, want))
+    def _hold(self, keys: Collection[bytes], waiting: _AheadRequest) -> None:
+        self._held.update(dict.fromkeys(keys, waiting))
+        waiting.read.update(keys)
+        if waiting not in self._since:
+            self._since[waiting] = self._now
+            self._see(waiting, _position(self.queue, waiting))
 
     # -- a step ------------------------------------------------------------------------------
 
@@ -309,22 +309,22 @@ class LookAhead:
             self.counts.forget()  # the request may have left
             raise
 
-    def _see(self, want: _Want, position: int) -> None:
-        want.position, want.left, want.seen = position, self._left, self._now
+    def _see(self, waiting: _AheadRequest, position: int) -> None:
+        waiting.position, waiting.left, waiting.seen = position, self._left, self._now
 
     def _give_up_late(self) -> None:
         """Give up what was read for requests that others overtake. While no request leaves the
         queue, the running ones take their time, and nobody is overtaken."""
         while self._since:
-            want = next(iter(self._since))
-            if self._now - want.seen <= AHEAD_STALE_S:
+            waiting = next(iter(self._since))
+            if self._now - waiting.seen <= AHEAD_STALE_S:
                 return
-            position = _position(self.queue, want)
-            if position >= want.position and self._left > want.left:
-                self._leave(self._wants.pop(want.request))
+            position = _position(self.queue, waiting)
+            if position >= waiting.position and self._left > waiting.left:
+                self._leave(self._requests.pop(waiting.request))
                 continue
-            self._see(want, position)
-            self._since[want] = self._since.pop(want)  # it is last in the queue now
+            self._see(waiting, position)
+            self._since[waiting] = self._since.pop(waiting)  # it is last in the queue now
 
     def _may_have_space(self) -> bool:
         if self._full is not None:
@@ -339,15 +339,15 @@ class LookAhead:
         budget, health = self._context.budget, self._context.health
         readable, working, ahead = health.readable_tiers(), health.ahead_tiers(), budget.ahead
         held_max, has_free = self._held_max, True  # has_free: without evicting anything
-        for want in self._open.first(AHEAD_OPEN_REQUESTS_MAX):
+        for waiting in self._open.first(AHEAD_OPEN_REQUESTS_MAX):
             # A part of a prompt saves less computing than its load takes from a slower tier.
-            tiers = working if want.chunks <= held_max else readable
-            while want.is_open and (has_free or want.evicts) and self._may_read(want, tiers):
+            tiers = working if waiting.chunks <= held_max else readable
+            while waiting.is_open and (has_free or waiting.evicts) and self._may_read(waiting, tiers):
                 if ahead.left <= 0 or self._chunks_left <= 0 or budget.above(AHEAD_LEAVES) <= 0:
                     return
-                looked, is_full = self._look(want, tiers, min(ahead.left, AHEAD_BATCH))
+                looked, is_full = self._look(waiting, tiers, min(ahead.left, AHEAD_BATCH))
                 ahead.take(looked)
-                if is_full and not want.evicts:
+                if is_full and not waiting.evicts:
                     has_free = False
                 elif is_full:
                     self._full = (self._context.jobs.ended, 0)
@@ -364,18 +364,18 @@ class LookAhead:
         """The number of chunks for which the share of the CPU tier has space."""
         return self._held_max - len(self._held)
 
-    def _may_read(self, want: _Want, tiers: Sequence[int]) -> bool:
+    def _may_read(self, waiting: _AheadRequest, tiers: Sequence[int]) -> bool:
         """True if reads of the tier with the request's next chunk may begin now."""
-        behind = want.behind
+        behind = waiting.behind
         if behind is not None and behind in tiers:
             return self._flying[behind] < AHEAD_FLYING_MAX
         return any(self._flying[tier] < AHEAD_FLYING_MAX for tier in tiers)
 
-    def _look(self, want: _Want, tiers: Sequence[int], chunks_max: int) -> tuple[int, bool]:
+    def _look(self, waiting: _AheadRequest, tiers: Sequence[int], chunks_max: int) -> tuple[int, bool]:
         """Examine the next chunks of a request and read those that only lower ``tiers`` hold.
         Returns how many were examined, and whether the CPU tier has no space for more."""
-        batch = want.batches[want.batch_at]
-        part = batch.part(want.chunk_at, min(len(batch), want.chunk_at + chunks_max))
+        batch = waiting.batches[waiting.batch_at]
+        part = batch.part(waiting.chunk_at, min(len(batch), waiting.chunk_at + chunks_max))
         missing = part.chosen(list(map(self._cpu.is_absent, part.keys)))
         left = missing.part(0, max(0, self._chunks_left))
         # examined again later; the value is the tier whose reads in flight they wait for, if any
@@ -388,29 +388,29 @@ class LookAhead:
             flags = list(map(held.__contains__, left.keys))
             mine, left = left.chosen(flags), left.chosen(list(map(not_, flags)))
             now = mine.part(0, AHEAD_FLYING_MAX - self._flying[tier])
-            count = self._read(want, tier, now) if now else 0
+            count = self._read(waiting, tier, now) if now else 0
             if count < len(now):
                 rest |= dict.fromkeys([*mine.keys[count:], *left.keys])  # other tiers may hold some
                 is_full = True
                 break
             rest |= dict.fromkeys(mine.keys[count:], tier)
         stop = next(filter(rest.__contains__, part.keys), None)
-        want.behind = None if stop is None else rest[stop]
-        want.chunk_at += len(part) if stop is None else part.keys.index(stop)
-        if want.chunk_at == len(batch):
-            want.batch_at, want.chunk_at = want.batch_at + 1, 0
-        if not want.is_open:
-            self._open.remove(want)
+        waiting.behind = None if stop is None else rest[stop]
+        waiting.chunk_at += len(part) if stop is None else part.keys.index(stop)
+        if waiting.chunk_at == len(batch):
+            waiting.batch_at, waiting.chunk_at = waiting.batch_at + 1, 0
+        if not waiting.is_open:
+            self._open.remove(waiting)
         return len(part), is_full
 
-    def _read(self, want: _Want, tier: int, chunks: ChunkBatch) -> int:
+    def _read(self, waiting: _AheadRequest, tier: int, chunks: ChunkBatch) -> int:
         """Plan to read these chunks into the CPU tier, as far as there is space; returns how
         many."""
         context = self._context
         infos = context.groups[chunks.group].entries(chunks, 1)
-        patient = not self._cpu.unwritten.is_behind
+        keep_unwritten = not self._cpu.unwritten.is_behind
         grant = self._cpu.reserve(
-            chunks.keys, infos, self._wanted.keys, evict=want.evicts, patient=patient
+            chunks.keys, infos, self._wanted.keys, evict=waiting.evicts, keep_unwritten=keep_unwritten
         )
         if grant.evicted:
             context.stats.evicted(CPU, grant.evicted)
@@ -428,10 +428,10 @@ class LookAhead:
         self.reads_begun += 1
         if not self._held.keys().isdisjoint(keys):
             self._lost(keys)
-        self._hold(keys, want)
+        self._hold(keys, waiting)
         self._flying[tier] += len(keys)
-        want.flying += len(keys)
-        self._flights[job] = want
+        waiting.flying += len(keys)
+        self._flights[job] = waiting
         self.counts.read(keys)
         return len(keys)
 
@@ -460,18 +460,18 @@ class LookAhead:
         more."""
         lost = {}
         for key in keys:
-            want = self._held.pop(key, None)
-            if want is not None:
-                want.read.discard(key)
-                lost[key] = want.request
-                if not want.read:
-                    self._since.pop(want, None)
+            waiting = self._held.pop(key, None)
+            if waiting is not None:
+                waiting.read.discard(key)
+                lost[key] = waiting.request
+                if not waiting.read:
+                    self._since.pop(waiting, None)
         self.counts.wasted(lost)
 
     def forget_all(self) -> None:
         """Forget all chunks and requests."""
-        self.counts.wasted({key: want.request for key, want in self._held.items()})
-        for state in (self.queue, self._wants, self._open, self._since, self._held):
+        self.counts.wasted({key: waiting.request for key, waiting in self._held.items()})
+        for state in (self.queue, self._requests, self._open, self._since, self._held):
             state.clear()
         self._wanted.clear()
         self._full = None

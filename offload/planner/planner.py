@@ -154,7 +154,7 @@ class Planner:
         return bool(
             len(self.jobs)
             or len(self.stores)
-            or self.stores.late.chunks
+            or self.stores.late_stores.chunks
             or self.uses.behind
             or self.loads.planned
             or self.loads.queue
@@ -269,8 +269,8 @@ class Planner:
     def _loaded(self, job: Job) -> None:
         self.loads.ended(job, self.now)
         self._release(job)
-        if wrong := job.answer.wrong:
-            self.deferred.add(len(wrong), partial(self._forget_wrong, wrong))
+        if mismatched := job.answer.mismatched:
+            self.deferred.add(len(mismatched), partial(self._forget_mismatched, mismatched))
 
     def _release(self, job: Job) -> None:
         """Release the chunks of a job that has read from the tiers; forget the lost ones."""
@@ -292,7 +292,7 @@ class Planner:
         for tier in range(len(self.lower)) if lost else ():
             self._drop(tier, lost, corrupt)
 
-    def _forget_wrong(self, keys: frozenset[bytes]) -> None:
+    def _forget_mismatched(self, keys: frozenset[bytes]) -> None:
         """Drop chunks from every tier, because their content differs from what was computed."""
         self.stats.dropped(CPU, self.cpu.drop(keys), keys)
         self.forget(keys, keys)

@@ -14,7 +14,7 @@ from enum import Enum
 
 from offload.layout.keys import CPU
 from offload.planner.context import PlannerContext
-from offload.planner.load_or_recompute import Cut
+from offload.planner.load_or_recompute import ShortenReason
 from offload.planner.load_sources import LoadSources
 from offload.planner.look_ahead import LookAhead
 from offload.planner.step_budget import READ_WAIT_REQUESTS_MAX
@@ -38,9 +38,9 @@ class Action(Enum):
     LATE = "late"
 
     @property
-    def cut(self) -> Cut:
+    def shorten_reason(self) -> ShortenReason:
         """Why only the chunks in the CPU tier are loaded; ``NOTHING`` if all are."""
-        return {Action.COMPUTE: Cut.QUEUE, Action.LATE: Cut.LATE}.get(self, Cut.NOTHING)
+        return {Action.COMPUTE: ShortenReason.QUEUE, Action.LATE: ShortenReason.LATE}.get(self, ShortenReason.NOTHING)
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +54,7 @@ class BlockDemand:
 
 
 @dataclass(frozen=True, slots=True)
-class Outlook:
+class ReadEstimate:
     """The facts about the reads of a request.
 
     * ``is_read``: they have ended, or nearly. ``is_stuck``: they make no progress.
@@ -100,20 +100,20 @@ class Outlook:
         return self.read_s > self.compute_s * (1 + delayed)
 
 
-def decide(choice: str, outlook: Outlook) -> Action:
+def decide(choice: str, estimate: ReadEstimate) -> Action:
     """Choose what the request does now."""
-    if outlook.is_read or outlook.is_stuck or outlook.waited_s >= TOTAL_S:
+    if estimate.is_read or estimate.is_stuck or estimate.waited_s >= TOTAL_S:
         return Action.BEGIN
-    if outlook.reading_s >= outlook.limit_s:
+    if estimate.reading_s >= estimate.limit_s:
         return Action.LATE
     if choice == ALWAYS:
         return Action.WAIT
-    if outlook.read_s is None:
+    if estimate.read_s is None:
         return Action.BEGIN  # loads measure the speed
-    if outlook.is_queued and outlook.should_compute:
+    if estimate.is_queued and estimate.should_compute:
         return Action.COMPUTE
-    is_better = outlook.is_queued or outlook.is_scarce
-    return Action.WAIT if is_better and outlook.read_s >= outlook.worth_s else Action.BEGIN
+    is_better = estimate.is_queued or estimate.is_scarce
+    return Action.WAIT if is_better and estimate.read_s >= estimate.worth_s else Action.BEGIN
 
 
 @dataclass(slots=True, eq=False)
@@ -173,8 +173,8 @@ class ReadWaits:
         wait = self._waits.get(request) or self._expect(request, now)
         action = Action.BEGIN
         if wait is not None:
-            outlook = self._outlook(request, wait, now, blocks, computing)
-            action = decide(self._choice, outlook)
+            estimate = self._estimate(request, wait, now, blocks, computing)
+            action = decide(self._choice, estimate)
         if action is not Action.WAIT:
             self._end(request, action, now)
         elif request not in self._waits:
@@ -197,14 +197,14 @@ class ReadWaits:
         read_s = None if break_even.speed is None else (before + total) / break_even.speed
         return _Wait(now, tier, total, read_s, self._ahead.reads_begun)
 
-    def _outlook(
+    def _estimate(
         self,
         request: str,
         wait: _Wait,
         now: float,
         blocks: BlockDemand,
         computing: Callable[[], int],
-    ) -> Outlook:
+    ) -> ReadEstimate:
         ahead, break_even = self._ahead, self._health[wait.tier].break_even
         progress, begun = ahead.progress(request), ahead.reads_begun
         wait.idle = 0 if ahead.is_reading or begun > wait.begun else wait.idle + 1
@@ -215,7 +215,7 @@ class ReadWaits:
             compute_s = break_even.compute_s(wait.tokens, computing())
         if not break_even.is_compared:  # requests that wait for reads will not compute instead
             others -= ahead.others_unread(request)
-        return Outlook(
+        return ReadEstimate(
             is_read=progress is None or progress.is_read,
             is_stuck=wait.idle > STUCK_ASKS or not self._health[wait.tier].readable,
             waited_s=now - wait.since,

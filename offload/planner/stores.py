@@ -39,7 +39,7 @@ class StorePlanner:
 
     ``storing`` counts the chunks on their way to the CPU tier; this number is bounded. A step
     begins as many stores as its budget allows. ``admission`` decides which chunks may enter
-    (``None``: all). ``uses`` is notified when a store has ended, successfully or not. ``late`` has
+    (``None``: all). ``uses`` is notified when a store has ended, successfully or not. ``late_stores`` has
     chunks of ended requests that wait for their store.
     """
 
@@ -51,7 +51,7 @@ class StorePlanner:
         admission: AdmissionPolicy | None,
     ) -> None:
         self.storing = 0
-        self.late = LateStores()
+        self.late_stores = LateStores()
         self._groups = context.groups
         self._cpu = context.cpu
         self._saved = tuple(index.resident for index in context.lower)
@@ -135,8 +135,8 @@ class StorePlanner:
     ) -> int:
         is_state = self._groups[batch.group].kind == STATE
         chunks_max = self.available(ended=ended or is_state)
-        is_patient = may_wait and not (ended or is_state)
-        if self._is_full or chunks_max <= 0 or (is_patient and self._waits):
+        keep_unwritten = may_wait and not (ended or is_state)
+        if self._is_full or chunks_max <= 0 or (keep_unwritten and self._waits):
             return 0
         if own is not None and not ended and own.is_full(self._entered, self._step):
             return 0
@@ -152,13 +152,13 @@ class StorePlanner:
             protect=own or NOTHING,
             evict=evict,
             remember=False,
-            patient=is_patient,
+            keep_unwritten=keep_unwritten,
             checked=True,
         )
         if grant.evicted:
             self._stats.evicted(CPU, grant.evicted)
         if (granted := len(grant.locations)) < len(fresh):
-            self._no_space(fresh.keys[granted:], own, evict=evict, is_patient=is_patient)
+            self._no_space(fresh.keys[granted:], own, evict=evict, keep_unwritten=keep_unwritten)
             settled = batch.keys.index(fresh.keys[granted])
         if granted:
             self._open(fresh.part(0, granted), infos[:granted], grant.locations)
@@ -168,10 +168,10 @@ class StorePlanner:
         return settled
 
     def _no_space(
-        self, refused: Sequence[bytes], own: OwnChunks | None, *, evict: bool, is_patient: bool
+        self, refused: Sequence[bytes], own: OwnChunks | None, *, evict: bool, keep_unwritten: bool
     ) -> None:
         """Count chunks that found no slot in this step."""
-        if evict and is_patient and self._cpu.unwritten:
+        if evict and keep_unwritten and self._cpu.unwritten:
             self._waits = True
         elif evict:
             # Two requests rarely own the same chunks. If the second one finds no victim either,
@@ -185,12 +185,12 @@ class StorePlanner:
     def plan_late(self) -> None:
         """Plan to store chunks of requests that have ended, before those of running requests,
         which can be offered again. Call this after the step's ``fence``."""
-        while self.late.chunks:
-            batch, own = self.late.take()
+        while self.late_stores.chunks:
+            batch, own = self.late_stores.take()
             settled = self.plan(batch, own)
             # otherwise waiting would free no space
             if settled < len(batch) and (settled or self.storing):
-                self.late.put_back(batch.part(settled, len(batch)), own)
+                self.late_stores.put_back(batch.part(settled, len(batch)), own)
                 return
 
     def available(self, *, ended: bool = False) -> int:
@@ -269,9 +269,9 @@ class StorePlanner:
         Stores that still read them are fenced. Stores that were planned but not sent are cancelled,
         because their source will be overwritten before the plan arrives.
         """
-        if self.late.chunks:
+        if self.late_stores.chunks:
             blocks = tuple(blocks)
-            self.late.overwritten(blocks)
+            self.late_stores.overwritten(blocks)
         readers = self._jobs.readers(blocks)
         if not readers:
             return
@@ -282,7 +282,7 @@ class StorePlanner:
 
     def cancel_planned(self) -> None:
         """Cancel the stores that were planned and not sent, and those that wait."""
-        self.late.clear()
+        self.late_stores.clear()
         for store in list(self._planned):
             self._cancel(store.job)
 

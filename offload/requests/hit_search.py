@@ -12,7 +12,7 @@ from typing import NamedTuple
 from offload.index.chunk_batch import RequestOrigin
 from offload.layout.keys import CPU
 from offload.layout.prefix_match import PrefixMatcher, present_in
-from offload.planner.load_or_recompute import Cut
+from offload.planner.load_or_recompute import ShortenReason
 from offload.planner.load_sources import SAMPLED_CHUNKS
 from offload.planner.planner import Planner
 from offload.requests.lookup_cache import PartialLookup
@@ -22,12 +22,12 @@ class Hit(NamedTuple):
     """The end of the longest prefix that can be restored.
 
     It equals the start of the lookup if nothing can be restored, and is ``None`` if the step's
-    lookup allowance is used up (try again in the next step). ``cut`` says why a longer prefix,
-    which is available, is not loaded.
+    lookup allowance is used up (try again in the next step). ``shorten_reason`` says why a longer
+    prefix, which is available, is not loaded.
     """
 
     end_tokens: int | None
-    cut: Cut = Cut.NOTHING
+    shorten_reason: ShortenReason = ShortenReason.NOTHING
 
 
 class HitSearch:
@@ -48,7 +48,7 @@ class HitSearch:
         known: PartialLookup,
         tokens: range,
         *,
-        cut: Cut = Cut.NOTHING,
+        shorten_reason: ShortenReason = ShortenReason.NOTHING,
         is_ahead: bool = False,
     ) -> Hit:
         """Find the longest prefix worth restoring of a request whose first ``tokens.start`` tokens
@@ -59,7 +59,7 @@ class HitSearch:
         the prefix, and the tail is not worth loading from that tier, or only a part of it, the rest
         is computed instead. Chunks of the tail that are in the tiers above it are still loaded.
 
-        With a ``cut``, only what is in the CPU tier now is loaded. With ``is_ahead`` the request
+        With a ``shorten_reason``, only what is in the CPU tier now is loaded. With ``is_ahead`` the request
         waits anyway, and its chunks are read ahead, from all tiers that work.
         """
         planner, matcher = self._planner, self._matcher
@@ -73,10 +73,10 @@ class HitSearch:
             first_gap = known.first_gap_in(above, holders, planner.removals, planner.budget.lookups)
             return matcher.longest_match(keys, present_in(*holders), start, end, first_gap)
 
-        hit, why = longest_match(None, limit), Cut.NOTHING
-        if cut is not Cut.NOTHING and hit > start:
+        hit, why = longest_match(None, limit), ShortenReason.NOTHING
+        if shorten_reason is not ShortenReason.NOTHING and hit > start:
             there = longest_match(CPU, limit)
-            return Hit(None) if known.is_partial else Hit(there, cut if there < hit else why)
+            return Hit(None) if known.is_partial else Hit(there, shorten_reason if there < hit else why)
         for tier in reversed(range(len(planner.lower))):
             break_even = planner.health[tier].break_even
             if hit <= start or known.is_partial or not break_even.may_cut(hit - start):
@@ -85,10 +85,10 @@ class HitSearch:
             if shorter >= hit:
                 continue
             read = self._tokens_read(keys, range(shorter, hit), tier, origin)
-            part, cut = break_even.part(read, None if is_ahead else self._computing())
+            part, part_reason = break_even.part(read, None if is_ahead else self._computing())
             if part >= read:
                 break
-            why = cut
+            why = part_reason
             if part:
                 hit = max(shorter, longest_match(None, shorter + part))
                 break

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from offload.index.chunk_batch import ChunkBatch
 from offload.layout.prefix_match import PrefixMatcher, present_in
-from offload.planner.load_or_recompute import Cut
+from offload.planner.load_or_recompute import ShortenReason
 from offload.planner.planner import Planner
 from offload.planner.presence import PendingLookup
 from offload.requests.hit_search import Hit, HitSearch
@@ -82,10 +82,10 @@ class Lookups:
         state: RequestState,
         request: Prompt,
         computed_tokens: int,
-        cut: Cut = Cut.NOTHING,
+        shorten_reason: ShortenReason = ShortenReason.NOTHING,
     ) -> int | None:
-        """Return how many tokens beyond ``computed_tokens`` can be loaded now; with a ``cut``, only
-        from the CPU tier.
+        """Return how many tokens beyond ``computed_tokens`` can be loaded now; with a
+        ``shorten_reason``, only from the CPU tier.
 
         ``None`` means: try again in the next step. A shared tier was queried and may reply soon,
         the prompt is too long for one step's allowance, or other loads must end before this one.
@@ -100,7 +100,7 @@ class Lookups:
             if self._planner.presence.tiers:
                 is_waiting = self._query(state, request, computed_tokens)
             if not is_waiting:
-                hit = self._find(state, request, computed_tokens, cut)
+                hit = self._find(state, request, computed_tokens, shorten_reason)
                 end = hit.end_tokens
                 is_waiting = end is None
                 if end is None:
@@ -110,7 +110,7 @@ class Lookups:
                     self.forget(state)
                 if end > computed_tokens and not self._can_load(state, end):
                     is_waiting = self._refuse(state, end, time.monotonic())
-                lookup.end(end, hit.cut.value)
+                lookup.end(end, hit.shorten_reason.value)
                 self._asked.add(identity.request)
         self.seconds += time.perf_counter() - started
         self.count += 1
@@ -207,7 +207,7 @@ class Lookups:
         state: RequestState,
         request: Prompt,
         computed_tokens: int,
-        cut: Cut = Cut.NOTHING,
+        shorten_reason: ShortenReason = ShortenReason.NOTHING,
     ) -> Hit:
         identity, possible = state.identity, self._limits(state, request, computed_tokens).stop
         hit = self._search.longest(
@@ -215,9 +215,9 @@ class Lookups:
             identity.origin,
             state.lookup.known,
             range(computed_tokens, possible),
-            cut=cut,
+            shorten_reason=shorten_reason,
         )
-        if hit.cut is not Cut.NOTHING:
+        if hit.shorten_reason is not ShortenReason.NOTHING:
             self._planner.stats.shortened()
         return hit
 

@@ -53,22 +53,22 @@ def parse_hints(params: object) -> tuple[RequestHints, list[str]]:
     if not isinstance(given, Mapping):
         return NO_HINTS, [f'"{FIELD}" must be an object of hints']
     good: dict[str, Any] = {}
-    wrong: list[str] = []
+    invalid: list[str] = []
     for name, value in islice(given.items(), NAMES_MAX):
         expected = _EXPECTED.get(name) if isinstance(name, str) else None
         if name in CONTROL_NAMES:
             continue
         if expected is not None and _is_valid(name, value):
             good[name] = value
-        elif len(wrong) >= WRONG_MAX:
+        elif len(invalid) >= INVALID_MAX:
             continue  # a similar name is searched only among the given ones
         elif expected is None:
-            wrong.append(f"there is no hint {show(name)} ({_advice(name)})")
+            invalid.append(f"there is no hint {show(name)} ({_advice(name)})")
         else:
-            wrong.append(f"{name} must be {expected} (got {show(value)})")
+            invalid.append(f"{name} must be {expected} (got {show(value)})")
     if len(given) > NAMES_MAX:
-        wrong.append(f"{len(given)} names, of which {NAMES_MAX} were read")
-    return _to_hints(good), wrong[:WRONG_MAX]
+        invalid.append(f"{len(given)} names, of which {NAMES_MAX} were read")
+    return _to_hints(good), invalid[:INVALID_MAX]
 
 
 def _advice(name: object) -> str:
@@ -145,7 +145,7 @@ PARAMETER_CHARS_MAX = 40
 """Maximum length of a parameter's name that is compared with kvtiers' names."""
 NEAR = 0.85
 """A name at least this similar is treated as a misspelt one."""
-WRONG_MAX = 8
+INVALID_MAX = 8
 """Maximum number of problems that are described; more would not help."""
 
 
@@ -158,23 +158,23 @@ def parse_controls(params: object, tiers: Sequence[str]) -> tuple[Controls, list
     if not isinstance(params, Mapping):
         return NO_CONTROLS, []
     given = params.get(FIELD)
-    wrong: list[str] = []
-    is_doubtful = _check_siblings(params, wrong) or not _is_understood(given)
+    invalid: list[str] = []
+    is_doubtful = _check_siblings(params, invalid) or not _is_understood(given)
     controls = NO_CONTROLS
     if isinstance(given, Mapping) and any(name in given for name in CONTROL_NAMES):
-        controls = _read(given, tiers, wrong)
-    return replace(controls, no_store=True, is_doubtful=True) if is_doubtful else controls, wrong
+        controls = _read(given, tiers, invalid)
+    return replace(controls, no_store=True, is_doubtful=True) if is_doubtful else controls, invalid
 
 
-def _read(given: Mapping[str, Any], tiers: Sequence[str], wrong: list[str]) -> Controls:
-    read, write = _tiers(given.get(TIERS), tiers, wrong)
+def _read(given: Mapping[str, Any], tiers: Sequence[str], invalid: list[str]) -> Controls:
+    read, write = _tiers(given.get(TIERS), tiers, invalid)
     return Controls(
-        no_store=_flag(given, NO_STORE, wrong, unreadable=True) or write == frozenset(),
-        no_load=_flag(given, NO_LOAD, wrong) or read == frozenset(),
-        max_load_tokens=_tokens(given, wrong),
+        no_store=_flag(given, NO_STORE, invalid, unreadable=True) or write == frozenset(),
+        no_load=_flag(given, NO_LOAD, invalid) or read == frozenset(),
+        max_load_tokens=_tokens(given, invalid),
         read=read,
         write=write,
-        pin_s=_seconds(given, wrong),
+        pin_s=_seconds(given, invalid),
     )
 
 
@@ -202,7 +202,7 @@ def _is_understood(given: object) -> bool:
     )
 
 
-def _check_siblings(params: Mapping[Any, Any], wrong: list[str]) -> bool:
+def _check_siblings(params: Mapping[Any, Any], invalid: list[str]) -> bool:
     """Describe parameters beside the object that resemble those of kvtiers; return whether one may
     have been intended to keep the prompt off the tiers."""
     is_doubtful = False
@@ -211,10 +211,10 @@ def _check_siblings(params: Mapping[Any, Any], wrong: list[str]) -> bool:
         if meant is None:
             continue
         if meant == FIELD:
-            wrong.append(f'{show(name)} is not read: did you mean "{FIELD}"?')
+            invalid.append(f'{show(name)} is not read: did you mean "{FIELD}"?')
             is_doubtful = is_doubtful or not _is_harmless(value)
         else:
-            wrong.append(f'{show(name)} is not read there: write {{"{FIELD}": {{"{meant}": ...}}}}')
+            invalid.append(f'{show(name)} is not read there: write {{"{FIELD}": {{"{meant}": ...}}}}')
             is_doubtful = is_doubtful or (meant in _PRIVACY and not _says_no(value))
     return is_doubtful
 
@@ -258,37 +258,37 @@ def show(value: object) -> str:
 
 
 def _flag(
-    given: Mapping[str, Any], name: str, wrong: list[str], *, unreadable: bool = False
+    given: Mapping[str, Any], name: str, invalid: list[str], *, unreadable: bool = False
 ) -> bool:
     """A flag; ``unreadable`` is its value if the client's value is not readable."""
     value = given.get(name, False)
     if isinstance(value, bool):
         return value
-    wrong.append(f"{name} must be true or false (got {show(value)})")
+    invalid.append(f"{name} must be true or false (got {show(value)})")
     return unreadable and value is not None
 
 
-def _tokens(given: Mapping[str, Any], wrong: list[str]) -> int | None:
+def _tokens(given: Mapping[str, Any], invalid: list[str]) -> int | None:
     value = given.get(MAX_LOAD_TOKENS)
     if value is None:
         return None
     if isinstance(value, int) and not isinstance(value, bool) and value >= 0:
         return value
-    wrong.append(f"{MAX_LOAD_TOKENS} must be a number of tokens (got {show(value)})")
+    invalid.append(f"{MAX_LOAD_TOKENS} must be a number of tokens (got {show(value)})")
     return None
 
 
-def _seconds(given: Mapping[str, Any], wrong: list[str]) -> float:
+def _seconds(given: Mapping[str, Any], invalid: list[str]) -> float:
     value = given.get(PIN_S, 0.0)
     number = isinstance(value, int | float) and not isinstance(value, bool)
     if number and 0 <= value <= PIN_MAX_S:
         return float(value)
-    wrong.append(f"{PIN_S} must be seconds from 0 to {PIN_MAX_S:.0f} (got {show(value)})")
+    invalid.append(f"{PIN_S} must be seconds from 0 to {PIN_MAX_S:.0f} (got {show(value)})")
     return 0.0
 
 
 def _tiers(
-    value: object, tiers: Sequence[str], wrong: list[str]
+    value: object, tiers: Sequence[str], invalid: list[str]
 ) -> tuple[frozenset[int] | None, frozenset[int] | None]:
     """The tiers that may be read and written.
 
@@ -299,29 +299,29 @@ def _tiers(
     if value is None:
         return None, None
     if not isinstance(value, Mapping):
-        both = _numbers(TIERS, value, tiers, wrong)
+        both = _numbers(TIERS, value, tiers, invalid)
         return both, both
     unknown = [name for name in value if name not in ("read", "write")]
-    wrong.extend(
-        f'{TIERS} has no part {show(name)} (parts: "read", "write")' for name in unknown[:WRONG_MAX]
+    invalid.extend(
+        f'{TIERS} has no part {show(name)} (parts: "read", "write")' for name in unknown[:INVALID_MAX]
     )
     missing = frozenset[int]() if unknown else None
     read, write = (
-        _numbers(f"{TIERS}.{part}", value[part], tiers, wrong) if part in value else missing
+        _numbers(f"{TIERS}.{part}", value[part], tiers, invalid) if part in value else missing
         for part in ("read", "write")
     )
     return read, write
 
 
-def _numbers(where: str, value: object, tiers: Sequence[str], wrong: list[str]) -> frozenset[int]:
+def _numbers(where: str, value: object, tiers: Sequence[str], invalid: list[str]) -> frozenset[int]:
     known = {"cpu": CPU} | {name: number for number, name in enumerate(tiers)}
     if not isinstance(value, list | tuple):
-        wrong.append(f"{where} must be a list of tiers (got {show(value)})")
+        invalid.append(f"{where} must be a list of tiers (got {show(value)})")
         return frozenset()
     found = set()
     for name in value[:NAMES_MAX]:
         if isinstance(name, str) and name in known:
             found.add(known[name])
         else:
-            wrong.append(f"{where}: no tier {show(name)} (tiers: {', '.join(known)})")
+            invalid.append(f"{where}: no tier {show(name)} (tiers: {', '.join(known)})")
     return frozenset(found)

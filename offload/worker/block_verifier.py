@@ -325,7 +325,7 @@ class Verifier:
         if self._thread is not None:
             await self._thread.run(lambda: None)
 
-    async def wrong(
+    async def mismatched(
         self, items: Sequence[LoadItem], has_ended: Callable[[], bool]
     ) -> frozenset[bytes]:
         """Return the keys of these loaded chunks whose bytes in the KV cache differ from those
@@ -356,13 +356,13 @@ class Verifier:
             except Exception as error:  # serving continues, whatever the error
                 self._give_up(error)
             else:
-                wrong = [key for key, verdict in verdicts if verdict is False]
+                mismatched = [key for key, verdict in verdicts if verdict is False]
                 self.stats.verified(
                     good=sum(verdict is True for _, verdict in verdicts),
-                    differing=len(wrong),
+                    differing=len(mismatched),
                     unknown=sum(verdict is None for _, verdict in verdicts),
                 )
-                return frozenset(wrong)
+                return frozenset(mismatched)
         self.stats.verified(unknown=len(items))
         return frozenset()
 

@@ -210,7 +210,7 @@ class LoadTask:
         self._bad: set[bytes] = set()
         self._lost: set[bytes] = set()
         self._corrupt: set[bytes] = set()
-        self._wrong: frozenset[bytes] = frozenset()
+        self._mismatched: frozenset[bytes] = frozenset()
         self._failed = False
         self._copying = 0
         self._no_copies = asyncio.Event()
@@ -318,7 +318,7 @@ class LoadTask:
             seconds=seconds,
             corrupt=frozenset(self._corrupt),
             late=self._late,
-            wrong=self._wrong,
+            mismatched=self._mismatched,
         )
 
     def _start(self) -> list[asyncio.Future[list[BaseException | None]]]:
@@ -461,9 +461,9 @@ class LoadTask:
                 return
             await ticket.ended()
             if self._loads.verifier is not None:
-                wrong = await self._loads.verifier.wrong(items, self._load_has_ended)
-                self._wrong |= wrong
-                self._bad |= wrong
+                mismatched = await self._loads.verifier.mismatched(items, self._load_has_ended)
+                self._mismatched |= mismatched
+                self._bad |= mismatched
         except TransferError as error:
             if count := self._loads.failed.add("load"):
                 logger.warning("kvtiers: %d loads were not copied, the last: %s", count, error)

@@ -196,7 +196,7 @@ async def open_rank(
         memory.slot_bytes,
         tuple(states),
         executor.usable_slots,
-        memory.engine.ways(),
+        memory.engine.path_infos(),
     )
     return OpenRank(executor, state)
 

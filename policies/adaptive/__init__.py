@@ -30,7 +30,7 @@ from policies.adaptive.shadow_caches import Shadows, SpanQueues
 from policies.adaptive.span_tree import (
     Span,
     SpanTree,
-    Taken,
+    TakenKeys,
     keeps_head,
     kind_of,
     label_of,
@@ -135,7 +135,7 @@ class AdaptivePolicy(EvictionPolicy):
         self._current = None
         if not taken:
             return
-        count = taken[-1][2]
+        count = taken[-1].end
         self._requests += 1
         self._now += count
         shadows = self._shadows
@@ -226,18 +226,18 @@ class AdaptivePolicy(EvictionPolicy):
 
     # -- touches -----------------------------------------------------------------------------------
 
-    def _leave(self, part: Taken) -> None:
+    def _leave(self, part: TakenKeys) -> None:
         """Learn from the keys that a request took from a span, and count the shadow caches'
         hits."""
-        span, count, _, rest, _ = part
+        span, count, has_rest = part.span, part.count, part.has_rest
         if span.fresh:
-            if rest:
+            if has_rest:
                 self._settle(span)
             else:
                 self._drop(span)
             return
-        self._shadows.use(span, count if rest else count + span.size)
-        if not rest:
+        self._shadows.use(span, count if has_rest else count + span.size)
+        if not has_rest:
             self._table.record(span.kind, self._now - span.time, count, reused=True)
             self._drop(span)
 
@@ -247,9 +247,9 @@ class AdaptivePolicy(EvictionPolicy):
         self._table.record(span.kind, self._now - span.time, span.size, reused=True)
         self._shadows.use(span, span.size)
 
-    def _renew(self, part: Taken) -> None:
+    def _renew(self, part: TakenKeys) -> None:
         """Record that a request used all of a shared span. The span remains as it is."""
-        span, count, _, _, _ = part
+        span, count = part.span, part.count
         table, shadows = self._table, self._shadows
         table.record(span.kind, self._now - span.time, count, reused=True)
         self._drop(span)
@@ -264,26 +264,26 @@ class AdaptivePolicy(EvictionPolicy):
             shadows.add(span)
         self._line_up(span)
 
-    def _enter(self, taken: Sequence[Taken], count: int, renewed: Taken | None) -> None:
+    def _enter(self, taken: Sequence[TakenKeys], count: int, renewed: TakenKeys | None) -> None:
         """Turn the touched keys into one span, or into two if other conversations share the head.
         ``count`` includes the keys of a ``renewed`` span, which is the head."""
-        if self._fresh.segments or any(p[0] is self._fresh for p in taken):
+        if self._fresh.segments or any(part.span is self._fresh for part in taken):
             if self._fresh.live:  # these keys are of other requests
                 self._settle(self._fresh)
             self._fresh = Span(self._now, fresh=True)
             self._open = None
-        start = renewed[2] if renewed else 0
+        start = renewed.end if renewed else 0
         split, uses, label = start, 0, ""
         before: Span | None = None
-        for span, _, end, rest, _ in taken:
+        for span, _, end, has_rest, _ in taken:
             if span.fresh:
                 label = label or span.label
-            elif rest or span.shared:
+            elif has_rest or span.shared:
                 split, before = end, None
                 uses = max(uses, span.turn if span.shared else 1)
             else:
                 before = span
-        above = [part for part in taken if part[2] <= split]
+        above = [part for part in taken if part.end <= split]
         if above:
             head = Span(self._now)
             head.share(uses + 1)

@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import chain
-from typing import Any
+from typing import Any, NamedTuple
 
 from policies import hints as names
 from policies.adaptive.reuse_table import Kind, ReuseTable, age_bin
@@ -110,10 +110,15 @@ class Span:
         self.by_score = keys
 
 
-Taken = tuple[Span, int, int, bool, list[Segment[Span]]]
-"""The keys that a touch took from one span: the span, the number of keys, the position in the
-request at which they end, True if the span has keys left, and the keys in prefix order. A plain
-tuple for speed, because every request makes about two."""
+class TakenKeys(NamedTuple):
+    """The keys that a touch took from one span: their number, the position in the request at which
+    they end, whether the span ``has_rest``, and the keys in prefix order."""
+
+    span: Span
+    count: int
+    end: int
+    has_rest: bool
+    segments: list[Segment[Span]]
 
 
 class SpanTree:
@@ -141,10 +146,10 @@ class SpanTree:
         self.segments.append(segment, keys)
         span.live += len(keys)
 
-    def take(self, keys: Sequence[Key]) -> list[Taken]:
+    def take(self, keys: Sequence[Key]) -> list[TakenKeys]:
         """Take the members among these keys, given in prefix order, out of their spans. The caller
         puts them into other spans."""
-        taken: list[Taken] = []
+        taken: list[TakenKeys] = []
         found: list[Segment[Span]] = []
         end, size = 0, 0
         last: Span | None = None
@@ -160,7 +165,7 @@ class SpanTree:
             taken.append(self._taken(last, size, end, found))
         return taken
 
-    def _taken(self, span: Span, size: int, end: int, found: list[Segment[Span]]) -> Taken:
+    def _taken(self, span: Span, size: int, end: int, found: list[Segment[Span]]) -> TakenKeys:
         """Record that keys were taken from a span. Its remaining keys become a child of the last
         taken key."""
         span.live -= size
@@ -169,18 +174,18 @@ class SpanTree:
             self.vacate(span)
         elif not span.fresh:
             self._hang(span, _last_key(found))
-        return span, size, end, span.live > 0, found
+        return TakenKeys(span, size, end, span.live > 0, found)
 
-    def enter(self, span: Span, taken: Iterable[Taken], before: Taken | None = None) -> None:
+    def enter(self, span: Span, taken: Iterable[TakenKeys], before: TakenKeys | None = None) -> None:
         """Add all taken keys to a span, and make the span a child of the last key in ``before``."""
-        found = [segment for _, _, _, _, segments in taken for segment in segments]
+        found = [segment for part in taken for segment in part.segments]
         for segment in reversed(self.segments.joined(found)):
             segment.give_to(span)
             span.segments[segment] = None
             span.live += segment.live
         span.size = span.live
         if before is not None:
-            self._hang(span, _last_key(before[-1]))
+            self._hang(span, _last_key(before.segments))
 
     def vacate(self, span: Span) -> None:
         """Detach a span that has no keys left from its parent, and drop its empty segments, which
@@ -293,14 +298,14 @@ def _last_key(segments: Sequence[Segment[Span]]) -> Key:
     return segments[-1].keys[0]
 
 
-def keeps_head(taken: Sequence[Taken]) -> bool:
+def keeps_head(taken: Sequence[TakenKeys]) -> bool:
     """True if a request shares exactly one complete shared span."""
-    span, _, _, rest, _ = taken[0]
-    if rest or not span.shared:
+    first = taken[0]
+    if first.has_rest or not first.span.shared:
         return False
     for i in range(1, len(taken)):
-        span, _, _, rest, _ = taken[i]
-        if span.shared or (rest and not span.fresh):
+        span, has_rest = taken[i].span, taken[i].has_rest
+        if span.shared or (has_rest and not span.fresh):
             return False
     return True
 

@@ -110,7 +110,7 @@ class Backlog(OracleEngine):
 
 def only_waiting_requests(served: OracleEngine) -> None:
     """Check that look-ahead concerns no request that runs, loads or has ended."""
-    names = served.planner.look_ahead._wants.keys()
+    names = served.planner.look_ahead._requests.keys()
     if served.connector._scheduler._waiting is not None:
         names |= served.connector._scheduler._waiting._waiting.keys()
     waits = {RequestStatus.WAITING, RequestStatus.PREEMPTED}
@@ -417,7 +417,7 @@ def test_a_change_of_weights_ends_all_reads_ahead(tmp_path: Path) -> None:
             if served.planner.look_ahead._held:
                 served.change_weights()
         ahead = served.planner.look_ahead
-        assert not any((ahead._wants, ahead._held, ahead._wanted.keys))
+        assert not any((ahead._requests, ahead._held, ahead._wanted.keys))
         served.drain()
         assert not ahead.is_reading
         assert served.counts()["wasted"] > 0

@@ -15,7 +15,7 @@ import pytest
 from vllm.v1.request import RequestStatus
 
 from offload.connector.scheduler.request_spans import attributes_of
-from offload.planner.load_or_recompute import SAMPLES_MIN, Cut, LoadOrRecompute
+from offload.planner.load_or_recompute import SAMPLES_MIN, ShortenReason, LoadOrRecompute
 from offload.planner.read_waits import TOTAL_S
 from offload.requests.miss_reasons import Reason
 from tests.oracle.clock import TIMED
@@ -204,7 +204,7 @@ def test_a_disk_that_hangs_delays_nobody_for_longer_than_the_deadline(world: Wor
         assert sum(served.loaded().values()) == 0, "the first batch never ended"
         assert served.counts()["read"] > read
         logged = side(served).log.last[-1]
-        assert logged.miss.note == Cut.LATE.value
+        assert logged.miss.note == ShortenReason.LATE.value
         served.reads_per_step = 1000
         served.run()
 
@@ -292,7 +292,7 @@ def test_behind_other_reads_a_prompt_is_computed_if_that_is_sooner(world: World)
         served.run()
         assert served.planner.totals()["read_waits"] > 0
         notes = [logged.miss.note for logged in side(served).log.last]
-        assert Cut.QUEUE.value in notes
+        assert ShortenReason.QUEUE.value in notes
         assert 0 < len(served.disk.order) < PROMPTS * CHUNKS
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from vllm.v1.request import RequestStatus
 
-from offload.planner.load_or_recompute import SAMPLES_MIN, Cut, LoadOrRecompute
+from offload.planner.load_or_recompute import SAMPLES_MIN, ShortenReason, LoadOrRecompute
 from offload.requests.miss_reasons import Reason
 from tests.oracle.models import MODELS
 from tests.oracle.serving import Conditions
@@ -104,4 +104,4 @@ def test_alone_a_request_loads_all_that_it_can_in_time(tmp_path: Path) -> None:
         assert served.loaded()["file"] == 25 * CHUNK
         logged = served.connector._scheduler.log.last[-1]
         assert logged.miss.reason is Reason.BREAK_EVEN
-        assert logged.miss.note == Cut.DEADLINE.value
+        assert logged.miss.note == ShortenReason.DEADLINE.value

@@ -198,7 +198,7 @@ def test_every_option_has_a_range_and_works_at_its_ends(
     for value in wrong:
         with pytest.raises(PolicyOptionError, match=f"{option} must be a ") as caught:
             make({"name": name, **needed, option: value})
-        assert [one.name for one in caught.value.wrong] == [option]
+        assert [one.name for one in caught.value.invalid] == [option]
         assert str(value)[:3] in str(caught.value)
 
 

@@ -293,7 +293,7 @@ class ServerLife(Engine):
         waits = planner.read_waits
         assert not any((waits._waits, waits._ended)), f"requests wait for reads: {waits._waits}"
         ahead = planner.look_ahead
-        left = (ahead._wants, ahead.queue, ahead._open, ahead._held, ahead._wanted.keys)
+        left = (ahead._requests, ahead.queue, ahead._open, ahead._held, ahead._wanted.keys)
         assert not any(left), f"look-ahead has not ended: {left}"
         assert not ahead.is_reading, "chunks are still read ahead"
         counts = ahead.counts.chunks

@@ -181,8 +181,8 @@ class EventTicket(FutureTicket):
 
 
 @dataclass(frozen=True, slots=True)
-class CopyWay:
-    """One way in which an engine can copy a group in one direction (``store`` or ``load``): its
+class CopyPathInfo:
+    """One path on which an engine can copy a group in one direction (``store`` or ``load``): its
     name, whether the engine uses it, and the bytes per second that it reached, if measured."""
 
     group: int
@@ -220,9 +220,8 @@ class CopyEngine(ABC):
     def submit_load(self, batches: Sequence[CopyBatch], after: object | None = None) -> Ticket:
         """Copy slots into blocks."""
 
-    def ways(self) -> tuple[CopyWay, ...]:
-        """Return the ways of copying that were compared or are used; empty if there is only
-        one."""
+    def path_infos(self) -> tuple[CopyPathInfo, ...]:
+        """Return the paths that were compared or are used; empty if there is only one."""
         return ()
 
     def failures(self) -> dict[str, int]:

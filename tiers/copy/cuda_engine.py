@@ -26,7 +26,7 @@ import numpy as np
 from tiers.copy.base import (
     CopyBatch,
     CopyEngine,
-    CopyWay,
+    CopyPathInfo,
     Failures,
     GroupRegions,
     Ticket,
@@ -146,10 +146,10 @@ class CudaCopyEngine(CopyEngine):
             for (group, to_slab), choice in self._choices.items()
         }
 
-    def ways(self) -> tuple[CopyWay, ...]:
+    def path_infos(self) -> tuple[CopyPathInfo, ...]:
         return tuple(
-            CopyWay(group, way, path.name.lower(), path is choice.path, choice.rates.get(path))
-            for (group, way), choice in self.choices().items()
+            CopyPathInfo(group, direction, path.name.lower(), path is choice.path, choice.rates.get(path))
+            for (group, direction), choice in self.choices().items()
             for path in {choice.path: 0} | dict(choice.rates)
         )
 

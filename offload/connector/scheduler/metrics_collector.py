@@ -142,14 +142,14 @@ def unit_bytes(ranks: Sequence[RankState]) -> dict[str, int]:
 
 def copy_gauges(ranks: Sequence[RankState]) -> dict[str, float]:
     """Gauges of the ranks' ways of copying: the number of groups copied in each way, and the
-    slowest measured rate of each way."""
+    slowest measured rate of each path."""
     gauges: dict[str, float] = {}
-    for way in ranks[0].copy_ways:
-        if way.is_used:
-            name = f"copy_groups:{way.direction}:{way.name}"
+    for path in ranks[0].copy_paths:
+        if path.is_used:
+            name = f"copy_groups:{path.direction}:{path.name}"
             gauges[name] = gauges.get(name, 0) + 1
-    for way in (way for rank in ranks for way in rank.copy_ways):
-        if way.bytes_per_second is not None:
-            name = f"copy_bytes_per_second:{way.direction}:{way.name}"
-            gauges[name] = min(gauges.get(name, math.inf), way.bytes_per_second)
+    for path in (path for rank in ranks for path in rank.copy_paths):
+        if path.bytes_per_second is not None:
+            name = f"copy_bytes_per_second:{path.direction}:{path.name}"
+            gauges[name] = min(gauges.get(name, math.inf), path.bytes_per_second)
     return gauges

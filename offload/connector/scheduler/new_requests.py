@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from offload.connector.model.adapters import AdapterBook
 from offload.index.chunk_batch import RequestOrigin
 from offload.layout.groups import ModelLayout, recorded_group
-from offload.requests.parse_options import FIELD, WRONG_MAX, parse_controls, parse_hints
+from offload.requests.parse_options import FIELD, INVALID_MAX, parse_controls, parse_hints
 from offload.requests.request_identity import RequestIdentity
 from offload.requests.request_state import RequestState
 from offload.requests.trace_recorder import RecordedPrompt, TraceRecorder
@@ -83,9 +83,9 @@ class NewRequests:
         Invalid values are reported in the answer's parameters and counted; the first is logged as
         an example.
         """
-        controls, wrong = parse_controls(params, self._tiers)
-        hints, wrong_hints = parse_hints(params)
-        rejected = [*wrong, *wrong_hints][:WRONG_MAX]
+        controls, invalid = parse_controls(params, self._tiers)
+        hints, invalid_hints = parse_hints(params)
+        rejected = [*invalid, *invalid_hints][:INVALID_MAX]
         has_ours = isinstance(params, Mapping) and params.get(FIELD) is not None
         salt = request.cache_salt
         digest = hashlib.blake2b(salt.encode(), digest_size=8).digest() if salt else b""

@@ -172,7 +172,7 @@ class SchedulerSide:
         if action is Action.WAIT:
             state.lookup.begin(computed_tokens, time.perf_counter())
             return None
-        return self.lookups.look_up(state, request, computed_tokens, action.cut)
+        return self.lookups.look_up(state, request, computed_tokens, action.shorten_reason)
 
     def _ask_waits(self, state: RequestState, request: Request) -> Action:
         if self._waiting is not None:
@@ -335,7 +335,7 @@ class SchedulerSide:
             self._digest_completed(self._digests, output)
         if self._is_held:
             return
-        if self.planner.stores.late.chunks:
+        if self.planner.stores.late_stores.chunks:
             self.planner.stores.plan_late()
         self._store_boundary_states(self._stores, output)
         for request_id, scheduled in output.num_scheduled_tokens.items():

@@ -171,7 +171,7 @@ class StoreProgress:
             if ended and first < end:
                 end = min(end, first + LOOK_AT_END_MAX)
                 rest = self._wanted.final(state.identity, index, first, end, table)
-                self._planner.stores.late.add(rest, state.stores.own)
+                self._planner.stores.late_stores.add(rest, state.stores.own)
 
     def _store_up_to(
         self, state: RequestState, index: int, end: int, table: Sequence[int], *, ended: bool

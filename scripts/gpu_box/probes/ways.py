@@ -41,7 +41,7 @@ def main() -> None:
                 driver=driver,
                 compute_stream=lambda: 0,
             )
-            for way in engine.ways():
+            for way in engine.path_infos():
                 rate = way.bytes_per_second
                 found[f"{kib} KiB, {way.direction}, {way.name}"] = {
                     "GB/s": round(rate / 1e9, 2) if rate else None,

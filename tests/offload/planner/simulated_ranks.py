@@ -71,7 +71,7 @@ class PlannerWithRanks:
         for number, block in zip(numbers, blocks, strict=True):
             self.blocks[block] = (key_of(number), self.generation)
         if late:
-            self.planner.stores.late.add(_run(numbers, first_block), None)
+            self.planner.stores.late_stores.add(_run(numbers, first_block), None)
         else:
             self.planner.stores.plan(_run(numbers, first_block))
 

@@ -43,7 +43,7 @@ def held(planner: Planner) -> list[int]:
 
 def test_chunks_beyond_the_bound_on_stores_follow_in_later_steps() -> None:
     planner = make()
-    planner.stores.late.add(run(0, 10), None)
+    planner.stores.late_stores.add(run(0, 10), None)
     assert planner.busy, "an idle engine must continue to step"
     assert [step(planner) for _ in range(4)] == [4, 4, 2, 0]
     assert held(planner) == list(range(10))
@@ -52,8 +52,8 @@ def test_chunks_beyond_the_bound_on_stores_follow_in_later_steps() -> None:
 
 def test_requests_are_stored_in_the_order_of_their_ends() -> None:
     planner = make()
-    planner.stores.late.add(run(0, 6), None)
-    planner.stores.late.add(run(6, 12), None)
+    planner.stores.late_stores.add(run(0, 6), None)
+    planner.stores.late_stores.add(run(6, 12), None)
     step(planner)
     step(planner)
     assert held(planner) == list(range(8))
@@ -61,17 +61,17 @@ def test_requests_are_stored_in_the_order_of_their_ends() -> None:
 
 def test_what_waits_comes_before_running_requests() -> None:
     planner = make()
-    planner.stores.late.add(run(0, 3), None)
+    planner.stores.late_stores.add(run(0, 3), None)
     planner.stores.plan_late()
     assert planner.stores.plan(run(20, 30)) == 1
 
 
 def test_a_chunk_whose_block_is_overwritten_is_dropped_with_those_behind_it() -> None:
     planner = make()
-    planner.stores.late.add(run(0, 10, width=2), None)
-    planner.stores.late.add(run(10, 12, width=2), None)
+    planner.stores.late_stores.add(run(0, 10, width=2), None)
+    planner.stores.late_stores.add(run(10, 12, width=2), None)
     planner.stores.fence(iter([13, 99]))
-    assert planner.stores.late.chunks == 8
+    assert planner.stores.late_stores.chunks == 8
     while planner.busy:
         step(planner)
     assert held(planner) == [*range(6), 10, 11]
@@ -80,11 +80,11 @@ def test_a_chunk_whose_block_is_overwritten_is_dropped_with_those_behind_it() ->
 def test_nothing_waits_after_a_change_of_content_that_no_fence_announces() -> None:
     for end in ("distrust", "cancel_planned"):
         planner = make()
-        planner.stores.late.add(run(0, 10), None)
+        planner.stores.late_stores.add(run(0, 10), None)
         getattr(planner.stores, end)()
         assert not planner.busy
         assert step(planner) == 0
-    planner.stores.late.add(run(0, 10), None)
+    planner.stores.late_stores.add(run(0, 10), None)
     planner.forget_all()
     step(planner)
     assert held(planner) == []
@@ -94,7 +94,7 @@ def test_chunks_for_which_no_space_will_be_free_are_given_up() -> None:
     """Otherwise an idle engine would continue to step without need."""
     planner = make(slots=6)
     planner.cpu.retention.register_client_pins({key_of(n) for n in range(6)})
-    planner.stores.late.add(run(0, 10), None)
+    planner.stores.late_stores.add(run(0, 10), None)
     steps = 0
     while planner.busy:
         steps += 1
@@ -105,15 +105,15 @@ def test_chunks_for_which_no_space_will_be_free_are_given_up() -> None:
 
 def test_few_chunks_wait() -> None:
     planner = make()
-    planner.stores.late.add(run(0, LATE_CHUNKS_MAX - 1), None)
-    planner.stores.late.add(run(LATE_CHUNKS_MAX, 2 * LATE_CHUNKS_MAX), None)
-    planner.stores.late.add(run(2 * LATE_CHUNKS_MAX, 3 * LATE_CHUNKS_MAX), None)
-    assert planner.stores.late.chunks == LATE_CHUNKS_MAX
+    planner.stores.late_stores.add(run(0, LATE_CHUNKS_MAX - 1), None)
+    planner.stores.late_stores.add(run(LATE_CHUNKS_MAX, 2 * LATE_CHUNKS_MAX), None)
+    planner.stores.late_stores.add(run(2 * LATE_CHUNKS_MAX, 3 * LATE_CHUNKS_MAX), None)
+    assert planner.stores.late_stores.chunks == LATE_CHUNKS_MAX
 
 
 def test_chunks_that_another_request_has_stored_are_not_stored_again() -> None:
     planner = make()
-    planner.stores.late.add(run(0, 8), None)
-    planner.stores.late.add(run(0, 8), None)
+    planner.stores.late_stores.add(run(0, 8), None)
+    planner.stores.late_stores.add(run(0, 8), None)
     assert sum(step(planner) for _ in range(4)) == 8
     assert not planner.busy

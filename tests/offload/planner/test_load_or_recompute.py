@@ -17,7 +17,7 @@ from offload.planner.load_or_recompute import (
     SAMPLES_MIN,
     STOP_BELOW,
     TOKENS_MIN,
-    Cut,
+    ShortenReason,
     LoadOrRecompute,
     Rate,
 )
@@ -247,9 +247,9 @@ def test_a_tier_that_pays_again_has_the_speed_of_its_probe() -> None:
     load_at(break_even, 500.0)
     probe_at(break_even, 5000.0, 100.0)
     in_time = 10 * DEADLINE_SHARE * 5000
-    assert break_even.part(10**6, 0) == (in_time, Cut.DEADLINE)
+    assert break_even.part(10**6, 0) == (in_time, ShortenReason.DEADLINE)
     load_at(break_even, 2000.0, 101.0)
-    assert break_even.part(10**6, 0) == (10 * DEADLINE_SHARE * 2000, Cut.DEADLINE)
+    assert break_even.part(10**6, 0) == (10 * DEADLINE_SHARE * 2000, ShortenReason.DEADLINE)
 
 
 def test_what_can_be_read_in_time_may_be_too_little() -> None:
@@ -257,8 +257,8 @@ def test_what_can_be_read_in_time_may_be_too_little() -> None:
     load_at(break_even, 2000)
     short_loads(break_even, 2.0, 0.0)
     assert break_even.tokens_min > 1000
-    assert break_even.part(5000, 0) == (0, Cut.DEADLINE)
-    assert break_even.part(500, 0) == (0, Cut.SHORT)
+    assert break_even.part(5000, 0) == (0, ShortenReason.DEADLINE)
+    assert break_even.part(500, 0) == (0, ShortenReason.SHORT)
 
 
 def test_for_a_request_that_waits_anyway_the_queue_of_the_disk_does_not_matter() -> None:
@@ -268,13 +268,13 @@ def test_for_a_request_that_waits_anyway_the_queue_of_the_disk_does_not_matter()
     load_at(break_even, 2000)
     for job in (1, 2):
         break_even.reads.begin(job, 4000)
-    assert break_even.part(4000, 0) == (0, Cut.QUEUE)
-    assert break_even.part(4000, None) == (4000, Cut.NOTHING)
+    assert break_even.part(4000, 0) == (0, ShortenReason.QUEUE)
+    assert break_even.part(4000, None) == (4000, ShortenReason.NOTHING)
     for job in (1, 2):
         break_even.reads.end(job)
-    assert break_even.part(4000, 0) == (2000 * DEADLINE_SHARE, Cut.DEADLINE)
+    assert break_even.part(4000, 0) == (2000 * DEADLINE_SHARE, ShortenReason.DEADLINE)
     short_loads(break_even, 2.0, 0.0)
-    assert break_even.part(500, None) == (0, Cut.SHORT)
+    assert break_even.part(500, None) == (0, ShortenReason.SHORT)
 
 
 def test_a_hit_is_looked_at_only_if_something_could_cut_it() -> None:

@@ -10,7 +10,7 @@ from offload.index.chunk_batch import ChunkBatch, GroupInfo
 from offload.index.tier_index import TierIndex
 from offload.messages.plan import IN_SLAB, LoadJob, StepPlan
 from offload.messages.report import JobResult, Observed, StepReport
-from offload.planner.loads import NOBODY, LoadHolds
+from offload.planner.loads import MISSING_CHUNK, LoadHolds
 from offload.planner.planner import Planner, PlannerSettings
 from offload.planner.work_limits import WorkLimits
 from policies.eviction.lru import LruPolicy
@@ -247,8 +247,8 @@ def test_an_aborted_request_loads_no_more() -> None:
 
 def is_cut(bed: Bed, first: LoadJob) -> None:
     (last,) = bed.step().loads
-    assert (last.job, last.is_last, last.items) == (first.job, True, (NOBODY,))
-    bed.end(first.job, JobResult(bad=frozenset({NOBODY.key})))
+    assert (last.job, last.is_last, last.items) == (first.job, True, (MISSING_CHUNK,))
+    bed.end(first.job, JobResult(bad=frozenset({MISSING_CHUNK.key})))
     assert bed.planner.totals()["load_failures"] == 1
 
 
@@ -281,8 +281,8 @@ def test_a_chunk_lost_during_a_load_fails_it() -> None:
     first = bed.load()
     bed.planner.forget([key_of(9)])
     parts = bed.parts()
-    assert parts[-1].items == (NOBODY,)
-    bed.end(first.job, JobResult(bad=frozenset({NOBODY.key})))
+    assert parts[-1].items == (MISSING_CHUNK,)
+    bed.end(first.job, JobResult(bad=frozenset({MISSING_CHUNK.key})))
 
 
 def test_a_part_that_fails_fails_the_load_and_keeps_the_rest() -> None:
@@ -308,7 +308,7 @@ def test_a_load_that_every_rank_has_given_up_is_not_continued() -> None:
     bed.planner.loads.request_ended("r")
     (last,) = bed.step().loads
     assert last.is_last
-    assert last.items == (NOBODY,)
+    assert last.items == (MISSING_CHUNK,)
     assert not bed.step().loads
     bed.end(first.job)  # an answer without a job
     assert bed.planner.totals()["late_answers"] == 1

@@ -12,7 +12,7 @@ from offload.index.request_options import Controls
 from offload.layout.keys import CPU
 from offload.messages.report import JobResult, Observed, StepReport
 from offload.planner import look_ahead, read_waits
-from offload.planner.load_or_recompute import SAMPLES_MIN, Cut
+from offload.planner.load_or_recompute import SAMPLES_MIN, ShortenReason
 from offload.planner.read_waits import (
     ALWAYS,
     AUTO,
@@ -21,7 +21,7 @@ from offload.planner.read_waits import (
     WORTH_S,
     Action,
     BlockDemand,
-    Outlook,
+    ReadEstimate,
     decide,
 )
 from offload.planner.tier_health import HealthLimits, TierHealths
@@ -34,7 +34,7 @@ SCARCE, AMPLE = (
     BlockDemand(free=20, needed=10, waiting=1),
 )
 
-READING = Outlook(
+READING = ReadEstimate(
     is_read=False,
     is_stuck=False,
     waited_s=1.0,
@@ -72,17 +72,17 @@ READING = Outlook(
     ],
 )
 def test_the_choice(change: dict[str, Any], auto: Action, always: Action) -> None:
-    outlook = dataclasses.replace(READING, **change)
-    assert (decide(AUTO, outlook), decide(ALWAYS, outlook)) == (auto, always)
+    estimate = dataclasses.replace(READING, **change)
+    assert (decide(AUTO, estimate), decide(ALWAYS, estimate)) == (auto, always)
 
 
 def test_only_answers_that_leave_something_out_have_a_reason() -> None:
-    cuts = {answer: answer.cut for answer in Action}
-    assert cuts == {
-        Action.BEGIN: Cut.NOTHING,
-        Action.WAIT: Cut.NOTHING,
-        Action.COMPUTE: Cut.QUEUE,
-        Action.LATE: Cut.LATE,
+    reasons = {answer: answer.shorten_reason for answer in Action}
+    assert reasons == {
+        Action.BEGIN: ShortenReason.NOTHING,
+        Action.WAIT: ShortenReason.NOTHING,
+        Action.COMPUTE: ShortenReason.QUEUE,
+        Action.LATE: ShortenReason.LATE,
     }
 
 

@@ -11,7 +11,7 @@ from offload.index.tier_index import TierIndex
 from offload.layout.groups import FULL, GroupLayout, ModelLayout
 from offload.layout.keys import group_suffix
 from offload.layout.prefix_match import PrefixMatcher
-from offload.planner.load_or_recompute import DEADLINE_SHARE, SAMPLES_MIN, STOP_BELOW, Cut
+from offload.planner.load_or_recompute import DEADLINE_SHARE, SAMPLES_MIN, STOP_BELOW, ShortenReason
 from offload.planner.planner import Planner
 from offload.planner.tier_health import HealthLimits, TierHealths
 from offload.requests.hit_search import Hit, HitSearch
@@ -84,7 +84,7 @@ def test_a_slow_tier_is_not_used_for_a_few_tokens(cpu: int, below: int, loaded: 
     assert chunks_to_load(planner) == cpu + below, "the tier was not measured yet"
     slow(planner, 0)
     assert chunks_to_load(planner) == loaded
-    assert hit(planner).cut is (Cut.SHORT if loaded < cpu + below else Cut.NOTHING)
+    assert hit(planner).shorten_reason is (ShortenReason.SHORT if loaded < cpu + below else ShortenReason.NOTHING)
 
 
 def test_tokens_in_the_gpus_cache_do_not_count() -> None:
@@ -148,7 +148,7 @@ def test_a_request_does_not_wait_behind_other_loads(
     tokens = computing * CHUNK
     found = hit(planner, computing=tokens)
     assert found.end_tokens == loaded * CHUNK
-    assert found.cut is (Cut.QUEUE if loaded == 20 else Cut.NOTHING)
+    assert found.shorten_reason is (ShortenReason.QUEUE if loaded == 20 else ShortenReason.NOTHING)
     for job in range(len(others)):
         reads.end(job)
     assert hit(planner).end_tokens == 30 * CHUNK
@@ -182,7 +182,7 @@ def test_of_a_long_prefix_the_part_is_loaded_that_can_be_read_in_time(
         planner.health[0].break_even.reads.begin(job, chunks * CHUNK)
     found = hit(planner)
     assert found.end_tokens == loaded * CHUNK
-    assert found.cut is Cut.DEADLINE
+    assert found.shorten_reason is ShortenReason.DEADLINE
 
 
 def test_chunks_of_nearer_tiers_behind_the_first_gap_need_no_read() -> None:

@@ -22,7 +22,7 @@ from offload.requests import parse_options
 from offload.requests.parse_options import (
     CONTROL_NAMES,
     NAMES_MAX,
-    WRONG_MAX,
+    INVALID_MAX,
     parse_controls,
     parse_hints,
 )
@@ -166,7 +166,7 @@ def test_many_names_of_a_client_are_compared_within_a_limit(
     many = {f"no_storage_at_all_{number}": 1 for number in range(10_000)}
     assert parse_controls({**many, "kvtiers": many}, TIERS)[0].is_doubtful
     parse_hints({"kvtiers": many})
-    assert len(asked) <= NAMES_MAX + WRONG_MAX
+    assert len(asked) <= NAMES_MAX + INVALID_MAX
 
 
 @pytest.mark.parametrize(
@@ -226,13 +226,13 @@ def test_no_json_raises_and_what_is_described_is_short(options: Any) -> None:
     controls, rejected = parse_controls({"kvtiers": options}, TIERS)
     _, more = parse_hints({"kvtiers": options})
     assert all(len(text) < 250 for text in (*rejected, *more))
-    assert len(more) <= WRONG_MAX
+    assert len(more) <= INVALID_MAX
     assert 0 <= controls.pin_s <= 86_400
 
 
 def test_thousands_of_names_are_described_briefly() -> None:
     _, rejected = parse_hints({"kvtiers": {f"n{number}": 1 for number in range(10_000)}})
-    assert len(rejected) == WRONG_MAX
+    assert len(rejected) == INVALID_MAX
 
 
 # -- obeyed by the planner -----------------------------------------------------------------------

@@ -247,12 +247,12 @@ class HeldVerifier(Verifier):
         self.may_compare = {key: asyncio.Event() for key in KEYS}
         self.compared = {key: asyncio.Event() for key in KEYS}
 
-    async def wrong(
+    async def mismatched(
         self, items: Sequence[LoadItem], has_ended: Callable[[], bool]
     ) -> frozenset[bytes]:
         """Return the differing keys, as soon as the first of these may be compared."""
         await self.may_compare[items[0].key].wait()
-        found = await super().wrong(items, has_ended)
+        found = await super().mismatched(items, has_ended)
         self.compared[items[0].key].set()
         return found
 
@@ -354,7 +354,7 @@ async def test_a_chunk_that_differs_in_any_layer_fails_its_load(at: int) -> None
         assert counts(rank) == (2, 0, 0)
         rank.slab.slot(1)[at] ^= 1
         answer = await load_again(rank)
-        assert answer.bad == answer.wrong == {KEYS[1]}
+        assert answer.bad == answer.mismatched == {KEYS[1]}
         assert counts(rank) == (3, 1, 0)
 
 
@@ -433,7 +433,7 @@ async def test_digests_are_forgotten_with_the_weights() -> None:
         rank.executor.post(StepPlan(stores=(store(4, [1, 2], [0, 1]),)))
         while not (await rank.turn()).report.results:
             pass
-        assert (await load_again(rank)).wrong == set(KEYS[:2])
+        assert (await load_again(rank)).mismatched == set(KEYS[:2])
 
 
 @pytest.mark.parametrize("early", [True, False])

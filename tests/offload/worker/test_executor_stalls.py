@@ -15,7 +15,7 @@ import torch
 
 import offload.worker.executor
 from offload.messages.plan import LoadItem, LoadJob, StepPlan, WriteThroughJob
-from offload.planner.loads import NOBODY
+from offload.planner.loads import MISSING_CHUNK
 from offload.worker.executor import Executor
 from offload.worker.open_loads import OpenLoads
 from offload.worker.rank_health import PAUSE_S
@@ -280,7 +280,7 @@ async def test_an_unreadable_part_ends_its_load_when_the_others_have_ended() -> 
 
 async def test_stores_continue_when_the_loop_does(clock: Clock) -> None:
     async with rank_with() as rank:
-        rank.executor.post(StepPlan(loads=(LoadJob(1, "r1", (NOBODY,)),)))
+        rank.executor.post(StepPlan(loads=(LoadJob(1, "r1", (MISSING_CHUNK,)),)))
         pass_deadlines(clock, rank)
         assert rank.executor.drain().failed == {"r1"}
         assert rank.executor.degraded
@@ -295,7 +295,7 @@ async def test_stores_continue_when_the_loop_does(clock: Clock) -> None:
 async def test_answers_of_the_driver_itself_do_not_show_that_the_loop_runs(clock: Clock) -> None:
     """While the loop is blocked, the driver itself refuses loads, and continues to do so."""
     async with rank_with() as rank:
-        rank.executor.post(StepPlan(loads=(LoadJob(1, "r1", (NOBODY,)),)))
+        rank.executor.post(StepPlan(loads=(LoadJob(1, "r1", (MISSING_CHUNK,)),)))
         pass_deadlines(clock, rank)
         assert rank.executor.drain().failed == {"r1"}
         for job in range(2, 6):

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from offload.messages.plan import IN_SLAB, STAGED, LoadItem, LoadJob, StepPlan
-from offload.planner.loads import NOBODY
+from offload.planner.loads import MISSING_CHUNK
 from offload.worker import executor as executor_module
 from offload.worker.loads import LoadTask, RankLoads
 from offload.worker.open_loads import OpenLoads
@@ -266,8 +266,8 @@ async def test_an_unreadable_plan_ends_the_loads_that_it_continues() -> None:
 
 
 def test_a_chunk_that_no_tier_holds_survives_pickling() -> None:
-    found = pickle.loads(pickle.dumps(LoadJob(1, "r", (NOBODY,), 1, True)))
-    assert found.items == (NOBODY,)
+    found = pickle.loads(pickle.dumps(LoadJob(1, "r", (MISSING_CHUNK,), 1, True)))
+    assert found.items == (MISSING_CHUNK,)
 
 
 def test_a_load_is_due_after_its_last_part() -> None:

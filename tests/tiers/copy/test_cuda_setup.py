@@ -103,7 +103,7 @@ async def test_each_direction_uses_the_faster_path_and_logs_it(
         assert store == {KERNEL: pytest.approx(rate / 0.9), BATCH: pytest.approx(rate)}
         assert load == {KERNEL: pytest.approx(rate * 5), BATCH: pytest.approx(rate)}
         np.testing.assert_array_equal(cache.storage, before, "the measurement changed the cache")
-        ways = [(way.direction, way.name, way.is_used) for way in world.engine.ways()]
+        ways = [(way.direction, way.name, way.is_used) for way in world.engine.path_infos()]
         assert sorted(ways) == [
             ("load", "batch", False),
             ("load", "kernel", True),

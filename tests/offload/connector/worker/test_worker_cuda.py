@@ -24,7 +24,7 @@ from tests.libcuda import Cuda, strict_cuda
 from tests.offload.small_model import BLOCKS, compute, keys, kv_caches, wrong_blocks
 from tests.patience import PATIENCE_S
 from tiers.copy import cuda_engine
-from tiers.copy.base import CopyWay
+from tiers.copy.base import CopyPathInfo
 from tiers.slab import cuda_registrar, slab
 
 KEYS = [key + bytes(4) for key in keys(3)]
@@ -94,12 +94,12 @@ def test_the_chosen_copy_paths_are_published_as_gauges(cuda: Cuda) -> None:
     # Pages of 3,000 bytes are not aligned to 16, so there is nothing to compare.
     assert copy_gauges([state]) == {"copy_groups:store:batch": 1, "copy_groups:load:batch": 1}
     one.shutdown()
-    ways = (
-        CopyWay(0, "load", "kernel", True, 4e10),
-        CopyWay(0, "load", "batch", False, 2e10),
-        CopyWay(1, "load", "kernel", True, 3e10),
+    paths = (
+        CopyPathInfo(0, "load", "kernel", True, 4e10),
+        CopyPathInfo(0, "load", "batch", False, 2e10),
+        CopyPathInfo(1, "load", "kernel", True, 3e10),
     )
-    assert copy_gauges([replace(state, copy_ways=ways)]) == {
+    assert copy_gauges([replace(state, copy_paths=paths)]) == {
         "copy_groups:load:kernel": 2,
         "copy_bytes_per_second:load:kernel": 3e10,
         "copy_bytes_per_second:load:batch": 2e10,
