@@ -17,7 +17,7 @@ from pathlib import Path
 
 import pytest
 
-from offload.connector.contract import kept
+from offload.connector.contract import snapshots
 from offload.connector.contract.__main__ import main as contract
 from tests.bare_checkout import copy_to, script
 from tests.mutants.__main__ import choose
@@ -166,8 +166,8 @@ def run_python(words: list[str], folder: Path, monkeypatch: pytest.MonkeyPatch) 
 
 def run_contract(arguments: list[str], folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Run the comparison on the installed vLLM in place of a wheel, and keep nothing."""
-    monkeypatch.setattr(kept, "KEPT", folder)
-    for each in (ROOT / "offload/connector/contract/kept").iterdir():
+    monkeypatch.setattr(snapshots, "SNAPSHOTS", folder)
+    for each in (ROOT / "offload/connector/contract/snapshots").iterdir():
         (folder / each.name).write_bytes(each.read_bytes())
     words = ["installed" if word.endswith(".whl") else word for word in arguments]
     assert contract(words) == 0

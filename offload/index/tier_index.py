@@ -162,8 +162,8 @@ class TierIndex:
         """ABSENT -> FILLING for a prefix of ``keys``; evicts the policy's victims.
 
         ``protect`` contains keys that must not be evicted for this; with ``evict`` false, nothing
-        is evicted. With ``keep_unwritten``, eviction stops at a victim that waits to be written to a
-        tier. ``checked`` means that the caller has just found all keys absent. The infos must be
+        is evicted. With ``keep_unwritten``, eviction stops at a victim that waits to be written to
+        a lower tier. ``checked`` means that the caller has just found all keys absent. The infos must be
         passed to ``commit`` as well, unless this index remembers them. Stops at the first key
         without space, so the granted keys are a prefix without a hole.
         """

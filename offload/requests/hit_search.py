@@ -59,8 +59,8 @@ class HitSearch:
         the prefix, and the tail is not worth loading from that tier, or only a part of it, the rest
         is computed instead. Chunks of the tail that are in the tiers above it are still loaded.
 
-        With a ``shorten_reason``, only what is in the CPU tier now is loaded. With ``is_ahead`` the request
-        waits anyway, and its chunks are read ahead, from all tiers that work.
+        With a ``shorten_reason``, only what is in the CPU tier now is loaded. With ``is_ahead`` the
+        request waits anyway, and its chunks are read ahead, from all tiers that work.
         """
         planner, matcher = self._planner, self._matcher
         start, limit = tokens.start, tokens.stop

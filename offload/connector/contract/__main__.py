@@ -9,7 +9,7 @@ from collections.abc import Sequence
 import msgspec
 
 from offload.connector.contract.check import Checked, check
-from offload.connector.contract.kept import contract_of, keep, minor_of
+from offload.connector.contract.snapshots import contract_of, minor_of, write_snapshot
 from offload.connector.contract.source import INSTALLED, SourceError, open_source
 
 SAME, BREAKS, UNREADABLE = 0, 1, 2
@@ -22,7 +22,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         source = open_source(options.wheel)
         if options.keep:
             minor_of(options.keep)
-            path = keep(contract_of(source), options.keep)
+            path = write_snapshot(contract_of(source), options.keep)
             print(f"{path}: the contract of vLLM {source.version()}")
             return SAME
         checked = check(source, minor_of(options.against) if options.against else None)

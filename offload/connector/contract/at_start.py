@@ -13,13 +13,13 @@ import time
 from collections.abc import Iterator
 from functools import cache
 
-from offload.connector.contract import calls, kept
+from offload.connector.contract import calls, snapshots
 from offload.connector.contract.answers import CALLS, ORDER, Answers, Facts
 from offload.connector.contract.check import our_parameters
 from offload.connector.contract.compare import Break, breaks
 from offload.connector.contract.declared import declared
 from offload.connector.contract.facts import Fact
-from offload.connector.contract.kept import Contract, load, minor_of, nearest_tested
+from offload.connector.contract.snapshots import Contract, load, minor_of, nearest_tested
 from offload.connector.contract.library import Library
 from offload.connector.contract.source import INSTALLED, PackageSource, open_source, ours
 from offload.errors import OffloadError
@@ -41,7 +41,7 @@ def check_installed() -> str:
     try:
         source = open_source(INSTALLED)
         version = source.version().partition("+")[0]
-        if version in kept.TESTED:
+        if version in snapshots.TESTED:
             return ""
         against = load(nearest_tested(minor_of(version)))
         with _no_collection():
@@ -54,7 +54,7 @@ def check_installed() -> str:
         raise VersionError(_refusal(version, found))
     spent = 1000 * (time.perf_counter() - started)
     return (
-        f"vLLM {version} was not tested with this kvtiers ({' and '.join(kept.TESTED)} were). "
+        f"vLLM {version} was not tested with this kvtiers ({' and '.join(snapshots.TESTED)} were). "
         f"Everything that a server needs from it is the same as in {against.version} (compared in "
         f"{spent:.0f} ms). python -m offload.connector.contract {INSTALLED} lists all differences"
     )
@@ -80,7 +80,7 @@ def _refusal(version: str, found: list[Break]) -> str:
     )
     return (
         f"kvtiers: vLLM {version} lacks what this version of kvtiers needs. Use vLLM "
-        f"{' or '.join(kept.TESTED)}, or a newer kvtiers. It differs in:\n" + "\n".join(lines)
+        f"{' or '.join(snapshots.TESTED)}, or a newer kvtiers. It differs in:\n" + "\n".join(lines)
     )
 
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from offload.connector.contract.compare import Break, OursOf, breaks
 from offload.connector.contract.facts import AnyFunction, parameters
-from offload.connector.contract.kept import Version, contract_of, load, minor_of, nearest_tested
+from offload.connector.contract.snapshots import Version, contract_of, load, minor_of, nearest_tested
 from offload.connector.contract.library import Library
 from offload.connector.contract.source import PackageSource, ours
 from offload.connector.contract.uses import OURS
@@ -29,17 +29,17 @@ class Checked:
 def check(source: PackageSource, against: Version | None = None) -> Checked:
     """Compare a source with a kept contract, by default that of the nearest tested
     version. Raises ``SourceError``."""
-    kept = load(against if against is not None else nearest_tested(minor_of(source.version())))
+    snapshot = load(against if against is not None else nearest_tested(minor_of(source.version())))
     now = contract_of(source)
     own = ours()
     places = dict(now.places)
-    for key in kept.facts:
+    for key in snapshot.facts:
         if key not in places and now.facts.get(key) is None:
             places[key] = tuple(places_of(own, key))
-    named = breaks(kept, now.facts, our_parameters(Library(own)), places)
-    unkept = [key for key in now.needs if key not in kept.facts]
+    named = breaks(snapshot, now.facts, our_parameters(Library(own)), places)
+    unkept = [key for key in now.needs if key not in snapshot.facts]
     return Checked(
-        now.version, source.label, kept.version, len(kept.facts), tuple(named), tuple(unkept)
+        now.version, source.label, snapshot.version, len(snapshot.facts), tuple(named), tuple(unkept)
     )
 
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from offload.connector.contract.answers import CALLS, ORDER, Facts
 from offload.connector.contract.facts import Fact
-from offload.connector.contract.kept import Contract, Need
+from offload.connector.contract.snapshots import Contract, Need
 from offload.connector.contract.uses import CallShape
 
 FIELDS = frozenset({"field", "property", "value"})
@@ -32,15 +32,15 @@ class Break:
 
 
 def breaks(
-    kept: Contract, found: Facts, ours_of: OursOf, places: dict[str, tuple[str, ...]] | None = None
+    snapshot: Contract, found: Facts, ours_of: OursOf, places: dict[str, tuple[str, ...]] | None = None
 ) -> list[Break]:
     """All differences that can affect us. Uses that the kept contract lacks are not compared."""
     named = []
-    read = {key for key, need in kept.needs.items() if need.serves}
-    for key, before in kept.facts.items():
-        if before is None or key not in kept.needs or key in VERSIONS:
+    read = {key for key, need in snapshot.needs.items() if need.serves}
+    for key, before in snapshot.facts.items():
+        if before is None or key not in snapshot.needs or key in VERSIONS:
             continue
-        need = kept.needs[key]
+        need = snapshot.needs[key]
         for text, is_fatal in _differences(key, before, found.get(key), need, ours_of, read):
             where = (places or {}).get(key, ())
             named.append(Break(key, text, is_fatal and need.serves, where))

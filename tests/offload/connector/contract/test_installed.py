@@ -14,12 +14,12 @@ from pathlib import Path
 import pytest
 
 import offload.connector
-from offload.connector.contract import at_start, calls, kept
+from offload.connector.contract import at_start, calls, snapshots
 from offload.connector.contract.__main__ import BREAKS, SAME, UNREADABLE, main
 from offload.connector.contract.at_start import VersionError, check_installed, stopping
 from offload.connector.contract.check import Checked, check
 from offload.connector.contract.declared import declared
-from offload.connector.contract.kept import Contract, contract_of, kept_versions, load, minor_of
+from offload.connector.contract.snapshots import Contract, contract_of, load, minor_of, snapshot_versions
 from offload.connector.contract.library import Library
 from offload.connector.contract.source import PackageSource, open_source
 from offload.connector.plugin import end_if_wrong
@@ -118,7 +118,7 @@ def now() -> Contract:
 
 def same_minor() -> Contract:
     version = minor_of(installed().version())
-    if version not in kept_versions():
+    if version not in snapshot_versions():
         pytest.skip(f"no contract of {version} is kept")
     return load(version)
 
@@ -160,7 +160,7 @@ def test_each_break_that_is_planted_in_vllm_is_named_with_its_place() -> None:
         assert any(each.startswith(f"{place}:") for each in named[0].places), (text, named[0])
         for each in named[0].places:
             path, _, line = each.rpartition(":")
-            assert int(line) <= len((kept.ours().read(path) or "").splitlines())
+            assert int(line) <= len((snapshots.ours().read(path) or "").splitlines())
 
 
 def test_a_start_detects_the_breaks_that_stop_the_whole_check() -> None:
@@ -210,7 +210,7 @@ class Renamed(Edited):
 @pytest.fixture
 def fresh_check(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
     check_installed.cache_clear()
-    monkeypatch.setattr(kept, "TESTED", (same_minor().version,))
+    monkeypatch.setattr(snapshots, "TESTED", (same_minor().version,))
     return monkeypatch
 
 
@@ -280,7 +280,7 @@ def test_a_failing_check_does_not_stop_a_server(fresh_check: pytest.MonkeyPatch)
 
 
 def test_contracts_of_the_tested_versions_are_kept() -> None:
-    for version in kept.TESTED:
+    for version in snapshots.TESTED:
         assert load(minor_of(version)).version == version
 
 

@@ -10,11 +10,11 @@ import pytest
 from offload.connector.contract.check import check, our_parameters
 from offload.connector.contract.compare import Break, breaks
 from offload.connector.contract.declared import Callers, Declared, Order
-from offload.connector.contract.kept import (
+from offload.connector.contract.snapshots import (
     TESTED,
     Contract,
     contract_of,
-    kept_versions,
+    snapshot_versions,
     minor_of,
     nearest_tested,
 )
@@ -230,25 +230,25 @@ PLANTED = {
 }
 
 
-def compared(kept: Contract, source: PackageSource) -> list[Break]:
+def compared(snapshot: Contract, source: PackageSource) -> list[Break]:
     own = Texts("offload", OURS)
     now = contract_of(source, own, TABLE)
-    return breaks(kept, now.facts, our_parameters(Library(own)), dict(now.places))
+    return breaks(snapshot, now.facts, our_parameters(Library(own)), dict(now.places))
 
 
 @pytest.fixture(scope="module")
-def kept() -> Contract:
+def snapshot() -> Contract:
     return contract_of(Texts("vllm", VLLM), Texts("offload", OURS), TABLE)
 
 
-def test_equal_versions_have_no_breaks(kept: Contract) -> None:
-    assert compared(kept, Texts("vllm", VLLM)) == []
+def test_equal_versions_have_no_breaks(snapshot: Contract) -> None:
+    assert compared(snapshot, Texts("vllm", VLLM)) == []
 
 
 @pytest.mark.parametrize("name", PLANTED)
-def test_each_kind_of_break_is_named_with_its_place(kept: Contract, name: str) -> None:
+def test_each_kind_of_break_is_named_with_its_place(snapshot: Contract, name: str) -> None:
     path, change, text, place, stops = PLANTED[name]
-    found = compared(kept, Edited(Texts("vllm", VLLM), {path: (change,)}))
+    found = compared(snapshot, Edited(Texts("vllm", VLLM), {path: (change,)}))
     named = [each for each in found if str(each) == text]
     assert named, f"not named; found {[str(each) for each in found]}"
     assert named[0].stops is stops
@@ -256,23 +256,23 @@ def test_each_kind_of_break_is_named_with_its_place(kept: Contract, name: str) -
     assert has_gone or place in named[0].places
 
 
-def test_a_definition_that_moves_is_no_break_if_its_name_is_still_imported(kept: Contract) -> None:
+def test_a_definition_that_moves_is_no_break_if_its_name_is_still_imported(snapshot: Contract) -> None:
     moved = dict(VLLM)
     moved["vllm/config/deep.py"] = moved["vllm/config/whole.py"]
     moved["vllm/config/whole.py"] = "from vllm.config.deep import *\n"
     moved["vllm/config/__init__.py"] = "from vllm.config.deep import Config\n"
-    assert compared(kept, Texts("vllm", moved)) == []
+    assert compared(snapshot, Texts("vllm", moved)) == []
 
 
-def test_a_module_that_has_become_empty_has_no_names(kept: Contract) -> None:
+def test_a_module_that_has_become_empty_has_no_names(snapshot: Contract) -> None:
     emptied = VLLM | {"vllm/runner.py": ""}
-    named = [str(each) for each in compared(kept, Texts("vllm", emptied))]
+    named = [str(each) for each in compared(snapshot, Texts("vllm", emptied))]
     assert "calls of Base.end: vLLM no longer calls it" in named
 
 
 def test_a_version_is_compared_with_the_nearest_tested_one() -> None:
     """The kept contract of a refused version says nothing about other versions."""
-    assert minor_of("0.31") in kept_versions()
+    assert minor_of("0.31") in snapshot_versions()
     old = Texts("vllm", VLLM | {"vllm/_version.py": "__version__ = version = '0.31.2'\n"})
     checked = check(old)
     assert checked.version == "0.31.2"
@@ -281,12 +281,12 @@ def test_a_version_is_compared_with_the_nearest_tested_one() -> None:
     assert nearest_tested((0, 33)) == nearest_tested((0, 99)) == (0, 33)
 
 
-def test_an_optional_parameter_of_a_function_is_no_break(kept: Contract) -> None:
+def test_an_optional_parameter_of_a_function_is_no_break(snapshot: Contract) -> None:
     change = ("align: int = 8", "align: int = 8, strict: bool = False")
-    assert compared(kept, Edited(Texts("vllm", VLLM), {"vllm/config/whole.py": (change,)})) == []
+    assert compared(snapshot, Edited(Texts("vllm", VLLM), {"vllm/config/whole.py": (change,)})) == []
 
 
-def test_a_wheel_and_a_folder_contain_their_texts(kept: Contract, tmp_path: Path) -> None:
+def test_a_wheel_and_a_folder_contain_their_texts(snapshot: Contract, tmp_path: Path) -> None:
     wheel = tmp_path / "vllm-7.1.0-py3-none-any.whl"
     with zipfile.ZipFile(wheel, "w") as file:
         for path, text in VLLM.items():
@@ -295,11 +295,11 @@ def test_a_wheel_and_a_folder_contain_their_texts(kept: Contract, tmp_path: Path
             (tmp_path / "unpacked" / path).write_text(text)
         file.writestr("vllm-7.1.0.dist-info/METADATA", "Name: vllm\nVersion: 7.1.0+cpu\n")
     assert open_source(str(wheel)).version() == "7.1.0+cpu"
-    assert compared(kept, open_source(str(wheel))) == []
+    assert compared(snapshot, open_source(str(wheel))) == []
     for folder in ("unpacked", "unpacked/vllm"):
         source = open_source(str(tmp_path / folder))
         assert source.version() == "7.1.0"
-        assert compared(kept, source) == []
+        assert compared(snapshot, source) == []
 
 
 def test_an_invalid_wheel_is_reported_in_one_sentence(tmp_path: Path) -> None:

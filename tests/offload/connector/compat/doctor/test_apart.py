@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from offload.connector.contract.declared import declared
-from offload.connector.contract.kept import load
+from offload.connector.contract.snapshots import load
 from tests.imports import imports_of, name_of, python_files
 
 PACKAGE = "offload.connector.compat.doctor"

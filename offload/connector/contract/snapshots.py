@@ -1,5 +1,5 @@
-"""Contracts: the facts about one version of vLLM, with our uses of it. Kept contracts are in the
-folder ``kept``."""
+"""Contracts: the facts about one version of vLLM, with our uses of it. Those of known versions are
+in the folder ``snapshots``."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from offload.connector.contract.library import Library
 from offload.connector.contract.source import PackageSource, SourceError, ours
 from offload.connector.contract.uses import CALLED, OVERRIDDEN, TYPING, CallShape, Use, derive
 
-KEPT = Path(__file__).with_name("kept")
+SNAPSHOTS = Path(__file__).with_name("snapshots")
 COMPAT = "offload/connector/compat/"
 _COMPAT = re.compile(rf"{COMPAT}(?:doctor/)?v(\d+)_(\d+)\.py")
 TESTED = ("0.32.0", "0.33.0")
@@ -114,9 +114,9 @@ def _need(uses: list[Use], table: Declared) -> Need:
 # -- files -----------------------------------------------------------------------------------
 
 
-def keep(contract: Contract, version: str) -> Path:
+def write_snapshot(contract: Contract, version: str) -> Path:
     """Write a contract under a version such as ``0.33``, one fact per line for reviews."""
-    path = KEPT / f"{version}.json"
+    path = SNAPSHOTS / f"{version}.json"
     facts = ",\n".join(f"  {_line(key)}: {_line(each)}" for key, each in contract.facts.items())
     needs = ",\n".join(f"  {_line(key)}: {_line(each)}" for key, each in contract.needs.items())
     parts = (
@@ -134,18 +134,18 @@ def _line(value: Any) -> str:
     return msgspec.json.format(msgspec.json.encode(value), indent=0).decode()
 
 
-def kept_versions() -> list[Version]:
+def snapshot_versions() -> list[Version]:
     """The versions whose contracts are kept, oldest first."""
-    return sorted(minor_of(path.stem) for path in KEPT.glob("*.json"))
+    return sorted(minor_of(path.stem) for path in SNAPSHOTS.glob("*.json"))
 
 
 def load(version: Version) -> Contract:
     """The kept contract of a version. Raises ``SourceError``."""
-    path = KEPT / f"{version[0]}.{version[1]}.json"
+    path = SNAPSHOTS / f"{version[0]}.{version[1]}.json"
     try:
         return msgspec.json.decode(path.read_bytes(), type=Contract)
     except (OSError, msgspec.MsgspecError) as error:
-        known = ", ".join(f"{a}.{b}" for a, b in kept_versions())
+        known = ", ".join(f"{a}.{b}" for a, b in snapshot_versions())
         raise SourceError(
             f"no contract of vLLM {version[0]}.{version[1]} is kept (kept: {known}): {error}"
         ) from error
