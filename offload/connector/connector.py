@@ -289,7 +289,9 @@ class KvTiersConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  
             self._epochs = PendingEpochs(
                 len(self._setup.config.lower), epochs.begin, take_back_one=epochs.take_back
             )
-            self._scheduler.attach(planner, len(ranks), self._setup.namespace_differences(planner.lower))
+            self._scheduler.attach(
+                planner, len(ranks), self._setup.namespace_differences(planner.lower)
+            )
             if self._collector is not None:
                 self._collector.attach(ranks)
 

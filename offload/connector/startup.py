@@ -287,7 +287,9 @@ class ServerSetup:
             tier for tier, index in zip(self.config.tiers, lower, strict=False) if not len(index)
         ]
         folders = [tier.path for tier in empty if tier.path]
-        return [line for path in folders for line in describe_nearest_namespace(path, self.namespace)]
+        return [
+            line for path in folders for line in describe_nearest_namespace(path, self.namespace)
+        ]
 
 
 def agreed_namespace(own: Namespace, ranks: Sequence[RankState]) -> Namespace:

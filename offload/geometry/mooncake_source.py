@@ -258,7 +258,9 @@ class MooncakeSource:
 
     def refresh(self) -> None:
         """Find the engines that are there at present."""
-        found, refused = self._called(partial(self._view.find_engines, self._client, self._warn_once))
+        found, refused = self._called(
+            partial(self._view.find_engines, self._client, self._warn_once)
+        )
         if len(found) > len(self._engines) and self._view.now.rank == 0:
             text = "kvtiers: %s: translating blocks of %d engines with another geometry"
             logger.info(text, self._view.description, len(found))

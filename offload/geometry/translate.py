@@ -335,7 +335,9 @@ class _Pair:
     ) -> StridedCopy:
         """``there`` and ``here`` give the (kernel block of the chunk, head, token) of the first
         unit."""
-        from_offset, from_strides = _offset_and_strides(self.theirs, self.their_group, self.from_at, there)
+        from_offset, from_strides = _offset_and_strides(
+            self.theirs, self.their_group, self.from_at, there
+        )
         to_offset, to_strides = _offset_and_strides(self.ours, self.our_group, self.at, here)
         return StridedCopy(
             self.source,

@@ -163,13 +163,17 @@ class TierIndex:
 
         ``protect`` contains keys that must not be evicted for this; with ``evict`` false, nothing
         is evicted. With ``keep_unwritten``, eviction stops at a victim that waits to be written to
-        a lower tier. ``checked`` means that the caller has just found all keys absent. The infos must be
-        passed to ``commit`` as well, unless this index remembers them. Stops at the first key
-        without space, so the granted keys are a prefix without a hole.
+        a lower tier. ``checked`` means that the caller has just found all keys absent. The infos
+        must be passed to ``commit`` as well, unless this index remembers them. Stops at the first
+        key without space, so the granted keys are a prefix without a hole.
         """
         evicted: list[bytes] = []
         sizes = sizes_of(infos)
-        make_space = partial(self._make_space, protect=protect, keep_unwritten=keep_unwritten) if evict else None
+        make_space = (
+            partial(self._make_space, protect=protect, keep_unwritten=keep_unwritten)
+            if evict
+            else None
+        )
         granted = None
         if len(keys) >= BULK_KEYS_MIN and (checked or self.are_absent(keys)):
             granted = self._reserve_at_once(keys, sizes, make_space, evicted)

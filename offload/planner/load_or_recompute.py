@@ -201,8 +201,16 @@ class LoadOrRecompute:
             allowed_s = DEADLINE_SHARE * self.timeout_s
             if read_s > allowed_s:
                 in_time = min(tokens, self.reads.part(allowed_s * speed))
-                return (in_time, ShortenReason.DEADLINE) if in_time >= self.tokens_min else (0, ShortenReason.DEADLINE)
-        return (tokens, ShortenReason.NOTHING) if tokens >= self.tokens_min else (0, ShortenReason.SHORT)
+                return (
+                    (in_time, ShortenReason.DEADLINE)
+                    if in_time >= self.tokens_min
+                    else (0, ShortenReason.DEADLINE)
+                )
+        return (
+            (tokens, ShortenReason.NOTHING)
+            if tokens >= self.tokens_min
+            else (0, ShortenReason.SHORT)
+        )
 
     @property
     def is_compared(self) -> bool:

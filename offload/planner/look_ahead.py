@@ -146,7 +146,9 @@ class LookAhead:
         self._requests: dict[str, _AheadRequest] = {}
         self._open = _OpenRequests(share * context.cpu.space.capacity)
         self._since: dict[_AheadRequest, float] = {}  # when the first chunk was read, by ``seen``
-        self._held: dict[bytes, _AheadRequest] = {}  # read ahead, with the request that waits for it
+        self._held: dict[
+            bytes, _AheadRequest
+        ] = {}  # read ahead, with the request that waits for it
         self._wanted = WantedSoon(self.queue, context.cpu)
         self._flying = [0] * len(context.lower)  # chunks that are being read, by tier
         self._left = 0  # requests that have left the queue
@@ -221,7 +223,11 @@ class LookAhead:
             self._wanted.enter(_position(self.queue, waiting), keys)
 
     def _renew(
-        self, waiting: _AheadRequest, batches: Sequence[ChunkBatch], keys: frozenset[bytes], chunks: int
+        self,
+        waiting: _AheadRequest,
+        batches: Sequence[ChunkBatch],
+        keys: frozenset[bytes],
+        chunks: int,
     ) -> None:
         """Examine a request's chunks, which may have changed, from the first that is missing."""
         old, waiting.keys = waiting.keys, keys
@@ -342,7 +348,9 @@ class LookAhead:
         for waiting in self._open.first(AHEAD_OPEN_REQUESTS_MAX):
             # A part of a prompt saves less computing than its load takes from a slower tier.
             tiers = working if waiting.chunks <= held_max else readable
-            while waiting.is_open and (has_free or waiting.evicts) and self._may_read(waiting, tiers):
+            while (
+                waiting.is_open and (has_free or waiting.evicts) and self._may_read(waiting, tiers)
+            ):
                 if ahead.left <= 0 or self._chunks_left <= 0 or budget.above(AHEAD_LEAVES) <= 0:
                     return
                 looked, is_full = self._look(waiting, tiers, min(ahead.left, AHEAD_BATCH))
@@ -371,7 +379,9 @@ class LookAhead:
             return self._flying[behind] < AHEAD_FLYING_MAX
         return any(self._flying[tier] < AHEAD_FLYING_MAX for tier in tiers)
 
-    def _look(self, waiting: _AheadRequest, tiers: Sequence[int], chunks_max: int) -> tuple[int, bool]:
+    def _look(
+        self, waiting: _AheadRequest, tiers: Sequence[int], chunks_max: int
+    ) -> tuple[int, bool]:
         """Examine the next chunks of a request and read those that only lower ``tiers`` hold.
         Returns how many were examined, and whether the CPU tier has no space for more."""
         batch = waiting.batches[waiting.batch_at]
@@ -410,7 +420,11 @@ class LookAhead:
         infos = context.groups[chunks.group].entries(chunks, 1)
         keep_unwritten = not self._cpu.unwritten.is_behind
         grant = self._cpu.reserve(
-            chunks.keys, infos, self._wanted.keys, evict=waiting.evicts, keep_unwritten=keep_unwritten
+            chunks.keys,
+            infos,
+            self._wanted.keys,
+            evict=waiting.evicts,
+            keep_unwritten=keep_unwritten,
         )
         if grant.evicted:
             context.stats.evicted(CPU, grant.evicted)

@@ -157,7 +157,9 @@ class PresenceCache:
 
     # -- a request ---------------------------------------------------------------------------
 
-    def query(self, keys: Sequence[bytes], read: frozenset[int] | None, now: float) -> PendingLookup:
+    def query(
+        self, keys: Sequence[bytes], read: frozenset[int] | None, now: float
+    ) -> PendingLookup:
         """Query every readable shared tier among ``read`` (``None``: all) for these keys. Skips
         keys whose state is known or that are in an open query. The number of keys is bounded."""
         numbers: set[int] = set()

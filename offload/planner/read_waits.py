@@ -40,7 +40,9 @@ class Action(Enum):
     @property
     def shorten_reason(self) -> ShortenReason:
         """Why only the chunks in the CPU tier are loaded; ``NOTHING`` if all are."""
-        return {Action.COMPUTE: ShortenReason.QUEUE, Action.LATE: ShortenReason.LATE}.get(self, ShortenReason.NOTHING)
+        return {Action.COMPUTE: ShortenReason.QUEUE, Action.LATE: ShortenReason.LATE}.get(
+            self, ShortenReason.NOTHING
+        )
 
 
 @dataclass(frozen=True, slots=True)

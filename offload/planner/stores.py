@@ -39,8 +39,8 @@ class StorePlanner:
 
     ``storing`` counts the chunks on their way to the CPU tier; this number is bounded. A step
     begins as many stores as its budget allows. ``admission`` decides which chunks may enter
-    (``None``: all). ``uses`` is notified when a store has ended, successfully or not. ``late_stores``
-    has chunks of ended requests that wait for their store.
+    (``None``: all). ``uses`` is notified when a store has ended, successfully or not.
+    ``late_stores`` has chunks of ended requests that wait for their store.
     """
 
     def __init__(

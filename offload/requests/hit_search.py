@@ -76,7 +76,11 @@ class HitSearch:
         hit, why = longest_match(None, limit), ShortenReason.NOTHING
         if shorten_reason is not ShortenReason.NOTHING and hit > start:
             there = longest_match(CPU, limit)
-            return Hit(None) if known.is_partial else Hit(there, shorten_reason if there < hit else why)
+            return (
+                Hit(None)
+                if known.is_partial
+                else Hit(there, shorten_reason if there < hit else why)
+            )
         for tier in reversed(range(len(planner.lower))):
             break_even = planner.health[tier].break_even
             if hit <= start or known.is_partial or not break_even.may_cut(hit - start):

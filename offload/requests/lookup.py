@@ -303,7 +303,9 @@ class Lookups:
         results = self._planner.loads.take_failed()
         for state in failures:
             if state.lookup.logged is not None and not state.lookup.logged.final:
-                self.log.count_failed_load(state.lookup.logged, failed(results.get(state.identity.request)))
+                self.log.count_failed_load(
+                    state.lookup.logged, failed(results.get(state.identity.request))
+                )
         for state in ended:
             if state.lookup.logged is not None and not state.lookup.logged.final:
                 loaded = None if state.outcome.failures else self._loaded(state)

@@ -214,7 +214,9 @@ def _check_siblings(params: Mapping[Any, Any], invalid: list[str]) -> bool:
             invalid.append(f'{show(name)} is not read: did you mean "{FIELD}"?')
             is_doubtful = is_doubtful or not _is_harmless(value)
         else:
-            invalid.append(f'{show(name)} is not read there: write {{"{FIELD}": {{"{meant}": ...}}}}')
+            invalid.append(
+                f'{show(name)} is not read there: write {{"{FIELD}": {{"{meant}": ...}}}}'
+            )
             is_doubtful = is_doubtful or (meant in _PRIVACY and not _says_no(value))
     return is_doubtful
 
@@ -303,7 +305,8 @@ def _tiers(
         return both, both
     unknown = [name for name in value if name not in ("read", "write")]
     invalid.extend(
-        f'{TIERS} has no part {show(name)} (parts: "read", "write")' for name in unknown[:INVALID_MAX]
+        f'{TIERS} has no part {show(name)} (parts: "read", "write")'
+        for name in unknown[:INVALID_MAX]
     )
     missing = frozenset[int]() if unknown else None
     read, write = (

@@ -53,7 +53,9 @@ class PresenceQueries:
                 if not await self._writers[tier].caught_up(QUERY_LATE_S):
                     return PresenceReply(None)
                 asking = self._tiers[tier].present(query.keys)
-                return PresenceReply(bytes(await self._watches[tier].query(asking, len(query.keys))))
+                return PresenceReply(
+                    bytes(await self._watches[tier].query(asking, len(query.keys)))
+                )
             except Exception as error:  # catch any error, because the query must be answered
                 logger.debug("kvtiers: tier %d could not be queried: %r", tier, error)
                 return PresenceReply(None)

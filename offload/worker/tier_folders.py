@@ -79,10 +79,7 @@ class TierFolders:
         """
         names = tier_names(self.config)
         others = [self._other_replicas(number) for number in range(len(self.config.tiers))]
-        own = [
-            self._spec(*about)
-            for about in zip(range(len(others)), names, others, strict=False)
-        ]
+        own = [self._spec(*about) for about in zip(range(len(others)), names, others, strict=False)]
         translated = [n for n, tier in enumerate(self.config.tiers) if tier.geometry == "translate"]
         for number, name in zip(translated, names[len(own) :], strict=True):
             own.append(self._translated(own[number], name, others[number]))

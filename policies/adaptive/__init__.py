@@ -229,7 +229,7 @@ class AdaptivePolicy(EvictionPolicy):
     def _leave(self, part: TakenKeys) -> None:
         """Learn from the keys that a request took from a span, and count the shadow caches'
         hits."""
-        span, count, has_rest = part.span, part.count, part.has_rest
+        span, count, has_rest = part.span, part.size, part.has_rest
         if span.fresh:
             if has_rest:
                 self._settle(span)
@@ -249,7 +249,7 @@ class AdaptivePolicy(EvictionPolicy):
 
     def _renew(self, part: TakenKeys) -> None:
         """Record that a request used all of a shared span. The span remains as it is."""
-        span, count = part.span, part.count
+        span, count = part.span, part.size
         table, shadows = self._table, self._shadows
         table.record(span.kind, self._now - span.time, count, reused=True)
         self._drop(span)

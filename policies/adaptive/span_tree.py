@@ -111,11 +111,11 @@ class Span:
 
 
 class TakenKeys(NamedTuple):
-    """The keys that a touch took from one span: their number, the position in the request at which
-    they end, whether the span ``has_rest``, and the keys in prefix order."""
+    """The keys that a touch took from one span: their number (``size``), the position in the
+    request at which they end, whether the span ``has_rest``, and the keys in prefix order."""
 
     span: Span
-    count: int
+    size: int
     end: int
     has_rest: bool
     segments: list[Segment[Span]]
@@ -176,7 +176,9 @@ class SpanTree:
             self._hang(span, _last_key(found))
         return TakenKeys(span, size, end, span.live > 0, found)
 
-    def enter(self, span: Span, taken: Iterable[TakenKeys], before: TakenKeys | None = None) -> None:
+    def enter(
+        self, span: Span, taken: Iterable[TakenKeys], before: TakenKeys | None = None
+    ) -> None:
         """Add all taken keys to a span, and make the span a child of the last key in ``before``."""
         found = [segment for part in taken for segment in part.segments]
         for segment in reversed(self.segments.joined(found)):

@@ -15,7 +15,7 @@ import pytest
 from vllm.v1.request import RequestStatus
 
 from offload.connector.scheduler.request_spans import attributes_of
-from offload.planner.load_or_recompute import SAMPLES_MIN, ShortenReason, LoadOrRecompute
+from offload.planner.load_or_recompute import SAMPLES_MIN, LoadOrRecompute, ShortenReason
 from offload.planner.read_waits import TOTAL_S
 from offload.requests.miss_reasons import Reason
 from tests.oracle.clock import TIMED

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from vllm.v1.request import RequestStatus
 
-from offload.planner.load_or_recompute import SAMPLES_MIN, ShortenReason, LoadOrRecompute
+from offload.planner.load_or_recompute import SAMPLES_MIN, LoadOrRecompute, ShortenReason
 from offload.requests.miss_reasons import Reason
 from tests.oracle.models import MODELS
 from tests.oracle.serving import Conditions

@@ -274,7 +274,7 @@ MUTANTS: dict[str, tuple[Patch, Setup | None, str]] = {
     "probes without end": (any_number_of_probes, IN_TROUBLE, "probes"),
     "no deadline": (no_deadline, SHORT_STEPS_IN_TROUBLE, "has waited"),
     "what was read ahead is evicted": (
-        skip(Retention, "look_ahead"),
+        skip(Retention, "register_ahead"),
         LOOKING_AHEAD,
         "evicted before their use",
     ),

@@ -148,7 +148,9 @@ class CudaCopyEngine(CopyEngine):
 
     def path_infos(self) -> tuple[CopyPathInfo, ...]:
         return tuple(
-            CopyPathInfo(group, direction, path.name.lower(), path is choice.path, choice.rates.get(path))
+            CopyPathInfo(
+                group, direction, path.name.lower(), path is choice.path, choice.rates.get(path)
+            )
             for (group, direction), choice in self.choices().items()
             for path in {choice.path: 0} | dict(choice.rates)
         )

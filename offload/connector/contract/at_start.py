@@ -19,8 +19,8 @@ from offload.connector.contract.check import our_parameters
 from offload.connector.contract.compare import Break, breaks
 from offload.connector.contract.declared import declared
 from offload.connector.contract.facts import Fact
-from offload.connector.contract.snapshots import Contract, load, minor_of, nearest_tested
 from offload.connector.contract.library import Library
+from offload.connector.contract.snapshots import Contract, load, minor_of, nearest_tested
 from offload.connector.contract.source import INSTALLED, PackageSource, open_source, ours
 from offload.errors import OffloadError
 

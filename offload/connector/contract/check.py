@@ -8,8 +8,14 @@ from dataclasses import dataclass
 
 from offload.connector.contract.compare import Break, OursOf, breaks
 from offload.connector.contract.facts import AnyFunction, parameters
-from offload.connector.contract.snapshots import Version, contract_of, load, minor_of, nearest_tested
 from offload.connector.contract.library import Library
+from offload.connector.contract.snapshots import (
+    Version,
+    contract_of,
+    load,
+    minor_of,
+    nearest_tested,
+)
 from offload.connector.contract.source import PackageSource, ours
 from offload.connector.contract.uses import OURS
 
@@ -39,7 +45,12 @@ def check(source: PackageSource, against: Version | None = None) -> Checked:
     named = breaks(snapshot, now.facts, our_parameters(Library(own)), places)
     unkept = [key for key in now.needs if key not in snapshot.facts]
     return Checked(
-        now.version, source.label, snapshot.version, len(snapshot.facts), tuple(named), tuple(unkept)
+        now.version,
+        source.label,
+        snapshot.version,
+        len(snapshot.facts),
+        tuple(named),
+        tuple(unkept),
     )
 
 

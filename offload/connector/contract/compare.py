@@ -32,7 +32,10 @@ class Break:
 
 
 def breaks(
-    snapshot: Contract, found: Facts, ours_of: OursOf, places: dict[str, tuple[str, ...]] | None = None
+    snapshot: Contract,
+    found: Facts,
+    ours_of: OursOf,
+    places: dict[str, tuple[str, ...]] | None = None,
 ) -> list[Break]:
     """All differences that can affect us. Uses that the kept contract lacks are not compared."""
     named = []

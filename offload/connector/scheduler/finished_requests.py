@@ -106,7 +106,7 @@ class FinishedRequests:
             seconds = identity.origin.controls.pin_s
             count = self.pins.pin(keys[: tokens // group.chunk_tokens], seconds, now)
             if group.kind == FULL:
-                pinned_tokens.append(count *  group.chunk_tokens)
+                pinned_tokens.append(count * group.chunk_tokens)
         return min(pinned_tokens, default=0)
 
     def report(self, state: RequestState, pinned_tokens: int) -> dict[str, Any]:

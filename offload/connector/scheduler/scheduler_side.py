@@ -93,7 +93,9 @@ class SchedulerSide:
         self._clock = PrefillRate(self._computed)
         self._is_held = False
 
-    def attach(self, planner: Planner, ranks: int, namespace_differences: Sequence[str] = ()) -> None:
+    def attach(
+        self, planner: Planner, ranks: int, namespace_differences: Sequence[str] = ()
+    ) -> None:
         """Start planning: all workers are ready. ``ranks`` is their number.
 
         ``namespace_differences``: see ``offload.requests.miss_reasons.Explainer``.

@@ -17,9 +17,9 @@ from offload.planner.load_or_recompute import (
     SAMPLES_MIN,
     STOP_BELOW,
     TOKENS_MIN,
-    ShortenReason,
     LoadOrRecompute,
     Rate,
+    ShortenReason,
 )
 
 TOKENS = 1000

@@ -84,7 +84,9 @@ def test_a_slow_tier_is_not_used_for_a_few_tokens(cpu: int, below: int, loaded: 
     assert chunks_to_load(planner) == cpu + below, "the tier was not measured yet"
     slow(planner, 0)
     assert chunks_to_load(planner) == loaded
-    assert hit(planner).shorten_reason is (ShortenReason.SHORT if loaded < cpu + below else ShortenReason.NOTHING)
+    assert hit(planner).shorten_reason is (
+        ShortenReason.SHORT if loaded < cpu + below else ShortenReason.NOTHING
+    )
 
 
 def test_tokens_in_the_gpus_cache_do_not_count() -> None:

@@ -21,8 +21,8 @@ from offload.planner.write_through import QueueSettings
 from offload.requests import parse_options
 from offload.requests.parse_options import (
     CONTROL_NAMES,
-    NAMES_MAX,
     INVALID_MAX,
+    NAMES_MAX,
     parse_controls,
     parse_hints,
 )

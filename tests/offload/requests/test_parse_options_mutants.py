@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from offload.planner.loads import LoadPlanner
-from offload.planner.timed_pins import TimedPins, _Kept
+from offload.planner.timed_pins import TimedPins, _TierPins
 from offload.planner.write_through import WriteThroughQueue
 from offload.requests import parse_options as controls
 from tests.offload.planner import test_timed_pins as pins
@@ -44,12 +44,12 @@ def instead(owner: type, name: str, found: Any) -> Patch:
 
 
 def pins_without_bound(patch: pytest.MonkeyPatch) -> None:
-    begin = _Kept.__init__
+    begin = _TierPins.__init__
 
-    def endless(self: _Kept, index: Any, sizes: Any, most: int) -> None:
+    def endless(self: _TierPins, index: Any, sizes: Any, most: int) -> None:
         begin(self, index, sizes, 1 << 60)
 
-    patch.setattr(_Kept, "__init__", endless)
+    patch.setattr(_TierPins, "__init__", endless)
 
 
 def high_is_not_recognised(patch: pytest.MonkeyPatch) -> None:
@@ -99,7 +99,7 @@ MUTANTS: dict[str, tuple[Patch, Callable[[], None]]] = {
         pins.test_pinned_chunks_never_exceed_their_share_of_the_tier,
     ),
     "pins keep nothing": (
-        instead(_Kept, "keep", 2),
+        instead(_TierPins, "pin", 2),
         pins.test_kept_chunks_are_not_evicted_until_their_time_is_over,
     ),
     "pins survive a reset": (

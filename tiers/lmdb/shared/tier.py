@@ -248,7 +248,9 @@ class SharedLmdbTier(FolderTier[SharedLmdbFiles], SharedTier):
         with self._working():
             await self._writes.ended(keys)
             own_epoch = self._own_epoch
-            gone = await settled(self._client.submit(lambda changes: changes.remove(keys, own_epoch)))
+            gone = await settled(
+                self._client.submit(lambda changes: changes.remove(keys, own_epoch))
+            )
             self._counts["deleted"] += gone or 0
             self._check_index()
 

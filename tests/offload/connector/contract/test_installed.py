@@ -19,8 +19,14 @@ from offload.connector.contract.__main__ import BREAKS, SAME, UNREADABLE, main
 from offload.connector.contract.at_start import VersionError, check_installed, stopping
 from offload.connector.contract.check import Checked, check
 from offload.connector.contract.declared import declared
-from offload.connector.contract.snapshots import Contract, contract_of, load, minor_of, snapshot_versions
 from offload.connector.contract.library import Library
+from offload.connector.contract.snapshots import (
+    Contract,
+    contract_of,
+    load,
+    minor_of,
+    snapshot_versions,
+)
 from offload.connector.contract.source import PackageSource, open_source
 from offload.connector.plugin import end_if_wrong
 from offload.connector.startup import ServerSetup

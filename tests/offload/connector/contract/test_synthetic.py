@@ -10,15 +10,15 @@ import pytest
 from offload.connector.contract.check import check, our_parameters
 from offload.connector.contract.compare import Break, breaks
 from offload.connector.contract.declared import Callers, Declared, Order
+from offload.connector.contract.library import Library
 from offload.connector.contract.snapshots import (
     TESTED,
     Contract,
     contract_of,
-    snapshot_versions,
     minor_of,
     nearest_tested,
+    snapshot_versions,
 )
-from offload.connector.contract.library import Library
 from offload.connector.contract.source import PackageSource, SourceError, open_source
 from tests.offload.connector.contract.sources import Edited, Texts
 
@@ -256,7 +256,9 @@ def test_each_kind_of_break_is_named_with_its_place(snapshot: Contract, name: st
     assert has_gone or place in named[0].places
 
 
-def test_a_definition_that_moves_is_no_break_if_its_name_is_still_imported(snapshot: Contract) -> None:
+def test_a_definition_that_moves_is_no_break_if_its_name_is_still_imported(
+    snapshot: Contract,
+) -> None:
     moved = dict(VLLM)
     moved["vllm/config/deep.py"] = moved["vllm/config/whole.py"]
     moved["vllm/config/whole.py"] = "from vllm.config.deep import *\n"
@@ -283,7 +285,9 @@ def test_a_version_is_compared_with_the_nearest_tested_one() -> None:
 
 def test_an_optional_parameter_of_a_function_is_no_break(snapshot: Contract) -> None:
     change = ("align: int = 8", "align: int = 8, strict: bool = False")
-    assert compared(snapshot, Edited(Texts("vllm", VLLM), {"vllm/config/whole.py": (change,)})) == []
+    assert (
+        compared(snapshot, Edited(Texts("vllm", VLLM), {"vllm/config/whole.py": (change,)})) == []
+    )
 
 
 def test_a_wheel_and_a_folder_contain_their_texts(snapshot: Contract, tmp_path: Path) -> None:
