@@ -215,7 +215,7 @@ def compare(case: Case, facts: object) -> None:
 
 
 @pytest.mark.parametrize("seed", range(100))
-def test_longest_hit_and_its_blocks_equal_vllm(seed):
+def test_longest_match_and_its_blocks_equal_vllm(seed):
     rng = random.Random(seed)
     for number in range(CASES_PER_SEED):
         case = random_case(rng)

@@ -90,7 +90,7 @@ def keys_of(layout, chunks: int) -> list[list[bytes]]:
     return [[b"%d/%d" % (group.group, i) for i in range(chunks)] for group in layout.groups]
 
 
-def test_case_3_pr_42828_longest_hit_over_groups():
+def test_case_3_pr_42828_longest_match_over_groups():
     layout = case_3_layout()
     matcher = PrefixMatcher(layout)
     keys = keys_of(layout, 10)

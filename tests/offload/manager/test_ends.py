@@ -84,8 +84,8 @@ def cancel_twice(call: asyncio.Task[Any]) -> None:
     call.get_loop().call_soon(call.cancel)
 
 
-def run(life: Callable[[], Coroutine[Any, Any, None]]) -> None:
-    run_virtually(life())
+def run(scenario: Callable[[], Coroutine[Any, Any, None]]) -> None:
+    run_virtually(scenario())
 
 
 # -- cancelling ------------------------------------------------------------------------------
@@ -96,7 +96,7 @@ def run(life: Callable[[], Coroutine[Any, Any, None]]) -> None:
 def test_a_repeatedly_cancelled_call_ends_after_its_copy(
     engine: Callable[[], SimulatedCopyEngine], which: str, times: int
 ) -> None:
-    async def life() -> None:
+    async def scenario() -> None:
         caches = kv_caches()
         compute(caches, keys(1), [0])
         async with await open_manager(caches) as manager:
@@ -116,7 +116,7 @@ def test_a_repeatedly_cancelled_call_ends_after_its_copy(
             if which == "offload":
                 assert manager.lookup(keys(1)) == 1
 
-    run(life)
+    run(scenario)
 
 
 @pytest.mark.parametrize("which", ["offload", "restore"])
@@ -133,7 +133,7 @@ def test_a_call_ends_after_its_copy_when_the_loop_ends(
         finally:
             copied_at.append(engine().idle)
 
-    async def life(wait: int) -> None:
+    async def scenario(wait: int) -> None:
         caches = kv_caches()
         compute(caches, keys(1), [0])
         manager = await open_manager(caches)
@@ -145,7 +145,7 @@ def test_a_call_ends_after_its_copy_when_the_loop_ends(
         kept[:] = calling, manager  # otherwise it would be collected
 
     for wait in range(1, 8):
-        run_virtually(life(wait))
+        run_virtually(scenario(wait))
         manager = kept[1]
         engine().close()
         manager._slab.close()
@@ -155,7 +155,7 @@ def test_a_call_ends_after_its_copy_when_the_loop_ends(
 def test_a_cancelled_restore_does_not_wait_for_a_read_that_hangs(
     engine: Callable[[], SimulatedCopyEngine],
 ) -> None:
-    async def life() -> None:
+    async def scenario() -> None:
         tier = HoldingTier(MemoryTier(1 << 22), methods={"read"})
         caches = kv_caches()
         loop = asyncio.get_running_loop()
@@ -175,7 +175,7 @@ def test_a_cancelled_restore_does_not_wait_for_a_read_that_hangs(
             assert (caches["layers.0"][40:42] == 0xEE).all(), "the blocks already have a new owner"
             manager.planner.check()
 
-    run(life)
+    run(scenario)
 
 
 def test_an_offload_does_not_wait_for_another_calls_read(
@@ -183,7 +183,7 @@ def test_an_offload_does_not_wait_for_another_calls_read(
 ) -> None:
     """A tier that hangs holds the chunk, so ``offload`` need not store it."""
 
-    async def life() -> None:
+    async def scenario() -> None:
         tier = HoldingTier(MemoryTier(1 << 22), methods={"read"})
         loop = asyncio.get_running_loop()
         async with await open_manager(kv_caches(), [tier], slots=8) as manager:
@@ -198,13 +198,13 @@ def test_an_offload_does_not_wait_for_another_calls_read(
             await copies(engine())
             assert await reading == 1
 
-    run(life)
+    run(scenario)
 
 
 def test_an_offload_during_a_reset_ends_after_its_copy(
     engine: Callable[[], SimulatedCopyEngine],
 ) -> None:
-    async def life() -> None:
+    async def scenario() -> None:
         caches = kv_caches()
         tier = HoldingTier(MemoryTier(1 << 22), methods={"write"})
         async with await open_manager(caches, [tier]) as manager:
@@ -222,14 +222,14 @@ def test_an_offload_during_a_reset_ends_after_its_copy(
             await copies(engine())
             assert await call == 0
 
-    run(life)
+    run(scenario)
 
 
 # -- closing ---------------------------------------------------------------------------------
 
 
 def test_use_of_a_closed_manager_is_one_clear_error_at_once() -> None:
-    async def life() -> None:
+    async def scenario() -> None:
         manager = await open_manager(kv_caches(), [MemoryTier(1 << 22)])
         await manager.aclose()
         await manager.aclose()
@@ -246,7 +246,7 @@ def test_use_of_a_closed_manager_is_one_clear_error_at_once() -> None:
             manager.lookup(keys(1))
         assert asyncio.get_running_loop().time() < SOON_S
 
-    run(life)
+    run(scenario)
 
 
 def test_operations_under_way_end_with_the_manager(
@@ -254,7 +254,7 @@ def test_operations_under_way_end_with_the_manager(
 ) -> None:
     """A read hangs, a copy has not begun, and a flush waits for both."""
 
-    async def life() -> None:
+    async def scenario() -> None:
         tier = HoldingTier(MemoryTier(1 << 22), methods={"read", "reset"})
         loop = asyncio.get_running_loop()
         manager = await open_manager(kv_caches(), [tier], slots=8)
@@ -280,7 +280,7 @@ def test_operations_under_way_end_with_the_manager(
         assert engine().idle
         tier.release()
 
-    run(life)
+    run(scenario)
 
 
 @pytest.mark.parametrize("after", range(1, 6))
@@ -290,7 +290,7 @@ def test_a_cancelled_close_releases_everything(
 ) -> None:
     """Threads (counted by the fixture), memory and the folder are released."""
 
-    async def life() -> None:
+    async def scenario() -> None:
         disk = OnThreads(LmdbTier(tmp_path / "tier", 8 << 20, reserve_bytes=0))
         tier = HoldingTier(disk, methods={"write"})
         manager = await open_manager(kv_caches(), [tier], slots=8)
@@ -310,7 +310,7 @@ def test_a_cancelled_close_releases_everything(
         await again.aclose()
         tier.release()
 
-    run(life)
+    run(scenario)
 
 
 def test_a_close_at_the_end_of_the_loop_releases_everything(
@@ -318,7 +318,7 @@ def test_a_close_at_the_end_of_the_loop_releases_everything(
 ) -> None:
     kept: list[Any] = []
 
-    async def life(wait: int) -> None:
+    async def scenario(wait: int) -> None:
         disk = OnThreads(LmdbTier(tmp_path / "tier", 8 << 20, reserve_bytes=0))
         tier = HoldingTier(disk, methods={"write"})
         manager = await open_manager(kv_caches(), [tier], slots=8)
@@ -327,7 +327,7 @@ def test_a_close_at_the_end_of_the_loop_releases_everything(
         await turns(wait)
 
     for wait in range(1, 6):
-        run_virtually(life(wait))
+        run_virtually(scenario(wait))
         assert kept[1]._released.done()
 
 
@@ -338,7 +338,7 @@ def test_a_cancelled_open_leaves_nothing_behind(tmp_path: Path, after: int | Non
             await asyncio.sleep(0.1)
             await self.inner.aclose()
 
-    async def life() -> None:
+    async def scenario() -> None:
         one = Slow(OnThreads(LmdbTier(tmp_path / "one", 8 << 20, reserve_bytes=0)))
         other = HoldingTier(MemoryTier(1 << 22), methods={"open"})
         opening = asyncio.ensure_future(open_manager(kv_caches(), [one, other]))
@@ -352,4 +352,4 @@ def test_a_cancelled_open_leaves_nothing_behind(tmp_path: Path, after: int | Non
         await again.open()
         await again.aclose()
 
-    run(life)
+    run(scenario)

@@ -113,8 +113,8 @@ class ManagerOverFaults:
         return got
 
 
-def run(life: Coroutine[Any, Any, None]) -> None:
-    run_virtually(life)
+def run(scenario: Coroutine[Any, Any, None]) -> None:
+    run_virtually(scenario)
 
 
 def failing(tier: Tier, trouble: Trouble) -> FailingTier:
@@ -187,7 +187,7 @@ async def store_until_writes_are_closed(world: ManagerOverFaults) -> None:
 
 @pytest.mark.parametrize("fault", KINDS)
 def test_reads_of_a_failing_disk(tmp_path: Path, fault: Callable[[Tier, Trouble], Any]) -> None:
-    async def life() -> None:
+    async def scenario() -> None:
         async with ManagerOverFaults(tmp_path, fault).opened() as world:
             await world.store(CHUNKS)
             assert await world.restore(CHUNKS) == CHUNKS
@@ -213,12 +213,12 @@ def test_reads_of_a_failing_disk(tmp_path: Path, fault: Callable[[Tier, Trouble]
             await until(lambda: world.health.reads.closed, world)
             assert await world.restore(CHUNKS) > held
 
-    run(life())
+    run(scenario())
 
 
 @pytest.mark.parametrize("fault", [failing, slow_writes, hanging, FullTier])
 def test_writes_to_a_failing_disk(tmp_path: Path, fault: Callable[[Tier, Trouble], Any]) -> None:
-    async def life() -> None:
+    async def scenario() -> None:
         async with ManagerOverFaults(tmp_path, fault).opened() as world:
             world.trouble.now = True
             first = 0
@@ -245,7 +245,7 @@ def test_writes_to_a_failing_disk(tmp_path: Path, fault: Callable[[Tier, Trouble
             await world.store(CHUNKS, 300)
             assert await world.restore(CHUNKS, 300) == CHUNKS
 
-    run(life())
+    run(scenario())
 
 
 async def until(reached: Callable[[], bool], world: ManagerOverFaults) -> None:
@@ -259,7 +259,7 @@ async def until(reached: Callable[[], bool], world: ManagerOverFaults) -> None:
 
 
 def test_a_disk_that_hangs_permanently_stays_unused_and_closing_is_bounded(tmp_path: Path) -> None:
-    async def life() -> None:
+    async def scenario() -> None:
         loop = asyncio.get_running_loop()
         async with ManagerOverFaults(tmp_path, hanging).opened() as world:
             await world.store(CHUNKS)
@@ -282,7 +282,7 @@ def test_a_disk_that_hangs_permanently_stays_unused_and_closing_is_bounded(tmp_p
             began = loop.time()
         assert loop.time() - began < 3.0
 
-    run(life())
+    run(scenario())
 
 
 @pytest.mark.parametrize("comes_back", ["as it was", "empty"])
@@ -296,7 +296,7 @@ def test_an_unplugged_disk_is_used_again_when_it_is_back(tmp_path: Path, comes_b
             raise FileNotFoundError(mount)
         return LmdbTier(mount / "tier", 64 << 20, reserve_bytes=0)
 
-    async def life() -> None:
+    async def scenario() -> None:
         mount.mkdir()
         disk = OnThreads(ReopeningTier(make(), make))
         async with ManagerOverFaults(mount, lambda *_: disk).opened() as world:
@@ -325,7 +325,7 @@ def test_an_unplugged_disk_is_used_again_when_it_is_back(tmp_path: Path, comes_b
             await world.manager.flush()
             assert await world.restore(CHUNKS, 300) == CHUNKS
 
-    run(life())
+    run(scenario())
 
 
 def test_a_prefix_four_times_the_cpu_tier_is_read_from_the_disk_exactly_once(
@@ -345,7 +345,7 @@ def test_a_prefix_four_times_the_cpu_tier_is_read_from_the_disk_exactly_once(
                 self.seen[name] = self.seen.get(name, 0) + data.nbytes
             return await super().read(names, into)
 
-    async def life() -> None:
+    async def scenario() -> None:
         async with ManagerOverFaults(tmp_path, lambda tier, _: Bytes(tier)).opened() as world:
             await world.store(CHUNKS)
         again = ManagerOverFaults(tmp_path, lambda tier, _: Bytes(tier))
@@ -357,7 +357,7 @@ def test_a_prefix_four_times_the_cpu_tier_is_read_from_the_disk_exactly_once(
             assert set(again.fault.seen) == names
             assert set(again.fault.seen.values()) == {8192}, "each byte must be read once"
 
-    run(life())
+    run(scenario())
 
 
 @pytest.fixture(autouse=True)

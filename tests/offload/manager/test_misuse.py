@@ -42,8 +42,8 @@ def _copies_without_threads(monkeypatch: pytest.MonkeyPatch) -> None:
     simulated_engines(monkeypatch, automatic=True)
 
 
-def run(life: Callable[[], Coroutine[Any, Any, None]]) -> None:
-    run_virtually(life())
+def run(scenario: Callable[[], Coroutine[Any, Any, None]]) -> None:
+    run_virtually(scenario())
 
 
 # -- invalid calls ----------------------------------------------------------------------------
@@ -70,7 +70,7 @@ WRONG_CALLS = {
 def test_an_invalid_call_says_what_is_wrong_and_changes_nothing(which: str, wrong: str) -> None:
     names, blocks, message = WRONG_CALLS[wrong]
 
-    async def life() -> None:
+    async def scenario() -> None:
         caches = kv_caches()
         async with await open_manager(caches, [MemoryTier(1 << 22)]) as manager:
             with pytest.raises(ValueError, match=re.escape(message)):
@@ -82,11 +82,11 @@ def test_an_invalid_call_says_what_is_wrong_and_changes_nothing(which: str, wron
             assert await manager.restore([b"a", b"b"], [11, 12]) == 2
             assert wrong_blocks(caches, [b"a", b"b"], [11, 12]) == []
 
-    run(life)
+    run(scenario)
 
 
 def test_integers_of_any_kind_are_block_ids() -> None:
-    async def life() -> None:
+    async def scenario() -> None:
         caches = kv_caches()
         async with await open_manager(caches) as manager:
             compute(caches, keys(2), [1, 2])
@@ -96,11 +96,11 @@ def test_integers_of_any_kind_are_block_ids() -> None:
             assert await manager.restore(keys(2), blocks) == 2
             assert wrong_blocks(caches, keys(2), [11, 12]) == []
 
-    run(life)
+    run(scenario)
 
 
 def test_the_longest_key_reaches_every_tier(tmp_path: Path) -> None:
-    async def life() -> None:
+    async def scenario() -> None:
         caches = kv_caches()
         disk = OnThreads(LmdbTier(tmp_path / "tier", 8 << 20, reserve_bytes=0))
         names = [b"k" * 507, b"a"]
@@ -110,7 +110,7 @@ def test_the_longest_key_reaches_every_tier(tmp_path: Path) -> None:
             await manager.flush()
             assert all(name + bytes(4) in manager.planner.lower[0] for name in names)
 
-    run(life)
+    run(scenario)
 
 
 # -- third-party tiers ------------------------------------------------------------------------
@@ -171,7 +171,7 @@ WAYS: dict[str, Callable[[list[Any]], Any]] = {
 @pytest.mark.parametrize("method", ["read", "write", "present", "touch"])
 @pytest.mark.parametrize("way", WAYS)
 def test_a_misbehaving_tier_fails_only_that_operation(method: str, way: str) -> None:
-    async def life() -> None:
+    async def scenario() -> None:
         caches, loop = kv_caches(), asyncio.get_running_loop()
         bad: MisbehavingTier = (
             MisbehavingSharedTier(SharedMemoryTier(SharedMemory(1 << 22)), method, WAYS[way])
@@ -214,7 +214,7 @@ def test_a_misbehaving_tier_fails_only_that_operation(method: str, way: str) -> 
             assert wrong_blocks(caches, keys(2, 206), [8, 9]) == []
             manager.planner.check()
 
-    run(life)
+    run(scenario)
 
 
 def test_a_tier_that_raises_anything_when_opened_is_unavailable() -> None:
@@ -222,18 +222,18 @@ def test_a_tier_that_raises_anything_when_opened_is_unavailable() -> None:
         async def open(self) -> Any:
             raise KeyError("planted")
 
-    async def life() -> None:
+    async def scenario() -> None:
         with pytest.raises(TierUnavailableError, match="tier 0: 'planted'"):
             await open_manager(kv_caches(), [Odd(MemoryTier(1 << 22))])
 
-    run(life)
+    run(scenario)
 
 
 @pytest.mark.parametrize("method", ["complete", "step"])
 def test_one_error_of_the_planner_does_not_end_all_operations(
     method: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async def life() -> None:
+    async def scenario() -> None:
         caches = kv_caches()
         async with await open_manager(caches) as manager:
             real = getattr(manager.planner, method)
@@ -255,13 +255,13 @@ def test_one_error_of_the_planner_does_not_end_all_operations(
             assert await asyncio.wait_for(manager.restore(keys(1, 5), [3]), SOON_S) == 1
             assert wrong_blocks(caches, keys(1, 5), [3]) == []
 
-    run(life)
+    run(scenario)
 
 
 def test_a_broken_planner_ends_calls_and_copies_nothing_later(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    async def life() -> None:
+    async def scenario() -> None:
         caches = kv_caches()
         manager = await open_manager(caches, [MemoryTier(1 << 22)])
         compute(caches, keys(1), [1])
@@ -277,4 +277,4 @@ def test_a_broken_planner_ends_calls_and_copies_nothing_later(
         assert (caches["layers.0"][5] == 0xEE).all(), "the block has a new owner"
         await manager.aclose()
 
-    run(life)
+    run(scenario)

@@ -28,7 +28,7 @@ def key_of(number: int) -> bytes:
     return number.to_bytes(8, "big") + GROUP.to_bytes(4, "big")
 
 
-def _run(numbers: list[int], first_block: int) -> ChunkBatch:
+def _batch(numbers: list[int], first_block: int) -> ChunkBatch:
     blocks = list(range(first_block, first_block + len(numbers)))
     return ChunkBatch([key_of(n) for n in numbers], GROUP, blocks, [16 * (n + 1) for n in numbers])
 
@@ -71,9 +71,9 @@ class PlannerWithRanks:
         for number, block in zip(numbers, blocks, strict=True):
             self.blocks[block] = (key_of(number), self.generation)
         if late:
-            self.planner.stores.late_stores.add(_run(numbers, first_block), None)
+            self.planner.stores.late_stores.add(_batch(numbers, first_block), None)
         else:
-            self.planner.stores.plan(_run(numbers, first_block))
+            self.planner.stores.plan(_batch(numbers, first_block))
 
     def give_away(self, blocks: list[int]) -> None:
         """Reuse blocks for new content: fence first, as vLLM's next step would."""
@@ -92,7 +92,7 @@ class PlannerWithRanks:
         if hit:
             self.requests += 1
             self.planner.stores.fence(range(first_block, first_block + len(hit)))
-            self.planner.loads.plan(f"r{self.requests}", [_run(hit, first_block)])
+            self.planner.loads.plan(f"r{self.requests}", [_batch(hit, first_block)])
             self.step()
 
     def reset(self) -> None:

@@ -35,7 +35,7 @@ class Bed:
     def store(self, numbers: range) -> None:
         """Put these chunks into the CPU tier and onto the disk."""
         for n in numbers:
-            self.planner.stores.plan(run(range(n, n + 1)))
+            self.planner.stores.plan(batch(range(n, n + 1)))
             self.work()
 
     def work(self) -> None:
@@ -55,7 +55,7 @@ class Bed:
 
     def load(self, request: str = "r", numbers: range = LONG) -> LoadJob:
         """The first part of a load."""
-        self.planner.loads.plan(request, [run(numbers)])
+        self.planner.loads.plan(request, [batch(numbers)])
         (first,) = self.step().loads
         assert not first.is_last
         return first
@@ -81,7 +81,7 @@ class Bed:
             assert not index.filling_count
 
 
-def run(numbers: range) -> ChunkBatch:
+def batch(numbers: range) -> ChunkBatch:
     return ChunkBatch(
         [key_of(n) for n in numbers], GROUP, list(numbers), [16 * (n + 1) for n in numbers]
     )
@@ -97,7 +97,7 @@ def test_a_long_load_is_one_job_in_parts(where: str) -> None:
     bed.store(LONG)
     if where == "disk":
         bed.cpu.clear()
-    tokens = bed.planner.loads.plan("r", [run(LONG)])
+    tokens = bed.planner.loads.plan("r", [batch(LONG)])
     assert tokens.by_tier == {-1 if where == "cpu" else 0: 160}
     parts = bed.parts()
     assert keys_in(parts) == [key_of(n) for n in LONG]
@@ -115,7 +115,7 @@ def test_the_estimate_of_a_long_load_is_replaced_not_modified() -> None:
     """A reader may keep the mapping, which describes the moment when it was read."""
     bed = Bed()
     bed.store(LONG)
-    tokens = bed.planner.loads.plan("r", [run(LONG)])
+    tokens = bed.planner.loads.plan("r", [batch(LONG)])
     estimate = tokens.by_tier
     bed.cpu.drop([key_of(n) for n in range(6, 10)])
     parts = bed.parts()
@@ -149,7 +149,7 @@ def test_one_step_plans_no_more_than_its_share_for_all_loads() -> None:
     bed = Bed()
     bed.store(LONG)
     for name in "abc":
-        bed.planner.loads.plan(name, [run(LONG)])
+        bed.planner.loads.plan(name, [batch(LONG)])
     while not all(load.rest == [] for load in bed.planner.loads._waited_for.values()):
         plan = bed.step()
         assert sum(len(part.items) for part in plan.loads) <= 4
@@ -171,7 +171,7 @@ def keeps_its_chunks(tier: str) -> None:
     allowance = bed.planner.budget.loads
     left, allowance.left = allowance.left, 0  # no part is planned meanwhile
     for n in OTHERS:
-        one = run(range(n, n + 1))
+        one = batch(range(n, n + 1))
         (info,) = bed.planner.groups[GROUP].entries(one, 1 if tier == "cpu" else 100)
         grant = index.reserve([key_of(n)], [info])
         index.commit([key_of(n)][: len(grant.locations)])
@@ -199,8 +199,8 @@ def test_without_protection_the_load_would_fail(tier: str, monkeypatch: pytest.M
 def test_two_loads_may_wait_for_the_same_chunks() -> None:
     bed = Bed()
     bed.store(LONG)
-    bed.planner.loads.plan("r", [run(LONG)])
-    bed.planner.loads.plan("other", [run(LONG)])
+    bed.planner.loads.plan("r", [batch(LONG)])
+    bed.planner.loads.plan("other", [batch(LONG)])
     bed.planner.loads.cancel("other")
     held = bed.planner.loads.held
     assert len(held) == 1
@@ -219,7 +219,7 @@ def test_an_answer_ends_only_its_own_load() -> None:
     read that hangs)."""
     bed = Bed()
     bed.store(LONG)
-    bed.planner.loads.plan("r", [run(range(3))])
+    bed.planner.loads.plan("r", [batch(range(3))])
     (old,) = bed.step().loads
     bed.planner.loads.request_ended("r")
     assert bed.planner.loads.loading == 0
@@ -335,20 +335,20 @@ def test_a_step_stores_no_more_than_its_share_and_the_rest_is_offered_again() ->
     cpu = TierIndex("cpu", SlotCapacity(400), LruPolicy())
     settings = PlannerSettings(WorkLimits(step_chunks=53))
     planner = Planner({GROUP: GroupInfo("full", 16, ())}, cpu, (), settings)
-    assert planner.stores.plan(run(many)) == 100, "five eighths of the budget"
-    assert planner.stores.plan(run(range(100, 300))) == 0
-    assert planner.stores.plan(run(range(290, 300))) == 0, (
+    assert planner.stores.plan(batch(many)) == 100, "five eighths of the budget"
+    assert planner.stores.plan(batch(range(100, 300))) == 0
+    assert planner.stores.plan(batch(range(290, 300))) == 0, (
         "not even a few may be stored while the request continues"
     )
-    ended = run(range(290, 300))
+    ended = batch(range(290, 300))
     assert planner.stores.plan(ended, ended=True) == 10, (
         "a few chunks of a request that ends are always stored"
     )
     assert planner.totals()["store_refusals"] == 0
     plan = planner.step()
-    assert planner.stores.plan(run(range(100, 300))) == 100
+    assert planner.stores.plan(batch(range(100, 300))) == 100
     assert sum(len(store.slots) for store in plan.stores) == 110
-    ended = run(range(200, 300))
+    ended = batch(range(200, 300))
     assert planner.stores.plan(ended, ended=True) == 64, "and no more, even if many are missing"
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from offload.planner.step_budget import DELETIONS_MAX
 from tests.offload.planner.simulated_ranks import key_of
-from tests.offload.planner.troubled_tiers import answer, holding, make, see, step, wanted
+from tests.offload.planner.troubled_tiers import answer, make, recover, report_seen, step, wanted
 
 
 def test_records_lost_by_a_large_tier_are_deleted_in_portions() -> None:
@@ -12,8 +12,8 @@ def test_records_lost_by_a_large_tier_are_deleted_in_portions() -> None:
     many = 3 * DELETIONS_MAX
     planner = make()
     planner.lower[0].space.capacity = 100 * many
-    holding(planner, *range(many))
-    see(planner, losses=1)
+    recover(planner, *range(many))
+    report_seen(planner, losses=1)
     planner.stores.plan(wanted(0))
     plan = step(planner, 0.0)
     answer(planner, plan.stores[0].job)

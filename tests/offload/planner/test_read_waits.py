@@ -187,7 +187,7 @@ def test_the_reading_time_before_a_wait_does_not_count() -> None:
     assert waits.decide("one") is Action.WAIT
 
 
-def test_nobody_waits_for_ever() -> None:
+def test_every_wait_ends() -> None:
     """Reads for another request continue without end."""
     waits = Waits(ALWAYS)
     waits.begins("urgent", range(60), 1)

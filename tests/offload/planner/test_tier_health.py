@@ -27,10 +27,10 @@ from tests.offload.planner.troubled_tiers import (
     break_reads,
     break_writes,
     found,
-    holding,
     make,
     probe_of,
-    see,
+    recover,
+    report_seen,
     step,
     store,
     wanted,
@@ -41,12 +41,12 @@ from tests.offload.planner.troubled_tiers import (
 
 def test_a_tier_that_fails_is_left_out_of_lookups() -> None:
     planner = make()
-    holding(planner, 1, 2)
+    recover(planner, 1, 2)
     assert found(planner, 1)
     for _ in range(FAILURES - 1):
-        see(planner, reads_failed=1)
+        report_seen(planner, reads_failed=1)
         assert found(planner, 1)
-    see(planner, reads_failed=1)
+    report_seen(planner, reads_failed=1)
     assert not found(planner, 1)
     assert planner.totals()["breaker_openings:disk0"] == 1
 
@@ -55,7 +55,7 @@ def test_chunks_in_the_cpu_tier_are_still_found() -> None:
     planner = make()
     planner.stores.plan(wanted(1))
     answer(planner, step(planner, 0.0).stores[0].job)
-    holding(planner, 2)
+    recover(planner, 2)
     break_reads(planner)
     assert found(planner, 1)
     assert not found(planner, 2)
@@ -63,7 +63,7 @@ def test_chunks_in_the_cpu_tier_are_still_found() -> None:
 
 def test_a_chunk_of_an_unavailable_tier_is_stored_again() -> None:
     planner = make()
-    holding(planner, 1)
+    recover(planner, 1)
     break_reads(planner)
     assert planner.stores.plan(wanted(1)) == 1
     assert step(planner, 0.0).stores[0].slots == (0,)
@@ -71,7 +71,7 @@ def test_a_chunk_of_an_unavailable_tier_is_stored_again() -> None:
 
 def test_one_probe_at_a_time_after_the_wait_closes_the_breaker() -> None:
     planner = make()
-    holding(planner, *range(5))
+    recover(planner, *range(5))
     health = break_reads(planner)
     assert step(planner, WAIT_S - 0.1).loads == ()
     probe = probe_of(step(planner, WAIT_S))
@@ -88,7 +88,7 @@ def test_one_probe_at_a_time_after_the_wait_closes_the_breaker() -> None:
 
 def test_a_failed_probe_makes_the_next_wait_longer() -> None:
     planner = make()
-    holding(planner, 1)
+    recover(planner, 1)
     health = break_reads(planner)
     probe = probe_of(step(planner, WAIT_S))
     answer(planner, probe.job, JobResult(failed=True))
@@ -99,10 +99,10 @@ def test_a_failed_probe_makes_the_next_wait_longer() -> None:
 
 def test_a_probe_needs_every_rank() -> None:
     planner = make(ranks=2)
-    holding(planner, 1)
+    recover(planner, 1)
     health = break_reads(planner)
     probe = probe_of(step(planner, WAIT_S))
-    see(planner, rank=0, reads_good=1)
+    report_seen(planner, rank=0, reads_good=1)
     answer(planner, probe.job)
     assert not health.reads.closed
     answer(planner, probe.job, JobResult(failed=True))
@@ -111,10 +111,10 @@ def test_a_probe_needs_every_rank() -> None:
 
 def test_a_probe_that_hangs_reopens_the_breaker_and_is_not_followed_by_another() -> None:
     planner = make()
-    holding(planner, 1)
+    recover(planner, 1)
     health = break_reads(planner)
     probe = probe_of(step(planner, WAIT_S))
-    see(planner, reads_failed=1)  # the probe is late
+    report_seen(planner, reads_failed=1)  # the probe is late
     assert health.reads.state is BreakerState.OPEN
     for now in (100.0, 200.0, 300.0):
         assert step(planner, now).loads == ()
@@ -130,14 +130,14 @@ def test_a_probe_of_an_empty_tier_waits_for_a_first_record() -> None:
         assert step(planner, now).loads == ()
         assert not planner.busy
     assert health.reads.state is BreakerState.HALF_OPEN
-    holding(planner, 1)
+    recover(planner, 1)
     answer(planner, probe_of(step(planner, 1001.0)).job)
     assert found(planner, 1)
 
 
 def test_a_probe_that_finds_damaged_records_is_good_and_forgets_them() -> None:
     planner = make()
-    holding(planner, 1, 2)
+    recover(planner, 1, 2)
     health = break_reads(planner)
     lost = frozenset({key_of(1)})
     answer(planner, probe_of(step(planner, WAIT_S)).job, JobResult(bad=lost, lost=lost))
@@ -149,7 +149,7 @@ def test_a_probe_that_finds_damaged_records_is_good_and_forgets_them() -> None:
 
 def test_a_probe_that_loads_nothing_is_bad() -> None:
     planner = make()
-    holding(planner, 1)
+    recover(planner, 1)
     health = break_reads(planner)
     bad = frozenset({key_of(1)})
     answer(planner, probe_of(step(planner, WAIT_S)).job, JobResult(bad=bad))
@@ -158,21 +158,21 @@ def test_a_probe_that_loads_nothing_is_bad() -> None:
 
 def test_a_probe_interrupted_by_a_reset_says_nothing_about_the_tier() -> None:
     planner = make()
-    holding(planner, 1)
+    recover(planner, 1)
     health = break_reads(planner)
     probe = probe_of(step(planner, WAIT_S))
     planner.forget_all()
     planner.begin_epochs({0: 1})
     answer(planner, probe.job, JobResult(failed=True))
     assert health.reads.state is BreakerState.HALF_OPEN
-    holding(planner, 2)
+    recover(planner, 2)
     answer(planner, probe_of(step(planner, WAIT_S)).job)
     assert found(planner, 2)
 
 
 def test_chunks_under_a_probe_are_not_evicted() -> None:
     planner = make(slots=64)
-    holding(planner, *range(64))
+    recover(planner, *range(64))
     break_reads(planner)
     probe = probe_of(step(planner, WAIT_S))
     planner.stores.plan(wanted(*range(100, 110)))
@@ -186,8 +186,8 @@ def test_chunks_under_a_probe_are_not_evicted() -> None:
 
 def test_a_failing_tier_does_not_stop_the_other() -> None:
     planner = make(tiers=2)
-    holding(planner, 1, 2, tier=0)
-    holding(planner, 2, 3, tier=1)
+    recover(planner, 1, 2, tier=0)
+    recover(planner, 2, 3, tier=1)
     break_reads(planner, 0)
     assert [found(planner, n) for n in (1, 2, 3)] == [False, True, True]
     planner.loads.plan("r", [wanted(2, 3)])
@@ -196,8 +196,8 @@ def test_a_failing_tier_does_not_stop_the_other() -> None:
 
 def test_a_chunk_on_its_way_from_an_unavailable_tier_is_read_from_the_other() -> None:
     planner = make(tiers=2)
-    holding(planner, 1, tier=0)
-    holding(planner, 1, tier=1)
+    recover(planner, 1, tier=0)
+    recover(planner, 1, tier=1)
     planner.loads.plan("hung", [wanted(1)])
     (hung,) = step(planner, 0.0).loads
     assert hung.items[0].tier == 0
@@ -213,7 +213,7 @@ def test_a_chunk_on_its_way_from_an_unavailable_tier_is_read_from_the_other() ->
 
 def test_a_chunk_on_its_way_is_shared_while_its_tier_is_available() -> None:
     planner = make(tiers=2)
-    holding(planner, 1, tier=0)
+    recover(planner, 1, tier=0)
     planner.loads.plan("a", [wanted(1)])
     planner.loads.plan("b", [wanted(1, block=9)])
     first, second = step(planner, 0.0).loads
@@ -222,7 +222,7 @@ def test_a_chunk_on_its_way_is_shared_while_its_tier_is_available() -> None:
 
 def test_a_hung_load_returns_its_budget_when_its_request_has_ended() -> None:
     planner = make(load_blocks=4)
-    holding(planner, *range(6))
+    recover(planner, *range(6))
     planner.loads.plan("hung", [wanted(0, 1, 2)])
     job = step(planner, 0.0).loads[0].job
     assert not planner.loads.can_load(2, 2)
@@ -257,7 +257,7 @@ def load_at(planner: Planner, rate: float, now: float) -> None:
 
 def test_a_tier_slower_than_computing_is_left_out_and_probed() -> None:
     planner = make()
-    holding(planner, 1)
+    recover(planner, 1)
     compute_at(planner, 1000.0)
     for _ in range(SAMPLES_MIN):
         load_at(planner, 100.0, 0.0)
@@ -277,7 +277,7 @@ def test_a_load_from_the_cpu_tier_says_nothing_about_the_tier_below() -> None:
     compute_at(planner, 1e9)
     planner.stores.plan(wanted(1))
     answer(planner, step(planner, 0.0).stores[0].job)
-    holding(planner, 2)
+    recover(planner, 2)
     for _ in range(10):
         planner.loads.plan("r", [wanted(1)])
         (load,) = step(planner, 0.0).loads
@@ -289,7 +289,7 @@ def test_in_a_hundred_minutes_of_a_slow_tier_only_a_few_requests_try_it() -> Non
     """Loads run at half the speed of computing, and probes at twice the speed of computing, because
     no other reads run at the same time."""
     planner = make()
-    holding(planner, 1)
+    recover(planner, 1)
     compute_at(planner, 1000.0)
     tried, now = 0, 0.0
     while now < 6000.0:
@@ -307,7 +307,7 @@ def test_in_a_hundred_minutes_of_a_slow_tier_only_a_few_requests_try_it() -> Non
 
 def test_a_request_waits_for_other_loads_if_computing_takes_longer() -> None:
     planner = make()
-    holding(planner, *range(8))
+    recover(planner, *range(8))
     health = planner.health
     assert health.patience_s({CPU: 900}, 0) == 0, "the speed of computing is not known"
     compute_at(planner, rate=1000.0)
@@ -336,7 +336,7 @@ def test_without_break_even_a_request_waits_as_long_as_for_a_load() -> None:
 
 def test_every_change_of_health_is_logged_in_one_line(caplog: pytest.LogCaptureFixture) -> None:
     planner = make()
-    holding(planner, 1)
+    recover(planner, 1)
     with caplog.at_level(logging.WARNING, "offload.planner.tier_health"):
         break_reads(planner)
         for now in (1.0, 2.0, 3.0):
@@ -356,10 +356,10 @@ def test_every_change_of_health_is_logged_in_one_line(caplog: pytest.LogCaptureF
 def test_a_rank_that_lost_its_records_empties_the_tier_on_all_ranks() -> None:
     """A chunk is present on every rank or not at all; the other tier keeps its records."""
     planner = make(tiers=2, ranks=2)
-    holding(planner, 1, 2, 3)
-    holding(planner, 2, tier=1)
+    recover(planner, 1, 2, 3)
+    recover(planner, 2, tier=1)
     planner.loads.plan("r", [wanted(1)])
-    see(planner, rank=1, losses=1)
+    report_seen(planner, rank=1, losses=1)
     assert len(planner.lower[0]) == 0
     assert [planner.sources.present(key_of(n)) for n in (2, 3)] == [True, False]
     plan = step(planner, 1.0)
@@ -373,7 +373,7 @@ def test_a_rank_that_lost_its_records_empties_the_tier_on_all_ranks() -> None:
 def test_one_late_load_ends_the_use_of_a_slow_tier() -> None:
     """The late load's request has waited without a result; the next request must not."""
     planner = make()
-    holding(planner, 1)
+    recover(planner, 1)
     compute_at(planner, 1000.0)
     for _ in range(8):
         load_at(planner, 5000.0, 0.0)
@@ -390,7 +390,7 @@ def test_a_load_mostly_from_elsewhere_says_nothing_about_the_tier() -> None:
     compute_at(planner, 20_000.0)
     planner.stores.plan(wanted(*range(2, 12)))
     answer(planner, step(planner, 0.0).stores[0].job)
-    holding(planner, 1)
+    recover(planner, 1)
     for _ in range(8):
         # one chunk from the disk, ten from the CPU tier
         planner.loads.plan("r", [wanted(*range(1, 12))])

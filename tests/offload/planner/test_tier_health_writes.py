@@ -13,8 +13,8 @@ from tests.offload.planner.troubled_tiers import (
     answer,
     break_reads,
     break_writes,
-    holding,
     make,
+    recover,
     step,
     store,
     wanted,
@@ -119,7 +119,7 @@ def test_resets_are_delivered_whatever_state_the_breakers_are_in() -> None:
 
 def test_uses_are_not_sent_to_a_tier_that_is_not_written() -> None:
     planner = make()
-    holding(planner, 1)
+    recover(planner, 1)
     break_writes(planner)
     planner.recency.note_everywhere([key_of(1)])
     assert step(planner, 0.0).touches == {}
@@ -128,7 +128,7 @@ def test_uses_are_not_sent_to_a_tier_that_is_not_written() -> None:
 def test_nothing_queues_up_behind_a_write_that_hangs() -> None:
     """The breaker is half-open, and the one write that it allows never ends."""
     planner = make()
-    holding(planner, 1, 2)
+    recover(planner, 1, 2)
     break_writes(planner)
     store(planner, 3, now=0.0)
     store(planner, 4, now=0.0)
@@ -149,7 +149,7 @@ def test_a_change_of_weights_while_a_disk_is_unavailable() -> None:
     """The other tier continues; the unavailable one is neither read nor written before it has
     received the change."""
     planner = make(tiers=2)
-    holding(planner, 1)
+    recover(planner, 1)
     planner.forget_all()
     planner.begin_epochs({1: 7})
     assert not planner.sources.present(key_of(1))

@@ -46,7 +46,7 @@ def make(
     )
 
 
-def holding(planner: Planner, *numbers: int, tier: int = 0) -> None:
+def recover(planner: Planner, *numbers: int, tier: int = 0) -> None:
     """The chunks with which the tier was found at start."""
     info = EntryInfo(GROUP, size_bytes=100)
     keys = [key_of(n) for n in numbers]
@@ -59,7 +59,7 @@ def wanted(*numbers: int, block: int = 1) -> ChunkBatch:
     return ChunkBatch(keys, GROUP, list(range(block, block + count)), [16] * count)
 
 
-def see(planner: Planner, tier: int = 0, rank: int = 0, **seen: Any) -> None:
+def report_seen(planner: Planner, tier: int = 0, rank: int = 0, **seen: Any) -> None:
     report = StepReport()
     report.see(tier, rank, Observed(**seen))
     planner.complete(report)
@@ -83,14 +83,14 @@ def probe_of(plan: StepPlan) -> LoadJob:
 
 
 def break_reads(planner: Planner, tier: int = 0) -> TierHealth:
-    see(planner, tier, reads_failed=FAILURES)
+    report_seen(planner, tier, reads_failed=FAILURES)
     health = planner.health[tier]
     assert health.reads.state is BreakerState.OPEN
     return health
 
 
 def break_writes(planner: Planner, tier: int = 0) -> TierHealth:
-    see(planner, tier, writes_failed=FAILURES)
+    report_seen(planner, tier, writes_failed=FAILURES)
     health = planner.health[tier]
     assert health.writes.state is BreakerState.OPEN
     return health

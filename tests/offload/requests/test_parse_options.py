@@ -238,7 +238,7 @@ def test_thousands_of_names_are_described_briefly() -> None:
 # -- obeyed by the planner -----------------------------------------------------------------------
 
 
-def run(numbers: range, origin: RequestOrigin = UNKNOWN) -> ChunkBatch:
+def batch(numbers: range, origin: RequestOrigin = UNKNOWN) -> ChunkBatch:
     depths = [16 * (n + 1) for n in numbers]
     return ChunkBatch([KEYS[n] for n in numbers], GROUP, list(numbers), depths, origin)
 
@@ -270,7 +270,7 @@ class Bed:
 
     def store(self, numbers: range, **options: Any) -> None:
         origin = self.origin(**options)
-        self.planner.stores.plan(run(numbers, origin))
+        self.planner.stores.plan(batch(numbers, origin))
         self.finish()
 
     @staticmethod
@@ -303,7 +303,7 @@ def test_only_allowed_tiers_are_read() -> None:
     assert not any(
         KEYS[2] in holder for holder in bed.planner.sources.holders(disk_only.controls.read)
     )
-    assert bed.planner.loads.plan("r", [run(range(2), disk_only)]).by_tier == {0: 32}
+    assert bed.planner.loads.plan("r", [batch(range(2), disk_only)]).by_tier == {0: 32}
     items = bed.planner.step().loads[0].items
     assert {(item.tier, item.slot) for item in items} == {(0, STAGED)}
     bed = Bed()
@@ -313,7 +313,7 @@ def test_only_allowed_tiers_are_read() -> None:
         KEYS[0] in holder for holder in bed.planner.sources.holders(cpu_only.controls.read)
     )
     # Whatever a caller requests, nothing is read from a tier that is not allowed.
-    bed.planner.loads.plan("r", [run(range(1), cpu_only)])
+    bed.planner.loads.plan("r", [batch(range(1), cpu_only)])
     assert bed.planner.step().loads[0].items[0].tier == IN_SLAB
 
 
@@ -347,7 +347,7 @@ def test_low_priority_may_use_half_of_the_load_budget() -> None:
     bed = Bed()
     bed.store(range(4))
     low = bed.origin(priority="low")
-    bed.planner.loads.plan("r", [run(range(1))])
+    bed.planner.loads.plan("r", [batch(range(1))])
     assert bed.planner.loads.can_load(1, 1, low)
     assert not bed.planner.loads.can_load(2, 2, low)
     assert bed.planner.loads.can_load(2, 2)

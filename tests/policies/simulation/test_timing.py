@@ -91,7 +91,7 @@ def test_an_answer_goes_on_slowly_while_a_long_prompt_is_computed() -> None:
     assert found["ttft_mean_s"] == close(sum(waits) / 3)
 
 
-def test_a_request_waits_for_a_place_and_for_its_reads() -> None:
+def test_a_request_waits_for_the_one_before_it_and_for_its_reads() -> None:
     """One request runs at a time: the second is read when the answer of the first has ended."""
     both = [prompt(0, 10, answer=11), prompt(100, 10)]
     result = run(both, upper=100, on_disk=both)
@@ -146,7 +146,7 @@ def test_look_ahead_is_bounded_by_its_share_of_the_upper_tier() -> None:
     assert found["read_per_needed"] == 1
 
 
-def test_what_note_read_ahead_stays_until_its_request_begins() -> None:
+def test_blocks_read_ahead_stay_until_their_request_begins() -> None:
     """The first request finds space for 8 of its 15 blocks. The rest of the tier belongs to the
     second request: 10 blocks that were read for it and 2 that were there before."""
     first, second = prompt(0, 15), prompt(100, 12)

@@ -49,7 +49,7 @@ def test_records_written_together_are_adjacent() -> None:
     assert allocations == [(Extent(4 * n, 4),) for n in range(10)]
 
 
-def test_eviction_by_age_keeps_whole_runs() -> None:
+def test_eviction_by_age_keeps_whole_extents() -> None:
     """Under churn at 90 % full, no allocation is ever split, because records are stored in order of
     age."""
     space = ExtentMap(1000, gaps(1000, []))

@@ -45,7 +45,7 @@ class GatedIo(DiskIo):
         return super().preadv(fd, views, offset)
 
 
-def elsewhere(folder: Path, code: str) -> str:
+def in_other_process(folder: Path, code: str) -> str:
     """Run the body of an async function over ``tier`` in another process and return its output."""
     program = (
         "import asyncio, sys\n"
@@ -80,7 +80,7 @@ async def read_while_the_place_is_reused(folder: Path) -> tuple[ReadOutcome, Buf
         assert await asyncio.to_thread(io.reached.wait, PATIENCE_S)
         others = "[key_of(n) for n in range(10, 70)]"
         fill = f"await tier.delete([key_of(1)]); await put(tier, {others}, {SIZE})"
-        await asyncio.to_thread(elsewhere, folder, fill)
+        await asyncio.to_thread(in_other_process, folder, fill)
         io.gate.set()
         return await reading
     finally:
@@ -110,10 +110,10 @@ async def test_processes_read_each_others_records(tmp_path: Path) -> None:
     tier = await opened(folder)
     keys = [key_of(n) for n in range(8)]
     assert await tier.present(keys) == [False] * 8
-    elsewhere(folder, f"await put(tier, [key_of(n) for n in range(6)], {SIZE})")
+    in_other_process(folder, f"await put(tier, [key_of(n) for n in range(6)], {SIZE})")
     assert await tier.present(keys) == [True] * 6 + [False] * 2
     await assert_holds(tier, keys[:6], SIZE)
-    elsewhere(folder, "await tier.touch([key_of(0)]); await tier.delete([key_of(3)])")
+    in_other_process(folder, "await tier.touch([key_of(0)]); await tier.delete([key_of(3)])")
     order = [stored.key for stored in await all_keys(tier)]
     assert order == [keys[1], keys[2], keys[4], keys[5], keys[0]]
     await tier.aclose()
@@ -125,17 +125,19 @@ async def test_a_reset_by_one_process_forgets_for_all_and_separates_them(tmp_pat
     tier = await opened(folder)
     old, new = [key_of(1), key_of(2)], [key_of(3)]
     await put(tier, old, SIZE)
-    elsewhere(folder, f"await tier.reset(1); await put(tier, [key_of(9)], {SIZE})")
+    in_other_process(folder, f"await tier.reset(1); await put(tier, [key_of(9)], {SIZE})")
     assert await tier.present([*old, key_of(9)]) == [False] * 3
     await assert_misses(tier, [*old, key_of(9)], SIZE)
     assert await put(tier, new, SIZE) == [OK]
     assert [stored.key for stored in await all_keys(tier)] == new
-    found = elsewhere(folder, "print(await tier.present([key_of(n) for n in (1, 3, 9)]))")
+    found = in_other_process(folder, "print(await tier.present([key_of(n) for n in (1, 3, 9)]))")
     assert found.strip() == "[False, True, False]"
     await tier.reset(3)
     assert await put(tier, old, SIZE) == [OK] * 2
     await assert_holds(tier, old, SIZE)
-    assert "True" not in elsewhere(folder, "print(await tier.present([key_of(1), key_of(3)]))")
+    assert "True" not in in_other_process(
+        folder, "print(await tier.present([key_of(1), key_of(3)]))"
+    )
     tier.check()
     await tier.aclose()
 
@@ -183,16 +185,16 @@ async def test_a_repeated_reset_removes_the_old_records_for_all(
     assert tier.reopenings >= 1
     await assert_misses(tier, keys, SIZE)
     look = "print(await tier.present([key_of(n) for n in range(1, 5)]))"
-    assert "True" not in elsewhere(folder, look)
-    elsewhere(folder, f"await put(tier, [key_of(3)], {SIZE})")
+    assert "True" not in in_other_process(folder, look)
+    in_other_process(folder, f"await put(tier, [key_of(3)], {SIZE})")
     assert await put(tier, [key_of(4)], SIZE) == [OK]
-    assert elsewhere(folder, look).strip() == "[False, False, True, False]"
+    assert in_other_process(folder, look).strip() == "[False, False, True, False]"
     with monkeypatch.context() as patched:
         patched.setattr(WriteTransaction, "begin_epoch", fail)
         with pytest.raises(TierIoError):
             await tier.reset(7)
     await tier.reset(7)
-    assert "[False, False, True, False]" in elsewhere(folder, look), (
+    assert "[False, False, True, False]" in in_other_process(folder, look), (
         "it must use only its own records"
     )
     await tier.aclose()
@@ -251,7 +253,7 @@ async def test_killed_in_the_middle_of_a_transaction(tmp_path: Path, at: str) ->
         f"    await put(tier, [key_of(n) for n in range(5, 9)], {SIZE})"
     )
     with pytest.raises(subprocess.CalledProcessError) as error:
-        await asyncio.to_thread(elsewhere, folder, code)
+        await asyncio.to_thread(in_other_process, folder, code)
     assert error.value.returncode == -signal.SIGKILL
     tier.check()
     assert await tier.present([key_of(n) for n in range(9)]) == [n == 1 for n in range(9)]
@@ -273,7 +275,7 @@ async def test_a_damaged_record_is_forgotten_for_all(tmp_path: Path) -> None:
         file.write(b"rot")
     assert (await fetch(tier, key_of(1), SIZE))[0] is ReadOutcome.CORRUPT
     await tier.delete([])  # after the removal
-    assert "False" in elsewhere(folder, "print(await tier.present([key_of(1)]))")
+    assert "False" in in_other_process(folder, "print(await tier.present([key_of(1)]))")
     assert await put(tier, [key_of(1)], SIZE) == [OK]
     await assert_holds(tier, [key_of(1)], SIZE)
     await tier.aclose()
