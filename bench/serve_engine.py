@@ -300,7 +300,7 @@ class _HeldBlocks:
         self._blocks = 0
         self._since = time.perf_counter()
 
-    def look(self) -> None:
+    def observe(self) -> None:
         """Add the time since the last call for the blocks that were held at that call."""
         from vllm.v1.request import RequestStatus
 
@@ -376,7 +376,7 @@ class _Host:
                 if output.outputs[0].token_ids:
                     first.setdefault(output.request_id, time.perf_counter() - began)
                 flying -= bool(output.finished)
-            held.look()
+            held.observe()
         seconds = time.perf_counter() - began
         self._settle()
         after = self._counters()

@@ -9,7 +9,7 @@ be translated. It ignores descriptions that were not renewed for a day. Engines 
 are translated, or named once in the log.
 
 Ownership: several threads call ``MooncakeSource``. Its knowledge of other engines is one value that
-``look`` replaces; everything else is made for one call.
+``refresh`` replaces; everything else is made for one call.
 """
 
 from __future__ import annotations
