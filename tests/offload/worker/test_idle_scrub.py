@@ -22,7 +22,7 @@ from offload.worker.idle_scrub import (
 )
 from offload.worker.tier_monitor import TierMonitor
 from tests.offload.planner.simulated_ranks import key_of
-from tests.offload.planner.troubled_tiers import holding, make, see, step
+from tests.offload.planner.troubled_tiers import make, recover, report_seen, step
 from tests.sim.virtual_time import run_virtually
 from tiers.base import Scrubbed, TierClosedError, TierIoError
 from tiers.testing.memory_tier import MemoryTier
@@ -158,14 +158,14 @@ def test_a_closed_tier_is_not_scrubbed_again() -> None:
 def test_a_damaged_chunk_is_dropped_from_the_index_and_removed_on_every_rank() -> None:
     """One rank has found the damage; a chunk is present on all ranks or not at all."""
     planner = make(ranks=2)
-    holding(planner, *range(4))
+    recover(planner, *range(4))
     disk, bad = planner.lower[0], key_of(2)
-    see(planner, rank=1, damaged=frozenset([bad, b"not there"]))
+    report_seen(planner, rank=1, damaged=frozenset([bad, b"not there"]))
     assert bad not in disk
     assert all(key_of(number) in disk for number in (0, 1, 3))
     assert list(step(planner, 0.0).deletes[0]) == [bad]
     assert planner.stats.removed == {"disk0:corrupt": 1}
-    see(planner, damaged=frozenset([bad]))  # another rank finds the same damage
+    report_seen(planner, damaged=frozenset([bad]))  # another rank finds the same damage
     assert planner.stats.removed == {"disk0:corrupt": 1}
     planner.check()
 
