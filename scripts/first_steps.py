@@ -3,10 +3,10 @@
     python scripts/first_steps.py [FOLDER]
 
 The steps are those of the README and of the guide for policies: clone, ``./run demo``, an own
-policy, ``./run serve`` with a tiny model, two requests, and ``kvtiers top``. They run one after
-the other, as they are printed there; the script adds no other work. The clone gets its own
-virtual environment of about 4 GiB and is removed at the end. ``docs/guides/serve.md`` shows the
-result of one run.
+policy, ``./run serve`` with the demo's model, two requests, and ``kvtiers top``. They run one after
+the other, as they are printed there, except that the server has a free port and its disk tier is in
+the script's folder. The clone gets its own virtual environment of about 4 GiB and is removed at the
+end. ``docs/guides/serve.md`` shows the result of one run.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import contextlib
 import json
 import os
 import re
+import shlex
 import shutil
 import signal
 import socket
@@ -30,6 +31,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 GUIDE = "docs/guides/write-a-policy.md"
+MODEL = ".demo/model"
 START_MAX_S = 1800.0
 PROMPT = "The cache keeps what the next request needs. " * 12
 
@@ -101,15 +103,21 @@ def own_policy(clone: Path, folder: Path) -> None:
     print(run(programs / "kvtiers", "simulate", *arguments, folder=folder), file=sys.stderr)
 
 
+def serve_command(readme: str, disk: Path, port: int) -> list[str]:
+    """The command in the README that serves the demo's model, with this folder and this port."""
+    [line] = re.findall(rf"^\./run serve {re.escape(MODEL)} .*$", readme, re.MULTILINE)
+    command = [re.sub(r"^/.*(?=:)", str(disk), word) for word in shlex.split(line)]
+    return [*command, "--port", str(port)]
+
+
 @contextlib.contextmanager
 def served(clone: Path, folder: Path) -> Iterator[str]:
     """``./run serve`` with the model that the demo has made; yields its address when it answers."""
     with socket.socket() as listening:
         listening.bind(("127.0.0.1", 0))
         port = listening.getsockname()[1]
-    command = ["./run", "serve", ".demo/model", "--kv-cpu", "64MiB", "--kv-disk"]
-    command += [f"{folder / 'kv'}:1GiB", "--port", str(port), "--max-model-len", "2048"]
-    command += ["--gpu-memory-utilization", "0.3"]
+    readme = (clone / "README.md").read_text(encoding="utf-8")
+    command = serve_command(readme, folder / "kv", port)
     log = (folder / "server.log").open("w")
     process = subprocess.Popen(
         command, cwd=clone, env=environment(), stdout=log, stderr=log, start_new_session=True
@@ -164,7 +172,7 @@ def take_the_steps(clock: Clock, folder: Path) -> None:
             address = stack.enter_context(served(clone, work))
         with clock.step("two requests, and why they missed (`kvtiers top`)"):
             for _ in range(2):
-                ask(address, ".demo/model")
+                ask(address, MODEL)
             top = [clone / ".venv/bin/kvtiers", "top", address, "--once", "--interval", "0"]
             answer = run(*top, folder=work)
     print(answer, file=sys.stderr)

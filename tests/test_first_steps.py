@@ -3,10 +3,13 @@ minutes and a package index."""
 
 from __future__ import annotations
 
+import shlex
 from pathlib import Path
 
 import pytest
 
+from demo.__main__ import FOLDER
+from tests.offload.cli.rank_folders import kvtiers
 from tests.scripts import load_script
 from tests.test_docs import ROOT
 
@@ -46,6 +49,20 @@ def test_an_active_environment_does_not_take_part(monkeypatch: pytest.MonkeyPatc
     assert "PYTHONPATH" not in found
     assert "VIRTUAL_ENV" not in found
     assert found["PATH"] == "/usr/bin"
+
+
+def test_the_server_has_the_flags_that_the_readme_prints(tmp_path: Path) -> None:
+    printed = (ROOT / "README.md").read_text(encoding="utf-8")
+    disk = tmp_path / "kv"
+    program, command, *words, option, port = load_script("first_steps").serve_command(
+        printed, disk, 8123
+    )
+    assert (program, command, option, port) == ("./run", "serve", "--port", "8123")
+    line = shlex.join([program, command, *words]).replace(str(disk), "/tmp/kv")
+    assert f"\n{line}\n" in printed
+    assert str(FOLDER.relative_to(ROOT) / "model") == words[0], "the model that the demo makes"
+    found = kvtiers("serve", "m", *words[1:], "--dry-run")
+    assert found.code == 0, found.err
 
 
 def test_the_steps_of_the_guide_for_policies_are_found(
