@@ -39,8 +39,8 @@ class RepeatedNameError(ValueError):
 def check(where: Where, as_json: AsJson = False) -> None:
     """Check a configuration against this machine: options, memory, folders, disks, other servers.
 
-    A server makes the same checks when it starts. Nothing is loaded or written. Exits with 1 if the
-    configuration is wrong.
+    A server makes the same checks when it starts. Nothing is loaded or written. The memory that
+    vLLM itself takes is not counted. Exits with 1 if the configuration is wrong.
     """
     from offload.config.kv_transfer_config import check_transfer
     from offload.errors import ConfigError

@@ -113,11 +113,12 @@ def flags_to_add(
     wanted = tiers_wanted(cpu, disks, environment, problems)
     transfer = transfer_config(wanted.extra)
     try:  # do not wait for the folders of a server that will not start
-        check_transfer(transfer, None if problems else Patience(_say))
+        loaded = check_transfer(transfer, None if problems else Patience(_say))
     except ConfigError as error:
         problems += [_named(problem, wanted.sources) for problem in error.problems]
     if problems:
         return []
+    _say_memory(flags, loaded[0].config.cpu.capacity, environment)
     hashing = [] if has_flag(flags, HASH) or has_flag(flags, FILE) else [HASH, STABLE_HASH]
     return [TRANSFER, json.dumps(transfer), *hashing]
 
@@ -126,6 +127,15 @@ def _say_unused(environment: Mapping[str, str]) -> None:
     for name in (CPU_VARIABLE, DISK_VARIABLE):
         if environment.get(name):
             _say(f"{name} is not used together with {TRANSFER} or {FILE}")
+
+
+def _say_memory(flags: list[str], capacity: int, environment: Mapping[str, str]) -> None:
+    """Warn early: vLLM refuses to start after half a minute if its part does not fit."""
+    from offload.cli.cpu_platform import is_cpu_build, memory_warning
+    from offload.config.memory_limits import memory_limit
+
+    if is_cpu_build() and (line := memory_warning(flags, capacity, environment, memory_limit())):
+        _say(line)
 
 
 def _say(line: str) -> None:

@@ -17,6 +17,7 @@ import offload
 from offload.cli import model_names
 from offload.cli.vllm_flags import has_flag
 from offload.config.kv_transfer_config import transfer_config
+from offload.config.memory_limits import memory_limit
 from tests.offload.cli.rank_folders import Result, kvtiers, writer
 from tests.patience import PATIENCE_S
 
@@ -41,6 +42,7 @@ def added(found: Result) -> tuple[dict, list[str]]:
 def no_variables(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("KVTIERS_CPU", "KVTIERS_DISK"):
         monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("VLLM_CPU_KVCACHE_SPACE", "1")  # no warning about this machine's memory
 
 
 def test_two_flags_give_a_configuration(tmp_path: Path) -> None:
@@ -164,6 +166,27 @@ def test_bad_input_is_reported(words: list[str], texts: list[str]) -> None:
     assert (found.code, found.out) == (2, "")
     for text in texts:
         assert text in found.err
+
+
+@pytest.mark.parametrize("version", ["0.32.0", "0.32.0+cpu"])
+def test_a_cpu_build_of_vllm_gets_a_warning_about_memory(
+    version: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.delenv("VLLM_CPU_KVCACHE_SPACE")
+    installed = tmp_path / "vllm-0.32.0.dist-info"
+    installed.mkdir()
+    (installed / "METADATA").write_text(f"Name: vllm\nVersion: {version}\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    found = serve("m", "--kv-cpu", most_memory())
+    assert found.code == 0, found.err
+    is_warned = "kvtiers serve: warning: without a GPU, vLLM takes 92.0% of the memory" in found.err
+    assert is_warned == (version == "0.32.0+cpu")
+    assert "warning" not in serve("m", "--kv-cpu", most_memory(), "--config", "f.yaml").err
+
+
+def most_memory() -> str:
+    """The largest CPU tier that ``kvtiers check`` accepts."""
+    return str(int(memory_limit().limit_bytes * 0.875))
 
 
 def test_modules_in_the_current_folder_are_not_imported(tmp_path: Path) -> None:
