@@ -1,8 +1,9 @@
 # Two images, both with vLLM 0.32.0 and kvtiers:
 #   docker build --target cuda -t kvtiers .
 #   docker build --target cpu -t kvtiers-cpu .
-#   docker run --gpus all --ipc host -v /data/kv:/var/cache/kv -e KVTIERS_CPU=32GiB \
-#     -e KVTIERS_DISK=/var/cache/kv/blocks:200GiB -p 8000:8000 kvtiers MODEL
+#   docker run --gpus all --ipc host --ulimit memlock=-1 -v /data/kv:/var/cache/kv \
+#     -e KVTIERS_CPU=32GiB -e KVTIERS_DISK=/var/cache/kv/blocks:200GiB -p 8000:8000 kvtiers MODEL
+# The CPU tier is pinned, so the limit of locked memory must cover it.
 # The folder must belong to the container's user (uid 1000), as a volume of Docker does.
 
 FROM python:3.11-slim-bookworm AS wheel

@@ -43,6 +43,14 @@ def test_both_images_have_the_versions_that_are_tested() -> None:
     assert f"FROM vllm/vllm-openai:v{version_in('cuda.txt', 'vllm')} " in TEXT
 
 
+def test_the_printed_command_lets_the_cpu_tier_be_pinned() -> None:
+    """A server refuses to start if its limit of locked memory is below the CPU tier."""
+    [command] = re.findall(r"^#   (docker run (?:.|\\\n)*)$", TEXT, re.M)
+    assert " --ulimit memlock=-1 " in command
+    guide = (ROOT / "docs/guides/kubernetes.md").read_text(encoding="utf-8")
+    assert "`--ulimit memlock=-1`" in guide
+
+
 @pytest.mark.parametrize("stage", ["cpu", "cuda"])
 def test_images_serve_as_a_user_without_privileges(stage: str) -> None:
     text = TEXT[TEXT.index(f" AS {stage}\n") :].partition("\nFROM ")[0]
