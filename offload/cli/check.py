@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import difflib
-import json
 import sys
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from offload.cli.common import AsJson, Problems, make_app, print_json
+from offload.cli.json_input import FILE_OR_JSON, read_object
 from offload.cli.numbers import size_text
 
 if TYPE_CHECKING:
@@ -18,21 +17,17 @@ if TYPE_CHECKING:
 
 app = make_app()
 
-CHECKED_BYTES_MAX = 1 << 20
 AROUND = ("kv_transfer_config", "kv-transfer-config")
 """Names under which a file may hold the value of --kv-transfer-config."""
+EXAMPLE = '{"cpu": {...}, "tiers": [...]}'
 Where = Annotated[
     str,
     typer.Argument(
-        metavar="FILE|JSON",
+        metavar=FILE_OR_JSON,
         help="A file, - for standard input, or the JSON itself: the value of --kv-transfer-config, "
         "or of kv_connector_extra_config in it.",
     ),
 ]
-
-
-class RepeatedNameError(ValueError):
-    """An object of JSON has two values of this name."""
 
 
 @app.command()
@@ -64,68 +59,23 @@ def _transfer(problems: Problems, where: str) -> dict[str, Any]:
     """The transfer configuration in a file or a text, or an empty one with a problem."""
     from offload.config.kv_transfer_config import EXTRA, NAME, ours, transfer_config
 
-    if not where.strip():
-        problems.add(
-            "FILE|JSON", "is empty", 'Name a file, or write {"cpu": {...}, "tiers": [...]}.'
-        )
-        return {}
-    is_text = where.lstrip().startswith(("{", "["))
-    shown = "the JSON" if is_text else where
-    text = where if is_text else _read(problems, where)
-    if text is None:
-        return {}
-    try:
-        found = json.loads(text, object_pairs_hook=_without_repeats)
-    except RepeatedNameError as error:
-        problems.add(shown, f'has "{error}" twice in one object', "Remove one of them.")
-        return {}
-    except (ValueError, RecursionError) as error:
-        problems.add(shown, f"is not JSON: {error}", "Write one object in JSON.")
+    found = read_object(problems, where, EXAMPLE)
+    if found is None:
         return {}
     for name in AROUND:
-        if isinstance(found, dict) and name in found:
-            found = found[name]
-    if not isinstance(found, dict):
-        problems.add(shown, "is not an object", 'Write {"cpu": {...}, "tiers": [...]}.')
-        return {}
+        inner = found.get(name, found)
+        if not isinstance(inner, dict):
+            problems.add(name, "is not an object", f"Write {EXAMPLE}.")
+            return {}
+        found = inner
     if "kv_connector" not in found:
         if near := difflib.get_close_matches("kv_connector", found, 1, 0.8):
             problems.add(near[0], "is unknown", 'Write "kv_connector".')
         return transfer_config(found.get(EXTRA, found))
     if not any(ours(found)):
         what = f'names another connector (got "{found["kv_connector"]}")'
-        problems.add(shown, what, f'Use "kv_connector": "{NAME}".')
+        problems.add("kv_connector", what, f'Use "kv_connector": "{NAME}".')
     return found
-
-
-def _without_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """An object of JSON. vLLM would silently use the last of several values."""
-    found: dict[str, Any] = {}
-    for name, value in pairs:
-        if name in found:
-            raise RepeatedNameError(name)
-        found[name] = value
-    return found
-
-
-def _read(problems: Problems, where: str) -> str | None:
-    try:
-        if where == "-":
-            found = sys.stdin.buffer.read(CHECKED_BYTES_MAX + 1)
-        else:
-            problems.file(Path(where), "Name a file with a configuration, or give the JSON itself.")
-            if problems:
-                return None
-            with Path(where).open("rb") as file:
-                found = file.read(CHECKED_BYTES_MAX + 1)
-        if len(found) > CHECKED_BYTES_MAX:
-            what = f"is larger than {size_text(CHECKED_BYTES_MAX)}"
-            problems.add(where, what, "Name a file with a configuration.")
-            return None
-        return found.decode("utf-8")
-    except (OSError, ValueError) as error:
-        problems.add(where, f"cannot be read: {error}", "Name a file of JSON.")
-        return None
 
 
 def _report(loaded: list[LoadedConfig], as_json: bool) -> None:

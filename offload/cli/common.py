@@ -84,16 +84,16 @@ class Problems(list[Problem]):
             self.add(where, f'is not a time (got "{text}")', "Write 30s, 15m, 12h, 7d or 2w.")
         return float(match[1]) * _SECONDS[match[2]] if match else default
 
-    def file(self, path: Path, fix: str) -> None:
+    def file(self, path: Path, fix: str, shown: str = "") -> None:
         """Add a problem if the path is not a readable file."""
         try:
             if not stat.S_ISREG(path.stat().st_mode):
-                self.add(str(path), "is not a file", fix)
+                self.add(shown or str(path), "is not a file", fix)
                 return
             path.open("rb").close()
         except OSError as error:
             what, fix = _unreadable(error, fix)
-            self.add(str(path), what, fix)
+            self.add(shown or str(path), what, fix)
 
     def key_file(self, path: str) -> None:
         """Add a problem if the given key file cannot be read. Its content is checked later."""
@@ -126,10 +126,10 @@ class Problems(list[Problem]):
             self.add(where, str(error), "Write localhost:8000 or http://host:8000.")
             return ""
 
-    def refuse(self, command: str) -> None:
+    def refuse(self, command: str, code: int = WRONG_USAGE) -> None:
         """End the program and report all problems, if there are any."""
         if self:
-            refuse(command, self)
+            refuse(command, self, code)
 
 
 def _unreadable(error: OSError, fix: str) -> tuple[str, str]:
@@ -143,15 +143,15 @@ def _unreadable(error: OSError, fix: str) -> tuple[str, str]:
     return f"cannot be read: {error.strerror}", fix
 
 
-def refuse(command: str, problems: list[Problem]) -> NoReturn:
-    """Report wrong usage and end with ``WRONG_USAGE``."""
+def refuse(command: str, problems: list[Problem], code: int = WRONG_USAGE) -> NoReturn:
+    """Report problems of the command line and end with ``WRONG_USAGE`` or another code."""
     count = len(problems)
     head = f"kvtiers {command}: {problems[0]}"
     if count > 1:
         lines = "\n".join(f"  {problem}" for problem in problems)
         head = f"kvtiers {command}: {count} problems:\n{lines}"
     print(head, file=sys.stderr)
-    raise typer.Exit(WRONG_USAGE)
+    raise typer.Exit(code)
 
 
 def check_spelling(problems: Problems, command: str, known: list[str], flags: list[str]) -> None:

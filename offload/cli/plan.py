@@ -79,7 +79,9 @@ def plan(
     """Predict how much tiers of these sizes hold, hit, save and write, and whether loading pays.
 
     All other flags are those of vllm serve. Hit rates come from the simulator; speeds are the ones
-    you give, or estimates that are marked as such.
+    you give, or estimates that are marked as such. Exits with 1 if the model cannot be offloaded or
+    a tier holds no block, 2 if the flags are wrong, 3 if there is no such model, and 4 if vLLM
+    itself refuses it.
     """
     from offload.admin.capacity_plan import Machine
 

@@ -16,9 +16,10 @@ import typer
 from offload.cli import NO_VLLM
 from offload.cli.common import Problems, check_spelling, make_app
 from offload.cli.doctor import PASS_FLAGS_ON
+from offload.cli.json_input import FILE_OR_JSON, read_object
 from offload.cli.model_names import wrong_name, wrong_path
 from offload.cli.vllm_flags import TRANSFER, has_flag, transfer_problems
-from offload.errors import ConfigError, Problem
+from offload.errors import WRONG_USAGE, ConfigError, Problem
 
 app = make_app()
 
@@ -27,6 +28,9 @@ VLLM = [sys.executable, "-P", "-m", "offload.connector.vllm_cli", "serve"]
 HASH, FILE = "--prefix-caching-hash-algo", "--config"
 STABLE_HASH = "sha256_cbor"
 CPU_VARIABLE, DISK_VARIABLE = "KVTIERS_CPU", "KVTIERS_DISK"
+EXTRA_OPTION = "--kv-extra"
+OPTIONS = ["--kv-cpu", "--kv-disk", EXTRA_OPTION, "--dry-run"]
+EXAMPLE = '{"record_requests": "/var/log/kvtiers.jsonl"}'
 
 Cpu = Annotated[
     str,
@@ -39,6 +43,12 @@ Disk = Annotated[
                  f"first. (default: {DISK_VARIABLE}, several with commas, or none)"),
 ]  # fmt: skip
 
+Extra = Annotated[
+    str,
+    typer.Option(metavar=FILE_OR_JSON, help="An object of further options of "
+                 "kv_connector_extra_config."),
+]  # fmt: skip
+
 
 @dataclass(slots=True)
 class WantedTiers:
@@ -46,6 +56,22 @@ class WantedTiers:
 
     extra: dict[str, Any] = field(default_factory=dict)
     sources: dict[str, str] = field(default_factory=dict)
+    has_options: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Given:
+    """The values of the command's own flags."""
+
+    cpu: str = ""
+    disks: list[str] = field(default_factory=list)
+    extra: str = ""
+
+    @property
+    def names(self) -> list[str]:
+        """The flags that were given."""
+        values = {"--kv-cpu": self.cpu, "--kv-disk": self.disks, EXTRA_OPTION: self.extra}
+        return [name for name, value in values.items() if value]
 
 
 @app.command(context_settings=PASS_FLAGS_ON)
@@ -54,6 +80,7 @@ def serve(
     model: Annotated[str, typer.Argument(help="Model, as for vllm serve.")],
     kv_cpu: Cpu = "",
     kv_disk: Disk = None,
+    kv_extra: Extra = "",
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Check, print the command, and end.")
     ] = False,
@@ -62,18 +89,22 @@ def serve(
 
     All other flags are those of vllm serve. The model's name and the tiers are checked first;
     --dry-run does not ask the hub about the name. With --kv-transfer-config or --config, only the
-    flags for --kv-cpu and --kv-disk are added.
+    flags for --kv-cpu, --kv-disk and --kv-extra are added. Exits with 2 if the flags or the
+    configuration are wrong, and with 3 if there is no such model.
     """
     problems = Problems()
+    code = WRONG_USAGE
     if model.startswith("-"):
         problems.add(model, "comes before the model", "Write kvtiers serve MODEL [flags].")
     elif wrong := _wrong_model(model, context.args, is_started=not dry_run):
         problems.add(model, wrong[0], f"{wrong[1]}.")
-    check_spelling(problems, "serve", ["--kv-cpu", "--kv-disk", "--dry-run"], context.args)
-    added = flags_to_add(context.args, kv_cpu, kv_disk or [], os.environ, problems)
+        code = _unknown_model()
+    check_spelling(problems, "serve", OPTIONS, context.args)
+    given = Given(kv_cpu, kv_disk or [], kv_extra)
+    added = flags_to_add(context.args, given, os.environ, problems)
     if not dry_run and importlib.util.find_spec("vllm") is None:
         problems.add(*NO_VLLM)
-    problems.refuse("serve")
+    problems.refuse("serve", code if len(problems) == 1 else WRONG_USAGE)
     command = [*VLLM, model, *added, *context.args]
     if added:
         _say(f"added {shlex.join(added)}")
@@ -90,10 +121,16 @@ def _wrong_model(model: str, flags: list[str], *, is_started: bool) -> tuple[str
     return found or (wrong_name(model, flags, os.environ) if is_started else None)
 
 
+def _unknown_model() -> int:
+    """The exit code for a model that does not exist."""
+    from offload.admin.doctor import EXIT_CODES, ModelVerdict
+
+    return EXIT_CODES[ModelVerdict.UNKNOWN_MODEL]
+
+
 def flags_to_add(
     flags: list[str],
-    cpu: str,
-    disks: list[str],
+    given: Given,
     environment: Mapping[str, str],
     problems: Problems,
 ) -> list[str]:
@@ -103,19 +140,21 @@ def flags_to_add(
     from offload.namespaces.wait_for_owners import Patience
 
     has_own = has_flag(flags, TRANSFER) or has_flag(flags, FILE)
-    if has_flag(flags, TRANSFER) and (cpu or disks):
+    if has_flag(flags, TRANSFER) and given.names:
         fix = "Give one of them, or put the tiers into the JSON."
-        problems.add(TRANSFER, "is given together with --kv-cpu or --kv-disk", fix)
-    if has_own and not (cpu or disks):
+        problems.add(TRANSFER, f"is given together with {' and '.join(given.names)}", fix)
+    if has_own and not given.names:
         _say_unused(environment)
         problems += transfer_problems(flags)
         return []
-    wanted = tiers_wanted(cpu, disks, environment, problems)
+    wanted = tiers_wanted(given.cpu, given.disks, environment, problems)
+    if given.extra:
+        add_options(wanted, read_object(problems, given.extra, EXAMPLE, EXTRA_OPTION), problems)
     transfer = transfer_config(wanted.extra)
     try:  # do not wait for the folders of a server that will not start
         loaded = check_transfer(transfer, None if problems else Patience(_say))
     except ConfigError as error:
-        problems += [_named(problem, wanted.sources) for problem in error.problems]
+        problems += [_named(problem, wanted) for problem in error.problems]
     if problems:
         return []
     _say_memory(flags, loaded[0].config.cpu.capacity, environment)
@@ -167,6 +206,28 @@ def tiers_wanted(
     return wanted
 
 
-def _named(problem: Problem, sources: Mapping[str, str]) -> Problem:
+def add_options(wanted: WantedTiers, given: dict[str, Any] | None, problems: Problems) -> None:
+    """Add the options of --kv-extra, which must not set what the other flags set."""
+    wanted.has_options = True
+    for name, value in (given or {}).items():
+        own = wanted.extra.get(name)
+        if isinstance(own, dict) and isinstance(value, Mapping):
+            repeated = {f"{name}.{field}": f"$.{name}.{field}" for field in own if field in value}
+            value = {**value, **own}
+        else:
+            repeated = {name: f"$.{name}[0].path"} if isinstance(own, list) else {}
+        for option, place in repeated.items():
+            flag = wanted.sources[place].partition(" ")[0]
+            what = f'sets "{option}", and so does {flag}'
+            problems.add(EXTRA_OPTION, what, "Give one of them.")
+        wanted.extra[name] = own if isinstance(own, list) else value
+
+
+def _named(problem: Problem, wanted: WantedTiers) -> Problem:
     """Name a problem by the flag or variable that causes it."""
-    return Problem(sources.get(problem.where, problem.where), problem.what, problem.fix)
+    where, what = problem.where, problem.what
+    for place, source in wanted.sources.items():
+        what = what.replace(place, source)
+    if where not in wanted.sources and where.startswith("$") and wanted.has_options:
+        where = f"{EXTRA_OPTION} {where}"
+    return Problem(wanted.sources.get(where, where), what, problem.fix)

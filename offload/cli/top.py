@@ -48,7 +48,7 @@ COUNT_NAMES = {
 
 @app.command()
 def top(
-    url: Annotated[str, typer.Argument(help="Address of the server, e.g. localhost:8000.")],
+    url: Annotated[str, typer.Argument(help="Address of the server.")] = "localhost:8000",
     interval: Annotated[
         float,
         typer.Option(

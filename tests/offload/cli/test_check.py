@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from offload.cli.check import CHECKED_BYTES_MAX
+from offload.cli.json_input import CHECKED_BYTES_MAX
 from offload.config.kv_transfer_config import NAME, transfer_config
 from tests.offload.cli.rank_folders import ROOT, kvtiers
 
@@ -71,6 +71,7 @@ def test_all_problems_at_once_and_as_json(tmp_path: Path) -> None:
     [
         ("{", "the JSON: is not JSON: "),
         ("[]", "the JSON: is not an object. Write "),
+        ('{"kv_transfer_config": 1}', "kv_transfer_config: is not an object. Write "),
         ("[" * 100_000, "the JSON: is not JSON: maximum recursion depth"),
         ('{"kv_conector": "x", "cpu": {}}', 'kv_conector: is unknown. Write "kv_connector".'),
         ("/no/such/file", "/no/such/file: does not exist. Name a file"),

@@ -23,8 +23,9 @@ HEAD = """# The command line
 completion for your shell. The guide is [Operating](../guides/operate.md).
 
 * **Exit codes**: 0 on success, 1 if the command found faults or could not finish, 2 for a wrong
-  command line, 130 after Ctrl-C. All errors are printed at once on stderr, each with the wrong
-  value and what to do. `doctor` prints them in its report.
+  command line, 130 after Ctrl-C. With `doctor`, `plan` and `serve`, 3 if there is no such model;
+  with `doctor` and `plan`, 4 if vLLM itself refuses the model. All errors are printed at once on
+  stderr, each with the wrong value and what to do. `doctor` prints them in its report.
 * **Flags of vLLM** are known only to vLLM: `doctor`, `plan` and `serve` take as long as importing
   it, ten seconds or more, to report a mistake in them.
 * **`--json`** prints one object on stdout and nothing else. Progress bars go to stderr, and only on
@@ -57,7 +58,7 @@ def rows_of(command: Any) -> list[str]:
         if parameter.param_type_name == "argument":
             names = [f"`{(parameter.metavar or parameter.name).upper()}`"]
         help_text = getattr(parameter, "help", "") or ""
-        rows.append(f"| {', '.join(names)} | {cell(help_text)} | {default_of(parameter)} |")
+        rows.append(f"| {cell(', '.join(names))} | {cell(help_text)} | {default_of(parameter)} |")
     return rows
 
 
@@ -77,6 +78,12 @@ def test_the_reference_is_up_to_date() -> None:
     if os.environ.get("KVTIERS_REWRITE"):
         PAGE.write_text(page())
     assert PAGE.read_text() == page()
+
+
+def test_tables_have_three_columns() -> None:
+    rows = [line for line in PAGE.read_text().splitlines() if line.startswith("|")]
+    assert len(rows) > 100
+    assert [row for row in rows if row.replace("\\|", "").count("|") != 4] == []
 
 
 def test_every_command_is_in_the_guide() -> None:

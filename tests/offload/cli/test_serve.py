@@ -78,6 +78,23 @@ def test_environment_variables_of_a_container(
     assert [tier["path"] for tier in extra["tiers"]] == [f"{tmp_path}/c"]
 
 
+def test_further_options_are_merged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    options = {"record_requests": f"{tmp_path}/requests.jsonl", "cpu": {"policy": "lru"}}
+    file = tmp_path / "options.json"
+    file.write_text(json.dumps(options))
+    disks = ["--kv-cpu", "64MiB", "--kv-disk", f"{tmp_path}/a:16MiB"]
+    for given in (file, json.dumps(options)):
+        extra = added(serve("m", *disks, "--kv-extra", given))[0]["kv_connector_extra_config"]
+        assert extra == {
+            "cpu": {"policy": "lru", "capacity": "64MiB"},
+            "tiers": [{"type": "lmdb", "path": f"{tmp_path}/a", "capacity": "16MiB"}],
+            "record_requests": f"{tmp_path}/requests.jsonl",
+        }
+    monkeypatch.setenv("KVTIERS_CPU", "64MiB")
+    both = serve("m", "--kv-extra", '{"cpu": {"capacity": "1GiB"}}')
+    assert '--kv-extra: sets "cpu.capacity", and so does KVTIERS_CPU.' in both.err
+
+
 def test_without_flags_the_machine_decides_the_size_of_the_cpu_tier() -> None:
     transfer, flags = added(serve("m"))
     assert (transfer["kv_connector_extra_config"], flags) == ({}, HASHING)
@@ -95,7 +112,8 @@ def test_the_users_own_configuration_is_left_alone(
     assert "KVTIERS_CPU is not used together with --kv-transfer-config" in serve("m", flag).err
     found = serve("m", flag, "--kv-cpu", "64MiB")
     assert found.code == 2
-    assert "--kv-transfer-config: is given together with --kv-cpu or --kv-disk" in found.err
+    assert "--kv-transfer-config: is given together with --kv-cpu. Give one of them" in found.err
+    assert serve("m", flag, "--kv-extra", "{}").code == 2
 
 
 def test_the_users_own_configuration_is_checked(tmp_path: Path) -> None:
@@ -128,7 +146,8 @@ def test_the_hub_is_asked_about_the_name_before_vllm_starts(
 
     monkeypatch.setattr("os.execv", started)
     found = kvtiers("serve", "nobody/none", "--kv-cpu", "64MiB")
-    assert (found.code, found.out) == (2, "")
+    assert (found.code, found.out) == (3, "")
+    assert kvtiers("serve", "nobody/none", "--kv-cpu", "64").code == 2, "two problems"
     assert "kvtiers serve: nobody/none: is not a folder and has no local copy" in found.err
     monkeypatch.setenv("VLLM_MODEL_REDIRECT_PATH", "names.txt")
     assert kvtiers("serve", "nobody/none", "--kv-cpu", "64MiB").code == 99
@@ -159,6 +178,27 @@ def test_all_spellings_of_vllm_flags_are_recognised() -> None:
         (["--kv-disk", "kv:1GiB"], ["--kv-disk kv:1GiB: must be absolute"]),
         (["--kv-disk", "/proc/kv:1GiB"], ["--kv-disk /proc/kv:1GiB: "]),
         (["--kv-disk", "/tmp/k:9EiB", "--kv-cpu", "x"], ["2 problems", "--kv-cpu: is not a size"]),
+        (
+            ["--kv-disk", "/tmp/a:1GiB", "--kv-disk", "/tmp/a:2GiB"],
+            ['--kv-disk /tmp/a:2GiB: equals --kv-disk /tmp/a:1GiB ("/tmp/a", "/tmp/a"). Give'],
+        ),
+        (["--kv-extra", "{"], ["--kv-extra: is not JSON: "]),
+        (["--kv-extra", "[1]"], ['--kv-extra: is not an object. Write {"record_requests": ']),
+        (["--kv-extra", " "], ["--kv-extra: is empty. Name a file, or write "]),
+        (["--kv-extra", "/no/such"], ["--kv-extra /no/such: does not exist. Name a file"]),
+        (
+            ["--kv-extra", '{"recent_request": 1}'],
+            ['--kv-extra $.recent_request: unknown option. Did you mean "recent_requests"?'],
+        ),
+        (["--kv-extra", '{"cpu": 8}'], ["--kv-extra $.cpu: "]),
+        (
+            ["--kv-cpu", "64MiB", "--kv-extra", '{"cpu": {"capacity": "1GiB"}}'],
+            ['--kv-extra: sets "cpu.capacity", and so does --kv-cpu. Give one of them.'],
+        ),
+        (
+            ["--kv-disk", "/tmp/a:1GiB", "--kv-extra", '{"tiers": []}'],
+            ['--kv-extra: sets "tiers", and so does --kv-disk. Give one of them.'],
+        ),
     ],
 )
 def test_bad_input_is_reported(words: list[str], texts: list[str]) -> None:
