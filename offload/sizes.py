@@ -47,7 +47,7 @@ def parse_size(value: object) -> int:
 
 
 def format_size(size: int) -> str:
-    """Return a short text for a size.
+    """Return a short text for a size that the user has given or may give in a configuration.
 
     It is exact if two decimals or the next smaller unit allow that (``8GiB``, ``5.75GiB``,
     ``1537MiB``), else it has three significant digits, or the digits of a whole number. It is never
@@ -65,6 +65,20 @@ def format_size(size: int) -> str:
     else:
         decimals = decimals.rstrip("0")
     return f"{whole}{'.' if decimals else ''}{decimals}{_PREFIXES[power - 1]}iB"
+
+
+def rounded_size(size: float) -> str:
+    """Return a size for reading, with three significant digits: ``1.13GiB``, ``390KiB``; without
+    decimals if it is a whole number of its unit. ``format_size`` is for values to be typed."""
+    value, unit = float(size), 0
+    while abs(value) >= (999.5 if unit else 1024) and unit < len(_PREFIXES):
+        value /= 1024
+        unit += 1
+    name = f"{_PREFIXES[unit - 1]}iB" if unit else "B"
+    if value == int(value):
+        return f"{value:.0f}{name}"
+    decimals = 3 if abs(value) < 0.9995 else 2 if abs(value) < 9.995 else abs(value) < 99.95
+    return f"{value:.{int(decimals)}f}{name}"
 
 
 def _from_text(text: str) -> int:

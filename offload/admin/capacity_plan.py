@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from offload.config.schema import STAGING_MAX
-from offload.sizes import DAY_S, format_size
+from offload.sizes import DAY_S, rounded_size
 from policies.simulation.simulator import Result
 from policies.simulation.trace import Trace
 from tiers.lmdb.files import payload_capacity_bytes
@@ -230,7 +230,7 @@ def _tiers(
 
 
 def _speed_text(bytes_per_s: float) -> str:
-    return f"{format_size(int(bytes_per_s))}/s"
+    return f"{rounded_size(bytes_per_s)}/s"
 
 
 def _with_hits(

@@ -25,7 +25,7 @@ from offload.layout.checks import (
 )
 from offload.layout.groups import GroupLayout, ModelLayout
 from offload.layout.prefix_match import PrefixMatcher
-from offload.sizes import KIB, format_size
+from offload.sizes import KIB, rounded_size
 
 SLOT_ALIGNMENT = 4 * KIB
 """Slots and records take whole pages of this size (``tiers.slab.slab``)."""
@@ -277,13 +277,13 @@ def _geometry_lines(report: Report) -> list[str]:
     lines = [
         f"Hashing  one hash for {report.hash_tokens} tokens; the smallest reusable prefix is "
         f"{report.alignment_tokens} tokens",
-        f"Size     {format_size(round(report.token_bytes))} per token{ranks}",
+        f"Size     {rounded_size(round(report.token_bytes))} per token{ranks}",
         "",
         *_table(report.groups),
         "",
     ]
     for tier in report.tiers:
-        size = format_size(tier.capacity_bytes)
+        size = rounded_size(tier.capacity_bytes)
         lines.append(f"Tier     {tier.name}: {size} holds {tier.tokens:,} tokens")
     return lines
 
@@ -298,9 +298,9 @@ def _table(groups: Sequence[GroupReport]) -> list[str]:
 
 def _row(group: GroupReport) -> tuple[str, ...]:
     padding = "" if group.page_bytes == group.padded_page_bytes else " padded to "
-    pages = "/".join(map(format_size, group.page_bytes)) + padding
+    pages = "/".join(map(rounded_size, group.page_bytes)) + padding
     if padding:
-        pages += "/".join(map(format_size, group.padded_page_bytes))
+        pages += "/".join(map(rounded_size, group.padded_page_bytes))
     return (
         str(group.group),
         group.kind + (" (draft)" if group.draft else ""),

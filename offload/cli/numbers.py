@@ -8,24 +8,15 @@ from __future__ import annotations
 
 import time
 
-UNITS = ("B", "KiB", "MiB", "GiB", "TiB", "PiB", "EiB")
+from offload.sizes import rounded_size
+
 UNKNOWN = "-"
 _AGES = {"w": 604_800, "d": 86_400, "h": 3600, "m": 60}
 
 
 def size_text(size_bytes: float | None) -> str:
-    """A size with three significant digits: ``1.13GiB``, ``390KiB``; without decimals if it is a
-    whole number of its unit."""
-    if size_bytes is None:
-        return UNKNOWN
-    value, unit = float(size_bytes), 0
-    while abs(value) >= (999.5 if unit else 1024) and unit < len(UNITS) - 1:
-        value /= 1024
-        unit += 1
-    if value == int(value):
-        return f"{value:.0f}{UNITS[unit]}"
-    decimals = 3 if abs(value) < 0.9995 else 2 if abs(value) < 9.995 else abs(value) < 99.95
-    return f"{value:.{int(decimals)}f}{UNITS[unit]}"
+    """A size with three significant digits: ``1.13GiB``, ``390KiB``."""
+    return UNKNOWN if size_bytes is None else rounded_size(size_bytes)
 
 
 def speed_text(bytes_per_s: float | None) -> str:

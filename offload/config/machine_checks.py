@@ -31,7 +31,7 @@ from offload.config.tier_capacity import smallest_share
 from offload.errors import ConfigError, Problem
 from offload.namespaces.claims import Owner, live_owners
 from offload.namespaces.wait_for_owners import Patience
-from offload.sizes import GIB, MIB, format_size
+from offload.sizes import GIB, MIB, format_size, rounded_size
 from policies.registry import (
     PolicyOptionError,
     PolicySpecError,
@@ -159,7 +159,7 @@ def _check_memory(
     if capacity > bytes_max:
         what = (
             f"{format_size(capacity)} does not fit into the memory limit of "
-            f"{format_size(limit.limit_bytes)} ({limit.source}) beside the server itself"
+            f"{rounded_size(limit.limit_bytes)} ({limit.source}) beside the server itself"
         )
         problems.append(Problem(where, what, f"Use at most {format_size(bytes_max)}."))
     elif capacity < (bytes_min := ALIGNMENT * (2 if config.tiers else 1)):
@@ -167,7 +167,7 @@ def _check_memory(
         problems.append(Problem(where, what, f"Give at least {format_size(bytes_min)}."))
     elif capacity > limit.available_bytes:
         what = (
-            f"{format_size(capacity)} is more than the {format_size(limit.available_bytes)} of "
+            f"{format_size(capacity)} is more than the {rounded_size(limit.available_bytes)} of "
             "memory that are available now"
         )
         warnings.append(Problem(where, what, "Lower it, or stop what else uses memory."))
@@ -297,8 +297,8 @@ def _check_space(
     if tier.capacity > bytes_max:
         before = " and the tiers before it" if taken[device] > tier.capacity - used else ""
         what = (
-            f"{format_size(tier.capacity)} does not fit: {format_size(free)} are free, this tier "
-            f"already uses {format_size(used)}, and a reserve of {format_size(reserve)}{before} "
+            f"{format_size(tier.capacity)} does not fit: {rounded_size(free)} are free, this tier "
+            f"already uses {rounded_size(used)}, and a reserve of {rounded_size(reserve)}{before} "
             "must stay"
         )
         fix = (

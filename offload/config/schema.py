@@ -31,7 +31,7 @@ from offload.config.options import (
     TierType,
 )
 from offload.errors import ConfigError, Problem
-from offload.sizes import GIB, KIB, MIB, format_size
+from offload.sizes import GIB, KIB, MIB, format_size, rounded_size
 
 CPU_CAPACITY_MIN = 256 * MIB
 CPU_CAPACITY_MAX = 64 * GIB
@@ -179,7 +179,7 @@ def describe_default(capacity: int, limit: MemoryLimit) -> str:
     """A log line about a CPU capacity that was chosen by default."""
     return (
         f"cpu.capacity not given: using {format_size(capacity)} (a quarter of the memory limit of "
-        f"{format_size(limit.limit_bytes)} set by {limit.source}, between "
+        f"{rounded_size(limit.limit_bytes)} set by {limit.source}, between "
         f"{format_size(CPU_CAPACITY_MIN)} and {format_size(CPU_CAPACITY_MAX)})"
     )
 
@@ -216,7 +216,7 @@ def check_cpu_capacity(config: OffloadConfig, slot_bytes: int, ranks: int) -> li
         if config.tiers
         else ""
     )
-    chunk = f"one chunk takes {format_size(slot_bytes)} on each of {ranks} ranks"
+    chunk = f"one chunk takes {rounded_size(slot_bytes)} on each of {ranks} ranks"
     what = f"{format_size(config.cpu.capacity)} holds no chunk: {chunk}{staged}"
     fix = f"Give at least {at_least((counts.staging + 1) * slot_bytes * ranks)}."
     return [Problem("$.cpu.capacity", what, fix)]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from offload.config.schema import OffloadConfig, TierConfig, at_least, check_cpu_capacity
 from offload.errors import Problem
-from offload.sizes import KIB, format_size
+from offload.sizes import KIB, format_size, rounded_size
 from tiers.base import ALIGNMENT
 from tiers.io.direct_io import pages_for
 from tiers.lmdb import files as lmdb_store
@@ -22,7 +22,7 @@ def check_capacity(
     ``slot_bytes`` is the largest chunk size, ``record_bytes`` the smallest (0 if they are equal).
     """
     problems = check_cpu_capacity(config, slot_bytes, ranks)
-    chunk = f"one chunk takes {format_size(slot_bytes)} on each of {ranks} ranks"
+    chunk = f"one chunk takes {rounded_size(slot_bytes)} on each of {ranks} ranks"
     for number, tier in enumerate(config.tiers):
         needed = ranks * smallest_share(tier, slot_bytes, record_bytes or slot_bytes)
         if tier.path and tier.capacity < needed:

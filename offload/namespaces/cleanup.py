@@ -27,7 +27,7 @@ from offload.namespaces.manifest import (
     differing_fields,
     read_manifest,
 )
-from offload.sizes import format_size
+from offload.sizes import rounded_size
 from tiers.folders.folder import sync_folder
 from tiers.lmdb.index import LOCK_NAME as READERS_NAME
 
@@ -54,7 +54,7 @@ class NotDeletedError(Exception):
     def __init__(self, folder: Path, why: str) -> None:
         self.folder = folder
         self.size_bytes = usage(folder)[0]
-        super().__init__(f"{folder} ({format_size(self.size_bytes)}) could not be deleted: {why}")
+        super().__init__(f"{folder} ({rounded_size(self.size_bytes)}) could not be deleted: {why}")
 
 
 def other_namespaces(root: str | Path, keep: Namespace | None = None) -> list[StoredNamespace]:
@@ -133,7 +133,7 @@ def make_space(
         if is_gone:
             total -= stored.size_bytes
             if note:
-                note(f"removed {stored.name} ({format_size(stored.size_bytes)}) to free space")
+                note(f"removed {stored.name} ({rounded_size(stored.size_bytes)}) to free space")
     return max(0, capacity - total - stuck)
 
 

@@ -38,7 +38,7 @@ from offload.namespaces.geometry import Geometry
 from offload.namespaces.manifest import Namespace
 from offload.namespaces.mounts import MountPoint, mount_point_of
 from offload.namespaces.wait_for_owners import Patience
-from offload.sizes import MIB, format_size
+from offload.sizes import MIB, format_size, rounded_size
 from offload.worker.tier_factory import TierSpec, mooncake_settings
 from tiers.adapters.read_only import ReadOnlyTier, SharedReadOnlyTier
 from tiers.adapters.remote_read_only import RemoteReadOnlyTier
@@ -288,7 +288,7 @@ def _check_space(
     if taken > config.capacity * (1 - OWN_SHARE):
         what = (
             f"of {format_size(config.capacity)} the namespaces read from other geometries take "
-            f"{format_size(taken)}, which leaves too little"
+            f"{rounded_size(taken)}, which leaves too little"
         )
         needed = format_size(-(-int(taken / (1 - OWN_SHARE)) // MIB + 1) * MIB)
         fix = f'Give at least {needed}, or use "geometry": "own" to allow their removal.'

@@ -21,7 +21,7 @@ from offload.loop import EventLoopThread
 from offload.messages.plan import StepPlan
 from offload.messages.report import RankState
 from offload.namespaces.manifest import Namespace
-from offload.sizes import format_size
+from offload.sizes import rounded_size
 from offload.telemetry.counters import WorkerStats
 from offload.worker.executor import Executor
 from offload.worker.runtime import RankMemory, UnopenedTier, make_memory, open_rank
@@ -103,7 +103,7 @@ class WorkerSide:
             "kvtiers: rank %d: %d slots of %s in the CPU tier%s",
             self._rank,
             state.slots,
-            format_size(state.slot_bytes),
+            rounded_size(state.slot_bytes),
             "".join(f", {sum(map(len, t.keys))} records in {t.name}" for t in state.tiers),
         )
 

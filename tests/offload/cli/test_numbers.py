@@ -51,6 +51,27 @@ def test_no_command_formats_shares_or_sizes_in_another_way() -> None:
     assert [path.name for path in files if own.search(Path(path).read_text())] == []
 
 
+VALUES = re.compile(
+    r"capacity|bytes_(min|max)|CPU_CAPACITY_(MIN|MAX)|(tier|config|config\.cpu)\.capacity|top\[name\]"
+)
+"""What ``format_size`` may print: values that a user has typed or may type, exactly."""
+
+
+def inexact_values(text: str) -> list[str]:
+    """What ``format_size`` prints in a module although nobody would type it."""
+    found = re.findall(r"format_size\(([^()]+)\)|map\((format_size)", text)
+    return [value for pair in found for value in pair if value and not VALUES.fullmatch(value)]
+
+
+def test_messages_print_exactly_only_what_a_user_types() -> None:
+    files = [path for path in (ROOT / "offload").rglob("*.py") if path.name != "sizes.py"]
+    wrong = {path.name: found for path in files if (found := inexact_values(path.read_text()))}
+    assert wrong == {}
+    assert inexact_values("format_size(limit.limit_bytes)") == ["limit.limit_bytes"]
+    assert inexact_values("map(format_size, pages)") == ["format_size"]
+    assert inexact_values("format_size(tier.capacity)") == []
+
+
 def test_tables_that_can_be_too_wide_for_a_terminal_adapt_to_it() -> None:
     """``rich.table`` breaks words and numbers there; ``top`` prints blocks."""
     files = [path for path in (ROOT / "offload/cli").glob("*.py") if path.name != "top.py"]

@@ -31,7 +31,8 @@ completion for your shell. The guide is [Operating](../guides/operate.md).
 * **`--json`** prints one object on stdout and nothing else. Progress bars go to stderr, and only on
   a terminal.
 * **Sizes** are bytes or text as in the configuration: `8GiB`, `500MB`. **Times**: `30s`, `15m`,
-  `12h`, `7d`, `2w`. Printed sizes have three significant digits; `--json` has all of them.
+  `12h`, `7d`, `2w`. Printed sizes have three significant digits, except where a message quotes or
+  proposes a value of a configuration; `--json` has all digits.
 * `kvtiers --version` prints the versions of kvtiers, of the installed vLLM and of Python.
 
 This page is generated: `KVTIERS_REWRITE=1 python -m pytest tests/offload/cli/test_reference.py`.
