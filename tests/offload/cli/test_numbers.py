@@ -54,11 +54,11 @@ def test_no_command_formats_shares_or_sizes_in_another_way() -> None:
 VALUES = re.compile(
     r"capacity|bytes_(min|max)|CPU_CAPACITY_(MIN|MAX)|(tier|config|config\.cpu)\.capacity|top\[name\]"
 )
-"""What ``format_size`` may print: values that a user has typed or may type, exactly."""
+"""Arguments that ``format_size`` may have: values that a user has typed or may type."""
 
 
 def inexact_values(text: str) -> list[str]:
-    """What ``format_size`` prints in a module although nobody would type it."""
+    """Find the arguments of ``format_size`` in a module that nobody would type."""
     found = re.findall(r"format_size\(([^()]+)\)|map\((format_size)", text)
     return [value for pair in found for value in pair if value and not VALUES.fullmatch(value)]
 
