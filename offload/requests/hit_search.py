@@ -73,15 +73,13 @@ class HitSearch:
             first_gap = known.first_gap_in(above, holders, planner.removals, planner.budget.lookups)
             return matcher.longest_match(keys, present_in(*holders), start, end, first_gap)
 
-        hit, why = longest_match(None, limit), ShortenReason.NOTHING
+        hit, reason = longest_match(None, limit), ShortenReason.NOTHING
+        tiers = range(len(planner.lower))
         if shorten_reason is not ShortenReason.NOTHING and hit > start:
-            there = longest_match(CPU, limit)
-            return (
-                Hit(None)
-                if known.is_partial
-                else Hit(there, shorten_reason if there < hit else why)
-            )
-        for tier in reversed(range(len(planner.lower))):
+            in_cpu_tier, tiers = longest_match(CPU, limit), range(0)
+            if in_cpu_tier < hit:
+                hit, reason = in_cpu_tier, shorten_reason
+        for tier in reversed(tiers):
             break_even = planner.health[tier].break_even
             if hit <= start or known.is_partial or not break_even.may_cut(hit - start):
                 break
@@ -92,12 +90,12 @@ class HitSearch:
             part, part_reason = break_even.part(read, None if is_ahead else self._computing())
             if part >= read:
                 break
-            why = part_reason
+            reason = part_reason
             if part:
                 hit = max(shorter, longest_match(None, shorter + part))
                 break
             hit = shorter
-        return Hit(None) if known.is_partial else Hit(hit, why)
+        return Hit(None) if known.is_partial else Hit(hit, reason)
 
     def _tokens_read(
         self, keys: Sequence[Sequence[bytes]], tail: range, tier: int, origin: RequestOrigin
