@@ -1,4 +1,4 @@
-"""The progress of the reads ahead for one request, their use in the end, and counts of both."""
+"""Records how far the reads ahead for a request have got, and which of the chunks it used."""
 
 from __future__ import annotations
 
@@ -14,8 +14,9 @@ COUNTED = ("read", "used", "late", "wasted")
 
 @dataclass(frozen=True, slots=True)
 class ReadProgress:
-    """The state of one request's reads. ``is_read``: all chunks that are read ahead for it have
-    arrived, or nearly all; ``since`` is when the first was read, if any."""
+    """The progress of one request's reads ahead. ``is_read`` means that all chunks to read ahead
+    for it have arrived, or nearly all. ``since`` is the time when the first read began; ``None`` if
+    none has begun."""
 
     is_read: bool
     since: float | None
@@ -23,9 +24,12 @@ class ReadProgress:
 
 @dataclass(frozen=True, slots=True)
 class AheadUse:
-    """``tokens`` of the request's load were read ahead, of which ``late_tokens`` were still being
-    read when the load was planned. The reads of the others took ``saved_s``. ``wasted_tokens`` were
-    read ahead for it and not loaded."""
+    """How one request's load used the chunks that were read ahead for it.
+
+    ``tokens`` of the load were read ahead; ``late_tokens`` of them were still being read when the
+    load was planned. Reading the others had taken ``saved_s`` seconds. ``wasted_tokens`` were read
+    ahead for the request and not loaded.
+    """
 
     tokens: int = 0
     late_tokens: int = 0
@@ -37,13 +41,13 @@ NOT_READ_AHEAD = AheadUse()
 
 
 class AheadCounts:
-    """Counts what was read ahead, and what came of it. Owned by ``LookAhead``; used on the
-    planner's thread.
+    """Counts the chunks that were read ahead, and how many of them were used. Owned by
+    ``LookAhead``; used on the planner's thread.
 
-    ``chunks`` has the chunks that were read, those loaded by the requests that they were read for
-    (``used``), those of them that were still being read when the load was planned (``late``), and
-    those given up (``wasted``). ``saved_s`` adds up the time of the reads of used chunks that were
-    not late.
+    ``chunks`` counts all chunks that were ``read``, those loaded by the requests that they were
+    read for (``used``), the used chunks that were still being read when their load was planned
+    (``late``), and the chunks that were given up (``wasted``). ``saved_s`` is the total time of the
+    reads of used chunks that were not late.
     """
 
     def __init__(self, groups: Mapping[int, GroupInfo], ranks: int) -> None:
@@ -52,20 +56,20 @@ class AheadCounts:
         self._bytes = dict.fromkeys(COUNTED, 0)
         self._groups = groups
         self._ranks = ranks
-        self._took_s: dict[bytes, float] = {}  # of chunks that a request waits for: their reads
-        self._wasted: defaultdict[str, list[bytes]] = defaultdict(list)  # by request that waits
+        self._took_s: dict[bytes, float] = {}  # the time of each read, for chunks not used yet
+        self._wasted: defaultdict[str, list[bytes]] = defaultdict(list)  # by request
 
     def read(self, keys: Collection[bytes]) -> None:
         """Count chunks whose read begins."""
         self._count("read", keys)
 
     def arrived(self, keys: Iterable[bytes], took_s: float) -> None:
-        """Remember the time that the read of each of these chunks took: a request waits for
-        them."""
+        """Remember how long the read of each of these chunks took. A request waits for them."""
         self._took_s.update(dict.fromkeys(keys, took_s))
 
     def used(self, keys: Collection[bytes], late: Collection[bytes]) -> AheadUse:
-        """Count chunks that a request loads. Some of them may be late."""
+        """Count the chunks of a request's load that were read ahead; those in ``late`` are still
+        being read."""
         saved_s = 0.0
         for key in keys:
             took_s = self._took_s.pop(key, 0.0)
@@ -93,7 +97,7 @@ class AheadCounts:
         self._wasted.clear()
 
     def totals(self) -> dict[str, float]:
-        """The counts in bytes of the first lower tier, and the saved time, by flat name."""
+        """The counts as bytes in the first lower tier, and the saved time, by flat name."""
         found: dict[str, float] = {f"ahead_{what}_bytes": n for what, n in self._bytes.items()}
         return found | {"ahead_saved_seconds": self.saved_s}
 

@@ -13,9 +13,9 @@ class OwnChunks:
     """The chunks of one running request, which its own stores must not evict.
 
     A prompt that is longer than the CPU tier must not evict its own head to store its tail, because
-    chunks after a gap can never be hit. ``keys`` has the chunks that are stored or on their way.
-    Chunks in one of ``saved``, the lower tiers, may be evicted. The set of keys is made when a
-    store has to evict, because most stores find free slots.
+    chunks after a gap can never be hit. ``keys`` has the chunks that are stored or being stored.
+    Those that one of ``saved`` (the lower tiers) holds may be evicted. The set of keys is built
+    only when a store has to evict; most stores find free slots.
     """
 
     __slots__ = ("_added", "_full_at", "_full_step", "_keys", "_saved")
@@ -42,7 +42,7 @@ class OwnChunks:
         return key in self.keys and not any(key in saved for saved in self._saved)
 
     def isdisjoint(self, keys: Collection[Hashable]) -> bool:
-        """True if all of these may be evicted."""
+        """True if all these chunks may be evicted."""
         if self.keys.isdisjoint(keys):
             return True
         mine = self.keys.intersection(keys)

@@ -10,10 +10,10 @@ from offload.planner.step_budget import DELETIONS_MAX
 
 
 class PendingDeletes:
-    """Keys by tier, oldest first. A key must not be written again while it waits here.
+    """The keys that wait to be deleted. A key must not be written again while it waits here.
 
-    Owned by the planner; used on its thread. ``waiting`` has the tiers with any. ``shared`` are the
-    tiers that other engines write to as well.
+    Owned by the planner; used on its thread. ``waiting`` has the keys by tier, oldest first, and no
+    tier without keys. ``shared`` are the tiers that other engines write to as well.
     """
 
     def __init__(self, shared: Container[int] = ()) -> None:
@@ -25,8 +25,8 @@ class PendingDeletes:
     ) -> None:
         """Queue the deletion of records that the tier's index does not know.
 
-        In a shared tier only ``damaged`` records are deleted: other engines may know the rest, and
-        damaged records would not be overwritten.
+        In a shared tier only ``damaged`` records are deleted, because a later write would not
+        replace them. Other engines may still use the other records.
         """
         if tier in self._shared:
             keys = [key for key in keys if key in damaged]
@@ -35,13 +35,13 @@ class PendingDeletes:
             self.waiting.setdefault(tier, deque()).extend(keys)
 
     def is_behind(self, tier: int) -> bool:
-        """True if one step is not enough for a tier's deletions: nothing may be written to the tier
-        until they are done."""
+        """True if a tier has more deletions than one step sends. Nothing may be written to the tier
+        as long as this is true."""
         return len(self.waiting.get(tier, ())) > DELETIONS_MAX
 
     def take(self, tiers: Iterable[int]) -> Mapping[int, Keys]:
-        """Take the deletions of this step, by tier. Of ``tiers``, those without deletions are left
-        out."""
+        """Remove and return the deletions that this step sends to ``tiers``, by tier. Tiers without
+        deletions are left out."""
         taken = {}
         for tier in tiers:
             waiting = self.waiting.pop(tier, None)

@@ -3,7 +3,8 @@
 Other engines write to a shared tier, so this engine's index of it is incomplete: it contains the
 chunks that the tier reported, or that this engine wrote, in the last ``remember_s`` seconds. Absent
 chunks are remembered for the same time. Queries travel with a step's plan and replies with a
-report; nothing waits here. Open queries and remembered chunks are bounded. Pure.
+report, so no call in this module waits. The numbers of open queries and of remembered chunks are
+bounded. Pure.
 """
 
 from __future__ import annotations
@@ -179,8 +180,8 @@ class PresenceCache:
         return PendingLookup(frozenset(numbers), now, self.steps)
 
     def check_wait(self, wait: PendingLookup, now: float) -> bool:
-        """End the wait if its queries have ended, or it is too long; return True if it
-        continues."""
+        """Return whether the request goes on waiting. The wait ends when its queries have ended, or
+        when it has lasted too long."""
         if wait.is_over:
             return False
         if self.may_be_answered(wait, now):
@@ -190,7 +191,7 @@ class PresenceCache:
         return False
 
     def may_be_answered(self, wait: PendingLookup, now: float) -> bool:
-        """True if replies to these queries may still come in time."""
+        """True if a reply to one of these queries may still come in time."""
         if self._open.keys().isdisjoint(wait.numbers):
             return False
         deadline = wait.since + self.limits.lookup_timeout_s
@@ -307,8 +308,8 @@ class PresenceCache:
 
 
 def _due(known: dict[bytes, float], now: float) -> Iterable[bytes]:
-    """Remove a bounded number of entries: expired ones, and the oldest ones while there are too
-    many."""
+    """Remove expired entries, and the oldest entries while there are too many; yield their keys.
+    Stops after ``EXPIRED_MAX`` entries."""
     taken = 0
     while known and taken < EXPIRED_MAX:
         key, until = next(iter(known.items()))

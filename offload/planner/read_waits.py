@@ -21,7 +21,8 @@ from offload.planner.step_budget import READ_WAIT_REQUESTS_MAX
 
 AUTO, ALWAYS, NEVER = CHOICES = ("auto", "always", "never")
 WORTH_S, WORTH_STEPS = 0.1, 8
-"""Requests do not wait for shorter reads: a wait takes about two steps more than a load."""
+"""A request does not wait for reads that take less than this many seconds or steps: with a wait, it
+begins about two steps later than with a load."""
 TOTAL_S = 60.0
 """Longest wait of a request; most of it is spent behind the reads of earlier requests."""
 STUCK_ASKS = 3
@@ -29,8 +30,12 @@ STUCK_ASKS = 3
 
 
 class Action(Enum):
-    """The next action of a request that vLLM could run. With ``COMPUTE`` and ``LATE`` it begins
-    with the chunks in the CPU tier and computes the rest."""
+    """The next action of a request that vLLM could run.
+
+    ``BEGIN``: it loads its whole hit. ``WAIT``: it waits for its reads. ``COMPUTE`` and ``LATE``:
+    it loads the chunks in the CPU tier and computes the rest, because computing is faster, or
+    because the reads took too long.
+    """
 
     BEGIN = "begin"
     WAIT = "wait"
@@ -47,8 +52,8 @@ class Action(Enum):
 
 @dataclass(frozen=True, slots=True)
 class BlockDemand:
-    """GPU blocks that are ``free`` and that the request has to get (``needed``), and the number of
-    other requests that are ``waiting`` for blocks."""
+    """The number of ``free`` GPU blocks, the number that the request has to get (``needed``), and
+    the number of other requests that are ``waiting`` for blocks."""
 
     free: int
     needed: int
@@ -60,15 +65,15 @@ class ReadEstimate:
     """The facts about the reads of a request.
 
     * ``is_read``: they have ended, or nearly. ``is_stuck``: they make no progress.
-    * ``waited_s``: the time for which the request has waited. For ``reading_s`` of it, its own
-      chunks were read; this may take ``limit_s``.
+    * ``waited_s``: the time for which the request has waited. ``reading_s`` is the part of it since
+      the first read of its own chunks began, and may be at most ``limit_s``.
     * ``is_queued``: earlier requests wait for their reads.
     * ``read_s``: the expected time of all reads up to the request's own. ``compute_s``: the
       expected time of computing instead. ``None``: not measured, or not needed.
-    * ``waiting``: the requests that wait for their reads already.
+    * ``waiting``: the number of requests that already wait for their reads.
     * ``worth_s``: requests do not wait for reads that take less time.
-    * ``others``: the requests that could use GPU blocks at once. They are assumed to need as many
-      as this one.
+    * ``others``: the number of other requests that could use GPU blocks at once. Each is assumed to
+      need as many blocks as this one.
     """
 
     is_read: bool
@@ -92,9 +97,10 @@ class ReadEstimate:
 
     @property
     def should_compute(self) -> bool:
-        """True if computing saves the request more time than it costs those that wait already.
+        """True if computing saves the request more time than it costs the requests that already
+        wait.
 
-        While it is computed, they cannot run if they need its blocks.
+        If blocks are scarce, the waiting requests cannot run while this one is computed.
         """
         if self.read_s is None or self.compute_s is None:
             return False
@@ -111,7 +117,7 @@ def decide(choice: str, estimate: ReadEstimate) -> Action:
     if choice == ALWAYS:
         return Action.WAIT
     if estimate.read_s is None:
-        return Action.BEGIN  # loads measure the speed
+        return Action.BEGIN  # the speed is unknown, and this load measures it
     if estimate.is_queued and estimate.should_compute:
         return Action.COMPUTE
     is_better = estimate.is_queued or estimate.is_scarce
@@ -121,8 +127,9 @@ def decide(choice: str, estimate: ReadEstimate) -> Action:
 @dataclass(slots=True, eq=False)
 class _Wait:
     """A wait that began at ``since`` for ``tokens`` of lower tiers, most of them in ``tier``. Their
-    reads were expected to take ``read_s``. ``begun`` is the number of reads that look-ahead had
-    begun when there last was progress; vLLM has asked ``idle`` times since then."""
+    reads were expected to take ``read_s``, including the reads before them. ``begun`` is the number
+    of reads that look-ahead had begun when vLLM last asked. ``idle`` counts how often in a row vLLM
+    has asked while look-ahead made no progress."""
 
     since: float
     tier: int
@@ -160,7 +167,7 @@ class ReadWaits:
 
     @property
     def is_on(self) -> bool:
-        """True if requests wait at all."""
+        """True if requests may wait for reads."""
         return self._choice != NEVER and self._ahead.is_on
 
     def decide(
@@ -185,7 +192,8 @@ class ReadWaits:
         return action
 
     def _expect(self, request: str, now: float) -> _Wait | None:
-        """A wait that may begin; ``None`` if there is nothing to wait for."""
+        """The wait that the request may begin; ``None`` if it has nothing to wait for, or must not
+        wait."""
         batches = self._ahead.batches(request)
         if not batches or len(self._waits) >= READ_WAIT_REQUESTS_MAX:
             return None

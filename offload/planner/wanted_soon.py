@@ -11,10 +11,10 @@ from offload.index.tier_index import TierIndex
 from offload.planner.step_budget import AHEAD_WANTED_REQUESTS_MAX
 
 WANTED_SHARE = 0.5
-"""The chunks that are evicted last are at most this share of the CPU tier."""
+"""Maximum share of the CPU tier that wanted chunks, which are evicted last, may take."""
 WANTED_CHUNKS_MAX = 2000
-"""They are also at most this many, because an eviction may have to pass all of them: with 4,096 a
-step took up to 2.7 ms, with 16,384 up to 4 ms."""
+"""Maximum number of wanted chunks. An eviction may have to test all of them: with 4,096 a step took
+up to 2.7 ms, with 16,384 up to 4 ms."""
 
 
 class _HasKeys(Protocol):
@@ -28,12 +28,12 @@ class WantedSoon:
     ``LookAhead``, whose queue it is; used on the planner's thread.
 
     ``keys`` has the wanted chunks, each with the number of requests that want it. The retention of
-    the CPU tier reads it. A ``position`` is that of a request in the queue.
+    the CPU tier reads this counter. A ``position`` is a request's index in ``queue``.
     """
 
     def __init__(self, queue: Sequence[_HasKeys], cpu: TierIndex) -> None:
         self.keys: Counter[bytes] = Counter()
-        self._requests = 0  # the first requests of the queue, whose chunks are wanted
+        self._requests = 0  # number of requests, from the first on, whose chunks are wanted
         self._queue = queue
         self._cpu = cpu
 
@@ -69,8 +69,8 @@ class WantedSoon:
         self._requests = 0
 
     def _limit(self) -> None:
-        """Add the chunks of the next requests, or forget those of the last ones, as the limit
-        allows."""
+        """Forget the chunks of the last requests while there are too many; then add those of the
+        next requests, as far as the limit allows."""
         while len(self.keys) > self.chunks_max:
             self._requests -= 1
             self._forget(self._queue[self._requests].keys)
