@@ -144,5 +144,5 @@ def _tier_admissions(tier: TierConfig, ranks: int) -> list[AdmissionPolicy]:
 
 
 def _admission(policy: PolicyConfig) -> AdmissionPolicy | None:
-    """``None`` stands for "all", which needs no call per chunk."""
+    """The configured policy; ``None`` for "all", so that no chunk needs a call."""
     return None if policy.name == "all" else make_admission(policy.spec)

@@ -1,7 +1,6 @@
-"""The state that the parts of one planner share.
+"""The state that the parts of one planner share: indexes, health, jobs, counters and step budget.
 
-Indexes, health, jobs, counters and the step budget. The planner makes one context and passes it to
-each of its parts, which keep it.
+The planner makes one context and passes it to each of its parts, which keep it.
 """
 
 from __future__ import annotations

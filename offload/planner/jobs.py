@@ -107,7 +107,7 @@ class Job:
 
 
 class JobTable:
-    """Open jobs by id, and for every GPU block the open stores that still read it."""
+    """The open jobs by id, and the open stores that still read each GPU block."""
 
     def __init__(self, ranks: int) -> None:
         self._ranks = ranks
@@ -121,7 +121,7 @@ class JobTable:
 
     @property
     def ended(self) -> int:
-        """Grows whenever a job ends."""
+        """A count that grows whenever a job ends."""
         return self._next - len(self._jobs)
 
     def next_id(self) -> int:

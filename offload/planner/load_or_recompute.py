@@ -176,7 +176,7 @@ class LoadOrRecompute:
         return self.pays or (speed or 0.0) >= AHEAD_SHARE * (prefill or 0.0) > 0
 
     def may_cut(self, tokens: int) -> bool:
-        """False if a hit of ``tokens`` is always loaded."""
+        """True if a hit of ``tokens`` might have to be shortened; False if all of it is loaded."""
         speed = self.speed
         if speed is None:
             return self.tokens_min > 0
@@ -188,8 +188,8 @@ class LoadOrRecompute:
 
         ``computing`` is the number of tokens that vLLM computes for others first, or ``None`` if
         the request waits anyway: then the loads before it do not matter. The answer is all, none,
-        or as much as can be read in time: with each token read, the rest takes less time to
-        compute, so nothing in between is best (decision 0093).
+        or as many as can be read in time. Each further token read leaves less to compute, so no
+        other number is best (decision 0093).
         """
         speed = self.speed
         if speed is not None and computing is not None:

@@ -62,9 +62,9 @@ class LoadSources:
         """Return the chunks that can be loaded now from the tiers ``read`` (``None``: all), nearest
         tier first. With ``is_ahead``: those that can be read ahead.
 
-        Only tiers before the lower tier ``above`` count; with ``CPU`` only what is in the CPU tier
-        now. Otherwise a promotion under way counts, unless it may come from a tier that the request
-        must not wait for.
+        If ``above`` is a lower tier, only the tiers before it count; if it is ``CPU``, only what is
+        in the CPU tier now. Otherwise chunks that are being read into the CPU tier count as well,
+        unless there is a lower tier that must not be used: they might come from that tier.
         """
         if above == CPU:
             return (self._cpu.resident,) if read is None or CPU in read else ()
@@ -108,9 +108,9 @@ class LoadSources:
         self, job: int, batches: Sequence[ChunkBatch], read: frozenset[int] | None, *, later: bool
     ) -> PlannedPart | None:
         """Pin these chunks until the job has ended, and reserve slots for chunks of lower tiers, as
-        far as slots are free. Does nothing and returns ``None`` if one of the chunks is in no tier,
-        or if they are taken ``later`` than they were looked up and one is in a tier that has begun
-        to fail."""
+        far as slots are free. Does nothing and returns ``None`` if one of the chunks is in no tier.
+        If the chunks are taken ``later`` than they were looked up, it also does so if one of them
+        is in a tier that has begun to fail."""
         keys = (
             batches[0].keys
             if len(batches) == 1
@@ -183,8 +183,8 @@ class LoadSources:
     def _joins(self, key: bytes, source: int) -> bool:
         """True if a load should wait for another load's read of this chunk.
 
-        It should not wait if that read may come from an unreadable tier: ``source`` has the chunk
-        too and is readable.
+        It should not wait if that read may come from an unreadable tier while ``source`` is a
+        readable tier that holds the chunk as well.
         """
         if key not in self.promoting:
             return False

@@ -42,24 +42,27 @@ AHEAD_FLYING_MAX = 64
 """Maximum number of chunks being read ahead from one tier. Each tier has this limit, so that a tier
 that hangs does not stop reads of the others."""
 AHEAD_STALE_S = 60.0
-"""When others have overtaken a request for this long, so that it has made no progress in the queue,
-the chunks read for it may be evicted."""
+"""If a request has not moved forward in the queue for this time although other requests have left
+the queue, the chunks read for it may be evicted."""
 AHEAD_RETRY_STEPS = 8
 """When no chunk can be evicted for a read ahead, the next attempt is made after this many steps, or
 when a job has ended: each attempt examines every chunk that must stay."""
 NEAR_END_SHARE = 1 / 8
-"""The reads of a request are near their end when this share of them is left: its load waits for
-them."""
+"""A request counts as read when at most this share of its chunks is still being read. Its load then
+waits for the rest."""
 
 
 @dataclass(slots=True, eq=False)
 class _AheadRequest:
-    """The chunks that a waiting request will load. Of its ``chunks`` in all, ``batches`` may have
-    only the head. The batches before ``batch_at``, and the chunks of this one before ``chunk_at``,
-    need no more attention; ``behind`` is the tier whose reads in flight the next one waits for, if
-    any. ``read`` are those that were read ahead for it, and ``flying`` counts those that are still
-    being read. Once the first chunk was read, ``position`` is the request's position in the queue
-    at the time ``seen``, when ``left`` requests had left the queue."""
+    """A waiting request, and the progress of the reads for it.
+
+    The request will load ``chunks`` chunks; ``batches`` may have only the first of them. The
+    batches before ``batch_at``, and in this batch the chunks before ``chunk_at``, need no more
+    attention. ``behind`` is the tier whose reads in flight the next chunk waits for, if any.
+    ``read`` are the chunks that were read ahead for the request; ``flying`` counts those that are
+    still being read. Once the first read has begun, ``position`` is the request's position in the
+    queue at the time ``seen``, when ``left`` requests had left the queue.
+    """
 
     request: str
     order: tuple[Any, ...]
@@ -82,7 +85,7 @@ class _AheadRequest:
 
     @property
     def evicts(self) -> bool:
-        """True if its reads may evict chunks, which those of low priority may not."""
+        """True if reads for this request may evict chunks; for low priority they may not."""
         return self.batches[0].origin.priority != LOW
 
 
@@ -94,9 +97,12 @@ def _position(requests: Sequence[_AheadRequest], waiting: _AheadRequest) -> int:
 
 
 class _OpenRequests:
-    """The waiting requests that still need attention. They are kept by kind, so that those of a
-    kind that cannot be read now hide none of the others: those that may evict and those that may
-    not, and prompts of at most ``whole_max`` chunks and larger ones."""
+    """The waiting requests that still need attention.
+
+    There are four kinds: requests that may evict chunks or may not, with prompts of at most
+    ``whole_max`` chunks or longer ones. Each kind has a separate list, so that requests of a kind
+    that cannot be read now do not hide the others.
+    """
 
     def __init__(self, whole_max: float) -> None:
         self._whole_max = whole_max
@@ -131,7 +137,7 @@ class LookAhead:
     half of what clients have not pinned; 0 turns reading ahead off. ``queue`` has the waiting
     requests in the order in which they will run. ``planned`` are the jobs that have not been sent
     yet. ``reads_begun`` is the number of jobs planned so far: while it grows, there is progress.
-    ``counts`` says how many chunks were read, and what came of them.
+    ``counts`` says how many chunks were read, and how many of them were used.
     """
 
     def __init__(self, context: PlannerContext, sources: LoadSources, share: float) -> None:
@@ -145,15 +151,16 @@ class LookAhead:
         self._share = share
         self._requests: dict[str, _AheadRequest] = {}
         self._open = _OpenRequests(share * context.cpu.space.capacity)
-        self._since: dict[_AheadRequest, float] = {}  # when the first chunk was read, by ``seen``
-        self._held: dict[
-            bytes, _AheadRequest
-        ] = {}  # read ahead, with the request that waits for it
+        # when the first read for each request began; in the order of ``seen``
+        self._since: dict[_AheadRequest, float] = {}
+        # the chunks read ahead and not used yet, with the request that waits for each
+        self._held: dict[bytes, _AheadRequest] = {}
         self._wanted = WantedSoon(self.queue, context.cpu)
         self._flying = [0] * len(context.lower)  # chunks that are being read, by tier
         self._left = 0  # requests that have left the queue
-        self._flights: dict[int, _AheadRequest] = {}  # by job: whose chunks it reads
-        self._full: tuple[int, int] | None = None  # the jobs that had ended, and steps since
+        self._flights: dict[int, _AheadRequest] = {}  # by job: the request for which it reads
+        # set when nothing could be evicted: the jobs that had ended by then, and the steps since
+        self._full: tuple[int, int] | None = None
         self._now = 0.0
         context.cpu.retention.register_ahead(self._held, self._wanted.keys)
 
@@ -201,8 +208,8 @@ class LookAhead:
 
     def enter(self, request: str, order: tuple[Any, ...], batches: Sequence[ChunkBatch]) -> None:
         """Add a waiting request that will load these chunks (without blocks, in prefix order), or
-        examine the chunks of a known one again. Requests with the smallest ``order`` run first; it
-        does not change. Of a very long prompt, only the head is read ahead."""
+        examine the chunks of a known request again. Requests run in the order of ``order``, which
+        never changes for a request. Of a very long prompt, only the head is read ahead."""
         with self._forgets_all_on_error():
             if batches or request in self._requests:
                 self._enter(request, order, batches)
@@ -229,7 +236,8 @@ class LookAhead:
         keys: frozenset[bytes],
         chunks: int,
     ) -> None:
-        """Examine a request's chunks, which may have changed, from the first that is missing."""
+        """Replace a request's chunks, and examine them from the first one that the CPU tier does
+        not hold."""
         old, waiting.keys = waiting.keys, keys
         self._wanted.replace(_position(self.queue, waiting), old, keys)
         if waiting.is_open:
@@ -252,7 +260,7 @@ class LookAhead:
 
     def leave(self, request: str, load: Sequence[ChunkBatch] = ()) -> AheadUse:
         """Remove a request that no longer waits: this ``load`` was planned for it, or it computes
-        everything, or it has ended. Returns what was done for it since it entered."""
+        everything, or it has ended. Returns how its reads ahead were used."""
         waiting = self._requests.pop(request, None)
         use = NOT_READ_AHEAD
         if waiting is not None:
@@ -330,7 +338,7 @@ class LookAhead:
                 self._leave(self._requests.pop(waiting.request))
                 continue
             self._see(waiting, position)
-            self._since[waiting] = self._since.pop(waiting)  # it is last in the queue now
+            self._since[waiting] = self._since.pop(waiting)  # move it to the end of ``_since``
 
     def _may_have_space(self) -> bool:
         if self._full is not None:
@@ -344,9 +352,10 @@ class LookAhead:
     def _read_on(self) -> None:
         budget, health = self._context.budget, self._context.health
         readable, working, ahead = health.readable_tiers(), health.ahead_tiers(), budget.ahead
-        held_max, has_free = self._held_max, True  # has_free: without evicting anything
+        held_max, has_free = self._held_max, True  # has_free: there is space without an eviction
         for waiting in self._open.first(AHEAD_OPEN_REQUESTS_MAX):
-            # A part of a prompt saves less computing than its load takes from a slower tier.
+            # From a tier that is slower than computing, reading only a part of a prompt costs more
+            # time than it saves.
             tiers = working if waiting.chunks <= held_max else readable
             while (
                 waiting.is_open and (has_free or waiting.evicts) and self._may_read(waiting, tiers)
@@ -470,8 +479,8 @@ class LookAhead:
         self.counts.arrived(waited_for, job.answer.seconds / len(job.fills))
 
     def _lost(self, keys: Iterable[bytes]) -> None:
-        """Forget chunks that could not be read, or that were dropped since: no tier holds them any
-        more."""
+        """Stop holding chunks that could not be read, or that were dropped after their read: the
+        CPU tier does not have them."""
         lost = {}
         for key in keys:
             waiting = self._held.pop(key, None)

@@ -30,7 +30,7 @@ class Recency:
         self.waiting: dict[int, list[bytes]] = {}
 
     def note(self, tier: int, keys: Sequence[bytes]) -> None:
-        """One request's use of these keys (prefix order) in one tier."""
+        """Report one request's use of these keys (in prefix order) to one tier."""
         if tier == CPU:
             self._cpu.touch(keys)
             return
@@ -42,7 +42,7 @@ class Recency:
                 self.waiting.setdefault(tier, []).extend(held)
 
     def note_everywhere(self, keys: Sequence[bytes]) -> None:
-        """One request's use of these keys (prefix order) in every tier."""
+        """Report one request's use of these keys (in prefix order) to every tier."""
         for tier in range(CPU, len(self._lower)):
             self.note(tier, keys)
 
@@ -87,9 +87,9 @@ class RequestUses:
     """Holds ended requests whose uses have not been reported yet; ``touch`` reports keys to one
     tier.
 
-    Owned by the planner; used on its thread. ``waiting`` are those whose last chunks are still
-    being stored. If a policy accepts parts, a long request is reported to it in pieces over several
-    steps (``behind``).
+    Owned by the planner; used on its thread. ``waiting`` are the requests whose last chunks are
+    still being stored. If a policy accepts parts, a long request is reported to it in pieces over
+    several steps; ``behind`` has the pieces that are left.
     """
 
     def __init__(

@@ -41,7 +41,8 @@ LOAD_PART_MAX = 64
 PROBE_CHUNKS = 64
 """Number of chunks that a probe of a tier reads."""
 PIECES = 2
-"""Number of pieces in which the end of a load of as many chunks as a step may load is processed."""
+"""When a load of as many chunks as a step may load has ended, its chunks are processed in this many
+pieces."""
 
 # -- waiting requests, in chunks unless stated otherwise
 
@@ -77,11 +78,11 @@ STORE_CHUNKS_MIN = 64
 """Number of chunks that may be stored even when the budget is spent: for each request that ends,
 because its last chunks cannot be stored later, and for all running requests together."""
 STORE_PIECE_MIN, STORE_PIECE_MAX = 16, STEP_CHUNKS // PIECES
-"""Numbers of chunks to plan at a time: planning fewer costs more than planning some of them again;
-looking up more is wasted."""
+"""Minimum and maximum number of chunks of a store to plan at a time. Smaller pieces would cost more
+than planning some chunks twice; with larger pieces, some lookups would be wasted."""
 LOOK_AGAIN_MAX = LOOK_AT_END_MAX = 1024
-"""Numbers of an ended request's chunks that are looked up in a step: again, and for the first
-time."""
+"""Maximum number of an ended request's chunks that a step looks up again (``LOOK_AGAIN_MAX``), and
+for the first time (``LOOK_AT_END_MAX``)."""
 
 # -- other work, in chunks unless stated otherwise
 
@@ -114,8 +115,8 @@ chunks keep their slots and cannot be hit."""
 
 LONG_S = 0.025
 """A step that is n times this long may do n times as much work, which takes about a twentieth of
-the step's time. Otherwise a load of a hundred long steps would take longer than computing its
-prompt, and fewer of the chunks that long steps compute would be stored."""
+the step's time. Otherwise a load that is planned over a hundred long steps would take longer than
+computing its prompt, and fewer of the chunks that long steps compute would be stored."""
 TIMES_MAX = 8
 STEPS = 4
 """Number of consecutive steps that must be this long, so that an idle server does not look like one
@@ -173,8 +174,8 @@ class StepBudget:
     step's budget. The allowances: ``loads`` counts chunks in the CPU tier, ``lookups`` the chunks
     that are queried, ``ahead`` those that look-ahead looks up, ``keys`` the keys made for requests
     that have ended, and ``stores`` the chunks that running requests may store even when the budget
-    is spent. ``piece_chunks`` of an ended load are processed at a time. ``step_s`` is the time of
-    the shortest of the last steps, once there were enough.
+    is spent. ``piece_chunks`` chunks of an ended load are processed at a time. ``step_s`` is the
+    duration of the shortest of the last ``STEPS`` steps; 0 until there were that many.
     """
 
     def __init__(self, step_chunks: int) -> None:
@@ -200,8 +201,8 @@ class StepBudget:
         return self.left - self.times * self.units * eighths // 8
 
     def store_look_max(self, *, ended: bool) -> int:
-        """The number of chunks of one group that may be looked up in this step, for the first time,
-        to store those of one request that are missing."""
+        """The maximum number of one request's chunks in one group that may be looked up for the
+        first time in this step, to find those that must be stored."""
         return LOOK_AT_END_MAX if ended else STEP_CHUNKS * self.times
 
     def spend(self, units: int) -> None:
@@ -220,7 +221,7 @@ class StepBudget:
 
 
 class DeferredWork:
-    """Queue of the work that ended jobs leave, in pieces. Owned by the planner.
+    """Queues the work that remains when jobs have ended, in pieces. Owned by the planner.
 
     Several jobs with thousands of chunks may end between two steps; the states of their chunks then
     change over several steps. A step does as many pieces as its budget allows, but at least one,
@@ -232,7 +233,7 @@ class DeferredWork:
         self._budget = budget
         self._has_worked = False
         self._behind = 0  # the total cost of all pieces
-        self._overdue = 0  # the part of it that must be done in this step
+        self._overdue = 0  # the part of this cost that must be worked off in this step
 
     def add(self, cost: int, work: Callable[[], None]) -> None:
         """Add a piece and its cost in units of the budget."""

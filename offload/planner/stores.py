@@ -188,7 +188,8 @@ class StorePlanner:
         while self.late_stores.chunks:
             batch, own = self.late_stores.take()
             settled = self.plan(batch, own)
-            # otherwise waiting would free no space
+            # if nothing was planned and nothing is being stored, waiting would free no space: drop
+            # these chunks
             if settled < len(batch) and (settled or self.storing):
                 self.late_stores.put_back(batch.part(settled, len(batch)), own)
                 return
@@ -199,13 +200,13 @@ class StorePlanner:
         return max(self._budget.above(STORES_LEAVE) // STORE_COST, always)
 
     def may_wait(self, chunks: int) -> bool:
-        """True if a running request that lacks ``chunks`` chunks waits instead of giving up a
-        write.
+        """True if a running request with ``chunks`` chunks to store waits, instead of evicting a
+        chunk whose write has not begun.
 
-        It waits only while the lower tiers keep up, and only if it could store all its missing
-        chunks at its end: their blocks stay in the GPU's cache. This leaves no holes in a prefix
-        that is longer than the CPU tier. A slower disk would keep new chunks out of the CPU tier,
-        and the newest chunks are worth the most.
+        It waits only while the lower tiers keep up, and only if it could still store all these
+        chunks at its end, when their blocks are still in the GPU's cache. This leaves no holes in a
+        prefix that is longer than the CPU tier. A slower disk would keep new chunks out of the CPU
+        tier, and the newest chunks are worth the most.
         """
         return not self._cpu.unwritten.is_behind and chunks <= self._patience
 

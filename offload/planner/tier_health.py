@@ -207,10 +207,11 @@ class TierHealths:
         own load of these tokens (by tier). ``computing`` counts the tokens that vLLM computes for
         others first.
 
-        This is the time that computing the tokens would take, so a wait for nothing at most doubles
-        it. It is 0 if a speed is not known, or if the reads before the load and its own would
-        probably take more than ``PATIENT_SHARE`` of that time: the model could compute while the
-        tier reads for others. If loading is never compared with computing: ``load_timeout_s``.
+        This is the time that computing the tokens would take, so a useless wait at most doubles
+        that time. The result is 0 if a speed is not known. It is also 0 if the reads before the
+        load and its own would probably take more than ``PATIENT_SHARE`` of that time, because the
+        model could compute while the tier reads for others. If loading is never compared with
+        computing, the result is ``load_timeout_s``.
         """
         if not self._break_even:
             return self.load_timeout_s

@@ -2,8 +2,9 @@
 
 A chunk that waits here can be evicted, which cancels its write: a slow disk must not keep new
 chunks out of the CPU tier. Stores wait for the disk only while it keeps up
-(``StorePlanner.may_wait``), so it gets a prefix longer than the CPU tier without holes. A chunk
-that is being written is pinned. Both the waiting chunks and those being written are bounded. Pure.
+(``StorePlanner.may_wait``); a prefix that is longer than the CPU tier then reaches the disk without
+holes. A chunk that is being written is pinned. The numbers of waiting chunks and of chunks being
+written are bounded. Pure.
 """
 
 from __future__ import annotations
@@ -73,7 +74,8 @@ class WriteThrough:
                 queue.offer(keys, infos)
 
     def take(self, *, writes: bool) -> tuple[tuple[WriteThroughJob, ...], Mapping[int, Keys]]:
-        """End the step: the jobs that it sends, if it sends ``writes``, and the deletions."""
+        """End the step. Returns the write-throughs (none unless ``writes``) and the deletions that
+        it sends."""
         ready = self._ready_for_deletes()
         jobs = self._due() if writes else ()
         unwritten = self._unwritten
@@ -87,7 +89,7 @@ class WriteThrough:
 
     @property
     def can_delete(self) -> bool:
-        """True if a deletion waits that may be sent."""
+        """True if a deletion waits and may be sent now."""
         waiting = self._deletes.waiting
         return bool(waiting) and not waiting.keys().isdisjoint(self._ready_for_deletes())
 
@@ -155,8 +157,8 @@ class WriteThrough:
 WRITES_FLYING_MAX = 1024
 """Maximum number of chunks that are being written to one tier."""
 SLOW_TIER_SHARE = 1 / 16
-"""The limit of a tier that falls behind never falls below this share of its highest value (by
-default 1/64 of the CPU tier), or below one job if that is less."""
+"""The limit of a tier that falls behind stays at or above this share of its highest value (by
+default 1/64 of the CPU tier), or at or above one job if that is less."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -251,7 +253,8 @@ class WriteThroughQueue:
 
     @property
     def is_idle(self) -> bool:
-        """True if nothing waits and nothing was being written since the previous step."""
+        """True if nothing waits or is being written, and nothing was being written when the
+        previous step ended."""
         return not (self._count or self._flying or self._in_flight.flying)
 
     @property
@@ -356,11 +359,12 @@ class WriteThroughQueue:
     def due(
         self, chunks_max: int = WRITES_FLYING_MAX, *, is_behind: bool = False
     ) -> tuple[list[WriteThroughJob], list[bytes]]:
-        """Open write-throughs of about ``chunks_max`` chunks, within the bound on those in flight:
-        none while the tier's circuit breaker is open, one job while it is half-open. If the disk
-        ``is_behind``, the bound is the number of chunks that it writes in a step. Checks no more
-        chunks than this, even if the tier has no space for them. Returns the jobs, and the chunks
-        evicted from the tier to make space."""
+        """Open write-throughs of at most ``chunks_max`` chunks, within the bound on chunks in
+        flight. If the disk ``is_behind``, this bound is about the number of chunks that it writes
+        in a step. While the tier's circuit breaker is open, nothing is written; while it is
+        half-open, one job. Stops after checking as many chunks as may be written, even if the tier
+        had no space for them. Returns the jobs, and the chunks evicted from the tier to make
+        space."""
         if not self._health.writable:
             self.skipped += self._count
             self.clear()
@@ -381,8 +385,8 @@ class WriteThroughQueue:
         return due, evicted
 
     def _next(self, chunks_max: int, evicted: list[bytes]) -> list[WriteThroughJob]:
-        """Write-throughs of at most ``chunks_max`` chunks of one group. Adds evicted chunks to
-        ``evicted``, even if that made space for none of these."""
+        """Write-throughs of at most ``chunks_max`` chunks of one group. Adds the chunks that it
+        evicts to ``evicted``, even if there is still no space for a new one."""
         keys, infos = self._take(chunks_max)
         if not keys:
             return []
