@@ -52,8 +52,8 @@ class Capacity(ABC):
         return locations
 
     def take_bytes(self, size: int) -> bool:
-        """Take many locations at once if a location is simply its size; ``size`` is their sum.
-        Returns ``False``, with nothing taken, otherwise or if they do not fit."""
+        """Take many locations at once, where a location is simply its size; ``size`` is their sum.
+        Returns ``False``, with nothing taken, if they do not fit or locations are not sizes."""
         return False
 
     @abstractmethod
@@ -96,7 +96,7 @@ class SlotCapacity(Capacity):
         usable = min(usable, self.capacity)
         if usable > self._usable:
             added = range(self._first + usable - 1, self._first + self._usable - 1, -1)
-            self._free[:0] = added  # appended last, because slots freed earlier are warm
+            self._free[:0] = added  # used last, because slots that were freed are warm
             self._usable = usable
 
     def take(self, size: int) -> int | None:

@@ -1,10 +1,10 @@
-"""Tracks which chunks of a tier must not be evicted now and which lose a pending write if they are
-evicted; provides the check that policies call.
+"""Tracks which chunks of a tier must not be evicted now, and which chunks still wait to be written;
+provides the check that policies call.
 
-A policy looks for victims from the start of its order each time, so it would test thousands of keys
-for each eviction of a few: half of a tier may be pinned, or wanted by waiting requests. No policy
-has to know about this. The tier asks for more victims than it needs as soon as many keys were
-passed, and uses up the rest in its next evictions (``NamedVictims``).
+Half of a tier may be pinned, or wanted by waiting requests. A policy looks for victims from the
+start of its order each time, so it would test thousands of such keys to evict a few chunks. No
+policy has to know about this: once a search had to pass many keys, the tier asks for more victims
+than it needs, and uses the others in its next evictions (``NamedVictims``).
 """
 
 from __future__ import annotations
@@ -17,16 +17,16 @@ from policies.base import EvictionPolicy
 
 NOTHING: frozenset[bytes] = frozenset()
 PASSED_PER_VICTIM = 8
-"""At most about this number of keys is passed per victim."""
+"""A search names enough victims that it passes at most about this number of other keys for each."""
 
 
 class Retention:
     """The chunks of one tier that must not be evicted. Owned by the tier's index.
 
-    ``pins`` are the chunks that jobs use; the index changes them. The ``register_``
-    methods register live containers, too: a chunk must stay as long as it is in one of them.
-    Such a chunk can still be dropped if it is damaged or the weights change. Chunks that waiting
-    requests want are evicted last.
+    ``pins`` are the chunks that jobs use; the index changes them. The ``register_`` methods add
+    containers that their owners change: a chunk must stay as long as it is in one of them. Such a
+    chunk can still be dropped if it is damaged or the weights change. Chunks that waiting requests
+    want (``wanted``) can be evicted, but are evicted last.
     """
 
     def __init__(self, pins: Container[bytes] = NOTHING) -> None:
@@ -109,7 +109,7 @@ class NamedVictims:
 
     def __init__(self) -> None:
         self._named: dict[Hashable, None] = {}
-        self._passed = 0  # by the policy's latest search
+        self._passed = 0  # number of keys that the policy's latest search passed
 
     def __iter__(self) -> Iterator[Hashable]:
         return iter(self._named)
@@ -160,7 +160,7 @@ class UnwrittenChunks:
         self._tiers: defaultdict[int, set[bytes]] = defaultdict(set)
 
     def add(self, tier: int, keys: Iterable[bytes]) -> None:
-        """These chunks wait for this tier from now on."""
+        """Record that these chunks wait for this tier from now on."""
         self._tiers[tier].update(keys)
 
     def take(self, tier: int, keys: Iterable[bytes]) -> set[bytes]:
@@ -171,7 +171,7 @@ class UnwrittenChunks:
         return taken
 
     def forget(self, tier: int) -> None:
-        """No chunk waits for this tier any more."""
+        """Record that no chunk waits for this tier any more."""
         self._tiers[tier].clear()
 
     def count(self, tier: int) -> int:

@@ -117,7 +117,7 @@ class TierIndex:
 
     @property
     def barred(self) -> tuple[Mapping[bytes, int], ...]:
-        """Keys that are neither resident nor reservable."""
+        """The keys being filled and the doomed keys: they cannot be hit, and not be reserved."""
         return tuple(filter(None, (self._filling, self._doomed)))
 
     def filling_among(self, keys: Sequence[bytes]) -> set[bytes]:

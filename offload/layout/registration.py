@@ -25,8 +25,8 @@ LayerTensors: TypeAlias = "torch.Tensor | Sequence[torch.Tensor]"
 
 @dataclass(frozen=True, slots=True)
 class GroupCaches:
-    """The tensors of one group. ``page_bytes`` gives pages without padding, by layer; layers
-    not named there have exactly what their tensors hold."""
+    """The tensors of one group. ``page_bytes`` gives the size of a page without padding, by layer;
+    for a layer without an entry, it is the size that the layer's tensors hold."""
 
     group: int
     chunk_blocks: int

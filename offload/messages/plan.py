@@ -113,11 +113,11 @@ Row = tuple[bytes, int, tuple[int, ...], int, int]
 class Columns(NamedTuple):
     """The chunks of a load by columns: key, group, GPU blocks, slot and tier, as in ``LoadItem``.
 
-    The blocks of all chunks are in one list. ``widths`` is the number of blocks per chunk: one
-    number if it is the same for all chunks, else a list. A long load has thousands of chunks. They
-    are planned and pickled on vLLM's scheduler thread and unpickled on its model runner's: there,
-    flat lists take a fraction of the time of one object per chunk. The rank that carries out the
-    load builds rows from them, on its own thread.
+    The blocks of all chunks are in one list. ``widths`` has the number of blocks of each chunk, or
+    a single number if it is the same for all chunks. A long load has thousands of chunks, which are
+    planned and pickled on vLLM's scheduler thread and unpickled on its model runner's. On these
+    threads, flat lists take a fraction of the time of one object per chunk. The rank that carries
+    out the load builds rows from the columns, on its own thread.
     """
 
     keys: Sequence[bytes]
@@ -152,7 +152,7 @@ NO_CHUNKS = Columns((), (), (), (), (), ())
 
 
 def one_width(widths: list[int]) -> list[int]:
-    """One number if all are equal."""
+    """The widths, or a single one if all are equal."""
     return widths[:1] if len(set(widths)) == 1 else widths
 
 
@@ -345,7 +345,8 @@ class StepPlan:
     ``fence`` names store jobs whose source blocks get new content in this step: they must have read
     those blocks before the step's forward pass. ``reset`` requests a reset of all tiers, which is
     carried out before everything else in the plan; ``epochs`` are new epochs of lower tiers, by
-    tier number. ``queries`` go to shared tiers at any time. ``digests`` are present only with
+    tier number. ``deletes`` and ``touches`` have the keys to delete, and the used keys, by lower
+    tier. ``queries`` go to shared tiers at any time. ``digests`` are present only with
     ``"verify": "device"``. ``idle`` means that this step has no forward pass.
     """
 

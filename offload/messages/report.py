@@ -1,7 +1,7 @@
-"""Reports of a rank to the scheduler.
+"""The reports that a rank sends to the scheduler side.
 
-A rank's first report is its state after the start. Then come, step by step, the ends of its jobs
-and the health of its tiers.
+The first report is the rank's state after the start. The report of each step then contains the jobs
+that have ended and the health of the rank's tiers.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from tiers.copy.base import CopyPathInfo
 
 @dataclass(frozen=True, slots=True)
 class Observed:
-    """Results of operations of one lower tier.
+    """The results of operations of one lower tier.
 
-    It counts operations that succeeded in time, operations that failed or were late, and how often
-    the tier has lost all its records. ``damaged`` has the keys of damaged records that the tier
-    found by itself, without a read.
+    Counts the operations that succeeded in time, those that failed or were late, and how often the
+    tier has lost all its records. ``damaged`` has the keys of damaged records that the tier found
+    by itself, without a read.
     """
 
     reads_good: int = 0
@@ -107,7 +107,7 @@ class StepReport:
 
     @property
     def empty(self) -> bool:
-        """True if it contains nothing."""
+        """True if the report contains nothing."""
         return not (self.results or self.tiers or self.answers or self.usable)
 
     def see(self, tier: int, rank: int, seen: Observed) -> None:
@@ -141,7 +141,7 @@ class RankTier:
 
     ``footprints`` are bytes by group id. ``keys`` are its records, least recently used first. The
     keys travel as columns, in one piece unless their lengths differ: pickling a million single
-    objects takes most of a second. A ``shared`` tier lists none: the scheduler queries it instead.
+    objects takes most of a second. A ``shared`` tier lists no keys: the scheduler queries it.
     """
 
     name: str

@@ -76,7 +76,8 @@ class BackgroundWriter(Generic[T]):
         self._thread.stop(max(0.1, due - time.monotonic()))
 
     def _wake(self) -> None:
-        """Clear the flag before reading the queue, so an item queued in between is not missed."""
+        """Wake the writer. ``_batches`` clears the flag before it reads the queue, so it misses no
+        item that is queued in between."""
         if not self._is_woken or self._is_closing:
             self._is_woken = True
             self._thread.loop.call_soon_threadsafe(self._more.set)

@@ -56,8 +56,8 @@ class HitSearch:
 
         ``keys`` are the keys of its chunks by group, ``origin`` says what the request may read, and
         ``known`` holds the results of its earlier lookups. If only a lower tier holds the tail of
-        the prefix, and the tail is not worth loading from that tier, or only a part of it, the rest
-        is computed instead. Chunks of the tail that are in the tiers above it are still loaded.
+        the prefix, that tail is loaded only as far as this is worthwhile; the rest is computed.
+        Without that tail, the prefix ends where the nearer tiers have no more chunks.
 
         With a ``shorten_reason``, only what is in the CPU tier now is loaded. With ``is_ahead`` the
         request waits anyway, and its chunks are read ahead, from all tiers that work.

@@ -157,10 +157,11 @@ class Lookups:
         return self._planner.loads.can_load(sum(chunks), blocks, state.identity.origin)
 
     def _refuse(self, state: RequestState, end_tokens: int, now: float) -> bool:
-        """Refuse the load of a hit, because too many others are in flight.
+        """Refuse the load of a hit, because too many other loads are in flight.
 
-        True if the request waits until they have ended: chunks were read ahead for it, or computing
-        them would take longer. Otherwise it is computed, and reads for it are wasted.
+        Returns True if the request waits for these loads, for a limited time: chunks were read
+        ahead for it, or computing its tokens would take longer. Otherwise the tokens are computed,
+        and what was read ahead for the request is wasted.
         """
         lookup, planner = state.lookup, self._planner
         if lookup.refuse(now):
@@ -173,8 +174,8 @@ class Lookups:
         return now - lookup.refused_s < patience_s
 
     def _limits(self, state: RequestState, request: Prompt, start: int) -> range:
-        """The maximum number of tokens that the request wants, and the maximum that it could have,
-        if vLLM holds its first ``start`` tokens."""
+        """The range from the longest prefix that the request's options allow to the longest that
+        its prompt allows, in tokens, if vLLM holds its first ``start`` tokens."""
         possible = self._restorable(request, start)
         tokens_max = state.identity.origin.controls.max_load_tokens
         wanted = possible if tokens_max is None else min(possible, start + tokens_max)

@@ -115,9 +115,9 @@ class PartialLookup:
         """Return a function that finds the first gap among the chunks that ``holders`` have, for
         `PrefixMatcher.longest_match`.
 
-        If this step's ``allowance`` is used up, it finds gaps too early, and ``is_partial`` is set.
-        ``above`` is the tier number that identifies this set of holders; ``removals`` logs the
-        chunks that left them.
+        If this step's ``allowance`` is used up, the function reports a gap where it has stopped,
+        and sets ``is_partial``. ``above`` is the tier number that identifies this set of holders;
+        ``removals`` logs the chunks that left them.
         """
 
         def first_gap(group: int, keys: Sequence[bytes], first: int, end: int) -> int:

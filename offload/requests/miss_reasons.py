@@ -207,7 +207,7 @@ def _policy_of(index: TierIndex) -> str:
 
 
 def failed(result: JobResult | None) -> Reason:
-    """Explain why a load failed; ``None`` if it has not ended yet."""
+    """Explain why a load failed; ``result`` is ``None`` if its job has not ended yet."""
     if result is None or result.late:
         return Reason.DEADLINE
     if result.corrupt:

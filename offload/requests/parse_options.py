@@ -6,10 +6,10 @@ Pure. Controls apply only to their request, and are obeyed. Hints, in the same o
 follows the request. No client input may raise an exception: unreadable values are ignored and
 described, and the answer's ``kv_transfer_params`` return the description.
 
-A value that was not understood but may have been intended to keep a prompt off the tiers does keep
-it off them: an unknown name in the object, a value that is not an object, and a similar name
-elsewhere in the parameters (``kvtier``, a bare ``no_store``). Other connectors' parameters are left
-alone.
+If a value was not understood but may have been intended to keep a prompt off the tiers, the prompt
+is kept off them. Such values are an unknown name in the object, a value that is not an object, and
+a similar name elsewhere in the parameters (``kvtier``, a bare ``no_store``). Other connectors'
+parameters are ignored.
 
 An example of hints:
 
@@ -61,7 +61,7 @@ def parse_hints(params: object) -> tuple[RequestHints, list[str]]:
         if expected is not None and _is_valid(name, value):
             good[name] = value
         elif len(invalid) >= INVALID_MAX:
-            continue  # a similar name is searched only among the given ones
+            continue  # no further problem is described, and the search for a similar name is slow
         elif expected is None:
             invalid.append(f"there is no hint {show(name)} ({_advice(name)})")
         else:

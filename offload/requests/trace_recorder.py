@@ -108,9 +108,10 @@ class TraceRecorder:
             yield self._lines.record(time_s, seen.keys, seen.prompt_tokens, **_fields(seen))
 
     def _is_full(self) -> bool:
-        """True if the file has no numbers left for these blocks.
+        """True if the file has more different blocks than the maximum.
 
-        For speed, the new blocks are counted only if counting all of them would exceed the maximum.
+        ``_blocks`` counts repeated blocks each time, so while it is below the maximum, the
+        different blocks need not be counted.
         """
         if self._blocks <= self._blocks_max:
             return False

@@ -14,14 +14,14 @@ LEFT_FOR = (Cause.EVICTED, Cause.CORRUPT, Cause.LOST, Cause.RESET)
 
 
 class ChunkListener(Protocol):
-    """Is notified when the chunks that a tier (``CPU`` or a lower tier's number) can load
-    change."""
+    """Is notified of chunks that can be loaded from a tier (``CPU`` or a lower tier's number), or
+    no longer can."""
 
     def stored(self, tier: int, keys: Sequence[bytes]) -> None:
         """Called when a tier can provide these chunks."""
 
     def removed(self, tier: int, keys: Sequence[bytes]) -> None:
-        """Called when a tier can no longer provide them."""
+        """Called when a tier can no longer provide these chunks."""
 
     def cleared(self) -> None:
         """Called when no tier can provide any chunk."""
@@ -239,7 +239,7 @@ class WorkerStats:
         self.load_timeouts += 1
 
     def fences_timed_out(self, count: int) -> None:
-        """Count fences that were not waited for to the end."""
+        """Count stores that had not read their blocks when their fence gave up waiting."""
         self.fence_timeouts += count
 
     def tier_failed(self) -> None:
@@ -247,7 +247,8 @@ class WorkerStats:
         self.tier_errors += 1
 
     def verified(self, *, good: int = 0, differing: int = 0, unknown: int = 0) -> None:
-        """Count loaded chunks that were compared with those computed; ``unknown`` ones were not."""
+        """Count loaded chunks: the ``good`` and ``differing`` ones were compared with those
+        computed, the ``unknown`` ones could not be."""
         self.verified_chunks += good
         self.differing_chunks += differing
         self.unverified_chunks += unknown
@@ -285,7 +286,7 @@ class WorkerStats:
         self.read_seconds[tier] = self.read_seconds.get(tier, 0.0) + seconds
 
     def wrote(self, tier: int, nbytes: int, seconds: float, *, failures: int = 0) -> None:
-        """One batch written to a lower tier; ``failures`` of its chunks could not be written."""
+        """Count one batch written to a lower tier; ``failures`` of its chunks were not written."""
         self.write_failures += failures
         self.write_bytes[tier] = self.write_bytes.get(tier, 0) + nbytes
         self.write_seconds[tier] = self.write_seconds.get(tier, 0.0) + seconds

@@ -66,7 +66,7 @@ PART_MAX = 512
 
 
 class Cause(enum.Enum):
-    """The cause for which a chunk is in no tier, or not in this one."""
+    """The reason why a chunk left a tier, or did not enter it."""
 
     EVICTED = "evicted"
     CORRUPT = "corrupt"
@@ -100,7 +100,7 @@ class RemovalCauses:
         return self._count
 
     def note(self, keys: Iterable[bytes], departure: Removed) -> None:
-        """Record keys that were removed, or that did not enter."""
+        """Record keys that were removed from a tier, or did not enter one."""
         gone = dict.fromkeys(islice(keys, self._keys_max), departure)
         if not gone:
             return
