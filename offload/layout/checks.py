@@ -268,8 +268,8 @@ def _parallel_misfits(given: LayoutInput) -> list[Misfit]:
 
 
 def _chunk_size_misfits(given: LayoutInput) -> list[Misfit]:
-    """Misfits of chunks with an impossible size, and of hits so coarse that no request is long
-    enough for one."""
+    """Misfits if the chunk size is impossible, or if the smallest hit is longer than any
+    request."""
     if given.chunk_blocks < 1:
         return [Misfit(f'"chunk_blocks" must be at least 1, it is {given.chunk_blocks}')]
     smallest = alignment_of(given)
@@ -320,8 +320,8 @@ def _with_flags(flags: str, changed: LayoutInput, more: str = "", cures: str = "
 
 
 def _aligned_states(given: LayoutInput) -> Hint | None:
-    """The change to prefix caching, with which vLLM keeps states at block boundaries and widens all
-    blocks to match."""
+    """The hint to start vLLM with aligned states: it then keeps states at block boundaries and
+    widens all blocks to match."""
     if not any(group.unaligned_state for group in given.taking_part):
         return None
     others = [g.block_tokens for g in given.taking_part if not g.unaligned_state]
@@ -345,7 +345,8 @@ def _finer_hash(given: LayoutInput) -> Hint | None:
 
 
 def _with_block_sizes(given: LayoutInput) -> LayoutInput:
-    """The hash and scheduler block sizes that vLLM derives by itself: their gcd and lcm."""
+    """The input with the hash and scheduler block sizes that vLLM derives by itself: the gcd and
+    the lcm of the groups' block sizes."""
     sizes = [group.block_tokens for group in given.taking_part]
     if min(sizes) < 1:
         return given

@@ -165,7 +165,7 @@ class OffloadManager:
             self._storing |= dict.fromkeys(fresh, job)
         stored = {*own, *(self._storing[key] for key in batch.keys[:end] if key in self._storing)}
         await settled(asyncio.gather(*own, return_exceptions=True))
-        if stored:  # including callers that read other blocks
+        if stored:  # including stores of the same keys from other callers' blocks
             await asyncio.wait(stored)
         for job in stored:
             job.result()
@@ -297,7 +297,7 @@ class OffloadManager:
             except Exception as error:
                 # this error belongs to an operation that has ended: continue with the others
                 self._note_fault(error)
-        if plan is None:  # the job is never sent; the calls that raise this error own its blocks
+        if plan is None:  # planned jobs are never sent, so callers can reuse their blocks
             self._is_broken = True
             raise InvariantError("kvtiers: nothing can be planned any more; the log says why")
         for job in {*(s.job for s in plan.stores), *(load.job for load in plan.loads)}:

@@ -28,7 +28,8 @@ def group_caches(
     kv_caches: Mapping[str, LayerTensors],
     config: OffloadConfig,
 ) -> list[GroupCaches]:
-    """The tensors of each group. Raises ``ValueError`` that names layers without a KV cache."""
+    """The tensors of each group. Raises a ``ValueError`` that names the layers without a KV
+    cache."""
     groups = []
     for number, group in enumerate(kv_cache_config.kv_cache_groups):
         missing = [name for name in group.layer_names if name not in kv_caches]
@@ -44,7 +45,7 @@ def group_caches(
 
 
 def group_layouts(kv_cache_config: KvCacheConfig, config: OffloadConfig) -> tuple[GroupLayout, ...]:
-    """Spans of the groups. Callers restore prefixes of keys, so every group needs all of its
+    """The layouts of the groups. Callers restore prefixes of keys, so every group needs all of its
     chunks."""
     return tuple(
         GroupLayout(
@@ -83,7 +84,7 @@ def checked_batch(
 ) -> ChunkBatch:
     """The chunks of a call; ``chunk_blocks`` are the blocks of a chunk by group.
 
-    Raises ``ValueError`` that names every problem with the call.
+    Raises a ``ValueError`` that names every problem with the call.
     """
     if group not in chunk_blocks:
         raise ValueError(f"there is no group {group!r}: groups are {sorted(chunk_blocks)}")

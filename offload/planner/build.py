@@ -93,9 +93,10 @@ def _check_agreement(ranks: Sequence[RankState]) -> None:
         ]:
             raise TierUnavailableError(
                 f"kvtiers: rank {other.rank} has slots of {other.slot_bytes} bytes and tiers "
-                f"{[t.name for t in other.tiers]}, rank {first.rank} {first.slot_bytes} and "
-                f"{[t.name for t in first.tiers]}. Ranks with different KV geometry cannot share "
-                "one plan: use the same number of layers and heads on every rank."
+                f"{[t.name for t in other.tiers]}, but rank {first.rank} has slots of "
+                f"{first.slot_bytes} bytes and tiers {[t.name for t in first.tiers]}. Ranks with "
+                "different KV geometry cannot share one plan: use the same number of layers and "
+                "heads on every rank."
             )
 
 

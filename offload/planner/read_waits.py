@@ -65,8 +65,8 @@ class ReadEstimate:
     """The facts about the reads of a request.
 
     * ``is_read``: they have ended, or nearly. ``is_stuck``: they make no progress.
-    * ``waited_s``: the time for which the request has waited. ``reading_s`` is the part of it since
-      the first read of its own chunks began, and may be at most ``limit_s``.
+    * ``waited_s``: the time for which the request has waited. ``reading_s`` is the part of this
+      time since the first read of the request's chunks began; it is limited to ``limit_s``.
     * ``is_queued``: earlier requests wait for their reads.
     * ``read_s``: the expected time of all reads up to the request's own. ``compute_s``: the
       expected time of computing instead. ``None``: not measured, or not needed.

@@ -21,15 +21,17 @@ class LookupState:
     side records what the request waited for.
 
     The lookup began at ``start`` and its hit ends at ``hit_end_tokens``. ``asked_s`` is the time of
-    the request's first lookup (``time.perf_counter``). ``known`` caches the
-    results of all lookups; ``wait`` is the last query to shared tiers. ``is_promised`` means that a
-    hit was reported to vLLM and that vLLM has not allocated blocks for it yet. ``refused`` means
-    that too many loads were under way, for the first time at ``refused_s`` (0: not yet); from then
-    on the request may wait for them for ``patience_s``. ``shortened`` says why a tail that the
-    tiers hold was cut off. ``waited_s`` is the time for which the request got no GPU blocks because
-    its chunks were being read ahead, and ``ahead`` what look-ahead did for it. ``load`` has the
-    chunks to load by group, for a hit that ends at ``load_end_tokens``. ``logged`` is the request's
-    log entry, once vLLM has accepted the hit.
+    the request's first lookup (``time.perf_counter``). ``known`` caches the results of all lookups;
+    ``wait`` is the last query to shared tiers. ``is_promised`` means that a hit was reported to
+    vLLM and that vLLM has not allocated blocks for it yet.
+
+    ``refused`` means that the load was refused because too many loads were under way. This happened
+    for the first time at ``refused_s`` (0: not yet); from then on the request may wait for those
+    loads for ``patience_s``. ``shortened`` says why a tail that the tiers hold was cut off.
+    ``waited_s`` is the time for which the request got no GPU blocks because its chunks were being
+    read ahead; ``ahead`` says how these reads were used. ``load`` has the chunks to load by group,
+    for a hit that ends at ``load_end_tokens``. ``logged`` is the request's log entry, once vLLM has
+    accepted the hit.
     """
 
     __slots__ = (

@@ -110,8 +110,8 @@ class TraceRecorder:
     def _is_full(self) -> bool:
         """True if the file has more different blocks than the maximum.
 
-        ``_blocks`` counts repeated blocks each time, so while it is below the maximum, the
-        different blocks need not be counted.
+        ``_blocks`` counts repeated blocks each time. Unless it exceeds the maximum, the different
+        blocks need not be counted.
         """
         if self._blocks <= self._blocks_max:
             return False

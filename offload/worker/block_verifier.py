@@ -155,7 +155,7 @@ class DigestTable:
         return is_new
 
     def _forget_before(self, voided: dict[str, int]) -> None:
-        """Forget digests that only these files contained, before these offsets."""
+        """Forget the digests that are recorded only before these offsets of these files."""
         for file, end in voided.items():
             self._void[file] = max(end, self._void.get(file, 0))
         for key, mine in list(self._digests.items()):

@@ -34,7 +34,8 @@ class _Pages:
     """The pages of one region, as words.
 
     ``words[b]`` is block ``b``, as 64-bit words, or as bytes if the pages are not aligned to 64
-    bits. ``first`` is the position of its first salt among the salts of its layer.
+    bits. ``first`` is the position of the region's first word among the words of its layer, which
+    selects the words' salts.
     """
 
     layer: int

@@ -220,7 +220,7 @@ class Executor:
 
     @property
     def usable_slots(self) -> int:
-        """The planner's slots that are pinned by now, if slots are pinned at all."""
+        """The number of the planner's slots that copies may use now; see ``HostSlab``."""
         return max(0, self._slab.usable_slots - self._staging)
 
     def _watch_loop(self) -> None:
@@ -444,7 +444,7 @@ class Executor:
     def _task_ended(self, task: asyncio.Task[None]) -> None:
         self._tasks.discard(task)
         if not task.cancelled() and task.exception() is not None:
-            self._degrade(f"a transfer task died: {task.exception()!r}")
+            self._degrade(f"a transfer task failed: {task.exception()!r}")
 
     @property
     def degraded(self) -> str:

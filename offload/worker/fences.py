@@ -86,9 +86,10 @@ class Fences:
     def wait(self, jobs: Sequence[int], timeout_s: float, hold: Callable[[object], None]) -> int:
         """Wait until these stores have read their blocks, for at most ``timeout_s`` seconds in all.
 
-        Returns the number of stores that have not; these are poisoned. Does not wait again for a
-        store that is already poisoned. While a store that an earlier step gave up on still hangs,
-        this does not wait for any other store, because copies run one after the other.
+        Returns the number of stores that have not read them in time; these stores fail, as after
+        ``poison``. Does not wait for a store that has failed in this way before. As long as a store
+        for which an earlier step stopped waiting still hangs, this waits for no other store either,
+        because copies run one after the other.
         """
         deadline = time.monotonic() + timeout_s
         missed = 0

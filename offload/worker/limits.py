@@ -11,9 +11,10 @@ from offload.worker.tier_monitor import CALLS_MAX
 class ExecutorLimits:
     """Bounds of one rank.
 
-    In seconds: the maximum time that a request waits for its load, the maximum delay of a step by a
-    fence, and the time after which an operation of a lower tier is late. Then the maximum number of
-    chunks in one read, and of concurrent reads of one tier (a slow tier gets fewer).
+    A request waits at most ``load_timeout_s`` seconds for its load, and a step at most
+    ``fence_timeout_s`` for a fence. An operation of a lower tier is late after ``tier_timeout_s``.
+    One read has at most ``read_batch`` chunks, and one tier at most ``reads_in_flight`` concurrent
+    reads (a slow tier gets fewer).
     """
 
     load_timeout_s: float = 10.0

@@ -34,8 +34,9 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 AHEAD_WAIT_S = 60.0
-"""A read ahead that has waited this long for its turn is given up. Only a request that waits for a
-load starts the clock of ``load_timeout_s``: reads ahead wait while the disk is busy."""
+"""A read ahead that has waited this long for its turn is given up. Before its turn,
+``load_timeout_s`` does not apply to it unless a request waits for it, because reads ahead wait
+while the disk is busy."""
 
 
 class RankLoads:
@@ -163,8 +164,8 @@ class RankLoads:
         return (self._probes if probe else self._reads)[tier]
 
     def hurry(self, items: Iterable[LoadItem]) -> None:
-        """Schedule reads ahead into the slots of these items like the reads that requests wait for:
-        a request waits for them now."""
+        """Give reads ahead into the slots of these items the priority of other reads, because a
+        request waits for them now."""
         for item in items if self._ahead else ():
             task = self._ahead.get(item.slot)
             if task is not None:
@@ -173,7 +174,7 @@ class RankLoads:
                     turns.hurry(item.slot)
 
     def pass_by(self, slots: Collection[int]) -> None:
-        """End the reads ahead into these slots that have not had a turn: they are given up."""
+        """Give up the reads ahead into these slots that have not had their turn."""
         for turns in self._reads:
             turns.pass_by(slots)
 
@@ -273,7 +274,8 @@ class LoadTask:
 
     def give_up(self, *, late: bool = False) -> None:
         """Start no further copy into the request's GPU blocks, because the request no longer waits
-        (``late``: it has waited too long). A read ahead that never had its turn is not late."""
+        (``late``: because it has waited too long). A read ahead that never had its turn is not
+        late."""
         self._abandoned = True
         self._late = self._late or (late and not self._waits_for_turn)
         if self.is_ahead:
@@ -289,7 +291,7 @@ class LoadTask:
             self.left.set_result(None)
 
     async def run(self) -> JobResult:
-        """Restore every item; never raises. A read ahead takes no time before its turn."""
+        """Restore every item; never raises. The time of a read ahead counts from its turn on."""
         parts: list[asyncio.Future[list[BaseException | None]]] = []
         try:
             while True:

@@ -28,8 +28,8 @@ class _Read:
 class ReadTurns:
     """Gives reads their turn, as many at a time as ``CallsInFlight`` allows. A read ahead gets its
     turn only while no other read of this tier is in flight: reads that are in flight together share
-    the device's speed, and a read that a request waits for may come at any time. A read
-    that has taken ``hung_s`` hangs, and reads ahead do not wait for it."""
+    the device's speed, and a read that a request waits for may come at any time. A read that has
+    taken longer than ``hung_s`` is assumed to hang, and reads ahead do not wait for it."""
 
     def __init__(self, count_max: int, hung_s: float = math.inf) -> None:
         self._calls = CallsInFlight(count_max)
@@ -40,10 +40,10 @@ class ReadTurns:
 
     @asynccontextmanager
     async def turn(self, slots: Collection[int], *, is_ahead: bool) -> AsyncIterator[None]:
-        """Wait for the turn of a read into these slots, and hold it meanwhile."""
+        """Wait for the turn of a read into these slots, and keep it until the context ends."""
         loop = asyncio.get_running_loop()
         read = _Read(frozenset(slots), loop.create_future())
-        if is_ahead:  # reads of the same plan that requests wait for follow in a moment
+        if is_ahead:  # begin later: reads of the same plan that requests wait for must come first
             self._ahead.append(read)
             loop.call_soon(self._begin)
         else:
@@ -71,7 +71,7 @@ class ReadTurns:
                 read.turn.set_result(None)
 
     def _next(self) -> deque[_Read]:
-        """The queue whose first read is the next one; an empty one if none may begin."""
+        """The queue whose first read may begin next; an empty queue if no read may begin."""
         if self._awaited:
             return self._awaited
         since = asyncio.get_running_loop().time() - self._hung_s
@@ -79,8 +79,8 @@ class ReadTurns:
         return self._awaited if is_busy else self._ahead
 
     def hurry(self, slot: int) -> None:
-        """Schedule the read ahead that fills this slot like other reads: a request waits for it
-        now."""
+        """Give the read ahead that fills this slot the priority of other reads, because a request
+        waits for it now."""
         for read in self._ahead:
             if slot in read.slots:
                 self._ahead.remove(read)

@@ -230,9 +230,9 @@ class TierFolders:
     ) -> TierSpec:
         """Claim the tier's folder again after its medium has failed.
 
-        The capacity stays the same, because the scheduler relies on it. The epoch stays the same,
-        too; a folder on another medium does not know it. A missing path is not created, because an
-        operator may still restore it.
+        The capacity stays the same, because the scheduler relies on it. ``epoch`` is the epoch that
+        the tier has reached, which a folder on another medium does not know. A missing path is not
+        created, because an operator may still restore it.
 
         Raises ``OSError``, ``NamespaceError`` or ``TierUnavailableError`` while the medium is
         unavailable.
@@ -280,15 +280,15 @@ def _check_space(
 ) -> None:
     """Check that records of other geometries leave enough space.
 
-    They are never removed to free space, but count towards the capacity like everything
-    below the path. Raises ``ConfigError`` if they leave almost no space.
+    Such records are never removed to free space, but they count towards the capacity like
+    everything below the path. Raises ``ConfigError`` if they leave almost no space.
     """
     others = other_namespaces(config.path, namespace) if wanted else []
     taken = sum(stored.size_bytes for stored in others if stored.name in wanted)
     if taken > config.capacity * (1 - OWN_SHARE):
         what = (
-            f"of {format_size(config.capacity)} the namespaces read from other geometries take "
-            f"{rounded_size(taken)}, which leaves too little"
+            f"the namespaces read from other geometries take {rounded_size(taken)} of "
+            f"{format_size(config.capacity)}, which leaves too little"
         )
         needed = format_size(-(-int(taken / (1 - OWN_SHARE)) // MIB + 1) * MIB)
         fix = f'Give at least {needed}, or use "geometry": "own" to allow their removal.'
@@ -296,7 +296,7 @@ def _check_space(
 
 
 def _patiently(claim: Callable[[], ClaimedFolder]) -> ClaimedFolder:
-    """Claim a folder that a server which is about to end may still hold."""
+    """Claim a folder; wait for a while if another server, which may be about to end, holds it."""
     patience = Patience(lambda line: logger.warning("kvtiers: %s", line))
     return patience.repeat(claim, FolderClaimedError, lambda error: error.what)
 

@@ -28,8 +28,8 @@ LATE_REPORTS_MAX = 12
 """Maximum number of times that one operation is reported as late."""
 CALLS_MIN, CALLS_MAX = 4, 16
 QUICK_S, SLOW_S = 0.25, 1.0
-"""A tier gets one more call at a time after each call that takes less than the first time, and half
-as many after a call that takes longer than the second."""
+"""After each call that takes at most ``QUICK_S``, a tier may get one more call at a time; after a
+call that takes longer than ``SLOW_S``, half as many."""
 
 
 class CallsInFlight:
@@ -75,8 +75,8 @@ class TierMonitor:
     ) -> list[ReadOutcome]:
         """Run a read.
 
-        Missing keys say nothing about the tier's health. But being too busy to read any of the keys
-        counts as a failure: it costs requests just as much.
+        Missing keys say nothing about the tier's health. But if the tier is too busy to read any of
+        the keys, this counts as a failure, because it costs requests just as much.
         """
         failure = Observed(reads_failed=1)
         found, late = await self._finish(operation, failure)

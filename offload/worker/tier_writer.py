@@ -53,7 +53,7 @@ class TierWriter:
         self._reported = False
         self._undeleted: dict[bytes, None] = {}
         self._epoch_due: int | None = None
-        self._resets = 0  # the operations still in the queue
+        self._resets = 0  # number of resets that are still in the queue
         self._caught_up = asyncio.Event()
 
     def start(self, answer: ReportResult) -> None:

@@ -1,4 +1,4 @@
-"""The jobs of a plan that have no result yet, and what has ended since the last step.
+"""The jobs of a plan that have no result yet, and the jobs that have ended since the last step.
 
 Every job of a plan must get a result.
 """
@@ -26,11 +26,11 @@ class Unanswered:
         ]
 
     def answered(self, job: int) -> None:
-        """Something else answers this job from now on."""
+        """Record that another part of the executor will answer this job."""
         self.jobs.remove(job)
 
     def begun(self, load: LoadJob) -> None:
-        """This load, or part of a load, has begun and ends by itself."""
+        """Record that this load, or part of a load, has begun; it answers for itself."""
         if not load.part:
             self.jobs.remove(load.job)
         self.loads.remove(load)
@@ -40,8 +40,8 @@ class Unanswered:
 class Drained:
     """Everything that ended since the last ``drain``.
 
-    The requests whose load has ended (including those in ``failed``), and the jobs' results. If a
-    read hangs, a request can end before its job.
+    ``finished`` has the requests whose load has ended, including those in ``failed``; ``report``
+    has the jobs' results. If a read hangs, a request's load can end before its job.
     """
 
     finished: set[str] = field(default_factory=set)
