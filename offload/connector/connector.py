@@ -136,7 +136,7 @@ class KvTiersConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  
     def requires_piecewise_for_cudagraph(cls, extra_config: dict[str, Any]) -> bool:
         """Return False: the connector does no work per layer, so full CUDA graphs are possible.
 
-        This also checks the configuration, because vLLM calls it early, while it parses its flags.
+        It also checks the configuration, because vLLM calls this method early, while parsing flags.
         """
         ServerSetup.check(extra_config)
         return False
@@ -145,8 +145,9 @@ class KvTiersConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  
     def get_required_kvcache_layout(cls, vllm_config: VllmConfig) -> str | None:
         """``BLHNC`` if the user asks for it, so that one copy moves a block.
 
-        This is not the default: vLLM then cannot split blocks for kernels that need small ones, and
-        it fails at start. At this point the kernels are not known yet (docs/decisions/0024).
+        It is not the default, because with this layout vLLM cannot split blocks for kernels that
+        need small ones, and fails at start. This method is called before the kernels are known
+        (docs/decisions/0024).
 
         A faulty configuration is ignored here: the full check that follows reports every problem.
         """
@@ -352,7 +353,7 @@ class KvTiersConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  
             return
         meta = connector_output.kv_connector_worker_meta
         known = isinstance(meta, OffloadWorkerMetadata)
-        # before the planner commits anything that was stored in the meantime
+        # This must precede the planner's commit of anything that was stored in the meantime.
         if known and meta.adapters:
             self._scheduler.adapters_loaded(meta.adapters)
         if known and meta.weights is not None:

@@ -20,8 +20,8 @@ F = TypeVar("F", bound=Callable[..., Any])
 ERRORS_LOGGED_MAX = 20
 ERROR_LINES_MAX = 60
 HOOKS = {"explain", "build_connector_meta", "look_ahead", "lookup"}
-"""Names of all hooks in metrics; each guarded method adds its name. Those listed here are parts
-of hooks, guarded by their callers."""
+"""The names of all hooks in metrics. Those listed here are parts of hooks, which their callers
+guard; each guarded method adds its own name."""
 
 
 class HookClock:

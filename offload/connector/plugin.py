@@ -34,7 +34,8 @@ def register() -> None:
 
 
 def is_first_process_of_a_server() -> bool:
-    """True in the main process of ``vllm serve``. Child processes have the same arguments."""
+    """True in the main process of ``vllm serve``, but not in its child processes, which have the
+    same arguments."""
     program, *words = sys.argv or [""]
     is_serve = words[:1] == ["serve"] or Path(program).name == "api_server.py"
     return is_serve and multiprocessing.parent_process() is None

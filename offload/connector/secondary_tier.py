@@ -13,7 +13,7 @@
 
 vLLM calls the tier on its scheduler's thread; every operation that waits runs on a separate event
 loop. The tier evicts, verifies and recovers as under kvtiers' connector. Everything above the tier
-is vLLM's: it looks up one key at a time, and a prefix must fit into vLLM's CPU tier.
+is vLLM's: vLLM looks up one key at a time, and a prefix must fit into its CPU tier.
 
 Ownership: vLLM's thread owns ``_open``; the loop owns the tier; finished jobs return through a
 queue.

@@ -77,8 +77,8 @@ class ServerSetup:
         is_worker: bool,
         first_worker: bool,
     ) -> ServerSetup:
-        """Read everything. The first worker also checks it against the machine before any process
-        of this server has claimed memory or folders.
+        """Derive everything from vLLM's configuration. The first worker also checks the
+        configuration against the machine, before it claims memory or folders.
 
         Raises ``ConfigError`` and ``LayoutError``.
         """
@@ -119,9 +119,9 @@ class ServerSetup:
         """True if vLLM overwrites blocks before it calls ``handle_preemptions``.
 
         Before that hook, Model Runner V2 (which vLLM chooses wherever Triton works) zeroes fresh
-        blocks and copies recurrent states (``update_requests``, ``preprocess_state``); V1 does so
-        after it. This affects only models whose blocks need zeroing, among them all models with
-        recurrent states.
+        blocks and copies recurrent states (``update_requests``, ``preprocess_state``); Model Runner
+        V1 does so after the hook. The result is true only for models whose blocks need zeroing,
+        among them all models with recurrent states.
         """
         runner, cache = self.vllm_config, self.kv_cache_config
         return bool(runner.use_v2_model_runner and cache.needs_kv_cache_zeroing)

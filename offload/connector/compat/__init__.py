@@ -2,9 +2,9 @@
 
 Must not know requests, blocks or tiers.
 
-All other modules import the names that differ from here, or from `offload.connector.compat.doctor`
-if no server needs them. There is one module per range of versions, with the same names in each; the
-installed vLLM's version selects one.
+Names whose definition depends on the version are imported from this package or, if no server needs
+them, from `offload.connector.compat.doctor`. There is one module per range of versions, with the
+same names in each; the installed vLLM's version selects one.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Makes the workers of a vLLM without sleep-mode hooks (before 0.33) call ours."""
+"""Makes the workers of a vLLM before 0.33, which has no sleep-mode hooks, call the connector's."""
 
 from __future__ import annotations
 

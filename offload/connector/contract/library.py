@@ -49,9 +49,9 @@ class ClassMember:
     owner: Definition
     node: ast.stmt
     value_of: ast.expr | None = None
-    """For an attribute without annotation: the value that a method assigns to it ..."""
+    """The value that a method assigns to the attribute, if it has no annotation."""
     method: ast.FunctionDef | None = None
-    """... and that method."""
+    """The method that assigns ``value_of``."""
 
 
 class Module:
@@ -275,7 +275,7 @@ def names_of(node: ast.stmt) -> set[str]:
 
 
 def _targets(node: ast.Assign | ast.AnnAssign, of: str) -> set[str]:
-    """The names that are assigned, or with ``of`` the attributes assigned to that name."""
+    """The names that are assigned; with ``of``, the assigned attributes of the object ``of``."""
     targets = node.targets if isinstance(node, ast.Assign) else [node.target]
     found = set()
     for target in targets:

@@ -80,7 +80,8 @@ def blocks(text: str, indent: int) -> Iterator[Block]:
 
 
 def _starts(indent: int) -> re.Pattern[str]:
-    """Begins with a line break, which `re` finds faster than ``^``."""
+    """Finds the first line of a statement at this indentation. The pattern begins with a line
+    break, which `re` finds faster than ``^``."""
     return re.compile(rf"\n {{{indent}}}(?=[^\s#)\]}}])")
 
 

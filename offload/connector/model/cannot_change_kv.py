@@ -7,7 +7,7 @@ harmless: if a field of a newer vLLM is set, the server gets a separate namespac
 `tests/offload/connector/model/test_identity_sweep.py` fails until a developer has classified it
 (docs/decisions/0044).
 
-Pure data: each reason with the names that it applies to, separated by blanks.
+The tables map each reason to the names that it applies to, separated by spaces.
 """
 
 from __future__ import annotations
@@ -277,9 +277,9 @@ FILES_UNLESS_READ: Mapping[str, str] = {
     "processor_config.json",
     "generation_config": "generation_config.json",
 }
-"""Further harmless files, unless the model's code contains a name with one of these words. Keys are
-hashes of token ids, media files matter only for models that take media, and generation settings
-affect only the sampler."""
+"""Files by words: these files are harmless, too, unless a name in the model's code contains one of
+the words. KV keys are hashes of token ids, media files matter only for models that take media, and
+generation settings affect only the sampler."""
 
 TRAINING_WEIGHTS = "training_args.bin optimizer.bin optimizer.pt scheduler.pt scaler.pt rng_state*"
 """Files with names like those of weights, which vLLM does not load."""
@@ -302,8 +302,8 @@ def variables() -> frozenset[str]:
 def is_harmless_file(name: str, may_read: Callable[..., bool]) -> bool:
     """True if a file of a model's folder cannot change KV.
 
-    ``name`` has no folder part; ``may_read`` says whether a name with one of these words occurs in
-    the model's code.
+    ``name`` has no folder part; ``may_read(*words)`` returns whether the model's code may contain a
+    name with one of the words.
     """
     patterns = " ".join(FILES.values()).split()
     for words, more in FILES_UNLESS_READ.items():
@@ -312,5 +312,5 @@ def is_harmless_file(name: str, may_read: Callable[..., bool]) -> bool:
 
 
 def matches(name: str, patterns: Iterable[str]) -> bool:
-    """True if a file's name matches one of these patterns, independently of the locale."""
+    """True if a file's name matches one of these patterns. Upper and lower case differ."""
     return any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns)

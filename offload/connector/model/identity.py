@@ -289,8 +289,8 @@ def _draft(
 
 
 def _dtype_handler(dtype: Any) -> dict[str, Any]:
-    """The handler of a dtype that a plugin has registered: the dtype's name is ambiguous, and the
-    quantization modes of different handlers may be equal. Empty for the dtypes of vLLM itself."""
+    """Identifies the handler of a dtype that a plugin has registered, because different handlers
+    may have the same dtype name and quantization mode. Empty for the dtypes of vLLM itself."""
     handler = cache_dtype_handler(str(dtype))
     if handler is None:
         return {}
@@ -352,8 +352,8 @@ def geometry_fields(
 
 
 def _spec(spec: KVCacheSpec) -> dict[str, Any]:
-    """A group's spec. For layers of different sizes it is the first layer's, because the scheduler
-    sees no other; the tensors distinguish their pages."""
+    """A group's spec. If the group's layers have different sizes, this is the spec of the first
+    layer, because the scheduler sees no other; ``_tensors`` distinguishes their pages."""
     if isinstance(spec, UniformTypeKVCacheSpecs):
         spec = next(iter(spec.kv_cache_specs.values()))
     fields = {

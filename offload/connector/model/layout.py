@@ -1,9 +1,9 @@
 """Translates vLLM's KV cache configuration into types of this project.
 
-No other module knows vLLM's specs. The configurations of scheduler and workers name the same
-groups. In the scheduler's configuration, however, a group whose layers have different pages has
-only one layer's spec. So the number of tokens can be read from either configuration, but the number
-of bytes only from a worker's (``page_regions``).
+The configurations of scheduler and workers name the same groups. In the scheduler's configuration,
+however, a group whose layers have different pages has only one layer's spec. So the number of
+tokens can be read from either configuration, but the number of bytes only from a worker's
+(``page_regions``).
 """
 
 from __future__ import annotations

@@ -54,9 +54,9 @@ BYTES_TO_PLAN_WITH = 1 << 44
 class Probe:
     """The result of a probe.
 
-    ``kernel_tokens[g]`` is the kernel block size of group ``g``; ``asked_block`` the user's
-    ``--block-size`` or ``None``; ``platform`` is vLLM's name of the platform here; ``parameters``
-    counts those of one rank.
+    ``kernel_tokens[g]`` is the kernel block size of group ``g``; ``asked_block`` is the user's
+    ``--block-size`` or ``None``; ``platform`` is vLLM's name of this platform; ``parameters`` is
+    the number of parameters on one rank.
     """
 
     vllm_config: VllmConfig
@@ -83,7 +83,7 @@ class _ServeFlags(FlexibleArgumentParser):  # type: ignore[misc]  # vLLM is unty
         raise FlagsError(message + self._alternatives(message))
 
     def _alternatives(self, message: str) -> str:
-        """Names existing flags that are similar to those that do not exist."""
+        """Suggest existing flags that resemble the unknown ones."""
         if not message.startswith("unrecognized arguments"):
             return ""
         known = [name for action in self._actions for name in action.option_strings]
@@ -101,8 +101,8 @@ def _serve_flags() -> FlexibleArgumentParser:
 def probe(model: str, flags: Sequence[str], transfer: Mapping[str, Any] | None = None) -> Probe:
     """Probe the KV cache configuration of a model under these flags of ``vllm serve``.
 
-    ``transfer`` replaces their ``--kv-transfer-config``. Raises ``FlagsError``, and whatever vLLM
-    raises for a model or flags that it refuses.
+    ``transfer`` replaces the value of ``--kv-transfer-config``. Raises ``FlagsError``, and whatever
+    vLLM raises for a model or flags that it refuses.
     """
     parsed = _serve_flags().parse_args(["--model", model, *flags])
     if parsed.model_tag is not None:
@@ -205,8 +205,8 @@ def _draft_config(config: VllmConfig) -> VllmConfig:
 
 
 def _layer_specs(config: VllmConfig) -> dict[str, KVCacheSpec]:
-    """Like ``GPUModelRunner.get_kv_cache_spec``: layers that share another layer's cache have
-    none."""
+    """The spec of each layer, like ``GPUModelRunner.get_kv_cache_spec``: layers that share another
+    layer's cache have no spec."""
     specs = {}
     for name, layer in get_layers_from_vllm_config(config, AttentionLayerBase).items():
         if getattr(layer, "kv_sharing_target_layer_name", None):

@@ -2,7 +2,7 @@
 the model's files.
 
 All settings count except the names in `offload.connector.model.cannot_change_kv`. Values that are
-vLLM's defaults are left out, because its version is in the namespace.
+vLLM's defaults are left out, because vLLM's version is in the namespace.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ _OURS = "kvtiers"
 def settings_of(vllm_config: VllmConfig) -> dict[str, Any]:
     """vLLM's settings that may change KV and are not its defaults, by path.
 
-    Settings of the model and its draft are separate: see `counting`.
+    Settings of the model and its draft are left out: `offload.connector.model.identity` adds them.
     """
     own = {"model_config"}
     return {
@@ -79,8 +79,8 @@ def settings_of(vllm_config: VllmConfig) -> dict[str, Any]:
 
 
 def counting(config: Any) -> Iterator[tuple[str, Any]]:
-    """(path, plain value) of every field of a configuration object that may change KV and is not
-    its default. Nested objects are searched, too."""
+    """Yield (path, plain value) of every field of a configuration object that may change KV and
+    does not have its default value. Nested objects are searched, too."""
     harmless = fields_of(type(config).__name__)
     if harmless is None:
         return
@@ -128,7 +128,8 @@ def libraries(*, media: bool) -> dict[str, str]:
 def plain(value: Any) -> Any:
     """A setting as JSON that is equal in every process and at every start.
 
-    Enums become names, long values digests, and values that look like credentials are removed.
+    Enums become names, and long values become digests. Values that look like credentials are
+    removed.
     """
     found = _json(value)
     text = json.dumps(found, sort_keys=True)

@@ -2,9 +2,9 @@
 imports.
 
 Some settings affect the forward pass of a few models only: Llama 4 scales its queries from position
-8,191 on if ``max_model_len`` is above 32,768. Instead of a list of models, the source decides: if a
-setting's name occurs in the model's source, the setting counts. Code that cannot be found, or that
-instantiates other models named only in its configuration, is assumed to read everything.
+8,191 on if ``max_model_len`` is above 32,768. There is no list of such models: a setting counts if
+its name occurs in the model's source. Code that cannot be found, or that instantiates other models
+named only in its configuration, is assumed to read everything.
 """
 
 from __future__ import annotations
@@ -43,7 +43,8 @@ _ENVIRONMENT = ("os.getenv", "os.environ", "os.environ.get", "environ.get", "get
 
 @dataclass(frozen=True)
 class CodeNames:
-    """Every identifier and short text in a source, and the environment variables that it reads.
+    """Every identifier in a source, every string with the form of one, and the environment
+    variables that the code reads.
 
     ``whole`` is false if the code may contain more names.
     """
@@ -63,7 +64,7 @@ UNKNOWN = CodeNames(whole=False)
 def names_in(model: ModelConfig) -> CodeNames:
     """The names in this model's code. Reads source files; never raises."""
     if model.multimodal_config is not None:
-        return UNKNOWN  # an inner text model, which may be named only in the configuration
+        return UNKNOWN  # its inner text model may be named only in the configuration
     try:
         architecture = str(model.architecture)
         entry = ModelRegistry.models.get(architecture)
@@ -115,7 +116,7 @@ def _names(tree: ast.Module, package: str) -> _Parsed:
         elif isinstance(node, ast.keyword) and node.arg:
             names.add(node.arg)
         elif isinstance(node, ast.Constant) and isinstance(node.value, str):
-            if node.value.isidentifier():  # except the text of messages and docstrings
+            if node.value.isidentifier():  # not a message or a docstring
                 names.add(node.value)
         elif isinstance(node, ast.Import | ast.ImportFrom):
             imports |= set(_imported(node, package))

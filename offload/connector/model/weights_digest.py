@@ -1,11 +1,11 @@
 """Distinguishes models by their files without reading all of their weights.
 
-A file of the Hugging Face cache is a link to a blob named by its content: the name identifies it.
-Any other file of weights is identified by name, size, modification time and a digest over samples
-of its bytes: about 1 MiB from the start (where safetensors files keep names, dtypes and offsets of
-all tensors), from the end, and from evenly spaced places in between. Training changes nearly every
-tensor, so samples detect it; the modification time detects other changes. All other files are
-identified by their content.
+A file of the Hugging Face cache is a link to a blob that is named by a hash of its content, so the
+blob's name identifies the file. Any other file of weights is identified by name, size, modification
+time and a digest over samples of its bytes: about 1 MiB from the start (where safetensors files
+keep names, dtypes and offsets of all tensors), from the end, and from evenly spaced places in
+between. Training changes nearly every tensor, so samples detect it; the modification time detects
+other changes. All other files are identified by their content.
 """
 
 from __future__ import annotations
@@ -128,8 +128,8 @@ def digest_of(files: Iterable[Path]) -> bytes:
 
 
 def _weight_files(model_path: Path, *, subfolders: bool) -> list[Path]:
-    """The files of a folder whose names end like those of weights, by name. For the path of a file,
-    this is that file."""
+    """The files of a folder whose names end like those of weights, sorted. If the path is that of a
+    file, the result is this file."""
     if model_path.is_file():
         return [model_path]
     entries = model_path.rglob("*") if subfolders else model_path.iterdir()

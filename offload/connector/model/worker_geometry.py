@@ -1,6 +1,6 @@
 """Describes the byte order of a worker's KV caches, for engines with another geometry.
 
-vLLM 0.32 shows every attention layer as ``[B, H, N, C]``: kernel blocks, heads, tokens, and the
+vLLM 0.32 passes every attention layer as ``[B, H, N, C]``: kernel blocks, heads, tokens, and the
 bytes of K and V (RFC #42082). Strides are taken from the real tensors. But the kernel decides what
 the dimensions contain. A layer whose kernel is not known to follow them is described as one opaque
 page, which only ranks with the same shape can read.

@@ -1,7 +1,7 @@
-"""Completes a request after its last chunks were planned.
+"""Completes a request after the stores of its last chunks were planned.
 
-It reports the use of the request's chunks to the policies, pins the chunks if the client requested
-it, and reports to the client.
+Completing a request means: report the use of its chunks to the policies, pin the chunks if the
+client requested that, and report to the client.
 """
 
 from __future__ import annotations
@@ -88,8 +88,8 @@ class FinishedRequests:
     def _note_use(self, identity: RequestIdentity, tokens: int) -> None:
         """Record one use of the request's chunks, group by group in prefix order.
 
-        This happens once per request, at its end, so a policy that counts or times uses sees
-        requests.
+        This happens once per request, at its end, so a policy that counts or times uses sees one
+        use per request.
         """
         hints = identity.origin.hints.ended
         for keys, group in zip(identity.keys, self._layout.groups, strict=True):
@@ -97,7 +97,8 @@ class FinishedRequests:
         self.advance()
 
     def _pin(self, identity: RequestIdentity, request: Request, tokens: int, now: float) -> int:
-        """Pin the request's chunks, or with the hint ``pinned`` those of its first tokens."""
+        """Pin the request's chunks; if ``pinned_tokens`` was given, only those of its first
+        tokens."""
         pinned = identity.origin.hints.pinned_tokens
         if pinned:
             tokens = int(min(tokens, request.num_prompt_tokens, pinned))

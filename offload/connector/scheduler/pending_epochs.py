@@ -51,18 +51,18 @@ class _Attempt:
         return self.epoch is not None or bool(self.error)
 
     def note(self) -> None:
-        """A server that starts would see the new epoch from now on."""
+        """Record that a server that starts would see the new epoch from now on."""
         with self._changed:
             self.is_noted = True
 
     def succeed(self, epoch: int) -> None:
-        """The new epoch is durable."""
+        """Record that the new epoch is durable."""
         with self._changed:
             self.is_noted, self.epoch = True, epoch
             self._changed.notify_all()
 
     def fail(self, error: Exception) -> None:
-        """The epoch could not be begun yet."""
+        """Record that the epoch could not be begun yet."""
         with self._changed:
             self.error = str(error) or repr(error)
             self._changed.notify_all()
@@ -73,7 +73,7 @@ class PendingEpochs:
 
     ``begin_one(tier, noted)`` begins a new epoch of a tier durably and returns it, or raises; it
     calls ``noted`` as soon as a server that starts would see the epoch.
-    ``take_back_one(tier, epoch)`` restores the epoch before one that was never used.
+    ``take_back_one(tier, epoch)`` restores the epoch before ``epoch``, which was never used.
     """
 
     def __init__(

@@ -1,10 +1,10 @@
 """Sends a span per request through vLLM's tracing. The span shows which tiers served the prompt and
 why they did not serve the rest.
 
-Only with ``--otlp-traces-endpoint``. vLLM makes its span ``llm_request`` in another process; this
-one, ``kv_cache``, has the same parent. It lasts from the moment when vLLM accepted the hit until
-its load has ended. vLLM's exporter has its own thread, so nothing waits here. Attribute names
-follow the proposal in vLLM's issue 53926 where it has one.
+Spans are sent only with ``--otlp-traces-endpoint``. vLLM makes its span ``llm_request`` in another
+process; our span, ``kv_cache``, has the same parent. It lasts from the moment when vLLM accepted
+the hit until the load has ended. vLLM's exporter has its own thread, so nothing waits here.
+Attributes that vLLM's issue 53926 proposes have the names proposed there.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class RequestSpans:
                 logger.exception("kvtiers: a request's span could not be sent")
 
     def close(self) -> None:
-        """vLLM flushes its exporter at the end of the process."""
+        """Do nothing: vLLM flushes its exporter at the end of the process."""
 
     def _send(self, logged: LoggedRequest, now_s: float) -> None:
         instrument_manual(
@@ -62,8 +62,8 @@ class RequestSpans:
 
 
 def attributes_of(logged: LoggedRequest, now_s: float, block_tokens: int) -> dict[str, Any]:
-    """The attributes of a request's span. All ``tokens_hit`` and ``tokens_missed`` together are the
-    prompt."""
+    """The attributes of a request's span. ``tokens_missed`` and the ``tokens_hit`` of all tiers add
+    up to ``prompt_tokens``."""
     hits = {GPU: logged.gpu_tokens, **logged.loaded}
     hits = {tier: tokens for tier, tokens in hits.items() if tokens}
     hit = sum(hits.values())

@@ -156,10 +156,10 @@ class SchedulerSide:
 
         Does not change the tiers.
 
-        A request whose load has failed is computed, after the requests behind it that hold the
-        blocks of their finished loads. Until a request is computed, vLLM reserves the blocks of its
-        whole prompt, even against the request itself, so a second load could wait forever. vLLM
-        would not schedule the requests behind it either.
+        A request whose load has failed is not loaded again but computed (docs/decisions/0003). It
+        first waits for the loads that are open: vLLM schedules waiting requests in order and stops
+        at the first one without blocks, and requests behind this one may hold the blocks. A second
+        load could wait forever, because vLLM reserves the request's blocks against itself, too.
         """
         self.on_new_request(request)
         state = self._states.get(request.request_id)

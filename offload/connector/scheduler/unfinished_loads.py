@@ -39,8 +39,8 @@ class UnfinishedLoads:
     def must_wait(self, request: str, now: float) -> bool:
         """True if this request, whose load has failed, must wait for others.
 
-        It waits for requests whose loads were open when vLLM first looked it up again. Later loads
-        do not count: otherwise the request would wait as long as new requests kept arriving.
+        It waits for the loads that were open when vLLM first looked this request up again. Later
+        loads do not count: otherwise it would wait as long as new requests kept arriving.
         ``now`` (monotonic seconds) limits the wait for loads that never end.
         """
         last, until = self._behind.setdefault(request, (self._count, now + UNFINISHED_WAIT_S))

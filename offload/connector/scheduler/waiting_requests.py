@@ -1,9 +1,9 @@
 """Informs look-ahead about the requests that wait for vLLM to run them, and about the chunks that
 they will load. Decides which of them wait for their reads although vLLM could run them.
 
-Part of the scheduler side, on its thread. Each request is matched with vLLM's own cache and with
-the tiers in the order in which the requests will run, in a step whose allowance for lookups is not
-used up. That is repeated once when few requests are before it, because chunks may have been evicted
+Part of the scheduler side, on its thread. Requests are matched with vLLM's own cache and with the
+tiers in the order in which they will run, as long as the step's allowance for lookups lasts. A
+request is matched once more when it is among the next to run, because chunks may have been evicted
 or stored meanwhile. A step without waiting requests costs nothing.
 """
 
@@ -33,10 +33,10 @@ if TYPE_CHECKING:
 class _WaitingRequest:
     """A waiting request and its position in the order.
 
-    ``is_due`` means that it must be matched, ``is_matched`` that this was done before, and
-    ``is_next`` that it has been one of the next requests. For the match that is due, once they are
-    known: ``cached`` is the number of its tokens in vLLM's own cache, ``queries`` are those to
-    shared tiers.
+    ``is_due`` means that it must be matched, ``is_matched`` that it was matched before, and
+    ``is_next`` that it has been among the next requests to run. ``cached`` and ``queries`` belong
+    to the match that is due and are ``None`` at first: the number of the request's tokens in vLLM's
+    own cache, and the queries to shared tiers.
     """
 
     state: RequestState
@@ -60,7 +60,7 @@ class WaitingRequests:
     """The waiting requests. They run in the order in which they arrived or, ``by_priority``, in
     vLLM's order of priorities. ``cached_tokens`` returns how many tokens of a request vLLM's own
     cache holds, or ``None`` if nothing may be read ahead for this request. ``free_blocks`` counts
-    the free blocks of the GPU; ``block_tokens`` has the tokens of a block of each group.
+    the free blocks of the GPU; ``block_tokens`` contains each group's tokens per block.
     ``computing`` counts the tokens that vLLM computes before it begins with another request.
     """
 

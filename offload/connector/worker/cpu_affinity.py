@@ -25,8 +25,8 @@ BINDING = ("GOMP_CPU_AFFINITY", "KMP_AFFINITY", "OMP_PROC_BIND", "OMP_PLACES")
 def threads_unbound() -> Iterator[None]:
     """Inside the context, let new threads run wherever this worker's parent process may run.
 
-    Does nothing unless OpenMP binds threads in a process that ``multiprocessing`` started, because
-    the user has set any other mask on purpose.
+    This applies only if OpenMP binds threads and ``multiprocessing`` started this process. In all
+    other cases nothing is changed, because the user has chosen the processors on purpose.
     """
     own = wide = frozenset[int]()
     parent = multiprocessing.parent_process()
