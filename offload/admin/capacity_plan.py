@@ -41,7 +41,7 @@ class ModelSize:
 
 @dataclass(frozen=True, slots=True)
 class Machine:
-    """Bytes and bytes per second; 0 for values that do not exist or were not given.
+    """Sizes in bytes and speeds in bytes per second; 0 for what does not exist or was not given.
 
     ``link_bytes_per_s`` is for one rank, ``disk_*`` for the server. ``prefill_tokens_per_s`` and
     ``gpu_flops`` are for the server; ``write_budget_bytes`` is per day.
@@ -134,7 +134,7 @@ def _tokens(model: ModelSize, machine: Machine) -> tuple[int, int]:
 def make_plan(
     model: ModelSize, machine: Machine, block_tokens: int, simulated: Simulated | None
 ) -> Plan:
-    """Put everything together. Raises ``ValueError`` for a disk too small for its own index."""
+    """Make the plan. Raises ``ValueError`` for a disk too small for its own index."""
     notes: list[str] = []
     speed = _prefill(model, machine, notes)
     tiers = _tiers(model, machine, block_tokens, speed, notes)

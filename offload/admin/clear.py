@@ -40,10 +40,10 @@ class RemovalFilter:
 
 @dataclass(slots=True)
 class Removal:
-    """One removal.
+    """The removal of a namespace, or of a part of it.
 
-    It removes a namespace, ``old`` records in it (a number), or the folders in it that a tier moved
-    ``aside``. ``left_bytes`` is the size of what could not be deleted, and ``problem`` is the
+    A part is the old records, whose number ``old`` gives by rank folder, or the folders that a tier
+    moved ``aside``. ``left_bytes`` is the size of what could not be deleted, and ``problem`` is the
     reason.
     """
 
@@ -117,7 +117,7 @@ def _find(removal: Removal, wanted: RemovalFilter) -> bool:
 
 
 def _find_old(removal: Removal, before_ns: int) -> bool:
-    """Record the records whose last use is older than requested; return whether there are any."""
+    """Count the records that were last used before ``before_ns``; return whether there are any."""
     removal.size_bytes = 0
     for rank_folder in removal.namespace.rank_folders:
         if rank_folder.kind == "empty":
@@ -156,7 +156,7 @@ def remove(removals: Sequence[Removal], before_ns: int, advance: Callable[[int],
 
 
 def _remove(removal: Removal, before_ns: int) -> bool:
-    """Remove it; return False if a server uses it.
+    """Carry out one removal; return False if a server uses the data.
 
     Raises ``RankFolderInUseError`` and ``NotDeletedError``.
     """

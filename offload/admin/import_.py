@@ -103,7 +103,7 @@ class Import:
             raise NamespaceError(f"its format is {about.get('format')!r}, not {FORMAT}")
         try:
             self.namespace = Namespace.of(about["fields"])
-            dump_manifest(self.namespace)  # the description of the ranks must fit
+            dump_manifest(self.namespace)  # raises if the fields do not fit into a manifest
         except (KeyError, TypeError, ValueError, AttributeError, RecursionError) as error:
             raise NamespaceError(f"its namespace is not readable: {error!r}") from error
         if self.namespace.name != about.get("namespace"):

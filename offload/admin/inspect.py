@@ -24,9 +24,9 @@ FIELDS_MAX = 20
 class RankSummary:
     """One rank.
 
-    Sizes in bytes; uses in ns since 1970, 0 if unknown; ``ages`` counts records by the time since
-    their last use. ``hits`` stays ``None``, because tiers do not store hit counts on disk.
-    ``standing`` says what the next server to start would do with the folder
+    Sizes are in bytes; times of use are in ns since 1970, 0 if unknown. ``ages`` counts records by
+    the time since their last use. ``hits`` stays ``None``, because tiers do not store hit counts on
+    disk. ``standing`` says what the next server to start would do with the folder
     (``offload.namespaces.inventory.Standing``). ``problem`` is the reason why the server would not
     use the folder or cannot read it; ``remark`` adds other facts. ``aside_bytes`` is the size of
     untrusted data that its tier moved aside.

@@ -36,7 +36,7 @@ class RankFolderInUseError(Exception):
 
 @contextlib.contextmanager
 def alone_with(rank_folder: RankFolder) -> Iterator[None]:
-    """Keep others from opening a rank folder until the end. Raises ``RankFolderInUseError``,
+    """Inside the context, keep others from opening a rank folder. Raises ``RankFolderInUseError``,
     ``TierError``, ``TierUnavailableError`` or ``OSError``."""
     prepare(rank_folder.folder, allow_network=True)
     with contextlib.ExitStack() as undo:

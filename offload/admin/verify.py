@@ -1,7 +1,7 @@
 """The work of ``kvtiers verify`` on one rank's folder: it reads and verifies every record.
 
 If a server owns the folder, nothing is changed: the server drops a damaged record when it next
-reads it, and treats it as a miss. Without an owner the command removes damaged records.
+reads that record, and counts a miss. Without an owner, the command removes damaged records.
 """
 
 from __future__ import annotations

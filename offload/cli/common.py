@@ -47,9 +47,9 @@ KeyFile = Annotated[str, typer.Option(help="Key file, if the records are encrypt
 _DURATION = re.compile(r"([0-9]+(?:\.[0-9]+)?)(s|m|h|d|w)", re.ASCII)
 _SECONDS = {"s": 1, "m": 60, "h": 3600, "d": 86_400, "w": 604_800}
 SLOW_AFTER_S = 1.0
-"""A server that has not answered for this long is named."""
+"""If a server has not answered for this long, a line on stderr names it."""
 FILES_WIDTH = 150
-"""Width in columns if the output is no terminal: nothing is cut off in files and pipes."""
+"""Width in columns if the output is not a terminal, so that files and pipes get whole lines."""
 
 
 def make_app() -> typer.Typer:

@@ -109,7 +109,7 @@ def _query_hub(model: str, hub: str) -> tuple[str, str] | None:
         fix = "Check the name. A private model needs a token: HF_TOKEN"
         return f"is not a folder, and {hub} shows no such model", fix
     except errors.HfHubHTTPError:
-        return None  # the hub is there, and vLLM asks again
+        return None  # the hub has answered, and vLLM asks it again
     except errors.OfflineModeIsEnabled:
         return _not_here(model, "HF_HUB_OFFLINE is set")
     except Exception as error:  # the library raises the errors of its HTTP client

@@ -134,8 +134,8 @@ def _check(problems: Problems, model: str, given: str, flags: list[str], cpu: st
 
 
 def _disk_size(problems: Problems, text: str) -> int:
-    """The size of the disk tier, which must be larger than its smallest index. Whether records of
-    the model fit beside it is known only when the model is."""
+    """The size of the disk tier, which must be larger than its smallest index. Whether the model's
+    records fit beside the index is checked later, when the model is known."""
     from tiers.lmdb.files import payload_capacity_bytes
 
     found = problems.size("--disk", text)

@@ -48,7 +48,7 @@ def check_transfer(
     With ``patience``, wait for servers that hold the folders and may be about to end. Raises
     ``ConfigError`` with all problems. Returns nothing for other connectors.
     """
-    from offload.config.machine_checks import patiently  # for now, vLLM needs only the names
+    from offload.config.machine_checks import patiently  # late: other callers need only names
 
     if patience is None:
         return _check_now(transfer)

@@ -84,8 +84,8 @@ def nobody(_: Owner) -> bool:
 
 
 def same_server(owner: Owner) -> bool:
-    """Like ``is_relative``, for ranks: they can claim their folders before the first rank checks
-    the machine."""
+    """True if the owner is a rank of this server. Other ranks can claim their folders before the
+    first rank checks the machine."""
     return owner.is_here and is_relative(owner.pid)
 
 
@@ -107,7 +107,8 @@ def _only_held(error: ConfigError) -> str:
 def load_config(extra: Mapping[str, Any] | None, is_ours: IsOurs = nobody) -> LoadedConfig:
     """Read ``extra`` and check it against this machine.
 
-    Raises ``ConfigError`` with every problem of both kinds, in the order of the configuration.
+    Raises ``ConfigError`` with the problems of the configuration itself and those found on the
+    machine, in the order of the configuration.
     """
     config, problems = draft_config(extra)
     faulty = {problem.where for problem in problems}
@@ -310,7 +311,7 @@ def _check_space(
 
 
 def _smallest_capacity(tier: TierConfig) -> int:
-    """Return the smallest valid capacity of a tier with one rank if it has less, else 0.
+    """Return the smallest valid capacity for one rank, or 0 if the tier has at least that much.
 
     This is a first estimate, before a chunk's size is known (``check_capacity``).
     """

@@ -219,10 +219,10 @@ TOP_FIELDS = (
         "break_even",
         flag(),
         True,
-        "Leave a lower tier out of lookups while measurements show that loading from it is "
-        "slower than computing, and out of one lookup if computing is faster than waiting for "
-        "the tier's other loads. Look-ahead still reads such a tier for requests that wait, unless "
-        "it is slower than a quarter of computing.",
+        "Leave a lower tier out of lookups while measurements show that loading from it is slower "
+        "than computing. Leave it out of a single lookup if computing is faster than waiting for "
+        "the tier's other loads. Look-ahead still reads a slow tier for requests that wait, unless "
+        "the tier has less than a quarter of the speed of computing.",
     ),
     Field(
         "look_ahead",
@@ -236,10 +236,10 @@ TOP_FIELDS = (
         choice("auto", "always", "never"),
         "never",
         "With `look_ahead`: whether a request that vLLM could run waits, without GPU blocks, "
-        "until its chunks have been read into the CPU tier. Other requests do not wait. `auto` "
-        "makes it wait while others could use the blocks, if the reads take long enough at the "
-        "measured speed. "
-        "A request whose own reads take more than `load_timeout_s` computes the rest.",
+        "until its chunks have been read into the CPU tier. Other requests do not wait. With "
+        "`auto`, a request waits while other requests could use the blocks, if the reads take long "
+        "enough at the measured speed. A request whose own reads take more than `load_timeout_s` "
+        "computes the rest.",
     ),
     Field(
         "lookup_timeout_s",
@@ -268,7 +268,7 @@ TOP_FIELDS = (
         "require_salt",
         flag(),
         False,
-        "Offload only requests with a `cache_salt`, so that no unsalted prompt is ever shared.",
+        "Offload only requests with a `cache_salt`, so that prompts without one are never shared.",
     ),
     Field(
         "max_pinned_share",

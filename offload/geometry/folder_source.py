@@ -94,7 +94,7 @@ def find_other_replicas(
 ) -> list[OtherReplica]:
     """Find folders of other geometry below ``root`` that can be translated to ``now``.
 
-    With ``how`` "own" there is no search; with "refuse" there must be none. Raises
+    With ``how`` "own" nothing is searched; with "refuse" every such folder is an error. Raises
     ``NamespaceError`` for folders that cannot be translated, or must not be. The error names every
     conflicting field, both values, and the user's choices.
     """
@@ -105,7 +105,7 @@ def find_other_replicas(
     for name, other in _same_model(Path(root), namespace):
         replicas = list(_replicas_in(Path(root) / name))
         if not replicas:
-            continue  # opened, and never written
+            continue  # no replica has usable records
         ranks = {str(replica.folder): replica.ranks for replica in replicas}
         problems = problems_with(other, ranks, namespace, now, how)
         if problems:

@@ -152,8 +152,8 @@ WARNED_MAX = 1000
 
 @dataclass(frozen=True)
 class OtherEngine:
-    """An engine whose records can be read: the translation of each group by the end of its keys,
-    and the content of the records by rank."""
+    """An engine whose records can be read. ``translations`` are by the suffix of each group's keys,
+    ``identities`` by rank: the namespace and the rank that the records must state."""
 
     translations: Mapping[bytes, GroupTranslation]
     identities: Mapping[int, Identity]
@@ -161,7 +161,7 @@ class OtherEngine:
 
 @dataclass(frozen=True)
 class MooncakeView:
-    """This rank's view of the other engines in the store.
+    """Finds the other engines in the store, on behalf of one rank.
 
     It looks for engines of the model of ``namespace``, and translates their records to the geometry
     ``now``. ``how`` is the tier's option ``geometry``.
@@ -395,7 +395,7 @@ def _engine(ranks: Sequence[Geometry], now: Geometry) -> OtherEngine | None:
 def _by_translation(
     keys: Sequence[Key], engine: OtherEngine, done: Sequence[bool]
 ) -> list[tuple[GroupTranslation, list[int]]]:
-    """The positions of the keys of each group that are not done."""
+    """For each group, its translation and the positions of its keys that are not done."""
     places: dict[bytes, list[int]] = {}
     for n, key in enumerate(keys):
         if not done[n] and key[-GROUP_BYTES:] in engine.translations:

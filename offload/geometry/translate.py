@@ -217,8 +217,8 @@ def _head_obstacles(
 ) -> Iterator[Incompatibility]:
     """Check that the heads can be mapped.
 
-    Both sides must have the same total number of heads, or one side replicates each head, which
-    vLLM does only if every rank has one head.
+    Both sides must have the same total number of heads, unless one side replicates each head. vLLM
+    replicates heads only if every rank has one head.
     """
     counts = sorted(
         [(stored.ranks * theirs.heads, theirs.heads), (now.ranks * ours.heads, ours.heads)]
@@ -260,11 +260,11 @@ def _layer(group: GroupGeometry, name: str) -> LayerGeometry:
 def _head_runs(
     theirs: LayerGeometry, ours: LayerGeometry, stored: Geometry, now: Geometry
 ) -> Iterator[tuple[int, int, int, int]]:
-    """(rank there, first head here, first head there, count) for all heads of this rank.
+    """Yield (rank there, first head here, first head there, count) for all heads of this rank.
 
-    The heads of all ranks, including replicas, are numbered as places in one row. Head ``p //
-    (places / H)`` is at place ``p``, on both sides, for any number ``H`` of heads; so our place
-    ``p`` holds what is at their place ``p * theirs // ours``.
+    The heads of all ranks of a side, including replicas, are numbered as places in one row. If a
+    side has ``P`` places for ``H`` different heads, place ``p`` holds head ``p * H // P``. So our
+    place ``p`` holds the same head as their place ``p * their_places // our_places``.
     """
     if ours.split == OWN:
         yield now.rank, 0, 0, 1
@@ -311,8 +311,8 @@ class _Pair:
             yield self._copy(shape, (there, from_head, from_token), (here, head, token))
 
     def _overlaps(self) -> Iterator[tuple[int, int, int, int, int]]:
-        """The common units of both sides as (kernel block there, its first unit, kernel block here,
-        its first unit, units).
+        """Yield the runs of units that lie in one kernel block on either side, as (kernel block
+        there, its first unit, kernel block here, its first unit, units).
 
         Ids are expanded with the ratio of the side that they belong to.
         """

@@ -1,8 +1,9 @@
 """Claims on folders and short locks; both are ``flock`` locks of the kernel.
 
-A claim ends with its process, for whatever reason the process ends. Its file stays and names the
-last holder, for messages. The tiers' ``owner.lock`` files count as claims too. So do the files with
-which engines that share a folder without locks show that they are alive (``tiers.files.members``).
+A claim ends with its process, for whatever reason the process ends. The claim's file stays and
+names the last holder, for messages. Two other kinds of files count as claims: the tiers'
+``owner.lock`` files, and the files of engines that share a folder without locks, by which these
+engines show that they are alive (``tiers.files.members``).
 """
 
 from __future__ import annotations
@@ -54,8 +55,8 @@ class Owner:
 
 
 class FolderClaimedError(TierUnavailableError):
-    """Another process holds the folder. It may be about to end. ``what`` is the message without the
-    advice to stop it."""
+    """Another process, which may be about to end, holds the folder. ``what`` is the message without
+    the advice to stop that process."""
 
     def __init__(self, what: str, fix: str) -> None:
         super().__init__(f"{what}. {fix}")
@@ -121,7 +122,7 @@ def claim_shared(path: Path, engine: str) -> int:
 
     ``path`` is the claim of a process that does not share. Returns the descriptor to close when the
     folder is no longer used. Raises ``FolderClaimedError`` if a process that does not share has the
-    folder, and ``TierUnavailableError`` if too many do.
+    folder, and ``TierUnavailableError`` if too many processes share it.
     """
     owner = holder(path)
     if owner is not None:
@@ -191,8 +192,8 @@ def holder(claim: Path) -> Owner | None:
     except OSError:
         return None
     try:
-        # A shared lock is enough to find out, and two processes that check at the same time do not
-        # take each other for owners.
+        # A shared lock is enough to find out. With exclusive locks, two processes that check at
+        # the same time would take each other for owners.
         if not try_flock(fd, fcntl.LOCK_SH):
             return _settled_owner(fd, claim)
     except OSError as error:

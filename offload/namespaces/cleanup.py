@@ -3,7 +3,8 @@ space.
 
 The configured capacity of a tier covers everything below its path, including data of other models.
 A folder is renamed to ``.trash-<hex>`` before it is removed, so no process opens a partly removed
-folder. Data that cannot be deleted stays there and counts; the next start or ``clear`` tries again.
+folder. Data that cannot be deleted stays there and counts towards the capacity; the next start or
+``clear`` tries again.
 """
 
 from __future__ import annotations
@@ -40,7 +41,8 @@ TRASH = re.compile(r"\.trash-[0-9a-f]{16}", re.ASCII)
 
 @dataclass(frozen=True, slots=True)
 class StoredNamespace:
-    """A namespace (or something moved aside) below a path: disk bytes and seconds since 1970."""
+    """A namespace below a path, or something that was moved aside. ``size_bytes`` is its size on
+    disk, ``last_used`` the time of its last use in seconds since 1970."""
 
     name: str
     size_bytes: int
@@ -113,7 +115,7 @@ def make_space(
     The configured capacity covers everything below the path, so the result (divided by the ranks)
     is the capacity with which a tier is opened. Namespaces in use and ``wanted`` ones are left
     alone. The call is idempotent, so every rank can make it and gets the same answer. Data that
-    cannot be deleted causes a warning, and counts.
+    cannot be deleted causes a warning, and counts towards ``capacity``.
     """
     base = Path(root)
     trash = [base / name for name in entries(base) if TRASH.fullmatch(name)]

@@ -11,9 +11,9 @@ adjacent bytes. The ``split`` of a layer describes how its pages are divided amo
 * ``own``: the content of other ranks is unknown, or the page is a recurrent state. Such pages are
   never split or joined.
 
-Plain numbers that become canonical JSON and back. ``offload.geometry.translate`` compares and
-translates, ``offload.connector.model.worker_geometry`` describes vLLM's tensors. This module knows
-neither.
+A description consists of plain values, and is stored as canonical JSON.
+``offload.connector.model.worker_geometry`` makes descriptions of vLLM's tensors, and
+``offload.geometry.translate`` compares and translates. This module imports neither of them.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ _DOMAIN = b"kvtiers geometry\n"
 class LayerGeometry:
     """One layer's page.
 
-    ``form`` names the kernel and the number type; units can be compared only if it is equal.
+    ``form`` names the kernel and the number type; only units with equal ``form`` can be compared.
     ``kernel_tokens`` is the number of tokens of one kernel block. ``tokens`` is the same number if
     each token has a separate unit, and 1 if a unit holds all tokens of a kernel block (and head),
     in an order that only the kernel knows.

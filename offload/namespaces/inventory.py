@@ -1,7 +1,7 @@
 """Finds the rank folders below a path for the command line.
 
 It lists the namespaces and their users, and reports what the next server to start would do with
-them. ``RankFolder.judge`` calls the same functions as a start, level by level: ``judge_namespace``
+them. ``RankFolder.judge`` calls the functions of a starting server by level: ``judge_namespace``
 and ``judge_replica`` for the folders, ``tiers.lmdb.folder`` or ``tiers.files.exclusive_folder`` for
 the files, and ``judge_epochs`` for both together.
 
@@ -125,8 +125,9 @@ class RankFolder:
         return sorted(self.folder.glob(f"{QUARANTINE_PREFIX}*"))
 
     def judge(self, key_file: str = "") -> tuple[FolderVerdict, OfflineFolder | None]:
-        """Judge the folder as a start would. Returns the verdict, and its records if they can be
-        read (the caller closes those). Raises ``OSError`` or ``TierError``."""
+        """Judge the folder as a starting server would. Returns the verdict, and the folder's
+        records if they can be read (the caller closes them). Raises ``OSError`` or
+        ``TierError``."""
         has_folders = bool(NAME.fullmatch(self.namespace))
         verdict = self._judge_folders() if has_folders else None
         if self.kind == "empty":

@@ -96,7 +96,7 @@ def differing_fields(a: Namespace, b: Namespace) -> list[tuple[str, Any, Any]]:
 
 
 def write_manifest(folder: str | Path, namespace: Namespace) -> None:
-    """Write durably to which namespace the records in ``folder`` belong.
+    """Durably write a manifest that names the namespace of the records in ``folder``.
 
     Atomic; writing the same again changes nothing. Raises ``OSError`` from the file system and
     ``ValueError`` if the fields do not fit.

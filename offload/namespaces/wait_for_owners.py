@@ -21,8 +21,8 @@ LOOK_EVERY_S = 0.25
 class Patience:
     """One time limit of half a minute for all waits of a process; it starts with the first wait.
 
-    ``say`` gets a line at once and then every few seconds. Blocks; never for vLLM's threads while
-    they serve.
+    ``say`` gets a line at once and then every few seconds. ``wait`` and ``repeat`` block, so vLLM's
+    threads must not call them while they serve.
     """
 
     def __init__(self, say: Callable[[str], None]) -> None:
@@ -45,8 +45,8 @@ class Patience:
     def repeat(self, call: Callable[[], T], error: type[E], what: Callable[[E], str]) -> T:
         """Repeat ``call`` while it raises ``error`` and a wait may help. Return its result.
 
-        ``what`` returns what to wait for. Raises the ``error`` if that is empty, or when the time
-        is up.
+        ``what`` returns a text that names what to wait for. Raises the ``error`` if the text is
+        empty, or when the time is up.
         """
         while True:
             try:

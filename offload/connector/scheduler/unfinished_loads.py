@@ -40,7 +40,7 @@ class UnfinishedLoads:
         """True if this request, whose load has failed, must wait for others.
 
         It waits for the loads that were open when vLLM first looked this request up again. Later
-        loads do not count: otherwise it would wait as long as new requests kept arriving.
+        loads do not count: otherwise this request would wait as long as new requests kept arriving.
         ``now`` (monotonic seconds) limits the wait for loads that never end.
         """
         last, until = self._behind.setdefault(request, (self._count, now + UNFINISHED_WAIT_S))
