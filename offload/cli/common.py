@@ -193,8 +193,8 @@ def guarded_work(command: str) -> Iterator[None]:
     effect meanwhile. SIGTERM ends the program as Ctrl-C does: everything is closed, and no work is
     left half done.
     """
-    # The work shows its progress with rich. An interrupt within an import can come out of it as
-    # another error, or end Python with the signal, so everything is imported first.
+    # The work shows its progress with rich. An interrupted import can raise another error, or end
+    # Python with the signal, so everything is imported before the work begins.
     import rich.console
     import rich.progress  # noqa: F401  # see above
 
@@ -220,9 +220,9 @@ def guarded_work(command: str) -> Iterator[None]:
 
 def _end(_number: int, _frame: object) -> None:
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
-        # the shell of a script starts background jobs with this signal ignored
+        # Ctrl-C is ignored in background jobs of a script, so raising its signal would do nothing.
         raise KeyboardInterrupt
-    # asyncio handles this signal itself, and ends its tasks in order
+    # asyncio handles Ctrl-C itself, and ends its tasks in order.
     signal.raise_signal(signal.SIGINT)
 
 

@@ -34,15 +34,15 @@ YEARS = 5.0
 MixText = Annotated[
     str,
     typer.Option(
-        help="Requests without a trace, e.g. users=200,turns=6; also gap, hours, and the tokens of "
-        "system, prompt and answer."
+        help="Simulated requests instead of a trace, e.g. users=200,turns=6. Further names: gap, "
+        "hours, and the tokens of system, prompt and answer."
     ),
 ]
 Prefill = Annotated[
     float, typer.Option(min=0, help="Prompt tokens that the server computes per second.")
 ]
 Tflops = Annotated[
-    float, typer.Option(min=0, help="Peak of all GPUs, to estimate the prefill speed instead.")
+    float, typer.Option(min=0, help="Peak TFLOPS of all GPUs, to estimate the prefill speed.")
 ]
 Parameters = Annotated[
     float, typer.Option(min=0, help="Active parameters, e.g. 8e9. (default: the model's)")

@@ -151,7 +151,7 @@ def flags_to_add(
     if given.extra:
         add_options(wanted, read_object(problems, given.extra, EXAMPLE, EXTRA_OPTION), problems)
     transfer = transfer_config(wanted.extra)
-    try:  # do not wait for the folders of a server that will not start
+    try:  # wait for folders in use only if the server can start
         loaded = check_transfer(transfer, None if problems else Patience(_say))
     except ConfigError as error:
         problems += [_named(problem, wanted) for problem in error.problems]

@@ -74,7 +74,7 @@ def top(
         address = metrics_url(url)
     except ValueError as error:
         problems.add("url", str(error), "Write localhost:8000 or http://host:8000.")
-    if math.isnan(interval):  # older versions of typer let it pass
+    if math.isnan(interval):  # older versions of typer accept nan
         problems.add("--interval", "is not a number (got nan)", "Give seconds.")
     problems.refuse("top")
     try:

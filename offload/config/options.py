@@ -163,8 +163,8 @@ TOP_FIELDS = (
         "staging",
         size(),
         None,
-        "Part of `cpu.capacity` reserved for restoring prefixes that are longer than the CPU tier "
-        "from lower tiers. At least one chunk with lower tiers, otherwise nothing.",
+        "Part of `cpu.capacity` reserved for loads from lower tiers whose prefixes are longer than "
+        "the CPU tier. It is at least one chunk if there are lower tiers, otherwise 0.",
         "a sixteenth of `cpu.capacity`, at most 256MiB",
     ),
     Field(
@@ -178,7 +178,8 @@ TOP_FIELDS = (
         "max_inflight_store",
         size(),
         None,
-        "Maximum bytes of concurrent stores; beyond it a store waits while its GPU blocks last.",
+        "Maximum bytes of concurrent stores; a store beyond it waits until it can begin, or until "
+        "vLLM reuses its GPU blocks.",
         "a quarter of `cpu.capacity`",
     ),
     Field(

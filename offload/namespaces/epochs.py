@@ -62,8 +62,8 @@ class TierEpochs:
         """Begin a new epoch, durably when this returns.
 
         ``noted`` is called as soon as a server that starts would see the epoch, even if this
-        process is killed. A disk that has come back empty gets its folders again, so no process
-        must wait for another to create them. Raises ``OSError``, ``NamespaceError`` or
+        process is killed. If a disk has come back empty, this creates its folders again, so that no
+        process has to wait for another to create them. Raises ``OSError``, ``NamespaceError`` or
         ``TierUnavailableError`` if the epoch cannot be written; may block as long as the disk does.
         """
         if tier >= len(self._paths):

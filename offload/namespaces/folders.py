@@ -149,7 +149,7 @@ def share_rank_folder(
     namespace.
 
     The epoch of a server that starts is that of the model's files, 0, whatever the epoch file says;
-    a reset is handled between the tier and its medium (0081). Raises the errors of
+    the tier itself carries out a reset (docs/decisions/0081). Raises the errors of
     ``open_namespace``, and ``TierUnavailableError`` if a process that does not share has the
     folder.
     """

@@ -48,7 +48,7 @@ def check_installed() -> str:
             found = stopping(source, against)
     except VersionError:
         raise
-    except Exception as error:  # a failing check is no reason not to serve
+    except Exception as error:  # a failing check must not stop the server
         return f"this vLLM could not be compared with those that were tested: {error!r}"
     if found:
         raise VersionError(_refusal(version, found))

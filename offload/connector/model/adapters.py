@@ -40,7 +40,7 @@ unknown."""
 
 ASKS_MAX = 4
 """Number of times that vLLM must look up a request again while its adapter's content is unknown.
-Two steps can be in progress whose workers have not loaded the adapter yet."""
+Two steps that began before the adapter was loaded can still be in progress."""
 ADAPTERS_MAX = 65_536
 
 
@@ -70,7 +70,7 @@ class AdapterWatch:
         try:
             digest = _digest(request, before)
         except Exception as error:
-            # vLLM has already loaded it, and a failed digest must not undo that
+            # vLLM has loaded the adapter, and can use it without a digest
             logger.warning("kvtiers: adapter %s cannot be digested: %r", request.lora_name, error)
             digest = b""
         name = (request.lora_name, request.lora_path)

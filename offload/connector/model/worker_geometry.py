@@ -118,7 +118,7 @@ def _layer(
     found = None
     if len(tensors) == 1 and isinstance(spec, AttentionSpec) and tensors[0].dim() == 4:
         found = _attention(name, spec, kernel, tensors[0], num_blocks, block_tokens)
-    if found is not None and found.page_bytes == page_bytes:  # only if no padding is cut off
+    if found is not None and found.page_bytes == page_bytes:  # else padding would be cut off
         return found
     shapes = [
         f"{t.shape[0] / num_blocks:g}x{list(t.shape[1:])}:{list(t.stride())} {t.dtype}"

@@ -445,7 +445,7 @@ class SchedulerSide:
         self._is_held = True
         if self.planner is not None:
             self.planner.stores.cancel_planned()
-            self.planner.look_ahead.forget_all()  # until then, requests are computed
+            self.planner.look_ahead.forget_all()  # until release, all are computed
         if self._digests is not None:
             self._digests.clear()
 
