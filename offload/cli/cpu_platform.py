@@ -18,7 +18,7 @@ DECIDED_BY = (
     *("--gpu-memory-utilization", "--device-memory-utilization", "--kv-cache-memory-bytes"),
     "--config",
 )
-"""The user has chosen vLLM's part with one of these flags, or may have chosen it in a file."""
+"""With one of these flags, the user has chosen vLLM's share, or may have chosen it in a file."""
 VARIABLE = "VLLM_CPU_KVCACHE_SPACE"
 
 
@@ -33,8 +33,8 @@ def is_cpu_build() -> bool:
 def memory_warning(
     flags: list[str], capacity: int, environment: Mapping[str, str], limit: MemoryLimit
 ) -> str:
-    """Say that vLLM's default share of the memory and a CPU tier of ``capacity`` bytes do not fit
-    together, and which share would; empty if they do, or if the user has chosen a share."""
+    """A warning if vLLM's default share of the memory and a CPU tier of ``capacity`` bytes do not
+    fit together, with a share that fits. Empty if they fit, or if the user has chosen a share."""
     if environment.get(VARIABLE) or any(has_flag(flags, name) for name in DECIDED_BY):
         return ""
     taken = VLLM_SHARE * limit.limit_bytes

@@ -169,7 +169,8 @@ def _say_unused(environment: Mapping[str, str]) -> None:
 
 
 def _say_memory(flags: list[str], capacity: int, environment: Mapping[str, str]) -> None:
-    """Warn early: vLLM refuses to start after half a minute if its part does not fit."""
+    """Warn now if vLLM's share of the memory does not fit: vLLM would refuse only after half a
+    minute."""
     from offload.cli.cpu_platform import is_cpu_build, memory_warning
     from offload.config.memory_limits import memory_limit
 
