@@ -138,7 +138,8 @@ class EvictingTier(TierWrapper):
                 return  # the medium has failed: the next call of the tier raises the error
 
     def _choose(self, excess_bytes: float) -> list[Key]:
-        """Choose victims for about this many bytes, at most one transaction of them."""
+        """Choose victims with about this many bytes in total, at most as many as one transaction
+        deletes."""
         found: list[Key] = []
         for key in self._policy.victims(VICTIMS_PER_DELETE, lambda key: not self._busy[key]):
             if excess_bytes <= 0:
@@ -169,8 +170,8 @@ class EvictingTier(TierWrapper):
 
     async def touch(self, keys: Sequence[Key]) -> None:
         self._policy.touch(keys)
-        # reversed: the tier lists its oldest key first, and the head of a request must be its
-        # youngest key
+        # in reverse: the key that is touched last is the youngest, and this must be the head of the
+        # request
         await self.inner.touch(list(reversed(keys)))
 
     async def delete(self, keys: Sequence[Key]) -> None:

@@ -11,8 +11,9 @@ Otherwise the tier begins empty and reports the loss. Records are written only u
 that no tier has reached.
 
 For the same reason a medium that is opened for the first time must not be ahead of the stored
-epoch. No tier leaves a medium in that state, so the folder was copied while its epoch changed. The
-records may belong to other weights, so the tier begins empty under a later epoch.
+epoch. No tier leaves a medium in that state: the folder was copied while its epoch changed, or the
+stored epoch is an old one. The records may then belong to other weights, so the tier begins empty
+under a later epoch.
 
 Ownership: everything belongs to the event loop's thread; ``make`` and ``keep_epoch`` run in
 separate daemon threads.
@@ -84,7 +85,7 @@ class ReopeningTier(Tier, Generic[Wrapped]):
         self._closing: asyncio.Future[None] | None = None
         self._retry_at = 0.0
         self._medium = ""
-        self._held = 0  # number of records when it failed
+        self._held = 0  # number of records that the tier had when it failed
         self._epoch = 0  # the epoch of the open tier, or of the tier that failed
         self._wanted_epoch = 0  # the epoch of a reset that is due, if there is one
         self._reset_due: int | None = None

@@ -106,9 +106,10 @@ class Ticket(ABC):
 
     @property
     def submitted(self) -> Future[object] | None:
-        """Completes when the copy has been passed to the device, with the event that marks its end
-        there (``CopyEngine.hold_compute`` takes this event); never completes if there is no such
-        event. ``None`` if compute is synchronous: callers then wait for the end itself."""
+        """A future that completes when the copy has been passed to the device. Its result is the
+        event that marks the end of the copy there, for ``CopyEngine.hold_compute``. Without such an
+        event it never completes. ``None`` if compute is synchronous: callers then wait for the end
+        of the copy."""
         return None
 
     async def ended(self) -> None:
@@ -193,12 +194,13 @@ class CopyPathInfo:
 
 
 class CopyEngine(ABC):
-    """Two FIFO lanes, store (GPU to slab) and load (slab to GPU), independent of each other.
+    """Copies in two FIFO lanes that are independent of each other: store (GPU to slab) and load
+    (slab to GPU).
 
     ``after`` is the event that the copy must wait for on the compute stream (recorded by
     ``record_event``); ``None`` means that the data is ready now. Submitting never blocks on a copy.
-    Called from the offload loop's thread only; ``record_event`` and ``hold_compute`` from the
-    model-runner thread.
+    The model-runner thread calls ``record_event`` and ``hold_compute``; only the offload loop's
+    thread calls the other methods.
     """
 
     @abstractmethod

@@ -1,15 +1,15 @@
 """Copies between KV caches on a CUDA device and the pinned slab.
 
-Two streams of the lowest priority, one for stores and one for loads, ordered against the model's
-stream by events alone: a store reads its blocks only after the forward pass that wrote them, a load
-overwrites its blocks only after the forward pass that may still read them, and a ticket is done
-only when the copy engine has finished.
+The engine has two streams of the lowest priority, one for stores and one for loads. Only events
+order them relative to the model's stream: a store reads its blocks only after the forward pass that
+wrote them, a load overwrites its blocks only after the forward pass that may still read them, and a
+ticket is done only when the copy engine has finished.
 
 How a group's bytes move in each direction is measured once, when the engine starts
 (``tiers.copy.cuda_paths``), and logged.
 
-This code has not yet run on a GPU: the tests run it over a libcuda in host memory. ``tests/gpu``
-needs a machine with a GPU.
+This code has not yet run on a GPU: the tests run it with a simulated libcuda in host memory.
+``tests/gpu`` needs a machine with a GPU.
 """
 
 from __future__ import annotations
@@ -58,8 +58,8 @@ class CudaCopyEngine(CopyEngine):
     calling thread's current one).
 
     ``slab`` should be pinned (``HostSlab(pin=True)``). Slots that are not (yet) pinned work too:
-    the driver copies them one by one through its internal memory, slowly, and no other job waits
-    for the pinning. ``num_blocks`` bounds block ids; without it nothing is measured. ``path``
+    the driver copies them slowly, one by one, through its internal memory. No job waits until its
+    slots are pinned. ``num_blocks`` bounds block ids; without it nothing is measured. ``path``
     forces a way of copying where possible, for measurements. ``driver``, ``compute_stream`` (the
     model's stream, as a handle) and ``clock`` replace CUDA in tests.
 

@@ -26,8 +26,9 @@ PTX = Path(__file__).with_name("copy_list.ptx")
 NAME = b"kvtiers_copy_list"
 
 BLOCKS = 16
-"""Thread blocks per launch. Each of their 128 warps has 2 KiB in flight: 256 KiB cover the bus's
-latency times its rate (50 GB/s x 1 to 2 us) with an eighth of an H100's multiprocessors."""
+"""Thread blocks per launch. Each of their 128 warps has 2 KiB in flight: the total of 256 KiB is
+more than the bus's rate times its latency (50 GB/s x 1 to 2 us), and takes an eighth of an H100's
+multiprocessors."""
 
 THREADS = 256
 

@@ -83,7 +83,8 @@ class CudaTicket(EventTicket):
 
 @dataclass(frozen=True, slots=True)
 class _Flight:
-    """A submitted job. If no ``end`` could be recorded, the job ends with the stream."""
+    """A submitted job. If no ``end`` could be recorded, the job counts as ended when the stream has
+    run everything."""
 
     ticket: FutureTicket
     end: CudaEvent | None

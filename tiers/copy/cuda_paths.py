@@ -1,4 +1,4 @@
-"""Chooses the way of copying that a group uses in each direction; measured when the engine starts.
+"""Chooses how each group is copied in each direction, by a measurement when the engine starts.
 
 A batched driver call costs about half a microsecond per copy, whatever the size. The copy kernel
 does not have this cost, but takes multiprocessors from the model. Which one is faster depends on

@@ -1,8 +1,8 @@
 """Turns batches of chunks into lists of plain copies: which bytes go where.
 
-Pure arithmetic on addresses, shared by every copy engine. It is the one place that keeps a copy
-inside its memory: a block or slot out of range is a ``TransferError``, never a stray write. This
-module knows nothing about streams, threads or devices.
+The module does arithmetic on addresses, for all copy engines. It is the only place that checks that
+a copy stays inside its memory: a block or slot out of range is a ``TransferError``, never a stray
+write. This module knows nothing about streams, threads or devices.
 """
 
 from __future__ import annotations

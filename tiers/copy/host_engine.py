@@ -1,7 +1,8 @@
 """Copies between KV caches in host memory (vLLM's CPU platform) and the slab.
 
 Compute is synchronous there, so a copy has nothing to wait for, and ``record_event`` returns
-``None``. Each lane is one thread: a second one gains no memory bandwidth, and one keeps the order.
+``None``. Each lane is one thread: a second thread would gain no memory bandwidth, and a single
+thread keeps the order.
 """
 
 from __future__ import annotations

@@ -1,11 +1,10 @@
 """One native call that performs a list of memory copies, with the GIL released.
 
-The loop is compiled at first use from the LLVM IR below by llvmlite (a small compiler library; no C
-compiler is needed on the user's machine, and numba, which cannot be imported into vLLM's CPU
-workers, is not involved). Where that is impossible, a ``ctypes.memmove`` per copy replaces it, with
-a warning.
+At first use llvmlite, a small compiler library, compiles the loop from the LLVM IR below. So the
+user's machine needs no C compiler, and no numba, which cannot be imported into vLLM's CPU workers.
+If the loop cannot be compiled, one ``ctypes.memmove`` per copy replaces it, with a warning.
 
-Copies of a page and more are streamed: the source is prefetched 512 bytes ahead and the stores
+Copies of at least a page are streamed: the source is prefetched 512 bytes ahead and the stores
 bypass the caches, on full 64-byte lines of the target. See
 docs/decisions/0021-streaming-host-copies.md for why and for the figures.
 """
@@ -36,8 +35,8 @@ _PREFETCH = 512
 
 
 def _stream_body() -> str:
-    """Eight loads of 32 bytes, prefetches for the next steps, eight stores that bypass the
-    cache."""
+    """Return the IR of one step: eight loads of 32 bytes, prefetches for later steps, and eight
+    stores that bypass the cache."""
     loads, stores, prefetches = [], [], []
     for i in range(0, _STEP, 32):
         loads.append(f"  %fo{i} = add i64 %o, {i}")
@@ -53,9 +52,9 @@ def _stream_body() -> str:
 
 
 def _module_ir() -> str:
-    """The copy loop: for each i, ``memcpy`` up to a 64-byte line of the target, stream whole
-    steps, and ``memcpy`` the rest (all of it when it is short). The fence at the end makes
-    streamed stores visible before the call returns."""
+    """Return the IR of the copy loop. For each i, it uses ``memcpy`` up to a 64-byte line of the
+    target, streams whole steps, and uses ``memcpy`` for the rest (for everything if the copy is
+    short). The fence at the end makes streamed stores visible before the call returns."""
     return f"""
 declare void @llvm.memcpy.p0.p0.i64(ptr, ptr, i64, i1)
 declare void @llvm.prefetch.p0(ptr, i32, i32, i32)

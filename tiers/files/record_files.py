@@ -2,7 +2,7 @@
 
     <folder>/epoch-<n>/<64 hex>          a record: one page of header and key, then the payload
     <folder>/epoch-<n>/<64 hex>.<x>.tmp  a record being written
-    <folder>/capacity                    the bytes it was last opened with; nothing depends on it
+    <folder>/capacity                    the capacity at the last open, for inspecting commands
 
 A record's name is a digest of its key, so nothing from outside ever becomes part of a path. The
 name appears by ``rename`` after the bytes are flushed. The time of last use is the modification

@@ -3,13 +3,14 @@
     <folder>/shared             marks it, so that no exclusive tier takes it
     <folder>/medium             32 hex digits
     <folder>/engines/           see ``files.members``
-    <folder>/epoch-0/           the records of all whose weights are those of the model's files
-    <folder>/epoch-<n>/         those of one engine that was given other weights; n is random
-    <folder>/gone-<hex>/        being removed
+    <folder>/epoch-0/           the records of all engines with the weights of the model's files
+    <folder>/epoch-<n>/         the records of one engine with other weights; n is random
+    <folder>/gone-<hex>/        a folder that is being removed
 
-Records are as in ``record_files``; the temporary name of one being written ends with its engine and
-``.tmp``. There are no locks, no memory maps and no central process: each name always leads to one
-complete file or to none, even if two engines act at the same time.
+Records are stored as in ``record_files``, but while a record is being written, its name ends with
+the name of its engine, a number and ``.tmp``. There are no locks, no memory maps and no central
+process: each name always leads to one complete file or to none, even if two engines act at the same
+time.
 
 **The cap.** The capacity is that of the live engine that joined first. An engine may write
 ``grant_bytes`` before it scans again what all engines have stored (``scan``). If it finds more than
@@ -49,7 +50,7 @@ GRANTS_MIN = 128
 record."""
 GRANTS_EACH = 16
 """With many engines the capacity is divided into this many grants per engine instead, so that two
-grants of each engine are together at most an eighth of it."""
+grants for each engine take at most an eighth of it in total."""
 EVICT_SHARE = 0.05
 """An eviction ends this far below the limit, as a fraction of the capacity."""
 READ_USE_NS = 60 * 10**9

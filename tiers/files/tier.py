@@ -82,7 +82,7 @@ class FileTier(RecordFileTier[ExclusiveFolder]):
         self._entries = folder.take_entries()
         sizes = (self.footprint_bytes(e.payload_bytes) for e in self._entries.values())
         self._used_bytes = sum(sizes)
-        self._old_bytes = 0  # the part of it that records of earlier epochs take
+        self._old_bytes = 0  # the part of ``_used_bytes`` that records of earlier epochs take
         last_use_ns = max((entry.use_ns for entry in self._entries.values()), default=0)
         self._uses = UseClock(last_use_ns + 1)
         self._filling: dict[Key, asyncio.Task[WriteOutcome]] = {}

@@ -23,10 +23,10 @@ from tiers.base import TierIoError
 
 DISK_FULL = (errno.ENOSPC, errno.EDQUOT)
 MEMBERS_MAX = 64
-"""Processes that may share a folder, or a rank of a namespace."""
+"""Maximum number of processes that share a folder, or a rank of a namespace."""
 LOCK_NAME = "owner.lock"
 LOCK_WAIT_S = 0.2
-"""A process that only looks up the owner holds the lock for a moment."""
+"""Time to wait for the lock, because a process that only looks up the owner holds it briefly."""
 QUARANTINE_PREFIX = "quarantine-"
 MODE = 0o700
 NETWORK_FILE_SYSTEMS = frozenset(
@@ -122,7 +122,7 @@ def file_system_of(folder: Path, mounts: Path = Path("/proc/self/mountinfo")) ->
 class OwnerLock:
     """The lock of a folder's only owner: a ``flock`` on a file that contains the owner's pid.
 
-    The kernel releases the lock when the process ends. The file remains and has no meaning.
+    The kernel releases the lock when the process ends. The file stays, but then means nothing.
     """
 
     def __init__(self, folder: Path) -> None:

@@ -93,7 +93,7 @@ class FolderTier(Tier, Generic[Open]):
         self._idle: asyncio.Future[None] | None = None
         self._closing = None
         with ExitStack() as undo, self._naming_errors("opened"):
-            undo.callback(files.close)  # here, because no thread may be available
+            undo.callback(files.close)  # closes in this thread, because no other may be available
             self._begin(files, undo)
             undo.pop_all()
         self._files = files
@@ -175,7 +175,7 @@ class FolderTier(Tier, Generic[Open]):
             await self._end_work()
             with self._naming_errors("closed"):
                 closing = in_thread(_close_files, files, *self._threads_in_use())
-        except BaseException:  # even when the loop ends
+        except BaseException:  # including the cancellation when the loop ends
             self._closing = None  # still open; it can be closed later
             raise
         try:

@@ -8,10 +8,10 @@ its mantissas do not) and passes them to zstd. If it saves less than ``WORTH`` o
 ``TRIAL`` records, it pauses for ``PAUSE`` records.
 
 Encryption is AES-256-GCM with a random nonce per record and with header and key as associated data.
-A record that was tampered with, moved to another key or copied from another namespace fails. The
-key in the file is never used directly; each namespace gets a key derived by HKDF-SHA256. A key file
-has one key of 64 hexadecimal digits per line: the first one encrypts, the others only decrypt
-(rotation). Random nonces allow 2**32 records per key: rotate before that.
+A record that was tampered with, moved to another key or copied from another namespace cannot be
+decrypted. The key in the file is never used directly; each namespace gets a key derived by
+HKDF-SHA256. A key file has one key of 64 hexadecimal digits per line: the first one encrypts, the
+others only decrypt (rotation). Random nonces allow 2**32 records per key: rotate before that.
 
 Thread-safe: all state is either per thread or a plain counter whose races are harmless.
 """

@@ -71,7 +71,7 @@ class ReadsFirst:
 
     @contextlib.contextmanager
     def reading(self) -> Iterator[None]:
-        """Cover a read."""
+        """Count a read as in progress."""
         with self._changed:
             self._reads += 1
         try:
@@ -84,7 +84,7 @@ class ReadsFirst:
 
     @contextlib.contextmanager
     def writing(self) -> Iterator[None]:
-        """Cover a write, which may have to wait first."""
+        """Wait until a write may begin, and count it as in progress."""
         with self._changed:
             self._changed.wait_for(self._is_free)
             self._writes += 1

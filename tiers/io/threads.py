@@ -39,8 +39,8 @@ def in_thread(function: Callable[..., T], *arguments: object) -> asyncio.Future[
 
 
 def start_all(threads: list[threading.Thread], stop: Callable[[], None]) -> None:
-    """Start the threads. If the process cannot start all of them, remove the others from
-    ``threads``, call ``stop``, and raise ``RuntimeError``."""
+    """Start the threads. If the process cannot start all of them, remove those that did not start
+    from ``threads``, call ``stop``, and raise ``RuntimeError``."""
     try:
         for thread in threads:
             thread.start()
@@ -182,7 +182,7 @@ class Call:
     __slots__ = ("_left", "done", "outcomes")
 
     def __init__(self, outcome: object, records: int) -> None:
-        """``outcome`` is that of each record until it gets another one."""
+        """``outcome`` is the initial outcome of each record."""
         self.outcomes: list[Any] = [outcome] * records
         self._left = 1  # for begun()
         self.done: asyncio.Future[None] = asyncio.get_running_loop().create_future()

@@ -95,8 +95,8 @@ class CommitThread:
         self._thread.start()
 
     def submit(self, changes: Sequence[Change]) -> None:
-        """Queue changes: all of them puts, or none of them. Any thread may call. Wakes the thread
-        unless it is waiting for more writes that are still on their way."""
+        """Queue changes, which are either all puts or contain no put. Any thread may call. Wakes
+        the thread unless it is waiting for more writes that are still on their way."""
         self._waiting.append(changes)
         is_put = isinstance(changes[0], Put)
         if not (is_put and self._is_gathering_puts and self._writes_pending()):

@@ -148,7 +148,7 @@ def keep_good(index: LmdbIndex, expected: Expected, *, strict: bool) -> Recovere
     if found.bad and strict:
         raise IndexUnusableError(f"{len(found.bad)} records are incomplete or not ours")
     if found.bad:
-        text = "kvtiers: %d records in %s are not whole or not of this server: dropped"
+        text = "kvtiers: dropped %d records in %s that are incomplete or not of this server"
         logger.warning(text, len(found.bad), index.path)
         index.apply_in_parts(Changes(edits=dict.fromkeys(found.bad)))
     return found

@@ -22,7 +22,7 @@ from tiers.lmdb.options import LmdbOptions
 from tiers.record import flags_of, stored_bytes_of
 
 JOB_BYTES_MIN = 1 << 20
-"""Smaller jobs keep no more bytes with the device, and cost more CPU time."""
+"""Smaller jobs would cost more CPU time without keeping the device busier."""
 
 
 def job_bytes(options: LmdbOptions, queued_bytes: int) -> int:

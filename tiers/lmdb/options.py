@@ -32,10 +32,9 @@ class LmdbOptions:
     ``reserve_bytes`` of the file system free (``None``: 5 %, at least 2 GiB). ``io_threads`` is the
     queue depth, for reads and for writes each; a few additional threads seal and verify meanwhile.
     ``job_bytes`` is the maximum that one thread transfers at a time, with one system call for
-    adjacent records; what is in progress is first divided among all threads. Small jobs cost CPU
+    adjacent records; the bytes in progress are first divided among all threads. Small jobs cost CPU
     time for switching between threads. ``queue_records`` limits the number of records waiting to be
-    written.
-    ``key_file`` turns encryption on, ``compress`` compression (see ``tiers.io.codec``).
+    written. ``key_file`` turns encryption on, ``compress`` compression (see ``tiers.io.codec``).
     """
 
     namespace: bytes = NO_NAMESPACE

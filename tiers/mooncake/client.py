@@ -39,7 +39,7 @@ NO_SPACE = -200
 NO_SUCH_OBJECT = -704
 NOT_READY = -703
 MASTER_AWAY = (-900, -901)
-"""Codes for: the master is gone; the master did not answer in time."""
+"""The codes if the master is gone, and if it did not answer in time."""
 HEALTHY = 0
 ABSENT = (NO_SUCH_OBJECT, NOT_READY)
 EXISTS = -705
@@ -215,8 +215,8 @@ class MooncakeClient:
     # -- documents ---------------------------------------------------------------------------
 
     def documents(self, names: Sequence[str]) -> list[bytes | None]:
-        """Read small objects by name. The result is ``None`` if there is no such object, and empty
-        if it cannot be read now or is too large to be a document."""
+        """Read small objects by name. A result is ``None`` if there is no such object, and empty if
+        the object cannot be read now or is too large to be a document."""
         found: list[bytes | None] = []
         for name, code in zip(names, self._exist(list(names)), strict=True):
             if code != 1:

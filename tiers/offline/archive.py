@@ -5,7 +5,7 @@
     8              frames, one after the other
 
     0       4      a frame: magic ``KVTF``
-    4       1      kind: ``M`` whose records, ``S`` a rank begins, ``R`` a record, ``E`` the end
+    4       1      kind: ``M`` the owner, ``S`` start of a rank, ``R`` a record, ``E`` the end
     5       3      zero
     8       8      length of the body, little-endian
     16      8      xxh3-64 of these 16 bytes

@@ -1,6 +1,6 @@
 """Removes records from a folder that no tier has open. The caller holds the folder's owner lock.
 
-Separate from the readers of such folders, which change nothing.
+This module is separate from the readers of such folders, because readers change nothing.
 """
 
 from __future__ import annotations

@@ -95,7 +95,7 @@ def pci_node(bus_id: str, devices: Path = PCI_DEVICES) -> int | None:
 
 
 def parse_id_list(text: str) -> list[int]:
-    """The kernel's list format: ``0-2,5`` is 0, 1, 2, 5."""
+    """Parse the kernel's list format: ``0-2,5`` is 0, 1, 2, 5."""
     ids: list[int] = []
     for part in filter(None, text.strip().split(",")):
         first, _, last = part.partition("-")

@@ -66,17 +66,17 @@ class FaultTier(TierWrapper):
 
 
 def nth(number: int) -> Callable[[int], bool]:
-    """Only the call with this number, counted from 1."""
+    """A condition for ``when``: true only for the call with this number, counted from 1."""
     return lambda call: call == number
 
 
 def from_nth(number: int) -> Callable[[int], bool]:
-    """The call with this number and every later one."""
+    """A condition for ``when``: true for the call with this number and for every later one."""
     return lambda call: call >= number
 
 
 def always(_call: int) -> bool:
-    """Every call."""
+    """A condition for ``when``: true for every call."""
     return True
 
 

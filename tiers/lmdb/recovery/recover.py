@@ -24,7 +24,7 @@ from tiers.record import COMPRESSED, ENCRYPTED, MAGIC, VERSION, Identity
 
 ROWS_AT_ONCE = 1 << 12
 _PAGES_BITS = 24
-"""An extent is shorter than 64 GiB, and a file is shorter than 4 EiB."""
+"""Bits for the pages of an extent (less than 64 GiB). 40 bits are left for its start (4 PiB)."""
 _Mask = npt.NDArray[np.bool_]
 _Rows = npt.NDArray[np.int64]
 

@@ -233,7 +233,7 @@ def _children(nodes: Nodes, *, is_list: bool) -> Numbers:
 
 def _named_trees(nodes: Nodes) -> dict[bytes, Tree]:
     everything = np.arange(nodes.at.size)
-    require((nodes.flags == SUB_DATA).all(), "something else than databases in the main one")
+    require((nodes.flags == SUB_DATA).all(), "an entry of the main database is no database")
     return {
         key: Tree.load(nodes.data(node))
         for node, key in zip(everything.tolist(), nodes.keys(everything), strict=True)

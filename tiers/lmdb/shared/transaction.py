@@ -130,7 +130,7 @@ class WriteTransaction:
         if put.epoch != epoch or is_present:
             self._free.give(put.extents)
             return WriteOutcome.OK if put.epoch == epoch else WriteOutcome.FAILED
-        if value is not None:  # of an epoch that other processes use, or that has ended
+        if value is not None:  # a record of an epoch that other processes use, or that has ended
             self._forget(put.key, value)
         _, rest = clip(put.extents, put.stored_pages)
         self._free.give(rest)
