@@ -56,8 +56,8 @@ def free_among(evictable: Callable[[Key], bool], keys: Sequence[Key]) -> Sequenc
 
 
 def free_in(order: Iterable[Key], evictable: Callable[[Key], bool]) -> Iterator[Key]:
-    """Yield the evictable keys of ``order``. Tests them in batches that grow, because thousands
-    that must stay may come first."""
+    """Yield the evictable keys of ``order``. Tests them in batches that grow, because thousands of
+    keys that must stay may come first."""
     keys, size = iter(order), _BATCH_MIN
     while some := list(islice(keys, size)):
         yield from free_among(evictable, some)

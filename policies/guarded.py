@@ -153,7 +153,7 @@ class GuardedPolicy(EvictionPolicy):
         return len(self._own) if self._own is not None else self._call("__len__", None)
 
     def _call(self, name: str, keys: int | None, *arguments: Any) -> Any:
-        """Pass a call on to the active policy. The budget is that of ``keys`` keys; ``None`` means
+        """Pass a call on to the active policy. It gets the budget of ``keys`` keys; ``None`` means
         that the call's time does not count. If the policy raises, LRU takes over and gets the call
         as well. This is harmless: LRU starts from ``members``, which already contains inserted keys
         and no longer contains removed ones."""

@@ -108,8 +108,8 @@ class SpanQueues:
 
 
 class Shadows:
-    """Two caches of ``capacity`` keys, one ordered by age and one by score. They hold the first
-    ``span.by_age`` and ``span.by_score`` keys of each span.
+    """Two caches of ``capacity`` keys, one ordered by age and one by score. Of each span, the first
+    cache holds the first ``span.by_age`` keys, the second one the first ``span.by_score`` keys.
 
     ``hits`` counts the hits of the cache by age; ``lead`` is how many more the cache by score had.
     """

@@ -323,7 +323,7 @@ def label_of(hints: Mapping[str, Any]) -> str:
 
 
 def kind_of(span: Span) -> Kind:
-    """The kind: label, turn (exact up to 8, then in powers of two), gap in coarse steps, size in
-    powers of two."""
+    """The kind of a span: its label, its turn (exact up to 8, then in powers of two), its gap (in
+    coarse steps) and its size (in powers of two)."""
     turn = span.turn if span.turn <= 8 else min(12, 8 + (span.turn // 8).bit_length())
     return (span.label, turn, age_bin(span.gap) // 4, span.size.bit_length())

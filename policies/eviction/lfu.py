@@ -1,9 +1,9 @@
 """Least frequently used, in constant time.
 
 K. Shah, A. Mitra, D. Matani, "An O(1) algorithm for implementing the LFU cache eviction scheme",
-2010: keys of one count share a bucket, buckets are linked in order of count. Of keys with equal
-counts, the least recently used is evicted first. Requests touch their keys tail to head, and a head
-is used at least as often as its tail, so eviction is deepest-first.
+2010: keys with the same count share a bucket, and buckets are linked in order of count. Of keys
+with equal counts, the least recently used is evicted first. Requests touch their keys tail to head,
+and a head is used at least as often as its tail, so eviction is deepest-first.
 """
 
 from __future__ import annotations

@@ -51,7 +51,7 @@ class LruPolicy(EvictionPolicy):
     takes_parts = True
 
     def __init__(self) -> None:
-        # the members; recovered keys that were not used since have no part as value
+        # the part of each member; the values of recovered keys not used since are no parts
         self._part_of: dict[Key, Any] = {}
         self._parts: deque[_Part] = deque()
         # all keys of the youngest part, if a few more may be added to it

@@ -62,7 +62,8 @@ class S3FifoPolicy(EvictionPolicy):
         return found
 
     def _from_small(self, count: int, evictable: Callable[[Key], bool], found: list[Key]) -> None:
-        """Choose cold keys of the small queue. Move warm keys that are passed to the main queue."""
+        """Choose cold keys of the small queue. Warm keys that the search meets on its way move to
+        the main queue."""
         warm: list[Key] = []
         for key in free_in(self._small, evictable):
             if len(found) >= count:

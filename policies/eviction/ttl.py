@@ -22,7 +22,7 @@ from policies.eviction.lru import LruPolicy
 from policies.options import Range
 
 _UNKNOWN = EntryInfo()
-"""LRU ignores this."""
+"""Passed to LRU, which ignores it."""
 
 
 class TtlPolicy(EvictionPolicy):

@@ -19,7 +19,7 @@ class TwoQueuePolicy(EvictionPolicy):
     """A FIFO for newcomers, its ghosts, and an LRU for keys that returned. O(1) per key.
 
     ``entry_share`` is the newcomers' share of the capacity, and ``ghost_share`` the number of
-    ghosts as a share of it. The defaults, 0.25 and 0.5, are from the paper.
+    ghosts as a share of the capacity. The defaults, 0.25 and 0.5, are from the paper.
     """
 
     def __init__(

@@ -62,7 +62,9 @@ BlockBytes = Annotated[
 LookAhead = Annotated[
     float | None,
     typer.Option(
-        min=0, max=0.5, help=f"With --timing: share of the upper tier. (default: {LOOK_AHEAD})"
+        min=0,
+        max=0.5,
+        help=f"With --timing: share of the upper tier to read ahead. (default: {LOOK_AHEAD})",
     ),
 ]
 Processes = Annotated[
@@ -78,7 +80,7 @@ def simulate(
     ] = None,
     capacity: Annotated[
         list[str] | None,
-        typer.Option(help="5% of the unique blocks, 800blocks or 10GiB. Repeatable."),
+        typer.Option(help="Capacity: 5% of the unique blocks, 800blocks or 10GiB. Repeatable."),
     ] = None,
     lower_capacity: Annotated[str, typer.Option(help="Adds a lower tier of this capacity.")] = "",
     lower_policy: Annotated[str, typer.Option(help="Policy of the lower tier.")] = "lru",
@@ -88,7 +90,7 @@ def simulate(
         str, typer.Option(help=f"Hints that policies get: {', '.join(HINT_LEVELS)}.")
     ] = "none",
     format: Annotated[
-        str, typer.Option(help="auto, kvtiers, mooncake, bailian, kv-events")
+        str, typer.Option(help="Trace format: auto, kvtiers, mooncake, bailian, kv-events.")
     ] = "auto",
     block_tokens: BlockTokens = None,
     block_bytes: BlockBytes = None,

@@ -87,7 +87,8 @@ def mix_trace(mix: Mix, block_tokens: int) -> Trace:
     per_session = max(0, mix.tokens(mix.turns - 1) // block_tokens - shared)
     requests: list[Request] = []
     first_id, session = shared, 0
-    # Conversations start at the rate at which they end: `users` of them last `turns * gap` each.
+    # On average `users` conversations are active, for `turns * gap` seconds each, so in this time
+    # `users` new ones start.
     begin_s = -mix.turns * mix.gap
     while begin_s < end_s:
         requests += _conversation(mix, block_tokens, begin_s, session, first_id, shared, draw)
