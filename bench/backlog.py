@@ -1,10 +1,11 @@
 """Measures what look-ahead gains when requests queue.
 
-All prompts of a batch are sent at once to a real vLLM engine that runs few of them at a time. In
-the worlds with a disk, all of their KV cache is on that disk and nothing of it is in the CPU tier;
-the kernel slows the disk (see ``bench.slow_disk``). All engines stay alive and take turns, batch by
-batch in random order, and ratios are taken per round, so that noise on the machine affects all of
-them.
+The worlds that it compares are real vLLM engines with different tiers and options (see
+``bench.backlog_worlds``). All prompts of a batch are sent at once to an engine that runs few of
+them at a time. In the worlds with a disk, all of their KV cache is on that disk and nothing of it
+is in the CPU tier; the kernel slows the disk (see ``bench.slow_disk``). All engines stay alive and
+take turns, batch by batch in random order, and ratios are taken per round, so that noise on the
+machine affects all of them.
 """
 
 from __future__ import annotations
@@ -295,11 +296,11 @@ def _notes(config: Config) -> list[str]:
     return [
         "TTFT: from the sending of all prompts until a request's first token; total: until the "
         "last token of all. Medians of the rounds; p99 of fewer than 100 prompts is the last.",
-        f"ratio: to the same round with all in the CPU tier, median, with low and high as its "
-        f"{CONFIDENCE:.0%} confidence interval.",
-        "read / needed: bytes read from the disk by bytes of the prompts' KV cache; read ahead: "
-        "those that were read while their request waited; wasted: those of them that were not "
-        "used.",
+        "ratio: relative to the same round with all in the CPU tier; median, with low and high as "
+        f"its {CONFIDENCE:.0%} confidence interval.",
+        "read / needed: bytes read from the disk, divided by the bytes of the prompts' KV cache; "
+        "read ahead: the bytes read while their request waited; wasted: the bytes read ahead and "
+        "not used.",
         "blocks held: GPU blocks of requests that wait for a load, mean over the whole time.",
         "default options: those of a server. kvtiers may compute what would be slower to load, and "
         "refuses loads beyond its bounds. waits: wait_for_reads is auto.",

@@ -23,7 +23,7 @@ DEFAULTS = "all on disk, default options"
 WAITS = "all on disk, default options, waits"
 RIVAL = SYSTEMS["lmcache-server"].name
 WORLDS = (PLAIN, HOST, DISK, AHEAD, DEFAULTS, WAITS)
-"""Where LMCache is installed, ``RIVAL`` follows: its server, with everything in its memory."""
+"""If LMCache is installed, ``RIVAL`` is also compared: its server, with all in its memory."""
 ON_DISK = (DISK, AHEAD, DEFAULTS, WAITS)
 FORCED = (HOST, DISK, AHEAD)
 """Worlds that load everything that is stored; the others may compute it where that is faster."""

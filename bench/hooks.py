@@ -38,8 +38,8 @@ SCHEDULER_GOAL_US = 2000.0
 RUNNER_GOAL_US = 100.0
 GOAL_BYTES_PER_KEY = 200.0
 WAITERS, WAITING_CHUNKS = 8, 2048
-"""Number of requests that wait while another one stores, and of the chunks of each, as far as half
-of the CPU tier holds them."""
+"""``WAITERS`` requests wait while another one stores. Each has ``WAITING_CHUNKS`` chunks, or fewer
+if half of the CPU tier cannot hold those of all of them."""
 CHUNKS_PER_STEP = 128
 """Number of chunks of waiting requests that a step looks at."""
 DECODES = 256

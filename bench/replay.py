@@ -58,11 +58,11 @@ DISK = "disk"
 AHEAD = "disk, look-ahead"
 WORLDS = (HOST, DISK, AHEAD)
 MIX = Mix(users=6, turns=5, system=256, prompt=160, answer=64, gap=6, hours=0.1)
-"""The requests without a trace: conversations, with gaps that suit a small model."""
+"""The requests if no trace is given: conversations with gaps that suit a small model."""
 TOLERANCE = 0.2
 """A prediction that differs from the measurement by more than this share is named."""
 SAMPLES = 2
-"""Times that the speeds are measured before the replay, and again after it."""
+"""The number of measurements of the speeds before the replay, and again after it."""
 SAMPLE_ANSWER = 16
 CHARTS = (Chart("TTFT mean s"), Chart("TTFT mean s, predicted"), Chart("hits"))
 

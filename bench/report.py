@@ -184,7 +184,7 @@ def system_of(series: str) -> str | None:
 
 
 def colour_of(series: str, number: int) -> str:
-    """The colour of a system, or that of the ``number``-th series for other series."""
+    """The colour of a system; for any other series, the ``number``-th of the other colours."""
     known = system_of(series)
     return COLOURS[known] if known else OTHERS[number % len(OTHERS)]
 

@@ -71,7 +71,8 @@ class Config:
 
 
 def plotted(report: Report) -> list[Row]:
-    """All rows, with the intervals of ratios also for runs that were kept before rows had them."""
+    """All rows with the intervals of their ratios. Rows of old kept runs have none, so they get
+    them from the columns ``low`` and ``high``."""
     return [
         dataclasses.replace(row, intervals={"ratio": (row.values["low"], row.values["high"])})
         if not row.intervals and "low" in row.values
@@ -245,7 +246,7 @@ def _notes(config: Config, model: Model) -> list[str]:
     intensity = model.flops_per_token / size
     name, real = REAL
     return [
-        "ratio: tokens/s of a batch to those of the same batch without offloading, median, with "
+        "ratio: tokens/s of a batch, relative to the same batch without offloading; median, with "
         "low and high as its 95 % confidence interval. TTFT ratio and CPU ratio likewise; CPU "
         "time counts the whole process tree until its transfers have ended.",
         "Pictures show intervals of 95 % for the medians of tokens/s and TTFT p50, from batch to "

@@ -36,10 +36,10 @@ START_DEADLINE_S = 300.0
 CALL_DEADLINE_S = 300.0
 PINNED_S = 150.0
 PUBLISHED_S = 1.1
-"""The times of hooks are published about once a second."""
+"""Longer than the time between two publications of the times of hooks, which is about 1 s."""
 SETTLE_S = 20.0
 IDLE_S = 0.001
-"""Between the steps of an engine without requests."""
+"""Pause between the steps of an engine without requests."""
 PR_SET_PDEATHSIG = 1  # linux/prctl.h
 BASE_ENV = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
@@ -184,8 +184,8 @@ class Engine:
         return lines[0] if lines else "it names no error"
 
     def close(self) -> None:
-        """End the engine and all processes that it started; an engine that is still busy, because
-        the benchmark was interrupted, is not waited for."""
+        """End the engine and all processes that it started. Does not wait for an engine that is
+        still busy because the benchmark was interrupted."""
         if not self._is_busy:
             with contextlib.suppress(EngineError):
                 self._call("close")

@@ -19,7 +19,8 @@ CONFIDENCE = 0.95
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """Prompts of ``size`` tokens. A prefix of them, with the share ``hit``, was stored before."""
+    """Prompts of ``size`` tokens. A prefix of each prompt, with the share ``hit`` of it, was stored
+    before."""
 
     size: int
     hit: float

@@ -1,6 +1,7 @@
 """Engines over a disk that the kernel slows, for ``bench backlog`` and ``bench replay``.
 
-The arguments of the engines, and the options and the end of the two commands.
+This module has what the two commands share: the arguments of the engines, the options, and the
+delivery of the report.
 """
 
 from __future__ import annotations

@@ -39,8 +39,8 @@ HUGE_BYTES = 2 << 20
 
 
 def _memory(size_bytes: int) -> Buffer:
-    """The alignment of the arena, which uses huge pages where available, like the slab. Pinning
-    pages takes most of the CPU time of O_DIRECT in all systems."""
+    """Return memory for the arena, aligned to huge pages and using them where available, like the
+    slab. In all systems, pinning pages takes most of the CPU time of O_DIRECT."""
     flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
     memory = mmap.mmap(-1, size_bytes + HUGE_BYTES, flags=flags)
     with contextlib.suppress(OSError):  # a kernel without huge pages
@@ -218,7 +218,7 @@ class RawDisk(ThreadedSystem):
 
 
 class Memory(ThreadedSystem):
-    """The other limit: one thread that copies."""
+    """Another limit: one thread that copies within memory."""
 
     name = "memcpy"
 
