@@ -25,8 +25,8 @@ def too_large(model: Path, flags: list[str], gpus: list[int]) -> str:
     if weights < room:
         return ""
     return (
-        f"the weights of {model} take {weights // MIB:,} MiB, and {parallel} GPU"
-        f"{'s' if parallel > 1 else ''} of this machine have {room // MIB:,} MiB. Take a smaller "
+        f"the weights of {model} take {weights // MIB:,} MiB, but the memory of {parallel} GPU"
+        f"{'s' if parallel > 1 else ''} of this machine is {room // MIB:,} MiB. Take a smaller "
         "or quantized model, or more GPUs with --tensor-parallel-size."
     )
 

@@ -96,7 +96,7 @@ CAPTION = (
     "TTFT: time to the first token, as served, and with the whole prompt computed. "
     "A fresh engine answers its first requests slowly because it "
     "prepares kernels for each input size. So every engine was warmed up with other texts of the "
-    "same sizes; if the first row is slow all the same, some preparation was left. Median: "
+    "same sizes; if the first row is still slow, some preparation was missing. Median: "
     "{restored_ms:.0f} ms where the prompt was restored, {computed_ms:.0f} ms where it was "
     "computed; a model this small computes in almost no time."
 )

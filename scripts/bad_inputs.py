@@ -127,7 +127,7 @@ def worst(rounds: list[Refusal]) -> Refusal:
 
 @contextlib.contextmanager
 def silent_server() -> Iterator[str]:
-    """The address of a port that accepts and says nothing."""
+    """The address of a port that accepts connections but never answers."""
     with socket.create_server(("127.0.0.1", 0), backlog=1024) as listener:
         yield f"127.0.0.1:{listener.getsockname()[1]}"
 
@@ -152,7 +152,7 @@ def run_all(rounds: int) -> list[Refusal]:
 
 
 def table(found: list[Refusal]) -> str:
-    """Markdown."""
+    """The refusals as a Markdown table."""
     rows = ["| input | answered after | ended after |", "|---|---|---|"]
     for each in found:
         answer = "-" if each.answered_s is None else f"{each.answered_s:.2f} s"

@@ -67,7 +67,7 @@ class CallCounter:
 
 
 async def run(counter: CallCounter, folder: str, *, names_modules: bool) -> None:
-    """Count both ways."""
+    """Count the calls on the way to the disk, and on the way back."""
     kv_caches: dict[str, Any] = {
         name: torch.zeros((16, PAGE_BYTES), dtype=torch.uint8) for name in LAYERS
     }

@@ -23,7 +23,7 @@ CHARACTER = 6.1  # width of a character in the small font
 BLUE, GREEN, YELLOW, GREY = "#e8f0fb", "#e9f6ec", "#fdf3e1", "#f1f1f1"
 COLOURS = {"offload": BLUE, "kvtiers'": BLUE, "tiers": GREEN, "CPU": GREEN, "disk": GREEN,
            "policies": YELLOW}  # fmt: skip
-"""By the first word of a box; all others are grey."""
+"""The colour of a box, by its first word. All other boxes are grey."""
 
 
 class Box(NamedTuple):

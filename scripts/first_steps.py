@@ -2,7 +2,7 @@
 
     python scripts/first_steps.py [FOLDER]
 
-The steps are those of the README and of the guide for policies: clone, ``./run demo``, an own
+The steps are those of the README and of the guide for policies: clone, ``./run demo``, a custom
 policy, ``./run serve`` with the demo's model, two requests, and ``kvtiers top``. They run one after
 the other, as they are printed there, except that the server has a free port and its disk tier is in
 the script's folder. The clone gets its own virtual environment of about 4 GiB and is removed at the

@@ -77,7 +77,8 @@ def lines_of(source: str) -> Iterator[Text]:
 
 
 def python_texts(source: str) -> Iterator[Text]:
-    """String literals of a few words are prose, too: errors, log lines, help, names of cases."""
+    """Docstrings, comments, and string literals of several words, such as errors, log lines and
+    help."""
     tree = ast.parse(source)
     docstrings = set[int]()
     for node in ast.walk(tree):

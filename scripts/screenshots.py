@@ -3,9 +3,9 @@
     PATH=/folder/with/prometheus:$PATH python scripts/screenshots.py
 
 Starts ``vllm serve`` with a tiny model and kvtiers, sends requests, lets a real Prometheus scrape
-the server, and evaluates the dashboard's queries with it. The panels are sketched with matplotlib
-at the places, with the titles, units and legends of ``docs/dashboards/grafana.json``: a Grafana was
-not available.
+the server, and evaluates the dashboard's queries with it. matplotlib sketches the panels, with the
+positions, titles, units and legends of ``docs/dashboards/grafana.json``, because Grafana was not
+available.
 """
 
 from __future__ import annotations

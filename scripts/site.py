@@ -114,7 +114,7 @@ def main() -> int:
     config = WORK / "mkdocs.yml"
     config.write_text(json.dumps(configuration(pages, out), indent=2), encoding="utf-8")
     command = [*mkdocs(), "build", "--strict", "--clean", "--config-file", str(config)]
-    # Not --quiet, with which mkdocs ignores warnings in spite of --strict.
+    # Do not pass --quiet: with it, mkdocs ignores warnings in spite of --strict.
     done = subprocess.run(command, stderr=subprocess.PIPE, text=True)
     if done.returncode:
         print(done.stderr, file=sys.stderr)

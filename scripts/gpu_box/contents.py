@@ -1,4 +1,4 @@
-"""Reads the lists of packages, and describes the carries.
+"""Reads the lists of packages, and describes the carries (the archives that ``pack.py`` writes).
 
 Needs only the standard library, so that it runs with the target's Python.
 """

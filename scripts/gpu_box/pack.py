@@ -94,8 +94,8 @@ def download(requirement: Requirement, folder: Path, python: str) -> Path:
 def closure(
     vllm: Path, folder: Path, have: set[str], without: set[str], python: str
 ) -> tuple[list[Path], list[str]]:
-    """Two results: the wheels of all packages that vLLM and kvtiers need and the machine lacks, and
-    the names of the needed packages that the machine has."""
+    """Return the wheels of all packages that vLLM and kvtiers need and the machine lacks, and the
+    names of the needed packages that the machine has."""
     wheels: dict[str, Path] = {"vllm": vllm}
     found: set[str] = set()
     todo = [*requirements(vllm, (), python), *map(Requirement, OURS)]

@@ -4,9 +4,9 @@ there were a GPU.
 
     python scripts/gpu_box/rehearse.py [--wheels FOLDER] [--keep FOLDER]
 
-Run it with the target's version of Python. It first installs those packages needed by vLLM that the
-target has: the packages of ``present.txt``, in the versions given there (from a registry, or only
-from ``--wheels``). Their other dependencies are removed again. The other steps run in a network
+Run it with the target's version of Python. It first installs the packages that vLLM needs and the
+target has: those of ``present.txt``, in the versions given there (from a registry, or only from
+``--wheels``). Their other dependencies are removed again. The other steps run in a network
 namespace without interfaces, if the kernel allows it. Prints how long each step took.
 """
 

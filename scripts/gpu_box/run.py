@@ -37,7 +37,7 @@ RESULTS = "results.json"
 LOGS = "logs.zip"
 TAIL_BYTES = 4000
 LOG_BYTES = 2 << 20
-"""Of a longer log, only the end is kept."""
+"""Maximum size of a kept log. Of a longer log, only the end is kept."""
 GRACE_S = 5.0
 """A probe that is stopped has this much time to end by itself, and then as much to disappear."""
 UNFINISHED = ("cut off", "not yet")
@@ -160,7 +160,7 @@ def _processes(variable: bytes) -> list[int]:
 
 
 def _archive(archive: Path, log: Path) -> None:
-    """Move a log into the archive, which is always whole."""
+    """Move a log into the archive. The archive is replaced at once, so it is always complete."""
     part = archive.with_suffix(".part")
     if archive.exists():
         shutil.copyfile(archive, part)
@@ -197,8 +197,8 @@ def is_open(result: Result | None) -> bool:
 
 
 def still_open(probes: list[Probe], results: Results) -> list[str]:
-    """The names of the probes that can still get a result, without the last ones. A probe cannot if
-    one that it needs has failed."""
+    """The names of the probes that can still get a result, except those that are ``last``. A probe
+    cannot get one if a probe that it needs has failed."""
     failed: set[str] = set()
     found = []
     for probe in probes:

@@ -1,4 +1,4 @@
-"""Shared by all probes: the results file, and a driver with a current context."""
+"""Helpers for all probes: write the results, and provide a driver with a current context."""
 
 from __future__ import annotations
 

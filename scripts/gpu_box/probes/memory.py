@@ -27,7 +27,7 @@ def grow(wanted: int) -> int:
     while len(held) * STEP + free() < wanted:
         end = time.monotonic() + PATIENCE_S
         while free() < MARGIN + STEP and time.monotonic() < end:
-            time.sleep(0.01)  # more may come
+            time.sleep(0.01)  # the host may give more memory
         if free() < MARGIN + STEP:
             break
         held.append(memory := mmap.mmap(-1, STEP, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS))

@@ -57,7 +57,7 @@ def needs(config: Config, model: Model) -> dict[str, int]:
 
 
 def there_are() -> dict[str, int]:
-    """The free bytes by medium, of those that are known."""
+    """The free bytes of each medium for which they are known."""
     disk = shutil.disk_usage(tempfile.gettempdir())
     found = {"disk": disk.free - max(2 * GIB, disk.total // 20)}  # disk tiers keep this free
     if (host := available_bytes()) is not None:
@@ -67,7 +67,7 @@ def there_are() -> dict[str, int]:
         done = subprocess.run(command, capture_output=True, text=True, timeout=30, check=True)
         found["GPU"] = int(done.stdout) << 20
     except (OSError, ValueError, subprocess.SubprocessError):
-        pass  # there is no GPU, or it does not say
+        pass  # there is no GPU, or its free memory is unknown
     return found
 
 
@@ -111,10 +111,10 @@ def command_of(config: Config) -> list[str]:
 
 def arguments(words: list[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser()
-    parser.add_argument("--model", required=True, help="one of the box, or a folder")
-    parser.add_argument("--cpu", action="store_true", help="a rehearsal without a GPU")
-    parser.add_argument("--check", action="store_true", help="only whether bench serve starts")
-    parser.add_argument("--tokens", type=int, default=4096, help="of a prompt")
+    parser.add_argument("--model", required=True, help="a model of the box, or a folder")
+    parser.add_argument("--cpu", action="store_true", help="rehearse without a GPU")
+    parser.add_argument("--check", action="store_true", help="only start bench serve")
+    parser.add_argument("--tokens", type=int, default=4096, help="tokens per prompt")
     parser.add_argument("--systems", default="none,cpu")
     parser.add_argument("--hits", default="1")
     for name, value in (("rounds", 1), ("misses", 1), ("requests", 1), ("in-flight", 1)):

@@ -180,7 +180,7 @@ def wrong(found: dict[str, Any]) -> list[str]:
     loaded = warm.get("loaded_tokens", 0) - found["counters, cold"].get("loaded_tokens", 0)
     enough = LOADED_ENOUGH * found["distinct tokens"]
     checks = {
-        f"{loaded:,.0f} tokens were loaded, of {enough:,.0f} at least": loaded < enough,
+        f"{loaded:,.0f} tokens were loaded, fewer than {enough:,.0f}": loaded < enough,
         "nothing was verified": not warm.get("verified_chunks"),
         "loads were not verified": bool(warm.get("unverified_chunks")),
         "loaded bytes differ from what was computed": bool(warm.get("differing_chunks")),
@@ -196,11 +196,11 @@ def main() -> int:
     parser = argparse.ArgumentParser()
     parser.add_argument("--model", required=True)
     parser.add_argument("--eager", action="store_true")
-    parser.add_argument("--graphs", action="store_true", help="CUDA graphs, nothing compiled")
-    parser.add_argument("--cpu", action="store_true", help="a rehearsal without a GPU")
+    parser.add_argument("--graphs", action="store_true", help="use CUDA graphs, compile nothing")
+    parser.add_argument("--cpu", action="store_true", help="rehearse without a GPU")
     parser.add_argument("--requests", type=int, default=64)
     parser.add_argument("--tokens", type=int, default=2048)
-    parser.add_argument("--cache-tokens", type=int, default=32_768, help="of the small cache")
+    parser.add_argument("--cache-tokens", type=int, default=32_768, help="size of the small cache")
     parser.add_argument("--block-size", type=int, default=16)
     parser.add_argument("--capacity", default="16GiB")
     options = parser.parse_args()
