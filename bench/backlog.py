@@ -195,7 +195,8 @@ def rows(config: Config, batches: Mapping[str, Sequence[Batch]]) -> list[Row]:
 
 
 def verdicts(config: Config, batches: Mapping[str, Sequence[Batch]]) -> list[str]:
-    """Compare look-ahead with no look-ahead, and with the goal; name batches without their hits."""
+    """Compare look-ahead with no look-ahead, and with the goal; name batches whose hits are
+    missing."""
     notes = []
     for name, measure in MEASURES.items():
         off = ratios_of(measure, batches[AHEAD], batches[DISK])

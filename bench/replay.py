@@ -60,7 +60,7 @@ WORLDS = (HOST, DISK, AHEAD)
 MIX = Mix(users=6, turns=5, system=256, prompt=160, answer=64, gap=6, hours=0.1)
 """The requests if no trace is given: conversations with gaps that suit a small model."""
 TOLERANCE = 0.2
-"""A prediction that differs from the measurement by more than this share is named."""
+"""The report names predictions that differ from the measurement by more than this share."""
 SAMPLES = 2
 """The number of measurements of the speeds before the replay, and again after it."""
 SAMPLE_ANSWER = 16
@@ -74,7 +74,8 @@ class Config:
     ``answer_tokens``. ``in_flight`` requests run at a time, for which the GPU has blocks. In the
     worlds with a disk, the CPU tier holds the share ``cpu_share`` of all blocks, and ``look_ahead``
     of that may be read ahead. ``disk_mb_s`` (MB/s) limits the disk's reads; 0 does not limit them.
-    By default one core does not compute: in the simulation, copies and reads slow nothing.
+    By default the engine does not compute on one of the cores, because in the simulation copies and
+    reads slow nothing down.
     """
 
     trace: str = ""

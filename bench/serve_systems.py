@@ -228,7 +228,7 @@ def _sparkcache(sizes: TierSizes) -> Start:
         "spark_cache_root": str(sizes.folder),
         "spark_cache_max_bytes": sizes.disk,
         # SparkCache has profiles for two model families only. This one stores pages of any layers;
-        # the other needs layers that a Llama has not.
+        # the other needs layers that a Llama does not have.
         "spark_cache_model_profile": "deepseek-v4-fp8-hma",
         "spark_cache_min_span_tokens": SPARK_CHUNK_TOKENS,
         "spark_cache_target_checkpoint_sha256": "0" * 64,  # any value identifies the weights

@@ -25,7 +25,8 @@ def git(*arguments: str) -> str:
 
 
 def long_subjects() -> list[str]:
-    """Subjects of merges do not count, because a server writes them."""
+    """Return the commits whose subjects are too long. Merges do not count, because a server writes
+    their subjects."""
     root = git("rev-parse", "--show-toplevel").rstrip("\n")
     if not root or not ROOT.samefile(root):
         return []

@@ -39,7 +39,8 @@ TAIL_BYTES = 4000
 LOG_BYTES = 2 << 20
 """Maximum size of a kept log. Of a longer log, only the end is kept."""
 GRACE_S = 5.0
-"""A probe that is stopped has this much time to end by itself, and then as much to disappear."""
+"""A probe that is stopped has this much time to end by itself, and after it was killed as much
+again to disappear."""
 UNFINISHED = ("cut off", "not yet")
 """The beginnings of the status of probes that a later run repeats."""
 

@@ -249,7 +249,7 @@ class Together(Generic[J]):
     """
 
     def __init__(self, post: Callable[[Together[J]], None], call: Call, records: int) -> None:
-        """``records`` are those of all jobs. ``post`` may be called from any thread."""
+        """``records`` is the total number of records. Any thread may call ``post``."""
         self.call = call
         self._post = post
         self._left = records

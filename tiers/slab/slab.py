@@ -329,7 +329,8 @@ def _rounded_up(nbytes: int, unit: int) -> int:
 
 
 def _piece_slots(stride: int, piece_bytes: int, page_bytes: int) -> int:
-    """The slots of a piece of about ``piece_bytes``: whole slots that are whole pages together."""
+    """The number of slots of a piece of about ``piece_bytes``, such that the piece consists of
+    whole pages."""
     unit = page_bytes // math.gcd(stride, page_bytes)
     return max(1, piece_bytes // (unit * stride)) * unit
 

@@ -116,7 +116,9 @@ class PageFile:
         same_bytes, second = self._parse_meta(1, page_bytes)
         require(page_bytes == same_bytes, "the meta pages disagree on the page size")
         require(not first.transaction & 1, "meta page 0 has an odd transaction")
-        require(second.transaction & 1 or not second.transaction, "meta page 1 has an even one")
+        require(
+            second.transaction & 1 or not second.transaction, "meta page 1 has an even transaction"
+        )
         meta = second if first.transaction < second.transaction else first
         # Pages at the end that were freed before they were ever written are missing from the file.
         require(
