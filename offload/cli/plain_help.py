@@ -1,11 +1,11 @@
-"""Commands whose help looks the same with every version of typer.
+"""Commands whose help and errors are plain text, because importing rich takes longer than the rest.
 
-typer 0.29 keeps the line breaks of a docstring within a paragraph, shows a switch as if it took a
-value, and leaves the wrong value out of some errors.
+Errors also show the wrong value of an option, which typer 0.29 leaves out of some.
 """
 
 from __future__ import annotations
 
+import sys
 from typing import Any
 
 import typer
@@ -17,20 +17,12 @@ HELP_NAMES = {"help_option_names": ["--help", "-h"]}
 """Settings of a group; its commands inherit them."""
 
 
-def paragraphs(text: str) -> str:
-    """Join the lines of each paragraph."""
-    return "\n\n".join(" ".join(part.split()) for part in text.split("\n\n"))
-
-
 class PlainCommand(TyperCommand):
-    """One command. Its errors about an option show the option's value."""
+    """One command. Its errors about an option show the option's value, and lists of commands show
+    the whole first sentence of its help."""
 
-    def __init__(self, *args: Any, **more: Any) -> None:
-        super().__init__(*args, **more)
-        self.help = self.help and paragraphs(self.help)
-
-    def get_params(self, ctx: Any) -> list[Any]:
-        return _without_types(super().get_params(ctx))
+    def get_short_help_str(self, limit: int = sys.maxsize) -> str:
+        return super().get_short_help_str(sys.maxsize)
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         given = list(args)
@@ -45,22 +37,23 @@ class PlainCommand(TyperCommand):
 
 
 class PlainGroup(TyperGroup):
-    """A group of commands."""
+    """A group of commands. A switch of the group that is not given is off.
+
+    Without this, typer's own switches, which set up completion, would be ``None``, and typer 0.29
+    would import pydantic to convert ``None``.
+    """
 
     def get_params(self, ctx: Any) -> list[Any]:
-        return _without_types(super().get_params(ctx))
-
-
-def _without_types(parameters: list[Any]) -> list[Any]:
-    """Remove the types of switches from the help, because switches take no value."""
-    for parameter in parameters:
-        if getattr(parameter, "is_flag", False):
-            parameter.metavar = ""
-    return parameters
+        parameters: list[Any] = super().get_params(ctx)
+        for parameter in parameters:
+            if getattr(parameter, "is_flag", False) and parameter.default is None:
+                parameter.default = False
+        return parameters
 
 
 def plain(app: typer.Typer) -> typer.Typer:
-    """Make the registered commands of an app plain, and return the app."""
+    """Make an app and its registered commands plain, and return the app."""
+    app.rich_markup_mode = None
     for command in app.registered_commands:
         command.cls = PlainCommand
     return app

@@ -7,11 +7,9 @@ import os
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Annotated, Any, NoReturn
+from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
 import typer
-from rich.console import Console
-from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
 
 from policies.registry import make_admission, make_policy, policy_names
 from policies.simulation.jobs import (
@@ -40,6 +38,9 @@ from policies.simulation.simulator import HINT_LEVELS
 from policies.simulation.timing import Speeds
 from policies.simulation.trace_formats import FORMATS
 from policies.simulation.two_tiers import MODES
+
+if TYPE_CHECKING:
+    from rich.console import Console
 
 EPILOG = f"Policies: {', '.join(policy_names())}, or module:Class."
 
@@ -282,6 +283,8 @@ def _check_outputs(csv: Path | None, plot: Path | None) -> None:
 
 
 def _screen() -> Console:
+    from rich.console import Console
+
     screen = Console()
     # do not truncate lines in files and pipes
     return screen if screen.is_terminal else Console(width=150)
@@ -289,6 +292,15 @@ def _screen() -> Console:
 
 def _run(jobs: list[SimulationJob], processes: int) -> list[Outcome]:
     """Run all jobs, with a progress bar for the policies' requests if stderr is a terminal."""
+    from rich.console import Console
+    from rich.progress import (
+        BarColumn,
+        Progress,
+        TaskProgressColumn,
+        TextColumn,
+        TimeRemainingColumn,
+    )
+
     counted = [job for job in jobs if job.policy not in (OPTIMUM, INFINITE)]
     total = sum(len(load(job.source).requests) // 256 * 256 for job in counted)
     console = Console(stderr=True)

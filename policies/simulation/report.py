@@ -6,11 +6,13 @@ import csv
 import json
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from policies.simulation.jobs import ALL_ABOVE, INFINITE, NOTHING, OPTIMUM, SimulationJob
 from policies.simulation.simulator import Result
-from policies.simulation.tables import FittingTable
+
+if TYPE_CHECKING:
+    from policies.simulation.tables import FittingTable
 
 Outcome = tuple[SimulationJob, Result]
 
@@ -52,6 +54,8 @@ def _ratio(value: float, best: float | None) -> float | None:
 
 def table(outcomes: Sequence[Outcome]) -> FittingTable:
     """All runs as a table for a terminal."""
+    from policies.simulation.tables import FittingTable
+
     two = any(job.lower_capacity for job, _ in outcomes)
     numbers = ["token hits", "of optimum", "FLOPs saved", "writes", "ns/op"]
     if two:
@@ -70,6 +74,8 @@ def table(outcomes: Sequence[Outcome]) -> FittingTable:
 
 def timing_table(outcomes: Sequence[Outcome]) -> FittingTable:
     """All runs with arrival times as a table for a terminal."""
+    from policies.simulation.tables import FittingTable
+
     numbers = ["token hits", "upper", "TTFT mean", "TTFT p99", "total"]
     numbers += ["read/needed", "ahead", "wasted"]
     headings = ["trace", "capacity", "policy", "look-ahead", *numbers]

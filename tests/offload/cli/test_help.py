@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import re
 from functools import cache
 
 import pytest
@@ -14,8 +15,8 @@ from offload.cli import COMMANDS, app
 from tests.offload.cli.rank_folders import kvtiers
 
 COLUMNS = 80
-PADDING = 1
-"""Columns that typer leaves free on each side of a paragraph."""
+PADDING = 2
+"""Columns that typer leaves free at the end of a line."""
 
 
 @cache
@@ -31,9 +32,9 @@ def help_of(program: str, *words: str) -> str:
 
 
 def prose_of(shown: str) -> list[list[str]]:
-    """The lines of each paragraph between the usage and the first frame."""
+    """The lines of each paragraph between the usage and the first list."""
     blocks: list[list[str]] = [[]]
-    for line in shown.partition("╭")[0].splitlines():
+    for line in re.split(r"(?m)^(?:Arguments|Options):$", shown)[0].splitlines():
         if line.strip():
             blocks[-1].append(line.rstrip())
         elif blocks[-1]:
@@ -52,7 +53,7 @@ def broken_early(lines: list[str]) -> list[str]:
 
 def test_a_line_that_ends_early_is_detected() -> None:
     assert broken_early([" one", " two"]) == [" one"]
-    assert broken_early([" " + "a" * 74, " word"]) == []
+    assert broken_early([" " + "a" * 73, " word"]) == []
 
 
 @pytest.mark.parametrize(
@@ -67,6 +68,13 @@ def test_paragraphs_and_switches(program: str, command: str) -> None:
         assert broken_early(lines) == []
     assert "bool" not in shown.lower(), "a switch takes no value"
     assert max(map(len, shown.splitlines())) <= COLUMNS
+
+
+@pytest.mark.parametrize("program", ["kvtiers", "bench"])
+def test_a_list_of_commands_shortens_no_line(program: str) -> None:
+    commands = help_of(program, "--help").partition("Commands:")[2]
+    assert commands
+    assert "..." not in commands
 
 
 def test_all_ways_to_ask_for_help() -> None:
@@ -91,7 +99,7 @@ def test_all_ways_to_ask_for_help() -> None:
 def test_the_wrong_value_is_shown(words: str, value: str) -> None:
     found = kvtiers(*words.split())
     assert found.code == 2
-    text = " ".join(found.err.replace("│", " ").split())
+    text = " ".join(found.err.split())
     option = next(word for word in words.split() if word.startswith("--")).partition("=")[0]
     assert f"Invalid value for '{option}'" in text
     assert value in text.partition("Invalid value")[2]

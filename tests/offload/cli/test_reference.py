@@ -13,7 +13,6 @@ from typing import Any
 import typer
 
 from offload.cli import COMMANDS
-from offload.cli.plain_help import paragraphs
 from tests.offload.cli.rank_folders import ROOT
 
 PAGE = ROOT / "docs" / "reference" / "command-line.md"
@@ -37,6 +36,11 @@ completion for your shell. The guide is [Operating](../guides/operate.md).
 
 This page is generated: `KVTIERS_REWRITE=1 python -m pytest tests/offload/cli/test_reference.py`.
 """
+
+
+def paragraphs(text: str) -> str:
+    """Join the lines of each paragraph."""
+    return "\n\n".join(" ".join(part.split()) for part in text.split("\n\n"))
 
 
 def cell(text: str) -> str:
