@@ -19,6 +19,7 @@ from tests.test_tidy import PRODUCT, module_of
 
 NOT_OURS = {
     "offload.cli: found.name": "a command of click",
+    "offload.cli.plain_help: parameter.default": "an option of click",
     "policies.simulation.jobs: _counter.value": "a number that processes share (multiprocessing)",
 }
 """Assignments to attributes of other libraries' objects, which share a name with one of ours."""

@@ -1,4 +1,4 @@
-"""Commands whose help and errors are plain text, because importing rich takes longer than the rest.
+"""Commands whose help and errors are plain text, because importing rich takes long.
 
 Errors also show the wrong value of an option, which typer 0.29 leaves out of some.
 """

@@ -170,7 +170,7 @@ def test_a_kernel_that_cannot_slow_the_disk_gives_the_reason(
 
 def test_a_folder_on_no_disk_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(slow_disk, "DEVICES", tmp_path)
-    with pytest.raises(SlowDiskError, match="on no block device"):
+    with pytest.raises(SlowDiskError, match="not on a block device"):
         SlowDisk(tmp_path, 1)
 
 

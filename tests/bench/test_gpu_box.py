@@ -420,7 +420,7 @@ RIGHT = {"loaded_tokens": 900.0, "verified_chunks": 30.0, "vllm:num_preemptions"
     ("counters", "complaint"),
     [
         ({}, ""),
-        ({"loaded_tokens": 100.0}, "100 tokens were loaded, of 500 at least"),
+        ({"loaded_tokens": 100.0}, "100 tokens were loaded, fewer than 500"),
         ({"verified_chunks": 0.0}, "nothing was verified"),
         ({"unverified_chunks": 1.0}, "loads were not verified"),
         ({"differing_chunks": 1.0}, "loaded bytes differ from what was computed"),
