@@ -4,7 +4,7 @@ pure."""
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain, compress, repeat
@@ -239,8 +239,7 @@ class LoadSources:
         within each piece, so that it ends up youngest."""
         good, bad = job.verdict()
         if bad:
-            self._forget_promotions(bad)
-            self._removals.note(bad)
+            self.end_promotions(bad)
         for end in range(len(bad), 0, -chunks_max):
             part = bad[max(0, end - chunks_max) : end]
             yield len(part), partial(self._filled, (), part, filled)
@@ -270,7 +269,12 @@ class LoadSources:
         """Record that this job reads these chunks into the CPU tier."""
         self.promoting.update(zip(keys, repeat(job)))
 
-    def _forget_promotions(self, keys: Sequence[bytes]) -> None:
+    def end_promotions(self, keys: Collection[bytes]) -> None:
+        """Let no further load join the reads of these chunks into the CPU tier."""
+        self._forget_promotions(keys)
+        self._removals.note(keys)  # a lookup may have relied on these chunks
+
+    def _forget_promotions(self, keys: Iterable[bytes]) -> None:
         deque(map(self.promoting.pop, keys, repeat(None)), maxlen=0)
 
     @staticmethod

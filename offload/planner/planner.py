@@ -294,6 +294,7 @@ class Planner:
 
     def _forget_mismatched(self, keys: frozenset[bytes]) -> None:
         """Drop chunks from every tier, because their content differs from what was computed."""
+        self.sources.end_promotions(keys)
         self.stats.dropped(CPU, self.cpu.drop(keys), keys)
         self.forget(keys, keys)
 

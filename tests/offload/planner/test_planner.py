@@ -13,6 +13,7 @@ from offload.messages.plan import IN_SLAB, STAGED
 from offload.messages.report import JobResult, StepReport
 from offload.planner.jobs import Job
 from offload.planner.late_stores import LateStores
+from offload.planner.loads import MISSING_CHUNK
 from offload.planner.planner import Planner, PlannerSettings
 from offload.planner.stores import StorePlanner
 from offload.planner.work_limits import WorkLimits
@@ -285,3 +286,34 @@ def test_a_job_needs_every_rank_and_one_failed_rank_fails_it() -> None:
     planner.complete(StepReport({job: JobResult(bad=bad)}))
     assert key_of(1) in planner.cpu
     assert key_of(2) not in planner.cpu
+
+
+def staged_and_promoted(planner: Planner) -> tuple[int, int]:
+    """Two loads of chunk 1 from the disk: one passes through a staging slot, because the CPU tier
+    is full, and the next one reads the chunk into the CPU tier. Returns their jobs."""
+    stored(planner, 1)
+    stored(planner, 2)
+    planner.cpu.pin([key_of(2)])
+    planner.loads.plan("staged", [wanted(1, block=11)])
+    (staged,) = planner.step().loads
+    planner.cpu.unpin([key_of(2)])
+    planner.loads.plan("promoted", [wanted(1, block=12)])
+    (promoted,) = planner.step().loads
+    assert staged.items[0].slot == STAGED != promoted.items[0].slot
+    return staged.job, promoted.job
+
+
+def test_no_load_joins_a_read_of_a_chunk_whose_content_was_wrong() -> None:
+    """The chunk is dropped while another load reads it, so its slot can no longer be joined."""
+    planner = make(slots=1)
+    staged, promoted = staged_and_promoted(planner)
+    bad = frozenset({key_of(1)})
+    planner.complete(StepReport({staged: JobResult(bad=bad, mismatched=bad)}))
+    assert not planner.sources.present(key_of(1))
+    planner.loads.plan("later", [wanted(1, block=13)])
+    (later,) = planner.step().loads
+    assert later.items == (MISSING_CHUNK,), "the load fails"
+    finish(planner, promoted)
+    assert not planner.sources.present(key_of(1))
+    planner.complete(StepReport({later.job: JobResult(bad=frozenset({b""}))}))
+    planner.check()
