@@ -131,6 +131,11 @@ class Executor:
             self._verifier.after_step(plan)
         due = time.monotonic() + self.limits.load_timeout_s + LOOP_STALL_S
         loads = self._open.expect(plan.loads, due) if plan.loads else {}
+        try:
+            after = self._engine.record_event()
+        except Exception as error:  # resets and deletions must not be lost with the copies
+            after, refused = None, "the end of their step could not be marked"
+            self._degrade(f"{refused}: {error!r}")
         if self._health.is_stalled:
             self._refuse_unposted(plan, plan.stores, "the loop does not answer")
             plan = replace(plan, loads=(), stores=(), fence=(), queries=())
@@ -140,15 +145,13 @@ class Executor:
         elif plan.loads and self._open.are_stuck:
             self._refuse_unposted(plan, (), "copies of earlier loads hang")
             plan = replace(plan, loads=())
+        sources = self._fences.add(plan.stores) if plan.stores else {}
         try:
-            sources = self._fences.add(plan.stores) if plan.stores else {}
-            after = self._engine.record_event()
             self._loop.call_soon_threadsafe(self.accept, plan, sources, loads, after)
-        except Exception as error:  # the plan's jobs must still be answered
+        except Exception as error:  # the loop is closed, but the jobs must still be answered
             self._fences.remove(store.job for store in plan.stores)
             self._degrade(f"a plan could not be posted: {error!r}")
             self._refuse(Unanswered(plan))
-            self._refuse_on_loop(plan.loads)
 
     def _refuse_unposted(self, plan: StepPlan, stores: Sequence[StoreJob], why: str) -> None:
         """Fail a plan's loads and these stores without involving the loop."""
