@@ -31,11 +31,20 @@ class _Attempt:
 
     ``is_noted``: true once a server that starts would see the new epoch, even if this process is
     killed; ``epoch`` is known when it is durable; ``error`` is the last failure. The tier's thread
-    sets these under the condition. ``is_withdrawn``: the weights have not changed after all. The
-    scheduler's thread sets it and ``was_waited_for``.
+    sets these under the condition. ``is_final``: the weights have changed for certain;
+    ``is_withdrawn``: they have not changed after all. The scheduler's thread sets these two and
+    ``was_waited_for``.
     """
 
-    __slots__ = ("_changed", "epoch", "error", "is_noted", "is_withdrawn", "was_waited_for")
+    __slots__ = (
+        "_changed",
+        "epoch",
+        "error",
+        "is_final",
+        "is_noted",
+        "is_withdrawn",
+        "was_waited_for",
+    )
 
     def __init__(self, changed: threading.Condition) -> None:
         self._changed = changed
@@ -43,6 +52,7 @@ class _Attempt:
         self.error = ""
         self.is_noted = False
         self.was_waited_for = False
+        self.is_final = False
         self.is_withdrawn = False
 
     @property
@@ -117,7 +127,8 @@ class PendingEpochs:
         return not missing
 
     def take(self) -> dict[int, int]:
-        """Return the epochs that have become durable since the previous call, by tier."""
+        """Return the epochs that have become durable since the previous call, by tier. From now on
+        the others cannot be withdrawn."""
         if not self._pending:
             return {}
         with self._changed:
@@ -128,16 +139,20 @@ class PendingEpochs:
             }
         for tier in found:
             del self._pending[tier]
+        for attempt in self._pending.values():
+            attempt.is_final = True
         return found
 
     def withdraw(self) -> None:
         """Keep the current epochs, because the weights have not changed: cancel the epochs that
-        ``take`` has not returned. Does not wait. If the process ends before the old epoch is back
-        on the disk, or if the disk fails, the next server begins with an empty tier."""
-        for tier, attempt in self._pending.items():
-            attempt.is_withdrawn = True
-            self._disks[tier].submit(self._take_back, tier, attempt)
-        self._pending.clear()
+        were requested since the last ``take``. Does not wait. If the process ends before the old
+        epoch is back on the disk, or if the disk fails, the next server begins with an empty
+        tier."""
+        for tier, attempt in list(self._pending.items()):
+            if not attempt.is_final:
+                attempt.is_withdrawn = True
+                del self._pending[tier]
+                self._disks[tier].submit(self._take_back, tier, attempt)
 
     def close(self) -> None:
         """Stop trying. Does not wait for a thread whose disk hangs."""

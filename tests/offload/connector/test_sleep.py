@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import threading
 import time
+from collections.abc import Callable
 from concurrent.futures import Future
 from pathlib import Path
 from types import SimpleNamespace
@@ -201,6 +202,30 @@ def test_an_unused_epoch_is_taken_back(tmp_path: Path) -> None:
     epochs.take_back(0, 5)  # another one has been begun since
     assert read_epoch(folder) == 1
     owed.close()
+
+
+def test_a_sleep_does_not_take_back_the_epoch_of_new_weights() -> None:
+    """The disk records the epoch of the new weights only after the server has slept."""
+    begun, disk_answers = threading.Event(), threading.Event()
+
+    def begin(_tier: int, _noted: Callable[[], None]) -> int:
+        begun.set()
+        disk_answers.wait(PATIENCE_S)
+        return 7
+
+    back: list[int] = []
+    epochs = PendingEpochs(1, begin, take_back_one=lambda _tier, epoch: back.append(epoch))
+    assert not epochs.reset(0.0)
+    assert begun.wait(PATIENCE_S)
+    assert epochs.take() == {}  # the weights have changed: the tiers wait for the epoch
+    assert not epochs.reset(0.0)  # the server sleeps
+    epochs.withdraw()  # it has woken up with the same weights
+    disk_answers.set()
+    end = time.monotonic() + PATIENCE_S
+    while not (taken := epochs.take()) and not back and time.monotonic() < end:
+        time.sleep(0.005)
+    epochs.close()
+    assert (taken, back) == ({0: 7}, [])
 
 
 # -- vLLM 0.32 -------------------------------------------------------------------------------
