@@ -13,6 +13,7 @@ import asyncio
 import random
 from collections import deque
 from collections.abc import Coroutine, Iterator, Mapping
+from concurrent.futures import Future
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
@@ -82,8 +83,13 @@ class PumpedLoop:
     def __init__(self) -> None:
         self.loop = asyncio.new_event_loop()
 
+    def start(self, coroutine: Coroutine[Any, Any, Any]) -> Future[Any]:
+        done: Future[Any] = Future()
+        done.set_result(self.loop.run_until_complete(coroutine))
+        return done
+
     def call(self, coroutine: Coroutine[Any, Any, Any], timeout_s: float) -> Any:
-        return self.loop.run_until_complete(coroutine)
+        return self.start(coroutine).result()
 
     def turn(self, times: int) -> None:
         """Let the loop run once."""

@@ -8,14 +8,17 @@ results.
 from __future__ import annotations
 
 import logging
+import os
 import time
 from collections.abc import Mapping, Sequence
+from concurrent.futures import Future, wait
 from contextlib import AsyncExitStack, ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from offload.config.schema import OffloadConfig
 from offload.connector.worker.cpu_affinity import threads_unbound
+from offload.errors import TierUnavailableError
 from offload.layout.registration import Registration
 from offload.loop import EventLoopThread
 from offload.messages.plan import StepPlan
@@ -34,7 +37,10 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-RANK_OPEN_TIMEOUT_S = 120.0
+OPEN_TIMEOUT = "VLLM_ENGINE_READY_TIMEOUT_S"
+OPEN_TIMEOUT_S = "600"
+"""The environment variable and its default in seconds: vLLM waits no longer for a worker either."""
+OPEN_WARNING_S = 30.0
 RANK_CLOSE_TIMEOUT_S = 3.0
 SLEEP_TIMEOUT_S = 30.0
 """Maximum time that ``fall_asleep`` waits for copies in progress. A copy takes milliseconds."""
@@ -98,7 +104,8 @@ class WorkerSide:
         tiers = [self._make_tier(spec, memory) for spec in specs]
         self._loop = EventLoopThread()
         undo.callback(self._stop_loop)
-        self._state = state = self._loop.call(self._open(memory, tiers), RANK_OPEN_TIMEOUT_S)
+        opening = self._loop.start(self._open(memory, tiers))
+        self._state = state = _opened(opening, [f"{spec.where} ({spec.folder})" for spec in specs])
         logger.info(
             "kvtiers: rank %d: %d slots of %s in the CPU tier%s",
             self._rank,
@@ -236,3 +243,20 @@ class WorkerSide:
         new = {name: value - self._sent.get(name, 0) for name, value in now.items()}
         self._sent |= now
         return {name: value for name, value in new.items() if value}
+
+
+def _opened(opening: Future[RankState], tiers: Sequence[str]) -> RankState:
+    """Wait until the tiers are open. Opening takes seconds per million records, and longer on a
+    slow disk; a disk that hangs never answers."""
+    names, limit_s = ", ".join(tiers), float(os.environ.get(OPEN_TIMEOUT, OPEN_TIMEOUT_S))
+    end = time.monotonic() + limit_s
+    while not wait([opening], min(OPEN_WARNING_S, max(0.0, end - time.monotonic()))).done:
+        if time.monotonic() >= end:
+            opening.cancel()
+            raise TierUnavailableError(
+                f"kvtiers: {names} did not open within {limit_s:g} s. If the disk works, it needs "
+                f"more time: increase {OPEN_TIMEOUT}, or remove the records (kvtiers clear)"
+            )
+        text = "kvtiers: still opening %s; waiting for at most %g s (%s)"
+        logger.warning(text, names, limit_s, OPEN_TIMEOUT)
+    return opening.result()

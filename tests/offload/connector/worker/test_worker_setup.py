@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -13,7 +14,8 @@ import pytest
 import torch
 
 from offload.config.schema import TierConfig, parse_config
-from offload.connector.worker.worker_side import WorkerSide
+from offload.connector.worker import worker_side
+from offload.connector.worker.worker_side import OPEN_TIMEOUT, WorkerSide
 from offload.errors import ConfigError, TierUnavailableError
 from offload.layout.registration import GroupCaches, Registration, register_kv_caches
 from offload.namespaces.manifest import Namespace
@@ -22,12 +24,13 @@ from offload.worker.tier_factory import TierSpec, scrub_limits
 from tests.offload.cli.rank_folders import flip
 from tests.offload.small_model import BLOCKS, kv_caches
 from tests.patience import PATIENCE_S
-from tiers.base import ALIGNMENT, WriteOutcome
+from tiers.base import ALIGNMENT, TierInfo, WriteOutcome
 from tiers.lmdb.folder import PAYLOAD_NAME
 from tiers.lmdb.index import extents_of
 from tiers.lmdb.tier import LmdbTier
 from tiers.slab.slab import HostSlab, SlabError
 from tiers.testing import put
+from tiers.testing.memory_tier import MemoryTier
 
 NAMESPACE = b"n" * 16
 
@@ -83,6 +86,43 @@ def test_a_tier_that_does_not_open_leaves_nothing_behind(
         one.register(registration(), [file_tier(tmp_path / "a"), file_tier(tmp_path / "file")])
     assert_released(slabs, threads)
     assert one.state() is None
+    one.shutdown()
+
+
+class HeldTier(MemoryTier):
+    """Opens when ``is_ready`` says so."""
+
+    def __init__(self, is_ready: Callable[[], bool]) -> None:
+        super().__init__(1 << 20)
+        self._is_ready = is_ready
+
+    async def open(self) -> TierInfo:
+        while not self._is_ready():  # noqa: ASYNC110  # set by another thread
+            await asyncio.sleep(0.001)
+        return await super().open()
+
+
+def test_a_tier_that_never_opens_is_reported(
+    tmp_path: Path, slabs: list[HostSlab], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    threads = set(threading.enumerate())
+    monkeypatch.setenv(OPEN_TIMEOUT, "0.05")
+    one = worker()
+    spec = replace(file_tier(tmp_path), make=lambda: HeldTier(lambda: False))
+    with pytest.raises(TierUnavailableError, match=f"{tmp_path}.* increase {OPEN_TIMEOUT}"):
+        one.register(registration(), [spec])
+    assert_released(slabs, threads)
+
+
+def test_a_tier_that_opens_slowly_is_waited_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(worker_side, "OPEN_WARNING_S", 0.01)
+    one = worker()
+    spec = replace(file_tier(tmp_path), make=lambda: HeldTier(lambda: "still" in caplog.text))
+    one.register(registration(), [spec])
+    assert f"still opening $.tiers ({tmp_path})" in caplog.text
+    assert one.state() is not None
     one.shutdown()
 
 
