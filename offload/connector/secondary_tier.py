@@ -116,7 +116,8 @@ class LmdbSecondaryTier(SecondaryTierManager):  # type: ignore[misc]  # vllm is 
         except (TierError, ValueError, TimeoutError) as error:
             # ValueError means that the capacity is too small
             self._close()
-            raise TierUnavailableError(f"kvtiers: {tier_type} at {folder}: {error}") from error
+            why = str(error) or f"it did not open within {SECONDARY_OPEN_TIMEOUT_S:g} s"
+            raise TierUnavailableError(f"kvtiers: {tier_type} at {folder}: {why}") from error
 
     def _start_patiently(self) -> None:
         """Start, while a server that is about to end may still hold the folder."""

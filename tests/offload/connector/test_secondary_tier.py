@@ -321,6 +321,18 @@ def test_a_tier_that_cannot_be_reset_at_its_start_is_closed(
         assert world.load(KEYS[0]) is None
 
 
+def test_a_tier_that_does_not_open_in_time_says_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def hang(_tier: LmdbTier) -> None:
+        await asyncio.Event().wait()
+
+    monkeypatch.setattr(secondary_tier, "SECONDARY_OPEN_TIMEOUT_S", 0.01)
+    monkeypatch.setattr(LmdbTier, "open", hang)
+    with no_thread_is_left(), pytest.raises(TierUnavailableError, match=r"within 0\.01 s"):
+        VllmTiering(tmp_path / "kv")
+
+
 def test_the_capacity_is_kept_and_recently_used_chunks_stay(tmp_path: Path) -> None:
     source = random.Random(0)
     keys = [make_offload_key(source.randbytes(32), 0) for _ in range(800)]
