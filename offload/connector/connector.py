@@ -358,6 +358,8 @@ class KvTiersConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  
             self._scheduler.adapters_loaded(meta.adapters)
         if known and meta.weights is not None:
             self._weights_answered(meta.weights)
+        if connector_output.invalid_block_ids:  # of another connector in a MultiConnector
+            self._scheduler.load_failed_elsewhere()
         self._scheduler.update(
             meta.report if known else None,
             connector_output.finished_recving or (),

@@ -183,6 +183,11 @@ class JobTable:
             if job.kind is kind:
                 job.distrusted = True
 
+    def distrust_all(self, jobs: Iterable[int]) -> None:
+        """Do not commit anything that these open jobs fill."""
+        for job in jobs:
+            self._jobs[job].distrusted = True
+
     def count(self, kind: JobKind) -> int:
         """The number of open jobs of a kind."""
         return sum(1 for job in self._jobs.values() if job.kind is kind)

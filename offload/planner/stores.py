@@ -270,16 +270,26 @@ class StorePlanner:
         Stores that still read them are fenced. Stores that were planned but not sent are cancelled,
         because their source will be overwritten before the plan arrives.
         """
+        self._fence |= self._readers(blocks)
+
+    def give_up(self, blocks: Iterable[int]) -> None:
+        """Record that these GPU blocks may be overwritten at any time, by something that waits for
+        no fence: no store that reads them is committed."""
+        self._jobs.distrust_all(self._readers(blocks))
+
+    def _readers(self, blocks: Iterable[int]) -> set[int]:
+        """The stores that were sent and still read these blocks. Cancels those that were not
+        sent."""
         if self.late_stores.chunks:
             blocks = tuple(blocks)
             self.late_stores.overwritten(blocks)
         readers = self._jobs.readers(blocks)
         if not readers:
-            return
+            return readers
         unsent = {store.job for store in self._planned} & readers
         for job_id in unsent:
             self._cancel(job_id)
-        self._fence |= readers - unsent
+        return readers - unsent
 
     def cancel_planned(self) -> None:
         """Cancel the stores that were planned and not sent, and those that wait."""

@@ -19,6 +19,7 @@ from offload.connector.scheduler.block_tables import BlockTables, WantedChunks
 from offload.connector.scheduler.chunk_digests import ChunkDigests
 from offload.connector.scheduler.finished_requests import FinishedRequests
 from offload.connector.scheduler.new_requests import NewRequests
+from offload.connector.scheduler.other_loads import OtherLoads
 from offload.connector.scheduler.prefill_rate import PrefillRate
 from offload.connector.scheduler.store_progress import StoreProgress
 from offload.connector.scheduler.unfinished_loads import UnfinishedLoads
@@ -89,6 +90,7 @@ class SchedulerSide:
         self._states: dict[str, RequestState] = {}
         self._requests: dict[str, Request] = {}
         self._unseen = UnfinishedLoads()
+        self._others = OtherLoads(self._tables)
         self._moved_at = time.monotonic()
         self._clock = PrefillRate(self._computed)
         self._is_held = False
@@ -166,6 +168,7 @@ class SchedulerSide:
         if state is None:
             return None
         self._unseen.seen(request.request_id)
+        self._others.asked(request.request_id, computed_tokens)
         if state.outcome.failures:
             return None if self._unseen.must_wait(request.request_id, time.monotonic()) else 0
         if self.lookups is None or self._is_held:
@@ -191,6 +194,7 @@ class SchedulerSide:
         self._unseen.forget(request.request_id)
         if self.planner is None:
             return
+        self._others.allocated(request, block_ids, external_tokens)
         if external_tokens <= 0:
             self._waits_no_more(request)  # before its entry in the log is final
             self._explain(request, external_tokens)
@@ -260,6 +264,7 @@ class SchedulerSide:
         state = self._states.pop(request.request_id, None)
         self._requests.pop(request.request_id, None)
         self._unseen.forget(request.request_id)
+        unfilled = self._others.end(request.request_id)
         self.adapters.end(request.request_id)
         self._clock.ended(request, time.monotonic())
         self._waits_no_more(request)
@@ -273,6 +278,7 @@ class SchedulerSide:
             limit = min(request.num_computed_tokens, request.num_tokens)
             if state.lookup.is_promised:  # vLLM has counted the hit, but the load has not begun
                 limit = min(limit, state.lookup.start)
+            limit = min(limit, unfilled)
             if self._digests is not None:
                 self._digests.completed(state, request, limit, block_ids, ended=True)
             self._stores.ended(state, request, limit, block_ids)
@@ -333,6 +339,7 @@ class SchedulerSide:
                 self._digests.restarted(request_id)
         # Find the fences first: a store planned below reads blocks that belong to this step.
         self.planner.stores.fence(self._tables.rewritten(output))
+        self.planner.stores.give_up(self._others.take(output))
         if self._digests is not None:
             self._digest_completed(self._digests, output)
         if self._is_held:
@@ -376,6 +383,12 @@ class SchedulerSide:
     def _computed(self, tokens: int, seconds: float) -> None:
         if self.planner is not None:
             self.planner.health.computed(tokens, seconds)
+
+    def load_failed_elsewhere(self) -> None:
+        """Record that another connector could not fill some blocks of the step that has ended:
+        stores of that step may have read them."""
+        if self.planner is not None:
+            self.planner.stores.distrust()
 
     def adapters_loaded(self, loaded: Loaded) -> None:
         """Record that the workers have loaded adapters.
