@@ -488,7 +488,11 @@ def _cached_tokens(kv_cache_manager: KVCacheManager, request: Request) -> int | 
 
 
 def _state_of(metadata: KVConnectorHandshakeMetadata) -> RankState:
-    assert isinstance(metadata, OffloadHandshake)
+    if not isinstance(metadata, OffloadHandshake):
+        raise OffloadError(
+            "kvtiers: vLLM's MultiConnector passes the start-up data of one connector to all of "
+            f"them, here {type(metadata).__name__}. kvtiers cannot run beside that connector"
+        )
     return metadata.state
 
 

@@ -8,9 +8,11 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorHandshakeMetadata
 from vllm.distributed.kv_transfer.kv_connector.v1.multi_connector import MultiConnector
 from vllm.v1.request import RequestStatus
 
+from offload.errors import OffloadError
 from tests.oracle.models import MODELS
 from tests.oracle.serving import Conditions, OracleEngine
 from tests.oracle.test_miss_reasons import PROMPT, serve
@@ -151,3 +153,12 @@ def test_blocks_that_another_connector_could_not_fill_are_not_stored(world: Worl
     world.forget_locally()
     serve(world, "again", prompt)
     assert world.planner.totals()["store_failures:cpu"] > 0
+
+
+def test_a_connector_whose_start_up_data_replaces_ours_is_named(world: World) -> None:
+    class TheirHandshake(KVConnectorHandshakeMetadata):  # type: ignore[misc]  # vllm is untyped here
+        pass
+
+    world.connector._scheduler.planner = None  # as at the start of the engine
+    with pytest.raises(OffloadError, match="here TheirHandshake"):
+        world.connector.set_xfer_handshake_metadata({0: TheirHandshake()})
