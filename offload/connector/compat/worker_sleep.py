@@ -33,15 +33,23 @@ def _with_hook(original: Callable[..., Any], hook: str, *, is_before: bool) -> C
     def method(worker: Any, *args: Any, **kwargs: Any) -> Any:
         tags = [*args, *kwargs.values()]
         of_cache = original.__name__ == "sleep" or tags in ([], [None]) or "kv_cache" in tags[0]
-        call = getattr(get_kv_transfer_group(), hook) if has_kv_transfer_group() else None
-        if of_cache and is_before and call is not None:
+        calls = _hooks(hook) if of_cache else []
+        for call in calls if is_before else ():
             call()
         found = original(worker, *args, **kwargs)
-        if of_cache and not is_before and call is not None:
+        for call in () if is_before else calls:
             call()
         return found
 
     return method
+
+
+def _hooks(name: str) -> list[Callable[[], None]]:
+    """This hook of the connectors that have it: this version's ``MultiConnector`` has it only in
+    its connectors."""
+    group = get_kv_transfer_group() if has_kv_transfer_group() else None
+    connectors = getattr(group, "sub_connectors", [group])
+    return [getattr(one, name) for one in connectors if hasattr(one, name)]
 
 
 _FOLLOWED: list[Callable[..., Any]] = []

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from vllm.distributed.kv_transfer.kv_connector.v1.multi_connector import MultiConnector
 
 from offload.connector import compat
 from offload.connector.compat import worker_sleep
@@ -231,16 +232,22 @@ def test_a_sleep_does_not_take_back_the_epoch_of_new_weights() -> None:
 # -- vLLM 0.32 -------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("is_beside_another", [False, True])
 def test_the_worker_of_032_calls_the_hooks_in_the_order_of_033(
-    monkeypatch: pytest.MonkeyPatch,
+    is_beside_another: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     said: list[str] = []
     connector = SimpleNamespace(
         unregister_kv_caches=lambda: said.append("unregister"),
         restore_kv_caches=lambda: said.append("restore"),
     )
+    if is_beside_another:
+        group: Any = MultiConnector.__new__(MultiConnector)
+        group._connectors = [SimpleNamespace(), connector]
+    else:
+        group = connector
     monkeypatch.setattr(worker_sleep, "has_kv_transfer_group", lambda: True)
-    monkeypatch.setattr(worker_sleep, "get_kv_transfer_group", lambda: connector)
+    monkeypatch.setattr(worker_sleep, "get_kv_transfer_group", lambda: group)
 
     def sleep(worker: Any, level: int = 1) -> None:
         said.append(f"sleep {level}")
