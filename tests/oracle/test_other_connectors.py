@@ -88,7 +88,7 @@ class World(OracleEngine):
             return wrong
 
         self._patch.setattr(self.worker, "get_block_ids_with_load_errors", errors)
-        self._runner.begin = begin_with_other  # type: ignore[method-assign]
+        self._patch.setattr(self._runner, "begin", begin_with_other)
         self._patch.setattr(self.worker, "get_transfer_results", results_of_both)
 
     def ask(self, name: str, prompt: list[int]) -> Any:
