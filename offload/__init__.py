@@ -75,9 +75,9 @@ def _check_other_packages() -> None:
         if here / name not in [Path(folder).resolve() for folder in found]:
             where = ", ".join(found) or (spec and spec.origin) or "nowhere"
             raise ImportError(
-                f"kvtiers: its package {name} is in {here / name}, but Python finds another one "
-                f"in {where}. Rename that one, remove its folder from PYTHONPATH, or start "
-                "Python in another folder"
+                f"kvtiers: Python imports the package {name} from {where}, not kvtiers' own from "
+                f"{here / name}. Rename the other package, remove its folder from PYTHONPATH, or "
+                "start Python in another folder"
             )
 
 

@@ -38,7 +38,7 @@ def parse_size(value: object) -> int:
     elif isinstance(value, str):
         size = _from_text(value)
     else:
-        raise ValueError('is not a size. Use an integer (bytes) or a text such as "8GiB"')
+        raise ValueError('is not a size. Use an integer (bytes) or a string such as "8GiB"')
     if size < 0:
         raise ValueError("is negative. Give a positive size")
     if size > SIZE_MAX:
@@ -86,7 +86,7 @@ def _from_text(text: str) -> int:
     if match is None and _SIZE.fullmatch(text.strip().removeprefix("-")):
         raise ValueError("is negative. Give a positive size")
     if match is None:
-        raise ValueError('is not a size. Use an integer (bytes) or a text such as "8GiB"')
+        raise ValueError('is not a size. Use an integer (bytes) or a string such as "8GiB"')
     number, unit = match.groups()
     if len(unit) == 1 and unit.upper() in _PREFIXES:
         letter = unit.upper()

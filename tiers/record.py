@@ -181,7 +181,7 @@ def stored_bytes_of(header: bytes) -> int:
 def parse(header: bytes) -> Header:
     """Decode a header. Raises ``RecordError`` if it is not one of this format."""
     if len(header) != HEADER_BYTES:
-        raise RecordError(f"a header has {HEADER_BYTES} bytes, this one {len(header)}")
+        raise RecordError(f"a header has {HEADER_BYTES} bytes, but this one has {len(header)}")
     magic, version, *fields, key_id = _PREFIX.unpack_from(header)
     if magic != MAGIC or version != VERSION:
         raise RecordError(f"magic {magic!r} version {version}, expected {MAGIC!r} {VERSION}")
@@ -206,7 +206,7 @@ def parse(header: bytes) -> Header:
 def check_key(key: bytes) -> None:
     """Raise ``ValueError`` for a key that no tier can store."""
     if not 0 < len(key) <= KEY_BYTES_MAX:
-        raise ValueError(f"a key has 1 to {KEY_BYTES_MAX} bytes, this one {len(key)}")
+        raise ValueError(f"a key has 1 to {KEY_BYTES_MAX} bytes, but this one has {len(key)}")
 
 
 def check_payload(payload_bytes: int) -> None:
@@ -227,10 +227,10 @@ def check_identity(identity: Identity) -> None:
     """Raise ``ValueError`` for an identity that does not fit into a header."""
     if len(identity.namespace) != NAMESPACE_BYTES:
         raise ValueError(
-            f"a namespace has {NAMESPACE_BYTES} bytes, this one {len(identity.namespace)}"
+            f"a namespace has {NAMESPACE_BYTES} bytes, but this one has {len(identity.namespace)}"
         )
     if not 0 <= identity.rank < 1 << 16:
-        raise ValueError(f"a rank must be in 0..65535, this one is {identity.rank}")
+        raise ValueError(f"a rank must be in 0..65535, but this one is {identity.rank}")
 
 
 class UseClock:

@@ -150,7 +150,7 @@ def make_plan(
         writes = result.extra["lower_writes"] * per_block / seconds * DAY_S
     _judge(tiers, writes, machine, notes)
     if seconds and seconds < DAY_S / 24:
-        notes.append(f"the requests cover only {seconds:,.0f} s, starting from an empty cache")
+        notes.append(f"the requests cover only {seconds:,.0f} s and start with an empty cache")
     return Plan(
         model,
         tiers,
@@ -259,6 +259,6 @@ def _judge(
     budget = machine.write_budget_bytes
     if writes is not None and budget and writes > budget:
         notes.append(
-            "the disk would be written more than its budget allows: with write_budget_per_day, "
+            "writes to the disk would exceed its budget: with write_budget_per_day, "
             "stores beyond the budget are skipped, and hits are fewer than shown"
         )

@@ -275,7 +275,7 @@ def to_text(report: Report) -> str:
 def _geometry_lines(report: Report) -> list[str]:
     ranks = "" if report.ranks == 1 else f" on each of {report.ranks} ranks"
     lines = [
-        f"Hashing  one hash for {report.hash_tokens} tokens; the smallest reusable prefix is "
+        f"Hashing  one hash per {report.hash_tokens} tokens; the smallest reusable prefix is "
         f"{report.alignment_tokens} tokens",
         f"Size     {rounded_size(round(report.token_bytes))} per token{ranks}",
         "",

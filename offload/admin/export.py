@@ -48,7 +48,7 @@ def export_file(path: Path, *, overwrite: bool) -> Iterator[IO[bytes]]:
                 path
             ):  # a process that waited for the lock would find another file under the name
                 raise ExportFileError(
-                    f"{path} exists by now. Name another file, or give --overwrite"
+                    f"{path} was created in the meantime. Name another file, or give --overwrite"
                 )
             os.fchmod(file.fileno(), 0o600)
             file.truncate(0)
@@ -75,7 +75,7 @@ def _take(file: IO[bytes], part: Path) -> None:
     # otherwise the other export ended after we opened the file and before we locked it
     if not is_named:
         raise ExportFileError(
-            f"another export is writing {part}. Wait for its end, or name another file"
+            f"another export is writing {part}. Wait until it ends, or name another file"
         )
 
 
@@ -144,7 +144,7 @@ def _export_folder(
         rate_limit.spend(record.stored_bytes)
         health, payload = checker.check(record)
         if reader.epoch != epoch:
-            raise NamespaceError(f"{rank_folder.folder} was reset while it was exported")
+            raise NamespaceError(f"{rank_folder.folder} was reset during the export")
         if health is RecordHealth.GOOD:
             write_record(file, Record(key, use_ns, payload))
             counts.records += 1

@@ -107,7 +107,7 @@ class Import:
         except (KeyError, TypeError, ValueError, AttributeError, RecursionError) as error:
             raise NamespaceError(f"its namespace is not readable: {error!r}") from error
         if self.namespace.name != about.get("namespace"):
-            raise NamespaceError("its namespace does not fit its fields")
+            raise NamespaceError("its namespace does not match its fields")
 
     def _read(self, frames: Iterator[Frame]) -> Iterator[Frame]:
         try:
@@ -230,7 +230,7 @@ class _Maker:
         finally:
             reader.close()
         if owner is not None and owner.namespace != self._records_of:
-            return "the records there have another form: different attention kernels wrote them"
+            return "the records there have another layout: other attention kernels wrote them"
         if True in sealed and not self._target.key_file:
             return "the records there are encrypted: give --key-file"
         if False in sealed and self._target.key_file:
@@ -241,8 +241,8 @@ class _Maker:
         epoch = self._about["epoch"]
         if epoch != self._epoch:
             return (
-                f"its records are of epoch {epoch}, the folder is at {self._epoch}: a reset in "
-                "between made the older ones invalid"
+                f"its records are of epoch {epoch}, but the folder is at {self._epoch}: a reset in "
+                "between has invalidated them"
             )
         if not self.capacity_bytes:
             return "the capacity of the tier is unknown: give --capacity"
@@ -252,8 +252,8 @@ class _Maker:
             )
         if self.kind == "lmdb" and self.capacity_bytes < self._known_bytes:
             return (
-                f"--capacity is below the {self._known_bytes} bytes with which the folder was "
-                "made, and would drop records"
+                f"--capacity is below the {self._known_bytes} bytes that the folder was created "
+                "with, so records would be dropped"
             )
         if self.kind == "lmdb":
             limits = Limits(self.capacity_bytes, self._record_bytes)

@@ -209,7 +209,7 @@ def fetch(url: str, timeout_s: float = TIMEOUT_S) -> str:
         with urllib.request.urlopen(request, timeout=timeout_s) as answer:
             return str(answer.read(PAGE_BYTES_MAX).decode("utf-8", "replace"))
     except http.client.HTTPException as error:  # another protocol, or a page that is cut off
-        raise PageError(f"{url} answers, but not as a web server does: {error!r}") from error
+        raise PageError(f"{url} answers, but not like a web server: {error!r}") from error
     except urllib.error.HTTPError as error:
         error.close()
         raise PageError(f"{url} answers {error.code} {error.reason}") from error
@@ -237,11 +237,11 @@ def parse(text: str, at_s: float) -> Page:
                     reason = sample.labels.get("reason", "unknown")
                     reasons[reason] = reasons.get(reason, 0.0) + sample.value
     except (ValueError, KeyError, IndexError) as error:
-        raise PageError(f"it is not a page of metrics: {error}") from error
+        raise PageError(f"the page does not contain Prometheus metrics: {error}") from error
     if not any(name.startswith(PREFIX) for name in samples):
-        what = "vLLM's, but none of kvtiers" if samples else "no metrics of vLLM"
+        what = "metrics of vLLM, but none of kvtiers" if samples else "no metrics of vLLM"
         raise PageError(
-            f"it has {what}. Start the server with the KvTiersConnector, and without "
+            f"the page has {what}. Start the server with the KvTiersConnector, and without "
             "--disable-log-stats"
         )
     return Page(at_s, samples, reasons)

@@ -28,8 +28,8 @@ def bench(context: typer.Context) -> None:
     if not (checkout / "bench" / "__main__.py").is_file():
         give_up(
             "bench",
-            f"the benchmarks are not installed beside {Path(offload.__file__).parent}. They run "
-            "from a checkout of the source: there, python -m bench",
+            f"the benchmarks are not installed beside {Path(offload.__file__).parent}. Run "
+            "python -m bench in a checkout of the source",
         )
     paths = [str(checkout), *filter(None, [os.environ.get("PYTHONPATH")])]
     command = [sys.executable, "-m", "bench", *context.args]

@@ -82,7 +82,7 @@ def clear(
     wanted = RemovalFilter(tuple(namespace or ()), tuple(model or ()), before_ns, set_aside)
     _check(problems, wanted, namespaces, everything, unused_for)
     if not (yes or dry_run) and (as_json or sys.stdin is None or not sys.stdin.isatty()):
-        why = "with --json" if as_json else "without a terminal to ask on"
+        why = "with --json" if as_json else "because there is no terminal to ask on"
         problems.add("--yes", f"is required {why}", "Add --yes, or --dry-run to look first.")
     problems.refuse("clear")
     with guarded_work("clear"):
@@ -150,7 +150,7 @@ def _print_plan(removals: list[Removal]) -> None:
             what,
             size_text(removal.size_bytes),
             f"{age_text(int(removal.last_used_s * 1e9))} ago",
-            f"pid {', '.join(pids)}: stays" if pids else "",
+            f"pid {', '.join(pids)}: kept" if pids else "",
         )
     screen().print(table)
 

@@ -135,7 +135,7 @@ class Problems(list[Problem]):
 def _unreadable(error: OSError, fix: str) -> tuple[str, str]:
     """Report why a path cannot be read, and what to do; ``fix`` applies if the path is wrong."""
     if isinstance(error, PermissionError):
-        return "may not be read by this user", "Run this as the user that the server runs as."
+        return "is not readable by this user", "Run this as the user that the server runs as."
     if isinstance(error, NotADirectoryError):
         return "is not a folder", fix
     if isinstance(error, FileNotFoundError):

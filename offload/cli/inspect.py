@@ -55,8 +55,8 @@ def inspect(
         str,
         typer.Option(
             help=(
-                "Address of a server that uses it, e.g. localhost:8000: adds the hits of its "
-                "tiers since it started."
+                "Address of a server that uses the folder, e.g. localhost:8000. Adds the hits "
+                "of its tiers since it started."
             )
         ),
     ] = "",

@@ -89,7 +89,8 @@ def wrong_name(
     if found:
         return found[0]
     line = f"{hub} has not answered for {HUB_PATIENCE_S:g} s; vLLM waits for it, too"
-    print(f"kvtiers: {line}. HF_HUB_OFFLINE=1 uses local copies only", file=sys.stderr, flush=True)
+    fix = "Set HF_HUB_OFFLINE=1 to use local copies only"
+    print(f"kvtiers: {line}. {fix}", file=sys.stderr, flush=True)
     return None
 
 
@@ -107,7 +108,7 @@ def _query_hub(model: str, hub: str) -> tuple[str, str] | None:
         if _has_copy(model):
             return None
         fix = "Check the name. A private model needs a token: HF_TOKEN"
-        return f"is not a folder, and {hub} shows no such model", fix
+        return f"is not a folder, and {hub} lists no such model", fix
     except errors.HfHubHTTPError:
         return None  # the hub has answered, and vLLM asks it again
     except errors.OfflineModeIsEnabled:

@@ -34,8 +34,8 @@ YEARS = 5.0
 MixText = Annotated[
     str,
     typer.Option(
-        help="Simulated requests instead of a trace, e.g. users=200,turns=6. Further names: gap, "
-        "hours, and the tokens of system, prompt and answer."
+        help="Simulated requests instead of a trace, e.g. users=200,turns=6. Further names: gap "
+        "and hours, and system, prompt and answer (in tokens)."
     ),
 ]
 Prefill = Annotated[
@@ -59,8 +59,8 @@ TokenBytes = Annotated[
 def plan(
     context: typer.Context,
     model: Annotated[str, typer.Argument(help="Model as for vllm serve, or --token-bytes.")] = "",
-    cpu: Annotated[str, typer.Option(help="CPU tier, e.g. 64GiB.")] = "",
-    disk: Annotated[str, typer.Option(help="Disk tier, e.g. 2TiB.")] = "",
+    cpu: Annotated[str, typer.Option(help="Size of the CPU tier, e.g. 64GiB.")] = "",
+    disk: Annotated[str, typer.Option(help="Size of the disk tier, e.g. 2TiB.")] = "",
     trace: Annotated[Path | None, typer.Option(help="Requests (see kvtiers simulate).")] = None,
     mix: MixText = "",
     policy: Annotated[str, typer.Option(help="Policy of the CPU tier.")] = "adaptive",
@@ -70,7 +70,7 @@ def plan(
     prefill_tokens_per_s: Prefill = 0.0,
     gpu_tflops: Tflops = 0.0,
     parameters: Parameters = 0.0,
-    write_budget: Annotated[str, typer.Option(help="Bytes to write per day, e.g. 2TB.")] = "",
+    write_budget: Annotated[str, typer.Option(help="Maximum bytes written a day, e.g. 2TB.")] = "",
     endurance: Endurance = "",
     years: Annotated[float, typer.Option(min=0.1, help="Years that the disk must last.")] = YEARS,
     token_bytes: TokenBytes = "",

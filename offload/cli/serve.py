@@ -39,14 +39,14 @@ Cpu = Annotated[
 ]  # fmt: skip
 Disk = Annotated[
     list[str] | None,
-    typer.Option(help="Folder and space for KV blocks, e.g. /data/kv:200GiB. Repeatable, fastest "
+    typer.Option(help="Folder and size of a disk tier, e.g. /data/kv:200GiB. Repeatable, fastest "
                  f"first. (default: {DISK_VARIABLE}, several with commas, or none)"),
 ]  # fmt: skip
 
 Extra = Annotated[
     str,
-    typer.Option(metavar=FILE_OR_JSON, help="An object of further options of "
-                 "kv_connector_extra_config."),
+    typer.Option(metavar=FILE_OR_JSON, help="Further options of kv_connector_extra_config, as "
+                 "a JSON object."),
 ]  # fmt: skip
 
 
@@ -165,7 +165,7 @@ def flags_to_add(
 def _say_unused(environment: Mapping[str, str]) -> None:
     for name in (CPU_VARIABLE, DISK_VARIABLE):
         if environment.get(name):
-            _say(f"{name} is not used together with {TRANSFER} or {FILE}")
+            _say(f"{name} is ignored because {TRANSFER} or {FILE} is given")
 
 
 def _say_memory(flags: list[str], capacity: int, environment: Mapping[str, str]) -> None:

@@ -244,11 +244,11 @@ def text(example: str) -> Kind:
     def read(value: Any, where: str, problems: list[Problem]) -> str | None:
         if isinstance(value, str) and value.isprintable() and not set(value) & set(" \"'"):
             return value
-        what = f"must be a text without spaces (got {show(value)})"
+        what = f"must be a string without spaces (got {show(value)})"
         problems.append(Problem(where, what, f'For example "{example}".'))
         return None
 
-    return Kind("text", read, example)
+    return Kind("string", read, example)
 
 
 def policy() -> Kind:

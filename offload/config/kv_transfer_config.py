@@ -99,7 +99,7 @@ def field_problems(transfer: Mapping[str, Any]) -> list[Problem]:
     policy = transfer.get("kv_load_failure_policy", "fail")
     if policy not in FAILURE_POLICIES:
         what = f'must be "recompute" or "fail" (got "{policy}")'
-        fix = 'Use "recompute": a request whose load fails is computed.'
+        fix = 'Use "recompute": if a load fails, vLLM recomputes the request.'
         problems.append(Problem("kv_load_failure_policy", what, fix))
     extra = transfer.get(EXTRA)
     if not isinstance(extra, Mapping | None):

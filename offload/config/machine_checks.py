@@ -134,7 +134,7 @@ def check_machine(config: OffloadConfig, is_ours: IsOurs = nobody) -> Findings:
     problems.extend(_recordings(config))
     if config.wait_for_reads != "never" and not config.look_ahead:
         what = f'"{config.wait_for_reads}" has no effect, because look_ahead is 0'
-        warnings.append(Problem("$.wait_for_reads", what, "Leave it out, or allow look_ahead."))
+        warnings.append(Problem("$.wait_for_reads", what, "Leave it out, or raise look_ahead."))
     return Findings(tuple(problems), tuple(warnings))
 
 
@@ -171,7 +171,7 @@ def _check_memory(
             f"{format_size(capacity)} is more than the {rounded_size(limit.available_bytes)} of "
             "memory that are available now"
         )
-        warnings.append(Problem(where, what, "Lower it, or stop what else uses memory."))
+        warnings.append(Problem(where, what, "Lower it, or stop other programs that use memory."))
 
 
 def _policies(config: OffloadConfig) -> Iterator[Problem]:
@@ -218,7 +218,7 @@ def _check_folder(
         what = f"{tier.path} is {kind}: it uses memory and is lost at a reboot"
         warnings.append(Problem(where, what, "Use a folder on a disk."))
     if kind == "overlay":
-        what = f"{tier.path} is in a container's own layer and is lost with the container"
+        what = f"{tier.path} is in the container's writable layer and is deleted with the container"
         warnings.append(Problem(where, what, "Mount a volume there."))
     return False
 
@@ -251,7 +251,7 @@ def _access_problem(path: str, where: str) -> Problem | None:
         return None
     found = os.lstat(path)
     if found.st_uid != os.geteuid():
-        what = f"{path} belongs to uid {found.st_uid}, this server runs as uid {os.geteuid()}"
+        what = f"{path} belongs to uid {found.st_uid}, but this server runs as uid {os.geteuid()}"
         return Problem(where, what, "Use another folder.")
     if found.st_mode & 0o022:
         what = f"{path} can be written by others (mode {stat.S_IMODE(found.st_mode):04o})"
@@ -296,11 +296,12 @@ def _check_space(
     bytes_max = max(0, free + used - reserve - taken.get(device, 0))
     taken[device] = taken.get(device, 0) + max(0, tier.capacity - used)
     if tier.capacity > bytes_max:
-        before = " and the tiers before it" if taken[device] > tier.capacity - used else ""
+        others = taken[device] > tier.capacity - used
+        before = " plus the space for the tiers before it" if others else ""
         what = (
             f"{format_size(tier.capacity)} does not fit: {rounded_size(free)} are free, this tier "
             f"already uses {rounded_size(used)}, and a reserve of {rounded_size(reserve)}{before} "
-            "must stay"
+            "must stay free"
         )
         fix = (
             f"Use at most {format_size(bytes_max)}."
@@ -347,7 +348,7 @@ def _only_in_lmdb(tier: TierConfig, where: str) -> Iterator[Problem]:
         "recovery": tier.recovery != "quiet",
     }
     for name in (name for name, is_chosen in chosen.items() if is_chosen):
-        what = f'a tier of type "{tier.type}" does not offer this'
+        what = f'a tier of type "{tier.type}" does not support this option'
         yield Problem(f"{where}.{name}", what, 'Leave it out, or use "type": "lmdb".')
 
 
@@ -378,7 +379,7 @@ def _recordings(config: OffloadConfig) -> Iterator[Problem]:
             what = f"cannot write to {folder}: {reason} (uid {os.geteuid()})"
             yield Problem(where, what, fix)
     if config.record_trace is not None and config.record_trace == config.record_requests:
-        yield Problem("$.record_requests", "is the file of record_trace", "Give another path.")
+        yield Problem("$.record_requests", "is also the file of record_trace", "Give another path.")
 
 
 def _existing(path: str) -> Path:

@@ -93,7 +93,7 @@ TIER_FIELDS = (
         "io_threads",
         count(1, 64),
         None,
-        "Requests in flight, per rank. 8 are enough for one disk, 32 for an array of NVMe disks.",
+        "Requests in flight, per rank. 8 is enough for one disk, 32 for an array of NVMe disks.",
         "`8`; `4` for `mooncake`",
     ),
     Field(
@@ -454,7 +454,7 @@ register_tier_type(
                 text("10.0.0.7"),
                 "",
                 "Address by which other servers reach this machine.",
-                "the address on the way to the master",
+                "the address of the interface that leads to the master",
             ),
         ),
         shared=True,

@@ -39,10 +39,10 @@ def location_problem(path: str | Path) -> tuple[str, str] | None:
     real = os.path.realpath(path)
     fix = _OWN.format(Path(real) / "kvtiers")
     if real in SYSTEM_FOLDERS:
-        return f"{path} is a folder of the system", fix
+        return f"{path} is a system folder", fix
     is_system = any(f"{real}/".startswith(f"{tree}/") for tree in SYSTEM_TREES)
     if is_system and not real.startswith(f"{_SHARED_MEMORY}/"):
-        return f"{path} is among the system's files", _OWN.format("/var/cache/kvtiers")
+        return f"{path} belongs to the system", _OWN.format("/var/cache/kvtiers")
     if os.path.dirname(real) == "/home" or real == os.path.realpath(os.path.expanduser("~")):
         return f"{path} is a home folder", fix
     for folder in (Path(real), *Path(real).parents):

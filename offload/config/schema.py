@@ -170,7 +170,7 @@ def default_config(limit: MemoryLimit | None = None) -> tuple[OffloadConfig, lis
 
 
 NO_DISK_TIER = (
-    "no disk tier: blocks are lost when the server stops. To keep them add for example "
+    "no disk tier: blocks are lost when the server stops. To keep them, add for example "
     '"tiers": [{"type": "lmdb", "path": "/var/cache/kv", "capacity": "200GiB"}]'
 )
 
@@ -291,7 +291,7 @@ def _check_duplicates(tiers: tuple[TierConfig, ...], problems: list[Problem]) ->
         for earlier, other in enumerate(tiers[:later]):
             mine, theirs = tier.path + "/", other.path + "/"
             if tier.path and other.path and (mine.startswith(theirs) or theirs.startswith(mine)):
-                word = "equals" if mine == theirs else "is inside or around"
+                word = "equals" if mine == theirs else "contains, or is inside,"
                 what = f"{word} $.tiers[{earlier}].path ({show(tier.path)}, {show(other.path)})"
                 fix = "Give every tier its own folder."
                 problems.append(Problem(f"$.tiers[{later}].path", what, fix))

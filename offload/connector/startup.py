@@ -167,12 +167,12 @@ class ServerSetup:
         if cache.user_specified_block_size:
             # For hybrid models, vLLM has replaced the given block size by its own.
             used = sorted({group.block_tokens for group in self.layout.groups})
-            text = "kvtiers: --block-size was given; vLLM uses blocks of %s tokens"
+            text = "kvtiers: vLLM uses blocks of %s tokens instead of the given --block-size"
             logger.info(text, " and ".join(map(str, used)))
         for group in self.layout.groups:
             if group.chunk_blocks < self.config.chunk_blocks:
                 text = (
-                    "kvtiers: group %d (%s): chunks of %d blocks, not %d, or hits would be missed"
+                    "kvtiers: group %d (%s) gets chunks of %d blocks: with %d, hits would be lost"
                 )
                 wanted = self.config.chunk_blocks
                 logger.info(text, group.group, group.kind, group.chunk_blocks, wanted)

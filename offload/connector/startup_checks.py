@@ -63,7 +63,7 @@ def _hash_warnings(vllm_config: VllmConfig) -> list[str]:
     lines = []
     if seed_is_random(vllm_config):
         lines.append(
-            f"block hashes change at every start with {algorithm} and no PYTHONHASHSEED: nothing "
+            f"with {algorithm} and no PYTHONHASHSEED, block hashes change at every start: nothing "
             f"on disk will be found after a restart. {use}"
         )
     if algorithm.startswith("xxhash"):
@@ -73,8 +73,8 @@ def _hash_warnings(vllm_config: VllmConfig) -> list[str]:
         )
     if algorithm == "sha256":
         lines.append(
-            f"block hashes of sha256 go through pickle and may differ for equal content, which "
-            f"costs hits after a restart but never causes a wrong one. {use}"
+            f"sha256 hashes pickled content, and equal content can have different pickles: this "
+            f"costs hits after a restart but never causes a wrong hit. {use}"
         )
     return lines
 

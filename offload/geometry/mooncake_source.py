@@ -93,10 +93,10 @@ def load(content: bytes, where: str) -> Described:
         document = json.loads(content)
         form, fields = document["format"], document["fields"]
         if type(form) is not int or form > NOTICE_FORMAT:
-            raise ValueError(f"it has format {form}, this build {NOTICE_FORMAT}")
+            raise ValueError(f"it has format {form}, but this build reads up to {NOTICE_FORMAT}")
         namespace = Namespace.of(fields)
         if namespace.name != document["namespace"]:
-            raise ValueError("its fields do not fit its namespace")
+            raise ValueError("its fields do not match its namespace")
         geometry = str(document["geometry"]).encode()
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
         raise NamespaceError(f"{where} cannot be read: {error!r:.200}") from None

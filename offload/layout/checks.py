@@ -242,7 +242,7 @@ def _kind_misfits(group: GroupInput) -> list[Misfit]:
         return [Misfit(f"{group.name}: {what}", unsupported=True, cause=UNALIGNED)]
     if group.per_token_scales:
         what = (
-            "KV quantised with one scale per token and head does not repeat exactly even with "
+            "KV quantized with one scale per token and head is not reproducible, not even with "
             "vLLM's own prefix cache"
         )
         return [Misfit(f"{group.name}: {what}", unsupported=True)]
@@ -271,7 +271,7 @@ def _chunk_size_misfits(given: LayoutInput) -> list[Misfit]:
     """Misfits if the chunk size is impossible, or if the smallest hit is longer than any
     request."""
     if given.chunk_blocks < 1:
-        return [Misfit(f'"chunk_blocks" must be at least 1, it is {given.chunk_blocks}')]
+        return [Misfit(f'"chunk_blocks" must be at least 1 (got {given.chunk_blocks})')]
     smallest = alignment_of(given)
     if not given.max_tokens or smallest <= given.max_tokens:
         return []

@@ -68,7 +68,7 @@ def in_process_settings(
     computing."""
     settings = config if isinstance(config, OffloadConfig) else parse_config(config)
     if settings.tiers:
-        what = "an in-process manager makes no tiers itself"
+        what = "an in-process manager does not create tiers"
         fix = "Pass tier objects: OffloadManager.open(..., tiers=[LmdbTier(...)])."
         raise ConfigError([Problem("$.tiers", what, fix)])
     given = (TierConfig(type="object", path="", capacity=0),) * tiers
@@ -116,7 +116,7 @@ def _key_problems(keys: Sequence[bytes]) -> list[str]:
         problems.append(f"a key has 1 to {KEY_MAX} bytes, got some of {sizes[:SHOWN_KEYS_MAX]}")
     if twice := _repeated(keys):
         named = [key.hex()[:16] for key in twice]
-        problems.append(f"keys must differ within a call, these occur twice: {named}")
+        problems.append(f"keys must differ within a call; these occur twice: {named}")
     return problems
 
 
@@ -135,7 +135,7 @@ def _blocks(block_ids: Sequence[int], num_blocks: int) -> tuple[tuple[int, ...],
     if outside := [b for b in found if not 0 <= b < num_blocks]:
         problems.append(f"block ids {outside[:SHOWN_KEYS_MAX]} are not in 0..{num_blocks - 1}")
     if twice := _repeated(found):
-        problems.append(f"block ids must differ within a call, these occur twice: {twice}")
+        problems.append(f"block ids must differ within a call; these occur twice: {twice}")
     return tuple(found), problems
 
 

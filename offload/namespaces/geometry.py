@@ -148,10 +148,11 @@ class Geometry:
             document = json.loads(content)
             form = document["format"]
             if type(form) is not int or form > GEOMETRY_FORMAT:
-                raise NamespaceError(f"{where} has format {form}, this build {GEOMETRY_FORMAT}")
+                what = f"{where} has format {form}, but this build reads up to {GEOMETRY_FORMAT}"
+                raise NamespaceError(what)
             body = document["geometry"]
             if document["check"] != _check(body):
-                raise NamespaceError(f"{where} was changed: it does not fit its check value")
+                raise NamespaceError(f"{where} was changed: it does not match its checksum")
             return _geometry(body)
         except (ValueError, TypeError, KeyError, RecursionError) as error:
             raise NamespaceError(f"{where} is not a geometry: {error!r:.200}") from None
@@ -225,5 +226,5 @@ _SPLITS = (HEADS, COPIES, OWN)
 
 def _natural(value: Any) -> int:
     if type(value) is not int or not 0 < value < 1 << 40:
-        raise ValueError(f"{value!r} is no count")
+        raise ValueError(f"{value!r} is not a count")
     return value

@@ -199,7 +199,7 @@ def _checked(document: Any, path: Path) -> Namespace:
     except (ValueError, RecursionError) as error:
         raise NamespaceError(f"{path} is not a manifest: {_short(error)}") from None
     if namespace.name != document["namespace"]:
-        raise NamespaceError(f"{path} was changed: its fields do not fit its namespace")
+        raise NamespaceError(f"{path} was changed: its fields do not match its namespace")
     return namespace
 
 

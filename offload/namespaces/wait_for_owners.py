@@ -37,7 +37,7 @@ class Patience:
         if left <= 0:
             return False
         if now >= self._next_line:
-            self._say(f"{what}: waiting for its end, up to {left:.0f} s")
+            self._say(f"{what}: waiting up to {left:.0f} s for it to end")
             self._next_line = now + LINE_EVERY_S
         time.sleep(min(LOOK_EVERY_S, left))
         return True

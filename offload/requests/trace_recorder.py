@@ -73,7 +73,8 @@ class TraceRecorder:
         """Write the waiting prompts, within a time limit."""
         self._writer.close(timeout_s)
         if self.dropped:
-            logger.warning("kvtiers: %s lacks %d prompts", self._path, self.dropped)
+            text = "kvtiers: %s lacks %d prompts, which could not be written in time"
+            logger.warning(text, self._path, self.dropped)
 
     async def _write(
         self, batches: AsyncIterator[list[RecordedPrompt]], executor: Executor

@@ -192,7 +192,7 @@ HEALTH = {
         "Time of the last such event, in seconds since 1970; absent if there was none.", "tier"
     ),
     "refused_records": _lower(
-        "Records dropped at a start because they were damaged or belonged to another server."
+        "Records dropped at start-up because they were damaged or belonged to another server."
     ),
     "write_failures": Metric("Records that could not be written to a lower tier."),
     "tier_errors": Metric("Operations in which a lower tier failed as a whole."),
@@ -213,7 +213,7 @@ HOOKS = {
         "about a second ago.",
         "hook",
     ),
-    "hook_faults": Metric("Exceptions contained in a vLLM hook.", ("hook",)),
+    "hook_faults": Metric("Exceptions that a vLLM hook raised and kvtiers caught.", ("hook",)),
 }
 SECTIONS: dict[str, dict[str, Metric]] = {
     "Results of requests": FOUND,

@@ -198,7 +198,7 @@ class ReopeningTier(Tier, Generic[Wrapped]):
         try:
             await settled(in_thread(self._keep_epoch, epoch))
         except Exception as error:  # on any error, nothing may be stored under this epoch
-            raise TierIoError(f"epoch {epoch} cannot be noted: {error}") from error
+            raise TierIoError(f"epoch {epoch} cannot be recorded: {error}") from error
 
     async def _ready(self) -> None:
         """Make sure that a tier is open, or raise its error."""
@@ -268,7 +268,7 @@ class ReopeningTier(Tier, Generic[Wrapped]):
             info.name,
             info.record_count,
             self._held,
-            "" if is_same else "; it is not the medium that failed, and begins empty",
+            "" if is_same else "; it is not the medium that failed, so it begins empty",
         )
 
 
@@ -295,6 +295,6 @@ def judge_epochs(found: int, noted: int) -> str:
         return ""
     return (
         f"its records are of epoch {found}, beyond epoch {noted} in the epoch file: the folder was "
-        "copied while its epoch changed, or that file is an older one, and the records may be of "
-        "other weights"
+        "copied while its epoch changed, or the epoch file is an older copy, so the records may "
+        "belong to other weights"
     )

@@ -258,7 +258,7 @@ class CudaCopyEngine(CopyEngine):
                 # if the GPU is unsupported or has no memory, batched calls do all copies
                 text = (
                     "kvtiers: the gather/scatter kernel cannot be used (%s: %s); small pages are "
-                    "slower"
+                    "copied more slowly"
                 )
                 logger.warning(text, type(error).__name__, error)
                 return None

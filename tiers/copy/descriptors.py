@@ -98,7 +98,7 @@ class DescriptorBuilder:
             if group.chunk_bytes > slot_stride:
                 raise ValueError(
                     f"a chunk of group {group.group} has {group.chunk_bytes} bytes, "
-                    f"a slot of the slab only {slot_stride}"
+                    f"but a slot of the slab has only {slot_stride}"
                 )
             self._layouts[group.group] = _layout(group)
 

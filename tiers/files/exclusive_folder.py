@@ -55,8 +55,9 @@ class ExclusiveFolder(RecordFiles):
             undo.callback(super().close)
             if self._exists(SHARED_NAME):
                 raise TierIoError(
-                    f"{path} is shared by engines, perhaps of other machines. Give this one "
-                    f'"shared": true or another path; if no engine uses it, remove {SHARED_NAME}'
+                    f"{path} is shared by other engines, perhaps on other machines. Set "
+                    f'"shared": true here, too, or use another path; if no engine uses it, remove '
+                    f"{SHARED_NAME}"
                 )
             self.found_epoch, trouble = self._judge_epoch()
             self.epoch, self.was_quarantined = self.found_epoch, bool(trouble)

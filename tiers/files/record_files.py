@@ -61,8 +61,7 @@ class RecordFiles:
         """Raise ``TierIoError`` if the folder was removed, or if another one is at its path."""
         if not self._is_here():
             raise TierIoError(
-                f"the folder {self._path} was removed or exchanged. Close the tier and open it "
-                "again"
+                f"the folder {self._path} was removed or replaced. Close the tier and open it again"
             )
 
     def _is_here(self) -> bool:

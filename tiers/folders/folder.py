@@ -81,7 +81,8 @@ def prepare(folder: Path, *, allow_network: bool = False) -> None:
 def _check_owner(folder: Path, found: os.stat_result) -> None:
     if found.st_uid != os.geteuid():
         raise FolderError(
-            f"{folder} belongs to user {found.st_uid}, this process runs as {os.geteuid()}. "
+            f"{folder} belongs to user {found.st_uid}, but this process runs as "
+            f"{os.geteuid()}. "
             "Use a folder that belongs to this user"
         )
     if found.st_mode & 0o022:

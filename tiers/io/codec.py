@@ -105,8 +105,8 @@ def read_key_file(path: Path) -> list[bytes]:
         what = f"can be read by others (mode {mode:04o})"
         raise KeyFileError(what, f"Run: chmod 600 {path}")
     if found.st_uid != os.geteuid():
-        what = f"belongs to uid {found.st_uid}, this process runs as uid {os.geteuid()}"
-        raise KeyFileError(what, "Give it to that user.")
+        what = f"belongs to uid {found.st_uid}, but this process runs as uid {os.geteuid()}"
+        raise KeyFileError(what, "Give it to the user of this process.")
     lines = content.split()
     if not lines or not all(map(_KEY.fullmatch, lines)):
         what = f"needs one or more lines of {2 * MASTER_KEY_BYTES} hexadecimal digits"

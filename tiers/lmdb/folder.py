@@ -120,7 +120,7 @@ def is_new(folder: Path) -> bool:
     if index_exists(folder):
         return False
     if is_not_ours(path):
-        raise IndexUnusableError(f"{path.name} is no file of ours")
+        raise IndexUnusableError(f"{path.name} was not written by kvtiers")
     if path.exists() and path.stat().st_size > ALIGNMENT and read_id(path) != _NO_ID:
         word = "is empty" if os.path.lexists(folder / lmdb_index.DATA_NAME) else "is missing"
         raise IndexUnusableError(
@@ -136,7 +136,7 @@ def check_partner(folder: Path, manifest: Manifest) -> None:
     if not os.path.lexists(path):
         raise IndexUnusableError(f"its {path.name} is missing")
     if is_not_ours(path):
-        raise IndexUnusableError(f"{path.name} is no file of ours")
+        raise IndexUnusableError(f"{path.name} was not written by kvtiers")
     if read_id(path) != manifest.file_id:
         raise IndexUnusableError(f"{path.name} is not the one that its index names")
 
@@ -146,9 +146,10 @@ def keep_good(index: LmdbIndex, expected: Expected, *, strict: bool) -> Recovere
     server. Those are deleted, or with ``strict`` they raise ``IndexUnusableError``."""
     found = recover(index.tables(), expected)
     if found.bad and strict:
-        raise IndexUnusableError(f"{len(found.bad)} records are incomplete or not ours")
+        what = f"{len(found.bad)} records are incomplete or belong to another server"
+        raise IndexUnusableError(what)
     if found.bad:
-        text = "kvtiers: dropped %d records in %s that are incomplete or not of this server"
+        text = "kvtiers: dropped %d records in %s that are incomplete or belong to another server"
         logger.warning(text, len(found.bad), index.path)
         index.apply_in_parts(Changes(edits=dict.fromkeys(found.bad)))
     return found

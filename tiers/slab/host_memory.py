@@ -109,7 +109,7 @@ def prefer_node(address: int, nbytes: int, node: int) -> bool:
     placement the machine is only slower, so a failure is logged as a warning."""
     number = _SYS_MBIND.get(platform.machine())
     if number is None:
-        logger.warning("kvtiers: NUMA placement is not known for %s", platform.machine())
+        logger.warning("kvtiers: NUMA placement is not supported on %s", platform.machine())
         return False
     words = (ctypes.c_ulong * (node // 64 + 1))()
     words[node // 64] = 1 << (node % 64)

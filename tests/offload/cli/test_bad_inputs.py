@@ -41,7 +41,7 @@ BAD: list[tuple[int, str, str]] = [
     (2, "inspect . --server a:b", "--server: is not the address of a server"),
     (2, "verify . --rate 8G", "--rate: has an ambiguous unit"),
     (2, "verify . --key-file /no/key", "/no/key: does not exist. Give --key-file"),
-    (2, "clear .", "is required without a terminal to ask on"),
+    (2, "clear .", "is required because there is no terminal to ask on"),
     (2, "clear . --unused-for soon --yes", '--unused-for: is not a time (got "soon")'),
     (2, "clear . --all --json", "--yes: is required with --json"),
     (2, "export . /no/such/file.kvt", "Name a file in a folder that exists"),

@@ -178,7 +178,7 @@ def test_clear_beside_a_writer(root: Path) -> None:
         (["--model", "x"], '--model: matches nothing (got "x"). Known: tiny/llama, tiny/qwen'),
         (["--unused-for", "7"], '--unused-for: is not a time (got "7"). Write 30s, 15m'),
         (["--all", "--json"], "--yes: is required with --json. Add --yes, or --dry-run to look"),
-        (["--all"], "--yes: is required without a terminal to ask on. Add --yes, or"),
+        (["--all"], "--yes: is required because there is no terminal to ask on. Add --yes, or"),
     ],
 )
 def test_bad_input_is_reported(root: Path, options: list[str], words: str) -> None:

@@ -47,7 +47,7 @@ def test_one_export_at_a_time_writes_a_file(tmp_path: Path) -> None:
             result = kvtiers("export", tmp_path / "a", tmp_path / "f", *options)
             assert (result.code, result.out) == (1, "")
             assert result.err == (
-                f"kvtiers export: another export is writing {part}. Wait for its end, or name "
+                f"kvtiers export: another export is writing {part}. Wait until it ends, or name "
                 "another file\n"
             )
         assert part.stat().st_size, "the second export truncated the file"
@@ -80,7 +80,7 @@ def test_an_export_that_ends_while_another_starts(
 
     real = fcntl.flock
     monkeypatch.setattr("fcntl.flock", lock)
-    words = "exists by now" if ended == "before it was opened" else "another export is writing"
+    words = "in the meantime" if ended == "before it was opened" else "another export is writing"
     with pytest.raises(ExportFileError, match=words), export_file(path, overwrite=False) as file:
         file.write(b"of the second")
     assert ended == "given up" or path.read_text() == "whole"

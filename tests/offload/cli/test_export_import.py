@@ -136,7 +136,7 @@ def test_an_export_interrupted_by_a_reset_leaves_no_file(
     monkeypatch.setattr(RateLimit, "spend", reset_once)
     result = kvtiers("export", tmp_path / "a", tmp_path / "f")
     assert result.code == 1
-    assert "was reset while it was exported" in result.err
+    assert "was reset during the export" in result.err
     assert [path.name for path in tmp_path.iterdir()] == ["a"]
 
 
@@ -317,7 +317,7 @@ def test_records_of_another_form_are_refused(
     monkeypatch.setattr("tests.offload.cli.rank_folders.RECORD_NAMESPACE", b"another form....")
     make_rank_folder(tmp_path / "b", range(2))
     result = kvtiers("import", tmp_path / "f", tmp_path / "b", "--json")
-    assert "another form" in result.json["rank_folders"][0]["refused"]
+    assert "another layout" in result.json["rank_folders"][0]["refused"]
 
 
 def test_a_full_store_reports_how_many_records_were_left_out(tmp_path: Path) -> None:

@@ -131,7 +131,7 @@ def test_the_hub_is_asked_about_a_name(hub: dict[str, str]) -> None:
     for name in ("org/model", "org/gated", "org/broken"):
         assert wrong_name(name, [], hub) is None, name
     hidden = wrong_name("org/hidden", [], hub)
-    assert what(hidden) == f"is not a folder, and {hub['HF_ENDPOINT']} shows no such model"
+    assert what(hidden) == f"is not a folder, and {hub['HF_ENDPOINT']} lists no such model"
     assert what(wrong_name("a/b/c", [], hub)).endswith("a possible name on the hub")
 
 

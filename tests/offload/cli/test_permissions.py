@@ -55,7 +55,7 @@ def test_an_unreadable_store_is_not_called_empty(
     with without_rights(root.parent if inside else root):
         result = kvtiers(*command)
     assert result.code == 2, result.err
-    assert "may not be read by this user. Run this as the user that the server" in result.err
+    assert "is not readable by this user. Run this as the user that the server" in result.err
     assert not result.out
 
 
@@ -95,4 +95,4 @@ def test_an_unreadable_export_is_reported(public_folder: Path) -> None:
             "import", closed / "blocks.kvt", public_folder / "b", "--capacity", "64MiB"
         )
     assert result.code == 2, result.err
-    assert "may not be read by this user" in result.err
+    assert "is not readable by this user" in result.err

@@ -107,7 +107,7 @@ FOLDERS: dict[str, tuple[Damage, str]] = {
     "a flipped manifest": (edited(MANIFEST_NAME, flipped), "is not a manifest"),
     "a changed manifest": (
         edited(MANIFEST_NAME, lambda content: content.replace(b'"a"', b'"b"')),
-        "its fields do not fit its namespace",
+        "its fields do not match its namespace",
     ),
     "no manifest": (removed(MANIFEST_NAME), "has no manifest"),
     "another's manifest": (with_the_manifest_of({"model": "b"}), "manifest of another namespace"),
@@ -131,9 +131,9 @@ LMDB: dict[str, tuple[Damage, str]] = {
         edited(f"{RANK}/{PAYLOAD_NAME}", lambda found: found[:8] + bytes(16) + found[24:]),
         "is not the one that its index names",
     ),
-    "no file of ours": (
+    "not written by kvtiers": (
         edited(f"{RANK}/{PAYLOAD_NAME}", lambda found: b"x" * 4096 + found[4096:]),
-        "is no file of ours",
+        "was not written by kvtiers",
     ),
     "another rank": (of_another_rank, ""),
 }

@@ -109,7 +109,7 @@ def test_the_users_own_configuration_is_left_alone(
     assert serve("m", flag).out == f"vllm serve m {shlex.quote(flag)}\n"
     assert serve("m", "--config", "f.yaml").out == "vllm serve m --config f.yaml\n"
     monkeypatch.setenv("KVTIERS_CPU", "64MiB")
-    assert "KVTIERS_CPU is not used together with --kv-transfer-config" in serve("m", flag).err
+    assert "KVTIERS_CPU is ignored because --kv-transfer-config" in serve("m", flag).err
     found = serve("m", flag, "--kv-cpu", "64MiB")
     assert found.code == 2
     assert "--kv-transfer-config: is given together with --kv-cpu. Give one of them" in found.err

@@ -255,9 +255,9 @@ def test_a_server_without_this_connector() -> None:
     server = Server()
     server.add(Gauge, "vllm:num_requests_running", 1)
     for page, words in (
-        (server.page, "vLLM's, but none of kvtiers. Start the server with"),
+        (server.page, "metrics of vLLM, but none of kvtiers. Start the server with"),
         ("", "no metrics of vLLM"),
-        ("vllm:x{ 3", "not a page of metrics"),
+        ("vllm:x{ 3", "does not contain Prometheus metrics"),
     ):
         with serving([page]) as address:
             result = kvtiers("top", address, "--once")
@@ -318,7 +318,7 @@ def test_a_port_without_a_web_server(answer: bytes) -> None:
         result = kvtiers("top", address, "--once", "--interval", "0")
         thread.join()
     assert result.code == 1
-    assert f"http://{address}/metrics answers, but not as a web server does" in result.err
+    assert f"http://{address}/metrics answers, but not like a web server" in result.err
 
 
 def test_invalid_numbers_are_treated_as_missing() -> None:

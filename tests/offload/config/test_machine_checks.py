@@ -89,7 +89,7 @@ def test_unwritable_files_are_reported_at_start(name: str, tmp_path: Path) -> No
 def test_both_recordings_cannot_be_one_file(tmp_path: Path) -> None:
     file = str(tmp_path / "x.jsonl")
     both = {"record_trace": file, "record_requests": file}
-    with pytest.raises(ConfigError, match="is the file of record_trace"):
+    with pytest.raises(ConfigError, match="is also the file of record_trace"):
         load_config({"cpu": {"capacity": "64MiB"}, **both})
 
 

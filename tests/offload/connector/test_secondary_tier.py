@@ -361,7 +361,7 @@ def test_a_server_waits_for_the_previous_one(
     previous.store(KEYS[0], 1)
 
     def end_it(record: logging.LogRecord) -> bool:
-        if "waiting for its end" in record.getMessage():
+        if "for it to end" in record.getMessage():
             previous.manager.shutdown()
         return True
 

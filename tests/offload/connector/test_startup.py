@@ -51,7 +51,7 @@ def test_each_tensor_of_a_list_of_states_is_part_of_the_identity() -> None:
 @pytest.mark.parametrize(
     ("given", "lines"),
     [
-        (True, ["kvtiers: --block-size was given; vLLM uses blocks of 32 and 64 tokens"]),
+        (True, ["kvtiers: vLLM uses blocks of 32 and 64 tokens instead of the given --block-size"]),
         (False, []),
     ],
 )

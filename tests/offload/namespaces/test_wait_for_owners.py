@@ -71,7 +71,7 @@ def test_the_first_process_of_a_new_server_waits_for_the_old_one(
         try:
             assert new.stderr is not None
             line = new.stderr.readline()
-            waiting = f"{tmp_path} is in use by pid {old.pid} (test): waiting for its end, up to"
+            waiting = f"{tmp_path} is in use by pid {old.pid} (test): waiting up to"
             assert waiting in line
             old.kill()
             _, rest = new.communicate(timeout=PATIENCE_S)
@@ -88,7 +88,7 @@ def test_a_worker_waits_for_the_claim_of_an_old_one(
         caplog.handler.addFilter(lambda record: old.kill() or True)
         with caplog.at_level(logging.WARNING, tier_folders.__name__):
             [spec] = places(tmp_path).specs()
-    assert "waiting for its end" in caplog.text
+    assert "for it to end" in caplog.text
     assert [owner.pid for owner in live_owners(tmp_path)] == [os.getpid()]
     assert spec.renew is not None
     spec.renew.args[1].close()

@@ -28,7 +28,7 @@ from tiers.testing import assert_holds, assert_misses, fetch, key_of, payload_of
 # -- faults of the medium --------------------------------------------------------------------
 
 
-GONE = r"removed or exchanged|cannot be read"
+GONE = r"removed or replaced|cannot be read"
 
 
 class Gate:

@@ -176,7 +176,7 @@ def test_latents_are_read_by_any_rank_with_any_layout() -> None:
         ),
         (mamba(32), ""),
     ],
-    ids=["kernel", "quantised", "state"],
+    ids=["kernel", "quantized", "state"],
 )
 def test_unknown_kernels_are_described_as_a_whole(spec, kernel: str) -> None:
     """Ranks of the same shape read such pages; all others are refused."""
