@@ -72,7 +72,7 @@ def test_the_charts_know_the_keys(name: str) -> None:
 @deployments
 def test_the_connector_accepts_the_configuration_and_the_volumes_hold_it(name: str) -> None:
     values, flags, [mount], memory = deployment(name)
-    assert all(isinstance(flag, str) for flag in flags), "the schemas want strings"
+    assert all(isinstance(flag, str) for flag in flags), "the schemas require strings"
     given = dict(zip(flags[::2], flags[1::2], strict=True))
     assert given["--prefix-caching-hash-algo"] == "sha256_cbor"
     transfer = json.loads(given["--kv-transfer-config"])

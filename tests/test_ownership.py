@@ -120,8 +120,8 @@ OF_NAMED_TUPLES = ("_replace", "_make", "_asdict", "_fields")
 
 
 def private_names_used(trees: dict[str, ast.Module]) -> list[str]:
-    """The private names of one module that another module imports, reads or calls. Names of a
-    single underscore are private."""
+    """The private names of one module that another module imports, reads or calls. Names that
+    begin with a single underscore are private."""
     owners: dict[str, set[str]] = defaultdict(set)
     for module, tree in trees.items():
         for scope in (tree, *classes_in(tree)):

@@ -66,7 +66,7 @@ def test_quoted_messages_are_in_the_code(page) -> None:
     assert [t for t in quoted if is_message(t) and t not in NOT_OURS and not in_code(t)] == []
 
 
-def test_what_is_no_message_of_ours_is_detected() -> None:
+def test_a_quote_that_is_not_a_message_of_ours_is_detected() -> None:
     for text in ("it was not asked", "the tiers go on", "tier lmdb is written always"):
         assert is_message(text)
         assert not in_code(text), text

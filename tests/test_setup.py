@@ -211,7 +211,7 @@ def test_a_failed_installation_shows_the_end_of_its_log(checkout: Path) -> None:
     assert not (checkout / ".venv/kvtiers.stamp").exists()
 
 
-def test_an_installation_that_cannot_be_imported_is_no_success(checkout: Path) -> None:
+def test_an_installation_that_cannot_be_imported_is_not_a_success(checkout: Path) -> None:
     done = set_up(checkout, more="repair_transformers() { false; }", KVTIERS_NO_UV="1")
     assert done.returncode == 1
     assert done.stderr.splitlines()[-1].startswith("run: transformers cannot be imported")

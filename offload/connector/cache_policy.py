@@ -61,7 +61,7 @@ class TierCachePolicy(CachePolicy):  # type: ignore[misc]  # vllm is untyped her
         self._policy.touch(list(keys))
 
     def on_store_miss(self, keys: Iterable[OffloadKey], req_context: ReqContext) -> None:
-        """Do nothing: the policies recognise a returning key without this hook."""
+        """Do nothing: the policies recognize a returning key without this hook."""
 
     def on_request_finished(
         self,

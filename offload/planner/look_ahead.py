@@ -46,7 +46,7 @@ AHEAD_STALE_S = 60.0
 the queue, the chunks read for it may be evicted."""
 AHEAD_RETRY_STEPS = 8
 """When no chunk can be evicted for a read ahead, the next attempt is made after this many steps, or
-when a job has ended: each attempt examines every chunk that must stay."""
+when a job has ended: each attempt examines every chunk that cannot be evicted."""
 NEAR_END_SHARE = 1 / 8
 """A request counts as read when at most this share of its chunks is still being read. Its load then
 waits for the rest."""

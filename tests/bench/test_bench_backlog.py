@@ -168,7 +168,9 @@ def test_a_kernel_that_cannot_slow_the_disk_gives_the_reason(
     assert list(tmp_path.iterdir()) == [], "a rate of 0 changes nothing"
 
 
-def test_a_folder_on_no_disk_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_a_folder_that_is_not_on_a_disk_is_named(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     monkeypatch.setattr(slow_disk, "DEVICES", tmp_path)
     with pytest.raises(SlowDiskError, match="not on a block device"):
         SlowDisk(tmp_path, 1)

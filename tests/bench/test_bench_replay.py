@@ -73,7 +73,7 @@ def test_real_engines_hit_what_the_simulator_predicts(trace: Path, tmp_path: Pat
 # -- requests --------------------------------------------------------------------------------------
 
 
-def test_requests_are_shortened_and_arrive_from_zero_on(trace: Path) -> None:
+def test_requests_are_shortened_and_arrive_from_time_zero(trace: Path) -> None:
     config = Config(trace=str(trace), requests=4, rate=2, prompt_blocks=3, answer_tokens=10)
     found = replay.requests_of(config)
     assert found.block_tokens == BLOCK_TOKENS
@@ -105,7 +105,7 @@ def test_without_a_trace_there_are_requests_that_share_prefixes() -> None:
     assert max(request.block_count for request in found.requests) <= config.prompt_blocks
 
 
-def test_a_file_that_is_no_trace_is_named(tmp_path: Path) -> None:
+def test_a_file_that_is_not_a_trace_is_named(tmp_path: Path) -> None:
     path = tmp_path / "none.jsonl"
     path.write_text("{}\n")
     done = CliRunner().invoke(build(), ["replay", str(path)])

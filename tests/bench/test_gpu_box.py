@@ -140,7 +140,7 @@ def test_a_probe_without_a_verdict_is_repeated(tmp_path: Path, status: str) -> N
     assert results(out)["a"]["status"] == "ok"
 
 
-def test_the_end_of_the_budget_is_no_verdict(
+def test_the_end_of_the_budget_is_not_a_verdict(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A probe that its own limit stops has failed. A probe is not begun in the last seconds."""
@@ -176,7 +176,7 @@ def test_dangerous_probes_wait_for_all_that_can_still_run(tmp_path: Path) -> Non
     assert "never" not in results(out)
 
 
-def test_a_name_that_is_no_probe_is_refused(tmp_path: Path) -> None:
+def test_a_name_that_is_not_a_probe_is_refused(tmp_path: Path) -> None:
     plan = schedule(tmp_path / "plan.toml", ("a", "pass", 60, []))
     done = box("run", tmp_path / "out", "b", "--schedule", plan)
     assert done.returncode == 2

@@ -75,7 +75,7 @@ def test_other_tokens_are_a_problem_in_every_phase(
 
 
 @DEMOS
-def test_an_answer_that_cannot_be_compared_is_no_problem_if_others_can(
+def test_an_answer_that_cannot_be_compared_is_not_a_problem_if_others_can(
     verdict: Verdict, rows: list[Row]
 ) -> None:
     uncompared = [replace(one, turn=2, tokens_equal=None) for one in rows]

@@ -63,7 +63,7 @@ class Counted(Server):
 
 
 SOURCE = random.Random(0)
-"""Of hashes; a fixture starts it again for each test."""
+"""A source of different hashes; a fixture restarts it for each test."""
 
 
 @pytest.fixture(autouse=True)

@@ -121,7 +121,7 @@ def _world(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> World:
     return make
 
 
-def test_nobody_waits_behind_requests_that_wait_for_reads(world: World) -> None:
+def test_no_request_waits_behind_requests_that_wait_for_reads(world: World) -> None:
     """Two prompts on disk would hold all blocks; new prompts behind them are answered in the
     meantime."""
     last = {}
@@ -165,7 +165,7 @@ def test_a_request_that_waits_holds_no_blocks_and_begins_with_all_that_was_read(
 @pytest.mark.parametrize(
     ("prompts", "new", "reads_per_step"), [(1, 1, 1), (2, 3, 16), (PROMPTS, 0, 1)]
 )
-def test_without_need_nobody_waits(
+def test_no_request_waits_without_need(
     prompts: int, new: int, reads_per_step: int, world: World
 ) -> None:
     """There are blocks for all requests in the queue, or the reads are short, or all requests wait
@@ -190,7 +190,7 @@ def test_a_disk_that_was_not_measured_is_loaded_from(world: World) -> None:
         served.run()
 
 
-def test_a_disk_that_hangs_delays_nobody_for_longer_than_the_deadline(world: World) -> None:
+def test_a_disk_that_hangs_delays_no_request_beyond_the_deadline(world: World) -> None:
     """The disk's requests begin with the chunks that have arrived; the rest is computed."""
     with world("always", load_timeout_s=2.0) as served:
         served.begin(prompts_of(1, TOKENS), reads_per_step=1)
@@ -222,7 +222,7 @@ def test_what_was_read_before_the_deadline_is_loaded(world: World) -> None:
         served.run()
 
 
-def test_nobody_starves_behind_requests_that_come_later(world: World) -> None:
+def test_no_request_starves_behind_requests_that_come_later(world: World) -> None:
     """New requests arrive in every step while a request waits for a slow disk."""
     with world("always") as served:
         served.begin(prompts_of(2, TOKENS), reads_per_step=0.5)

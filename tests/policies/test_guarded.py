@@ -175,7 +175,7 @@ def test_slow_on_average_is_a_fault_too() -> None:
 
 
 @pytest.mark.parametrize(("pause_keys", "kept"), [(1_000, False), (70_000, True)])
-def test_calls_that_are_slow_now_and_then_are_no_fault(pause_keys: int, kept: bool) -> None:
+def test_calls_that_are_occasionally_slow_are_not_a_fault(pause_keys: int, kept: bool) -> None:
     """A garbage collection looks like work of the policy."""
     slow = Slow()
     policy = GuardedPolicy(slow, cpu_clock=slow.clock)
@@ -257,7 +257,7 @@ def test_a_policy_that_waits_again_and_again_is_replaced() -> None:
     assert len(policy) == 16
 
 
-def test_waits_between_calls_that_do_not_wait_are_no_fault() -> None:
+def test_waits_between_calls_that_do_not_wait_are_not_a_fault() -> None:
     class Sometimes(FifoPolicy):
         seconds = 0.0
 

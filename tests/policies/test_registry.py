@@ -179,7 +179,7 @@ def _range_of(annotation: object) -> Range | None:
 def test_every_option_has_a_range_and_works_at_its_ends(
     name: str, option: str, limits: Range | None
 ) -> None:
-    assert limits is not None, "a wrong value would be found out by a request"
+    assert limits is not None, "otherwise a request would reveal the wrong value"
     make = make_admission if name in admission_names() else make_policy
     whole = isinstance(limits.low, int) and option in WHOLE
     needed = {"bytes_per_s": 1.0} if name == "write-budget" else {}

@@ -74,7 +74,7 @@ class Engine(Server):
         self._enter(request)
 
     def _enter(self, request: Request) -> None:
-        """Tell look-ahead what a waiting request will load at most, or tell it again."""
+        """Report to look-ahead, perhaps repeatedly, all that a waiting request may load."""
         chain = request.chain[:-1]
         if chain and not request.failed and self.planner.look_ahead.is_on:
             batches = [self._keys_wanted(chain, group) for group in GROUPS]

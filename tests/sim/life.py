@@ -35,8 +35,8 @@ HOPELESS_S = (FAILURES + 2) * LIMITS.tier_timeout_s
 
 
 class ServerLife(Engine):
-    """See the module. ``run`` lives through this number of steps, comes to rest and audits what is
-    left. ``hits`` counts restored chunks by where they came from, ``events`` what happened."""
+    """A simulated world (see the module). ``run`` takes this number of steps, lets all work end and
+    audits what is left. ``hits`` counts restored chunks by source, ``events`` what happened."""
 
     async def run(self, steps: int) -> int:
         """Run the world to its end; return the number of loop iterations."""

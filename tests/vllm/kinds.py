@@ -114,7 +114,7 @@ def show_stored_and_restored(kind: Kind, expected: Expected, folder: Path, tmp: 
         expected = expected.that_were_cut_alike(answers)
         compare_outputs(answers, expected.cold)
         if len(expected.cold) == len(answers):
-            assert stored == expected.blocks, "computed blocks have other bytes than without us"
+            assert stored == expected.blocks, "computed blocks differ from those of plain vLLM"
         settle(engine)
         restore_and_compare(engine, expected, stored, "cpu")
         engine.call(on_workers, verified.stop)

@@ -19,7 +19,7 @@ MIB = 1024 * KIB
 
 
 def aligned(payload_bytes: int) -> Buffer:
-    """Return an uninitialised buffer whose address is a multiple of ``ALIGNMENT``."""
+    """Return an uninitialized buffer whose address is a multiple of ``ALIGNMENT``."""
     raw = np.empty(payload_bytes + ALIGNMENT, np.uint8)
     start = -raw.ctypes.data % ALIGNMENT
     return raw[start : start + payload_bytes]

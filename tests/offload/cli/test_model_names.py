@@ -92,7 +92,7 @@ def test_a_model_is_a_folder_with_a_readable_configuration(tmp_path: Path) -> No
         assert what(wrong_path(str(folder), [])).startswith(f"has a {name} that is not JSON (")
 
 
-def test_a_file_is_no_model_unless_it_may_be_one(tmp_path: Path) -> None:
+def test_a_file_is_not_a_model_unless_it_may_be_one(tmp_path: Path) -> None:
     for name, expected in (("config.json", "is a file"), ("model.gguf", None)):
         (tmp_path / name).write_text("{}")
         found = wrong_path(str(tmp_path / name), [])
@@ -117,7 +117,7 @@ def test_the_intended_folder_is_named(tmp_path: Path) -> None:
     assert found[1].startswith("It is an adapter: give its base model")
 
 
-def test_a_relative_folder_is_no_name_on_the_hub(
+def test_a_relative_folder_is_not_a_name_on_the_hub(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)

@@ -139,7 +139,7 @@ def test_the_hub_is_asked_about_the_name_before_vllm_starts(
 ) -> None:
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
     monkeypatch.setattr(model_names, "HUB_PATIENCE_S", PATIENCE_S)
-    assert serve("nobody/none", "--kv-cpu", "64MiB").code == 0, "a dry run asks nobody"
+    assert serve("nobody/none", "--kv-cpu", "64MiB").code == 0, "a dry run must not ask the hub"
 
     def started(*command: object) -> None:
         raise SystemExit(99)
@@ -159,7 +159,7 @@ def test_the_users_own_hash_function_takes_precedence() -> None:
     assert serve("m", *flags).out.count("hash-algo") == 1
 
 
-def test_all_spellings_of_vllm_flags_are_recognised() -> None:
+def test_all_spellings_of_vllm_flags_are_recognized() -> None:
     for flags in (["--a-b", "1"], ["--a_b=1"], ["--a-b.c", "1"], ["--a_b.c=1"]):
         assert has_flag(flags, "--a-b")
     assert not has_flag(["--a-bc"], "--a-b")

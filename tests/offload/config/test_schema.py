@@ -208,7 +208,7 @@ def test_a_configuration_can_be_sent_to_workers() -> None:
     assert pickle.loads(pickle.dumps(config)) == config
 
 
-def test_paths_are_normalised() -> None:
+def test_paths_are_normalized() -> None:
     config = parse_config({**cpu(), "tiers": [tier(path="//var//cache/./kv/")]})
     assert config.tiers[0].path == "/var/cache/kv"
 

@@ -164,7 +164,7 @@ def holds(world: VllmTiering, numbers: range) -> None:
         assert (data == number + 1).all(), f"chunk {number} has other bytes"
 
 
-def test_chunks_that_left_the_primary_tier_are_restored_also_after_a_restart(
+def test_chunks_that_left_the_primary_tier_are_restored_even_after_a_restart(
     tmp_path: Path,
 ) -> None:
     with world_at(tmp_path / "kv") as world:
@@ -233,7 +233,7 @@ def test_without_a_known_identity_the_blocks_are_for_one_engine(
     assert "stored blocks are not used after a restart" in caplog.text
 
 
-def test_a_reset_forgets_permanently(tmp_path: Path) -> None:
+def test_a_reset_discards_records_permanently(tmp_path: Path) -> None:
     with world_at(tmp_path / "kv") as world:
         for number in range(6):
             world.store(KEYS[number], number + 1)

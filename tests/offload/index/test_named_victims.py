@@ -1,4 +1,4 @@
-"""Evictions while half of a tier must stay: the right victims, for a bounded number of tests."""
+"""Evictions while half of a tier is protected: the right victims, for a bounded number of tests."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ IN_ORDER_OF_USE = ("adaptive", "arc", "fifo", "leaf-lru", "lru", "slru", "ttl", 
 
 
 class Yours(EvictionPolicy):
-    """A user's policy, which knows nothing of keys that must stay."""
+    """A user's policy, which knows nothing of protected keys."""
 
     def __init__(self) -> None:
         self._order: dict[Hashable, None] = {}

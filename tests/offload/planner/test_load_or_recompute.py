@@ -235,7 +235,7 @@ def test_a_tier_is_measured_by_all_that_it_delivers_during_a_load() -> None:
     assert break_even.pays
 
 
-def test_a_short_load_behind_long_ones_is_no_sample() -> None:
+def test_a_short_load_behind_long_ones_is_not_a_sample() -> None:
     break_even = LoadOrRecompute(prefill_of(1000))
     for _ in range(SAMPLES_MIN):
         break_even.observe_load(TOKENS_MIN - 1, 1.0, 0.0, before=TOKENS)

@@ -160,7 +160,7 @@ def test_the_saved_time_is_that_of_reads_that_were_used_and_not_late() -> None:
     assert queue.ahead.counts._took_s == {}, "nothing is kept for chunks that no request waits for"
 
 
-def test_an_heir_saves_the_time_of_what_was_read_for_another() -> None:
+def test_chunks_that_were_read_for_another_request_save_their_read_time() -> None:
     queue = Queue()
     queue.wait("one", range(10), 1)
     queue.wait("two", range(5, 10), 2)
@@ -222,7 +222,7 @@ def test_a_request_is_late_only_if_others_overtake_it_after_its_read() -> None:
 
 
 def test_the_next_request_keeps_its_chunks_while_others_write_long_answers() -> None:
-    """Nobody leaves the queue for minutes, so nobody overtakes it."""
+    """No request leaves the queue for minutes, so none overtakes it."""
     queue = Queue(share=0.5)
     queue.wait("next", range(10), 1)
     queue.step()

@@ -50,7 +50,7 @@ def test_space_that_is_free_goes_to_the_head_of_the_queue_whatever_its_priority(
 def test_a_cpu_tier_that_can_evict_nothing_is_searched_once(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Each search examines every chunk that must stay."""
+    """Each search examines every chunk that cannot be evicted."""
     queue = Queue()
     fill(queue, FILLED)
     queue.planner.cpu.pin(list(map(key_of, FILLED)))

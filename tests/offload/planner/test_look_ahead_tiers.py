@@ -30,7 +30,7 @@ def test_a_tier_whose_reads_hang_takes_nothing_from_another(
     queue.end(tiers=[1])
     assert queue.step() == [18, 19]
     queue.end(tiers=[0])
-    assert queue.step() == [4, 5, 6, 7], "it goes on when it answers"
+    assert queue.step() == [4, 5, 6, 7], "the tier must be read again once it answers"
     queue.end()
     assert queue.step() == [8, 9]
 

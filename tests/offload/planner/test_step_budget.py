@@ -244,7 +244,7 @@ def test_chunks_evicted_for_one_that_still_does_not_fit_are_deleted() -> None:
 
 
 def test_chunks_without_space_in_a_tier_are_skipped_step_by_step() -> None:
-    """Thousands of chunks wait for a tier in which every chunk must stay."""
+    """Thousands of chunks wait for a tier in which no chunk can be evicted."""
     bed = Bed(1, disk_chunks=50)
     (disk,), (queue,) = bed.lower, bed.planner.write_through.queues
     disk.recover(JUNK[:50], [EntryInfo(size_bytes=SIZE)] * 50)

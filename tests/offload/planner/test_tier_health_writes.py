@@ -67,7 +67,7 @@ def test_a_hung_first_write_pins_only_its_own_chunks() -> None:
     assert len(write_through.keys) == 32
 
 
-def test_the_first_write_is_one_job_also_with_two_groups() -> None:
+def test_the_first_write_is_one_job_even_with_two_groups() -> None:
     planner = make(groups=(GROUP, 1))
     break_writes(planner)
     planner.tick(WAIT_S)

@@ -187,7 +187,7 @@ def test_a_request_that_fills_the_tier_does_not_stop_others() -> None:
 def test_after_two_requests_without_a_victim_the_step_searches_no_more(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Every chunk must stay, so not every running request may examine all of them in every step."""
+    """No chunk can be evicted; not every running request may examine all of them in each step."""
     line, keys = full_of_its_own(0.0)
     line.planner.cpu.retention.register_client_pins(frozenset(keys))
     searches = []

@@ -172,7 +172,7 @@ def test_without_break_even_a_request_waits_behind_other_loads() -> None:
         ([20, 20], 5 + 3),
     ],
 )
-def test_of_a_long_prefix_the_part_is_loaded_that_can_be_read_in_time(
+def test_the_part_of_a_long_prefix_that_can_be_read_in_time_is_loaded(
     others: list[int], loaded: int
 ) -> None:
     """Twenty-five chunks lie below the CPU tier, which holds five; ten can be read in time."""

@@ -52,7 +52,7 @@ def pins_without_bound(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(_TierPins, "__init__", endless)
 
 
-def high_is_not_recognised(patch: pytest.MonkeyPatch) -> None:
+def high_is_not_recognized(patch: pytest.MonkeyPatch) -> None:
     patch.setattr("offload.planner.stores.HIGH", "another word")
 
 
@@ -87,7 +87,7 @@ MUTANTS: dict[str, tuple[Patch, Callable[[], None]]] = {
         served.test_low_priority_may_use_half_of_the_load_budget,
     ),
     "high priority does not pass": (
-        high_is_not_recognised,
+        high_is_not_recognized,
         served.test_high_priority_passes_admission_but_not_the_write_budget,
     ),
     "pins never end": (

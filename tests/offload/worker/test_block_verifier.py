@@ -172,7 +172,7 @@ def order(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> No
 
 
 @pytest.mark.usefixtures("order")
-def test_a_reset_voids_all_earlier_digests_also_after_a_restart(tmp_path: Path) -> None:
+def test_a_reset_voids_all_earlier_digests_even_after_a_restart(tmp_path: Path) -> None:
     """This covers digests of this engine, of one that ended before, and of one that runs beside
     it."""
     ended, table, beside = opened(tmp_path), opened(tmp_path), opened(tmp_path)

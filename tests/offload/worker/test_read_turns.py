@@ -67,7 +67,7 @@ async def test_a_read_ahead_does_not_begin_beside_a_read_that_a_request_waits_fo
     assert reads.order[-1] == "ahead3"
 
 
-async def test_of_one_plan_the_read_that_a_request_waits_for_begins_first() -> None:
+async def test_within_a_plan_the_read_that_a_request_waits_for_begins_first() -> None:
     """Reads ahead come first in a plan, so that its loads can join them."""
     reads = Reads()
     for name, slot in (("ahead", 0), ("joined", 1), ("awaited", 2)):

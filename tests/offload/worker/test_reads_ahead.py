@@ -168,7 +168,7 @@ def test_a_read_ahead_that_is_given_up_does_not_wait_for_its_turn() -> None:
     run_virtually(given_up_behind_a_busy_disk())
 
 
-def test_a_read_ahead_that_is_late_is_no_late_load() -> None:
+def test_a_late_read_ahead_is_not_a_late_load() -> None:
     run_virtually(late_on_a_disk_that_hangs())
 
 

@@ -130,7 +130,9 @@ async def test_an_encrypted_tier_contains_no_plain_text(tmp_path: Path, encrypte
     assert np.array_equal(back, data)
 
 
-async def test_an_epoch_begun_elsewhere_forgets_also_after_recovery_off(tmp_path: Path) -> None:
+async def test_an_epoch_begun_elsewhere_discards_records_even_after_recovery_off(
+    tmp_path: Path,
+) -> None:
     """The scheduler raises the epoch in the file; the tier may be killed before it gets the
     reset."""
     key = b"k" * 36

@@ -121,7 +121,7 @@ def test_a_tier_that_cancels_a_call_itself_does_not_cancel_the_caller() -> None:
     assert watched.total == Observed(writes_failed=1)
 
 
-def test_every_late_period_is_a_failure_and_a_late_end_is_no_success() -> None:
+def test_every_late_period_is_a_failure_and_a_late_end_is_not_a_success() -> None:
     watched = Watched()
     assert run_virtually(watched.monitor.read(answer([OK], 3.5), 1)) == [OK]
     assert watched.total == Observed(reads_failed=3)

@@ -51,7 +51,7 @@ def test_ends_of_sessions_help() -> None:
     assert hinted > 1.1 * without
 
 
-def test_a_lying_hint_loses_its_effect() -> None:
+def test_a_false_hint_loses_its_effect() -> None:
     """Every request claims that its session is over, which must be as good as no hint at all."""
     trace = _chat(3)
     lies = [
@@ -78,8 +78,8 @@ def test_is_lru_before_anything_is_learned() -> None:
 
 
 def test_returns_to_lru_when_the_workload_changes() -> None:
-    """After conversations that density order serves better come prompts that are sent three times
-    in a row, for which only recency counts."""
+    """First conversations, which density order serves better; then prompts that are sent three
+    times in a row, for which only recency counts."""
     before = _chat(4)
     repeats = [Request(1e6 + turn, 160, ((10**9 + turn // 3 * 10, 10),)) for turn in range(6000)]
     log: list[int] = []

@@ -32,7 +32,7 @@ def traces() -> list[Trace]:
 
 
 def gains(policy: str, upper: float, lower: float) -> tuple[float, float]:
-    """By how much look-ahead raises the hits of both tiers, and those of the upper tier alone.
+    """Return the gain of look-ahead in hits of both tiers, and in hits of the upper tier alone.
     ``upper`` and ``lower`` are shares of all blocks."""
     both, above = [], []
     for trace in traces():

@@ -79,7 +79,7 @@ def test_an_answer_waits_while_prompts_are_computed() -> None:
     assert found["ttft_mean_s"] == close(sum(ttft) / 4)
 
 
-def test_an_answer_goes_on_slowly_while_a_long_prompt_is_computed() -> None:
+def test_an_answer_continues_slowly_while_a_long_prompt_is_computed() -> None:
     """A step takes 0.2 s. Beside a prompt of 20 steps the answer of 9 more tokens ends after 9 of
     them, and the third request begins."""
     speeds = Speeds(prefill=5 * STEP_TOKENS, decode=50, read=1, in_flight=2)

@@ -144,7 +144,7 @@ def test_a_bad_file_is_reported_with_its_fault(tmp_path, text, complaint) -> Non
     assert complaint in str(caught.value)
 
 
-def test_a_file_that_is_no_text_has_no_line(tmp_path) -> None:
+def test_a_file_that_is_not_text_has_no_line(tmp_path) -> None:
     path = tmp_path / "bad.jsonl.gz"
     whole = gzip.compress(b"\n".join(b"%d" % (number**9) for number in range(9999)))
     damaged = whole[:10] + b"\xff" * 100

@@ -79,7 +79,7 @@ async def test_an_older_copy_with_older_weights_begins_empty(disk: Disk) -> None
     assert disk.kept == disk.tier.stats()["epoch"] == 3
 
 
-async def test_a_few_missing_records_are_misses_and_no_loss(disk: Disk) -> None:
+async def test_a_few_missing_records_are_misses_and_not_a_loss(disk: Disk) -> None:
     await disk.tier.reset(7)
     await put(disk.tier, KEYS, SIZE)
     shutil.copytree(disk.path, disk.elsewhere / "tier")  # the present state

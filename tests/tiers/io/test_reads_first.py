@@ -67,7 +67,7 @@ def next_of(events: Events, count: int) -> list[str]:
     return sorted(events.get(timeout=PATIENCE_S) for _ in range(count))
 
 
-def test_beside_a_read_one_write_at_a_time_goes_on() -> None:
+def test_beside_a_read_one_write_at_a_time_continues() -> None:
     order, events = order_with()
     with order.reading():
         writes = Writes(order, events)

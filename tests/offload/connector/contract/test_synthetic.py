@@ -256,7 +256,7 @@ def test_each_kind_of_break_is_named_with_its_place(snapshot: Contract, name: st
     assert has_gone or place in named[0].places
 
 
-def test_a_definition_that_moves_is_no_break_if_its_name_is_still_imported(
+def test_a_definition_that_moves_is_not_a_break_if_its_name_is_still_imported(
     snapshot: Contract,
 ) -> None:
     moved = dict(VLLM)
@@ -283,7 +283,7 @@ def test_a_version_is_compared_with_the_nearest_tested_one() -> None:
     assert nearest_tested((0, 33)) == nearest_tested((0, 99)) == (0, 33)
 
 
-def test_an_optional_parameter_of_a_function_is_no_break(snapshot: Contract) -> None:
+def test_an_optional_parameter_of_a_function_is_not_a_break(snapshot: Contract) -> None:
     change = ("align: int = 8", "align: int = 8, strict: bool = False")
     assert (
         compared(snapshot, Edited(Texts("vllm", VLLM), {"vllm/config/whole.py": (change,)})) == []
