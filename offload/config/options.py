@@ -171,7 +171,7 @@ TOP_FIELDS = (
         "max_inflight_load",
         size(),
         None,
-        "Maximum bytes of concurrent loads; beyond it a hit counts as a miss.",
+        "Maximum bytes of concurrent loads; a hit beyond it counts as a miss.",
         "half of `cpu.capacity`",
     ),
     Field(
@@ -186,14 +186,14 @@ TOP_FIELDS = (
         "load_timeout_s",
         number(0.001, 600, " s"),
         10.0,
-        "Maximum time of one load; after it the prefix is recomputed.",
+        "Maximum time of one load; after this time the prefix is recomputed.",
     ),
     Field(
         "fence_timeout_s",
         number(0.001, 60, " s"),
         5.0,
         "Maximum time that a step waits for stores still reading blocks that vLLM is about to "
-        "reuse; after it these stores are abandoned.",
+        "reuse; after this time these stores are abandoned.",
     ),
     Field(
         "max_load_gpu_share",
