@@ -371,7 +371,7 @@ def run(config: Config, progress: Progress) -> Report:
             "which these decode.",
             "all hooks of a step: the sum of arrival, lookup, allocation and the step's plan. "
             "pickle and unpickle are excluded, because they run only with several ranks. first "
-            "lookup: all steps that it takes; lookup: a repeated one, as for a waiting request.",
+            "lookup: the sum of all its steps; lookup: one that is repeated for a waiting request.",
         ],
     )
     gc.disable()  # vLLM freezes its heap and collects rarely

@@ -224,7 +224,7 @@ class GuardedPolicy(EvictionPolicy):
         waits = self._waits[call] = self._waits.get(call, 0) + 1
         if waits == _WAITS_MAX and not self.faults:
             last = f"the last for {waited_s:.3f} s"
-            self._fall_back(f"{waits} calls of {call} in a row waited, {last}")
+            self._fall_back(f"{waits} consecutive calls of {call} waited, {last}")
 
     def _fall_back(self, reason: str) -> None:
         """Replace the policy by LRU over ``members``, in their order."""

@@ -53,7 +53,7 @@ def trees_of(*packages: str) -> dict[str, ast.Module]:
     return {module_of(path): tree_of(path) for path in python_files(*packages)}
 
 
-def test_a_name_of_a_number_has_one_value_in_a_package() -> None:
+def test_a_numeric_constant_has_one_value_in_a_package() -> None:
     assert numbers_named_twice(trees_of(*PRODUCT)) == {}
 
 

@@ -34,8 +34,8 @@ YEARS = 5.0
 MixText = Annotated[
     str,
     typer.Option(
-        help="Simulated requests instead of a trace, e.g. users=200,turns=6. Further names: gap "
-        "and hours, and system, prompt and answer (in tokens)."
+        help="Simulated requests instead of a trace, e.g. users=200,turns=6. Other names: gap, "
+        "hours, system, prompt, answer (the last three in tokens)."
     ),
 ]
 Prefill = Annotated[

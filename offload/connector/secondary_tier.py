@@ -204,8 +204,8 @@ class LmdbSecondaryTier(SecondaryTierManager):  # type: ignore[misc]  # vllm is 
             self._loop.call(self._new_epoch(), RESET_TIMEOUT_S)
         except (TierError, TimeoutError) as error:
             logger.error(
-                "kvtiers: %s could not be reset and is not used until a reset succeeds. If the "
-                "server is restarted before, delete %s first: %r",
+                "kvtiers: %s could not be reset and is not used until a reset succeeds. If you "
+                "restart the server before that, delete %s: %r",
                 *(self.tier_type, self._folder, error),
             )
             return

@@ -358,7 +358,7 @@ class TierIndex:
         if not set(self._victims) <= set(self._resident):
             problems.append("a victim is named that is not resident")
         if not set(self._infos) <= set(self._filling):
-            problems.append("infos of keys that are not filling")
+            problems.append("keys have infos but are not filling")
         if not set(self._pins) <= set.union(*states):
             problems.append("a pinned key is absent")
         if not set(self._doomed) <= set(self._pins):

@@ -287,8 +287,8 @@ class Verifier:
         if not self.broken:
             self.broken = True
             logger.error(
-                "kvtiers: verify: stopped; loads are no longer compared, but "
-                "counted in unverified_chunks: %r",
+                "kvtiers: verify has stopped: loads are not compared any more, and "
+                "count in unverified_chunks: %r",
                 error,
             )
 

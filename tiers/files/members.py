@@ -149,8 +149,8 @@ class LiveEngines:
             self.now_ns = found.st_mtime_ns
 
     def is_alive(self, name: str) -> bool:
-        """Return True if an engine is alive, as far as is known; False for any other name. An
-        engine whose state cannot be read now counts as alive."""
+        """Return True if the engine of this name is alive, or if its state cannot be read now.
+        Returns False for a name that is not an engine's."""
         match = _NAME.fullmatch(name)
         if match is None:
             return False

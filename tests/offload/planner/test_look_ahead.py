@@ -187,7 +187,7 @@ def test_what_a_request_lost_before_it_left_is_wasted() -> None:
     assert not queue.ahead.counts._wasted
 
 
-def test_what_was_read_for_a_request_that_leaves_goes_to_the_next_that_wants_it() -> None:
+def test_chunks_read_for_a_request_that_leaves_pass_to_the_next_that_wants_them() -> None:
     queue = Queue()
     queue.wait("one", range(10), 1)
     queue.wait("two", range(5, 15), 2)

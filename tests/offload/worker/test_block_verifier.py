@@ -416,7 +416,7 @@ async def test_nothing_counts_as_compared_after_an_error(
         assert (await load_again(rank)).bad == frozenset()
         assert counts(rank) == (2, 0, 2)
         assert verifier.broken
-        assert caplog.text.count("verify: stopped") == 1
+        assert caplog.text.count("verify has stopped") == 1
 
 
 async def test_digests_are_forgotten_with_the_weights() -> None:

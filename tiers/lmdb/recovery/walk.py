@@ -160,7 +160,7 @@ class _Walk:
     def _free_lists(self, nodes: Nodes) -> Iterator[Numbers]:
         """The page numbers in these nodes. Each entry: transaction -> count u64, then page numbers
         in descending order."""
-        require(not (nodes.flags & ~BIG_DATA).any(), "a list of free pages with flags")
+        require(not (nodes.flags & ~BIG_DATA).any(), "a list of free pages that has flags")
         everything = np.arange(nodes.at.size)
         for node, key in zip(everything.tolist(), nodes.keys(everything), strict=True):
             require(1 <= _number(key) <= self._file.meta.transaction, "a future transaction")

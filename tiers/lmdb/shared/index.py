@@ -88,7 +88,7 @@ class State:
         self.common = epoch
 
     def rebuild(self, records: int, free_pages: int, next_use: int) -> None:
-        """Set the sums over tables that were just rebuilt. Reservations are dropped."""
+        """Set the totals after the tables were rebuilt. No reservation is left."""
         self.rolled_back += self.reserved
         self.records, self.reserved = records, 0
         self.free_pages, self.next_use = free_pages, next_use
