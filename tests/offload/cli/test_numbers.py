@@ -63,7 +63,7 @@ def inexact_values(text: str) -> list[str]:
     return [value for pair in found for value in pair if value and not VALUES.fullmatch(value)]
 
 
-def test_messages_print_exactly_only_what_a_user_types() -> None:
+def test_only_what_a_user_types_is_printed_as_an_exact_size() -> None:
     files = [path for path in (ROOT / "offload").rglob("*.py") if path.name != "sizes.py"]
     wrong = {path.name: found for path in files if (found := inexact_values(path.read_text()))}
     assert wrong == {}
