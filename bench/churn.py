@@ -58,8 +58,8 @@ def run(config: Config, progress: Progress) -> Report:
         notes=[
             f"GB/s: median of {TENTHS} parts; last / first: speed of the last part divided by "
             "that of the first.",
-            "worst / first: speed of the slowest part divided by that of the first; the value of raw "
-            "shows how noisy the disk was.",
+            "worst / first: speed of the slowest part divided by that of the first; the value of "
+            "raw shows how noisy the disk was.",
             "bytes on disk: size of the system's files at the end, relative to the blocks that "
             "fit.",
             *(f"Not measured: {name}." for name in config.systems if name not in names),
