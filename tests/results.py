@@ -57,7 +57,7 @@ class Results:
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         """A test has failed if its set-up, its call or its tear-down has failed."""
-        if report.when == "call" or not report.passed:  # a set-up alone is no test
+        if report.when == "call" or not report.passed:  # a set-up alone is not a test
             self._outcomes[report.nodeid] = report.outcome
         self._note_need(report)
 

@@ -46,8 +46,9 @@ _DEAD = 0.2
 """A span counts as dead if its worth is less than this share of the average."""
 _RESCORE_BLOCKS = 512
 _RESCORES = 4
-"""The policy recomputes all scores this many times while requests touch as many keys as the tier
-holds, but at most once every ``_RESCORE_BLOCKS`` keys."""
+"""The number of times that the policy recomputes all scores per turnover, that is, while requests
+touch as many keys as the tier holds. It recomputes them at most once every ``_RESCORE_BLOCKS``
+keys."""
 _WAITING_MAX = 4096
 """With more spans than this, the policy learns from a systematic sample, so that no request is
 delayed for long."""

@@ -81,9 +81,8 @@ class LmdbReader:
                 undo.pop_all()
         except lmdb.ReadonlyError as error:  # LMDB raises this error for EACCES
             raise PermissionError(
-                f"{folder} may be read, but this user cannot be entered in LMDB's reader table: "
-                f"{folder / LOCK_NAME} may not be written by this user. Run this as the user that "
-                "the server runs as"
+                f"this user can read {folder}, but cannot write {folder / LOCK_NAME}, in which LMDB "
+                "enters each reader. Run this as the user that the server runs as"
             ) from error
         except _NOT_OF_THE_INDEX as error:
             raise OSError(f"LMDB: {error}") from error
