@@ -81,8 +81,8 @@ class LmdbReader:
                 undo.pop_all()
         except lmdb.ReadonlyError as error:  # LMDB raises this error for EACCES
             raise PermissionError(
-                f"this user can read {folder}, but cannot write {folder / LOCK_NAME}, in which LMDB "
-                "enters each reader. Run this as the user that the server runs as"
+                f"this user can read {folder}, but cannot write {folder / LOCK_NAME}, in which "
+                "LMDB enters each reader. Run this as the user that the server runs as"
             ) from error
         except _NOT_OF_THE_INDEX as error:
             raise OSError(f"LMDB: {error}") from error
