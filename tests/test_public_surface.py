@@ -107,8 +107,8 @@ def test_another_package_of_that_name_is_named(name: str, kind: str, tmp_path: P
         return
     assert done.returncode == 1
     last = done.stderr.strip().splitlines()[-1]
-    assert last.startswith(f"ImportError: kvtiers: its package {name} is in {ROOT / name}, but ")
-    assert f"finds another one in {other}. Rename that" in last
+    found = f"ImportError: kvtiers: Python imports the package {name} from {other}, "
+    assert last.startswith(f"{found}not kvtiers' own from {ROOT / name}. Rename the other")
 
 
 def test_the_served_process_takes_no_modules_from_the_current_folder(tmp_path: Path) -> None:

@@ -65,8 +65,8 @@ TIER_FIELDS = (
         "path",
         path(),
         REQUIRED,
-        "A folder for this tier alone; created with mode 0700. It must not be a link, a folder "
-        "of the system, a user's home, a model's folder, or contain other files.",
+        "A folder for this tier alone; created with mode 0700. It must not be a link, a system "
+        "folder, a user's home, a model's folder, or contain other files.",
     ),
     Field(
         "capacity",
