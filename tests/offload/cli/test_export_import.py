@@ -250,7 +250,7 @@ def test_encrypted_stores_are_exported_and_imported(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        (["--capacity", "16MiB"], "would drop records"),
+        (["--capacity", "16MiB"], "records would be dropped"),
         (["--type", "file"], "is of type lmdb"),
     ],
 )

@@ -80,7 +80,7 @@ def test_a_read_only_folder_is_not_called_damaged(command: str, public_folder: P
             os.seteuid(0)
     assert result.code == 1
     said = result.out + result.err
-    assert "lock.mdb may not be written by this user" in said
+    assert "lock.mdb, in which LMDB enters each reader. Run this as the user" in said
     assert "damaged: " not in said
     assert "is damaged" not in said
 

@@ -91,7 +91,7 @@ def test_hits_and_writes_of_a_trace(tmp_path: Path) -> None:
     assert found["disk_writes_per_day"] == pytest.approx(20 * 16 * 4096 / 100 * 86_400)
     assert found["write_budget"] == 1 << 30
     notes = "\n".join(found["notes"])
-    assert "more than its budget" in notes
+    assert "would exceed its budget" in notes
     assert "cover only 100 s" in notes
     reads = disk["reads_bytes_per_s"]
     assert reads == pytest.approx(disk["hit_ratio"] * 161.6 * 4096)
@@ -252,4 +252,4 @@ def test_bench_of_a_checkout_and_of_an_installed_package(tmp_path: Path) -> None
     found = subprocess.run(command, cwd=tmp_path, env={"PYTHONPATH": str(tmp_path)},
                            capture_output=True, text=True, check=False)  # fmt: skip
     assert found.returncode == 1
-    assert "They run from a checkout" in found.stderr
+    assert "Run python -m bench in a checkout" in found.stderr

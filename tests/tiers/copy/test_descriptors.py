@@ -150,7 +150,7 @@ def test_anything_out_of_range_is_refused(one: CopyBatch, message: str) -> None:
 
 
 def test_invalid_groups_are_refused() -> None:
-    with pytest.raises(ValueError, match=r"chunk of group 0 has 8200 bytes, a slot .* only 8192"):
+    with pytest.raises(ValueError, match=r"group 0 has 8200 bytes, but a slot .* only 8192"):
         builder(group_of([PageRegion("a", 0, 4100, 4100)], chunk_blocks=2))
     one = group_of([PageRegion("a", 0, 10, 10)])
     with pytest.raises(ValueError, match="group 0 is given twice"):
