@@ -8,7 +8,7 @@ import os
 import shlex
 import sys
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Annotated, Any
 
 import typer
@@ -19,7 +19,7 @@ from offload.cli.doctor import PASS_FLAGS_ON
 from offload.cli.json_input import FILE_OR_JSON, read_object
 from offload.cli.model_names import wrong_name, wrong_path
 from offload.cli.vllm_flags import TRANSFER, has_flag, transfer_problems
-from offload.errors import WRONG_USAGE, ConfigError, Problem
+from offload.errors import WRONG_USAGE, ConfigError
 
 app = make_app()
 
@@ -57,6 +57,11 @@ class WantedTiers:
     extra: dict[str, Any] = field(default_factory=dict)
     sources: dict[str, str] = field(default_factory=dict)
     has_options: bool = False
+
+    def name(self, place: str) -> str:
+        """The flag or variable that sets this place of the configuration, if one does."""
+        is_option = self.has_options and place.startswith("$")
+        return self.sources.get(place, f"{EXTRA_OPTION} {place}" if is_option else place)
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,7 +159,7 @@ def flags_to_add(
     try:  # wait for folders in use only if the server can start
         loaded = check_transfer(transfer, None if problems else Patience(_say))
     except ConfigError as error:
-        problems += [_named(problem, wanted) for problem in error.problems]
+        problems += [replace(one, where=wanted.name(one.where)) for one in error.problems]
     if problems:
         return []
     _say_memory(flags, loaded[0].config.cpu.capacity, environment)
@@ -222,13 +227,3 @@ def add_options(wanted: WantedTiers, given: dict[str, Any] | None, problems: Pro
             what = f'sets "{option}", and so does {flag}'
             problems.add(EXTRA_OPTION, what, "Give one of them.")
         wanted.extra[name] = own if isinstance(own, list) else value
-
-
-def _named(problem: Problem, wanted: WantedTiers) -> Problem:
-    """Name a problem by the flag or variable that causes it."""
-    where, what = problem.where, problem.what
-    for place, source in wanted.sources.items():
-        what = what.replace(place, source)
-    if where not in wanted.sources and where.startswith("$") and wanted.has_options:
-        where = f"{EXTRA_OPTION} {where}"
-    return Problem(wanted.sources.get(where, where), what, problem.fix)

@@ -288,11 +288,12 @@ def _tier_type(raw: Any, where: str, problems: list[Problem]) -> TierType | None
 
 def _check_duplicates(tiers: tuple[TierConfig, ...], problems: list[Problem]) -> None:
     for later, tier in enumerate(tiers):
-        for earlier, other in enumerate(tiers[:later]):
+        for other in tiers[:later]:
             mine, theirs = tier.path + "/", other.path + "/"
             if tier.path and other.path and (mine.startswith(theirs) or theirs.startswith(mine)):
-                word = "equals" if mine == theirs else "contains, or is inside,"
-                what = f"{word} $.tiers[{earlier}].path ({show(tier.path)}, {show(other.path)})"
+                is_same = mine == theirs
+                how = "is also" if is_same else f"is inside or around {show(other.path)},"
+                what = f"{show(tier.path)} {how} the folder of another tier"
                 fix = "Give every tier its own folder."
                 problems.append(Problem(f"$.tiers[{later}].path", what, fix))
 

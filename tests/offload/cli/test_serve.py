@@ -180,7 +180,7 @@ def test_all_spellings_of_vllm_flags_are_recognized() -> None:
         (["--kv-disk", "/tmp/k:9EiB", "--kv-cpu", "x"], ["2 problems", "--kv-cpu: is not a size"]),
         (
             ["--kv-disk", "/tmp/a:1GiB", "--kv-disk", "/tmp/a:2GiB"],
-            ['--kv-disk /tmp/a:2GiB: equals --kv-disk /tmp/a:1GiB ("/tmp/a", "/tmp/a"). Give'],
+            ['--kv-disk /tmp/a:2GiB: "/tmp/a" is also the folder of another tier. Give every tier'],
         ),
         (["--kv-extra", "{"], ["--kv-extra: is not JSON: "]),
         (["--kv-extra", "[1]"], ['--kv-extra: is not an object. Write {"record_requests": ']),
