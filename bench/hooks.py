@@ -118,6 +118,7 @@ class Bed:
         from offload.config.schema import CpuConfig, OffloadConfig
         from offload.connector.guard import Faults
         from offload.connector.model.adapters import AdapterBook
+        from offload.connector.scheduler.live_requests import LiveRequests
         from offload.connector.scheduler.scheduler_side import SchedulerSide
         from offload.index.capacity import ByteCapacity, SlotCapacity
         from offload.index.chunk_batch import GroupInfo
@@ -130,7 +131,6 @@ class Bed:
 
         group = GroupLayout(0, FULL, BLOCK, 1, ("layer",), 4096)
         layout = ModelLayout(1 << 20, BLOCK, BLOCK, (group,))
-        self.side = SchedulerSide(layout, AdapterBook(), Faults(), tiers=["lmdb"])
         cpu = TierIndex("cpu", SlotCapacity(2 * chunks_max), make_policy(policy))
         lower = TierIndex("lmdb", ByteCapacity(1 << 62), make_policy({"name": "lru"}))
         groups = {0: GroupInfo(FULL, BLOCK, (4096,))}
@@ -138,7 +138,8 @@ class Bed:
             look_ahead = OffloadConfig(CpuConfig(1 << 30)).look_ahead
         settings = PlannerSettings(look_ahead=look_ahead)
         self.planner = Planner(groups, cpu, [lower], settings)
-        self.side.attach(self.planner, ranks=1)
+        requests = LiveRequests(layout, AdapterBook(), tiers=["lmdb"])
+        self.side = SchedulerSide(layout, self.planner, requests, Faults())
         before = _resident_bytes()
         found = np.frombuffer(os.urandom(32 * keys), np.uint8).reshape(keys, 32)
         found = np.concatenate([found, np.zeros((keys, 4), np.uint8)], axis=1)
@@ -184,7 +185,7 @@ class Bed:
         prompt = list(range(chunks * BLOCK + 1))
         requests = [self.request(mine, prompt) for mine in hashes]
         for request in requests:
-            clock.time("arrived", partial(self.side.on_new_request, request))
+            clock.time("arrived", partial(self.side.admit, request))
             clock.time("build plan", lambda: self.side.build_plan(_output()))
             clock.next_step()
         for _ in range(WAITERS + 2 * len(oldest) // CHUNKS_PER_STEP):
@@ -202,7 +203,7 @@ class Bed:
         side = self.side
         request = self.request(keys, prompt)
         tables = (list(range(1, 2 + len(keys))),)
-        clock.time("arrived", lambda: side.on_new_request(request))
+        clock.time("arrived", lambda: side.admit(request))
         while (found := clock.time("first lookup", lambda: side.lookup(request, 0))) is None:
             self._step(clock, None, ((),))
         self._step(clock, None, ((),))
@@ -228,7 +229,7 @@ class Bed:
         steps."""
         request = self.request(keys, prompt)
         tables = (list(range(1, 2 + len(keys))),)
-        clock.time("arrived", lambda: self.side.on_new_request(request))
+        clock.time("arrived", lambda: self.side.admit(request))
         found = clock.time("first lookup", lambda: self.side.lookup(request, 0))
         assert found == 0, found
         plan = self._plan(clock, request, tables, scheduled=len(prompt))

@@ -340,7 +340,7 @@ class _Host:
             self._engine.step()
 
     def empty_cpu_tier(self, chunks_below: int) -> None:
-        planner = self._engine.engine_core.engine_core.scheduler.connector._scheduler.planner
+        planner = self._engine.engine_core.engine_core.scheduler.connector.serving.side.planner
         cpu, below = planner.cpu, planner.lower[0]
         cpu.evict(cpu.space.used)
         if len(cpu) or len(below) < chunks_below:

@@ -1,5 +1,8 @@
 """``KvTiersConnector``: passes each of vLLM's hooks on to the scheduler side or the worker side.
 
+vLLM makes one object in the scheduler's process and one in each worker. Hooks of the other side,
+and those of the scheduler side before all workers are ready, do nothing.
+
 Every hook that vLLM calls while it serves is guarded: an exception becomes a miss. Hooks that run
 once at start-up may raise: a clear error at start is better than a fault while serving.
 """
@@ -7,7 +10,8 @@ once at start-up may raise: a clear error at start is better than a fault while 
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -34,12 +38,14 @@ from offload.connector.handshake import (
 from offload.connector.log import adopt_vllm_logging
 from offload.connector.model.adapters import AdapterBook, AdapterWatch
 from offload.connector.model.loaded_weights import LoadedWeights
+from offload.connector.scheduler.cache_resets import CacheResets
 from offload.connector.scheduler.kv_events import KvEvents
+from offload.connector.scheduler.live_requests import LiveRequests
 from offload.connector.scheduler.metrics_collector import MetricsCollector
 from offload.connector.scheduler.pending_epochs import PendingEpochs
 from offload.connector.scheduler.prometheus import OffloadPromMetrics, OffloadStats
 from offload.connector.scheduler.scheduler_side import SchedulerSide
-from offload.connector.scheduler.sleep_hold import SleepHold
+from offload.connector.scheduler.waiting_requests import GpuCache
 from offload.connector.startup import ServerSetup, agreed_namespace
 from offload.connector.worker.weights_watch import WeightsWatch
 from offload.connector.worker.worker_side import WorkerSide
@@ -64,8 +70,22 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 
+@dataclass(frozen=True, slots=True)
+class Serving:
+    """The parts of the scheduler's process, which exist once all workers are ready. ``events`` is
+    ``None`` if vLLM publishes no KV events."""
+
+    side: SchedulerSide
+    resets: CacheResets
+    metrics: MetricsCollector
+    events: KvEvents | None
+
+
 class KvTiersConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  # vllm is untyped here
-    """Offloads KV blocks to a CPU tier and lower tiers, and restores them."""
+    """Offloads KV blocks to a CPU tier and lower tiers, and restores them.
+
+    ``serving`` is ``None`` in a worker, and until all workers are ready.
+    """
 
     def __init__(
         self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig
@@ -83,47 +103,33 @@ class KvTiersConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  
             # Log it here as well: vLLM buries it in the tracebacks of several processes.
             logger.error("%s", error)
             raise
-        self._epochs: PendingEpochs | None = None
-        self._scheduler: SchedulerSide | None = None
+        self.serving: Serving | None = None
+        self._gpu_cache = GpuCache()
         self._worker: WorkerSide | None = None
-        self._collector: MetricsCollector | None = None
-        self._events: KvEvents | None = None
         self._watch: AdapterWatch | None = None
-        self._hold: SleepHold | None = None
         self._weights: WeightsWatch | None = None
-        can_sleep = bool(vllm_config.model_config.enable_sleep_mode)
-        if not is_worker:
+        self._drained_meta: OffloadWorkerMetadata | None = None
+        if is_worker:
+            self._prepare_worker(vllm_config)
+        else:
             self._setup.recompute_failed_loads()
             self._setup.announce()
-            self._hold = SleepHold() if can_sleep else None
-            self._scheduler = SchedulerSide(
-                self._setup.layout,
-                AdapterBook(),
-                self.faults,
-                require_salt=self._setup.config.require_salt,
-                recorder=self._setup.recorder(),
-                tiers=tier_names(self._setup.config),
-                max_pinned_share=self._setup.config.max_pinned_share,
-                log=self._setup.request_log(),
-                verify=self._setup.config.verify == "device",
-                by_priority=vllm_config.scheduler_config.policy == "priority",
-            )
-            self._collector = MetricsCollector(self._scheduler, self.faults)
-        else:
-            self._worker = WorkerSide(
-                self._setup.config,
-                self._setup.rank,
-                self._setup.shares,
-                self._setup.namespace,
-                fence_is_late=self._setup.fence_is_late,
-            )
-            if can_sleep:
-                layers = vllm_config.compilation_config.static_forward_context
-                self._weights = WeightsWatch(LoadedWeights(layers).digest)
-                follow_sleep()
-            if vllm_config.lora_config is not None:
-                self._watch = AdapterWatch(vllm_config.lora_config)
-                self._watch.begin()
+
+    def _prepare_worker(self, vllm_config: VllmConfig) -> None:
+        self._worker = WorkerSide(
+            self._setup.config,
+            self._setup.rank,
+            self._setup.shares,
+            self._setup.namespace,
+            fence_is_late=self._setup.fence_is_late,
+        )
+        if self._setup.can_sleep:
+            layers = vllm_config.compilation_config.static_forward_context
+            self._weights = WeightsWatch(LoadedWeights(layers).digest)
+            follow_sleep()
+        if vllm_config.lora_config is not None:
+            self._watch = AdapterWatch(vllm_config.lora_config)
+            self._watch.begin()
 
     # -- class methods that vLLM calls -----------------------------------------------------------
 
@@ -237,16 +243,13 @@ class KvTiersConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  
         return "a LoRA adapter was loaded again with other content"
 
     def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
-        self._drained_meta: OffloadWorkerMetadata | None = None
-        drained = self._drain()
-        if drained is None:
-            return KVConnectorTransferResults()
-        return drained
+        self._drained_meta = None
+        return self._drain()
 
-    @guarded(lambda: None)
-    def _drain(self) -> KVConnectorTransferResults | None:
+    @guarded(KVConnectorTransferResults)
+    def _drain(self) -> KVConnectorTransferResults:
         if self._worker is None:
-            return None
+            return KVConnectorTransferResults()
         drained = self._worker.drain(_plan_of(self._connector_metadata).idle)
         try:
             counters = self._worker.counters(self.faults.times())
@@ -277,96 +280,111 @@ class KvTiersConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  
         self, metadata: dict[int, KVConnectorHandshakeMetadata]
     ) -> None:
         # vLLM registers the same caches again whenever it wakes up.
-        if self._scheduler is not None and self._scheduler.planner is None:
+        if self._worker is None and self.serving is None:
             ranks = [_state_of(meta) for _, meta in sorted(metadata.items())]
-            config, layout = self._setup.config, self._setup.layout
             self._setup.adopt(agreed_namespace(self._setup.namespace, ranks))
-            num_blocks = self._setup.kv_cache_config.num_blocks
-            limits = WorkLimits.of_server(config, ranks, num_blocks)
-            planner = make_planner(config, layout.groups, ranks, limits)
-            if self._setup.publishes_events:
-                self._events = KvEvents(layout, planner)
-            epochs = self._setup.tier_epochs()
-            self._epochs = PendingEpochs(
-                len(self._setup.config.lower), epochs.begin, take_back_one=epochs.take_back
-            )
-            self._scheduler.attach(
-                planner, len(ranks), self._setup.namespace_differences(planner.lower)
-            )
-            if self._collector is not None:
-                self._collector.attach(ranks)
+            self.serving = self._begin_serving(ranks)
+
+    def _begin_serving(self, ranks: Sequence[RankState]) -> Serving:
+        setup, config, layout = self._setup, self._setup.config, self._setup.layout
+        limits = WorkLimits.of_server(config, ranks, setup.kv_cache_config.num_blocks)
+        planner = make_planner(config, layout.groups, ranks, limits)
+        events = KvEvents(layout, planner) if setup.publishes_events else None
+        requests = LiveRequests(
+            layout,
+            AdapterBook(len(ranks)),
+            require_salt=config.require_salt,
+            recorder=setup.recorder(),
+            tiers=tier_names(config),
+        )
+        side = SchedulerSide(
+            layout,
+            planner,
+            requests,
+            self.faults,
+            log=setup.request_log(),
+            gpu_cache=self._gpu_cache,
+            namespace_differences=setup.namespace_differences(planner.lower),
+            max_pinned_share=config.max_pinned_share,
+            verify=config.verify == "device",
+            by_priority=setup.runs_by_priority,
+        )
+        on_disk = setup.tier_epochs()
+        epochs = PendingEpochs(len(config.lower), on_disk.begin, take_back_one=on_disk.take_back)
+        resets = CacheResets(side, epochs, len(ranks), can_sleep=setup.can_sleep)
+        return Serving(side, resets, MetricsCollector(side, ranks, self.faults), events)
 
     def bind_kv_cache_manager(self, kv_cache_manager: KVCacheManager) -> None:
         super().bind_kv_cache_manager(kv_cache_manager)
-        if self._scheduler is not None:
-            pool: BlockPool = kv_cache_manager.block_pool
-            cached_tokens = partial(_cached_tokens, kv_cache_manager)
-            self._scheduler.bind_cache(cached_tokens, pool.get_num_free_blocks)
+        pool: BlockPool = kv_cache_manager.block_pool
+        cached_tokens = partial(_cached_tokens, kv_cache_manager)
+        self._gpu_cache = GpuCache(cached_tokens, pool.get_num_free_blocks)
 
     @guarded(lambda: None)
     def on_new_request(self, request: Request) -> None:
-        if self._scheduler is not None:
-            self._scheduler.on_new_request(request)
+        if self.serving is not None:
+            self.serving.side.admit(request)
 
     @guarded(lambda: (0, False))
     def get_num_new_matched_tokens(
         self, request: Request, num_computed_tokens: int
     ) -> tuple[int | None, bool]:
-        if self._scheduler is None:
+        if self.serving is None:
             return 0, False
-        tokens = self._scheduler.lookup(request, num_computed_tokens)
+        tokens = self.serving.side.lookup(request, num_computed_tokens)
         return tokens, bool(tokens)
 
     @guarded(lambda: None)
     def update_state_after_alloc(
         self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int
     ) -> None:
-        if self._scheduler is not None:
-            self._scheduler.allocated(request, blocks.get_block_ids(), num_external_tokens)
+        if self.serving is not None:
+            self.serving.side.allocated(request, blocks.get_block_ids(), num_external_tokens)
 
     def get_external_cache_hit_sources(
         self, request: Request, num_external_tokens: int
     ) -> dict[CacheHitSource, int]:
-        if self._scheduler is None or num_external_tokens == 0:
+        if self.serving is None or num_external_tokens == 0:
             return {}
-        host, disk = self._scheduler.sources(request, num_external_tokens)
+        host, disk = self.serving.side.sources(request, num_external_tokens)
         counts = {CacheHitSource.HOST: host, CacheHitSource.DISK: disk}
         return {source: tokens for source, tokens in counts.items() if tokens}
 
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:
         plan = self._build_plan(scheduler_output)
-        assert self._scheduler is not None
+        if self.serving is None:
+            return OffloadMetadata(plan)
         computes = scheduler_output.total_num_scheduled_tokens > 0
-        question = self._hold.question if self._hold is not None and computes else 0
-        return OffloadMetadata(plan, self._scheduler.adapters.assumed, question)
+        question = self.serving.resets.question if computes else 0
+        return OffloadMetadata(plan, self.serving.side.requests.adapters.assumed, question)
 
     @guarded(StepPlan)
     def _build_plan(self, scheduler_output: SchedulerOutput) -> StepPlan:
-        assert self._scheduler is not None
-        if not self._is_held and self._epochs is not None and (epochs := self._epochs.take()):
-            self._scheduler.begin_epochs(epochs)
-        return self._scheduler.build_plan(scheduler_output)
+        if self.serving is None:
+            return StepPlan()
+        self.serving.resets.before_step()
+        return self.serving.side.build_plan(scheduler_output)
 
     @guarded(lambda: None)
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
-        if self._scheduler is None:
+        if self.serving is None:
             return
-        meta = connector_output.kv_connector_worker_meta
+        side, meta = self.serving.side, connector_output.kv_connector_worker_meta
         known = isinstance(meta, OffloadWorkerMetadata)
         # This must precede the planner's commit of anything that was stored in the meantime.
         if known and meta.adapters:
-            self._scheduler.adapters_loaded(meta.adapters)
+            side.adapters_loaded(meta.adapters)
         if known and meta.weights is not None:
-            self._weights_answered(meta.weights)
+            self.serving.resets.answered(meta.weights)
         if connector_output.invalid_block_ids:  # of another connector in a MultiConnector
-            self._scheduler.load_failed_elsewhere()
-        self._scheduler.update(
+            side.load_failed_elsewhere()
+        side.update(
             meta.report if known else None,
             connector_output.finished_recving or (),
             connector_output.failed_recving or (),
         )
-        if known and self._collector is not None:
-            self._collector.add_worker_counters(meta.counters)
+        if known:
+            self.serving.metrics.add_worker_counters(meta.counters)
 
     @guarded(lambda: (False, None))
     def request_finished(
@@ -389,27 +407,29 @@ class KvTiersConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  
         stores. The returned dictionary goes into the answer's ``kv_transfer_params``; vLLM acts
         only on the names of other connectors in it.
         """
-        if self._scheduler is None:
+        if self.serving is None:
             return False, None
-        return False, self._scheduler.finished(request, block_ids)
+        return False, self.serving.side.finished(request, block_ids)
 
     @guarded(lambda: False)
     def has_pending_push_work(self) -> bool:
-        return self._scheduler is not None and self._scheduler.pending
+        return self.serving is not None and self.serving.side.pending
 
     def get_kv_connector_stats(self) -> OffloadStats | None:
         return self._stats()
 
     @guarded(lambda: None)
     def _stats(self) -> OffloadStats | None:
-        if self._collector is None:
+        if self.serving is None:
             return None
-        lost = self._events.lost if self._events is not None else 0
-        return self._collector.collect({"events_lost": lost})
+        events = self.serving.events
+        lost = events.lost if events is not None else 0
+        return self.serving.metrics.collect({"events_lost": lost})
 
     @guarded(lambda: ())
     def take_events(self) -> Iterable[Any]:
-        return self._events.take() if self._events is not None else ()
+        events = self.serving.events if self.serving is not None else None
+        return events.take() if events is not None else ()
 
     @guarded(lambda: False)
     def reset_cache(self) -> bool | None:
@@ -419,45 +439,7 @@ class KvTiersConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  
         this one was killed might then find old blocks in that tier. The tier is not used until its
         disk has recorded the change; call this again to find out whether it has.
         """
-        if self._scheduler is None:
-            return None
-        if self._hold is not None:
-            self._hold.reset()
-            self._scheduler.hold()
-            return self._epochs.reset() if self._epochs is not None else True
-        self._scheduler.forget()
-        if self._epochs is None:  # nothing has been stored yet
-            return True
-        is_noted = self._epochs.reset()
-        self._scheduler.begin_epochs(self._epochs.take())
-        return is_noted
-
-    @property
-    def _is_held(self) -> bool:
-        return self._hold is not None and self._hold.is_holding
-
-    def _weights_answered(self, answer: WeightsAnswer) -> None:
-        """Process the workers' answer, which shows whether the resets since the previous one
-        changed the weights."""
-        assert self._scheduler is not None
-        if self._hold is None:
-            return
-        may_go_on = self._hold.answered(answer, self._scheduler.adapters.ranks)
-        if may_go_on is None:
-            return
-        if may_go_on:
-            logger.info(
-                "kvtiers: the weights are the same as before the sleep: the tiers keep "
-                "their content"
-            )
-            self._scheduler.release()
-            if self._epochs is not None:
-                self._epochs.withdraw()
-        else:
-            logger.info("kvtiers: the caches were reset: the tiers begin a new epoch")
-            self._scheduler.forget()
-            if self._epochs is not None:
-                self._scheduler.begin_epochs(self._epochs.take())
+        return self.serving.resets.reset() if self.serving is not None else None
 
     # -- both sides ----------------------------------------------------------------------------
 
@@ -465,10 +447,9 @@ class KvTiersConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  
     def shutdown(self) -> None:
         if self._worker is not None:
             self._worker.shutdown()
-        if self._scheduler is not None:
-            self._scheduler.close()
-        if self._epochs is not None:
-            self._epochs.close()
+        if self.serving is not None:
+            self.serving.side.close()
+            self.serving.resets.epochs.close()
 
 
 def _plan_of(metadata: KVConnectorMetadata | None) -> StepPlan:

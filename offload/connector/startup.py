@@ -65,7 +65,6 @@ class ServerSetup:
     shares: int
     replica: int
     _records: bytes = b""
-    _requests: RequestFile | None = None
     _geometry: Geometry | None = None
 
     @classmethod
@@ -111,8 +110,6 @@ class ServerSetup:
     def adopt(self, namespace: Namespace) -> None:
         """Adopt the namespace that the workers have agreed on."""
         self.namespace = namespace
-        if self._requests is not None:
-            self._requests.adopt(namespace.name)
 
     @property
     def fence_is_late(self) -> bool:
@@ -125,6 +122,16 @@ class ServerSetup:
         """
         runner, cache = self.vllm_config, self.kv_cache_config
         return bool(runner.use_v2_model_runner and cache.needs_kv_cache_zeroing)
+
+    @property
+    def can_sleep(self) -> bool:
+        """True if vLLM may unmap the weights and the KV cache (sleep mode)."""
+        return bool(self.vllm_config.model_config.enable_sleep_mode)
+
+    @property
+    def runs_by_priority(self) -> bool:
+        """True if vLLM runs requests in the order of their priorities."""
+        return bool(self.vllm_config.scheduler_config.policy == "priority")
 
     @property
     def publishes_events(self) -> bool:
@@ -261,12 +268,11 @@ class ServerSetup:
 
     def request_log(self) -> RequestLog:
         """The log of this server's lookups, which also writes a file and sends spans if that is
-        configured."""
+        configured. Call it after ``adopt``."""
         sinks: list[Sink] = []
         records_max, path = self.config.recent_requests, self.config.record_requests
         if path is not None:
-            self._requests = RequestFile(self._own(path), records_max)
-            sinks.append(self._requests)
+            sinks.append(RequestFile(self._own(path), records_max, self.namespace.name))
         if self.vllm_config.observability_config.otlp_traces_endpoint:
             from offload.connector.scheduler.request_spans import RequestSpans
 

@@ -35,7 +35,7 @@ class Prompt(Protocol):
 class RequestIdentity:
     """Identifies a request and states what it may do.
 
-    Made by `offload.connector.scheduler.new_requests` when the request arrives.
+    Made by `offload.connector.scheduler.live_requests` when the request arrives.
 
     ``keys[i]`` are the chunk keys of ``layout.groups[i]``. They grow with the request's block
     hashes and are made on first use. ``origin`` is the part of the request that policies may know.

@@ -225,7 +225,7 @@ class OracleEngine:
         self.executor.drain = lambda _wait_s: drain()  # the loop does not run while it waits
         self.executor.fence = self._fence_and_turn
         self.connector.set_xfer_handshake_metadata({0: self.worker.get_handshake_metadata()})
-        self.planner: Any = in_short_steps(self.connector._scheduler, self.seed)
+        self.planner: Any = in_short_steps(self.connector.serving.side, self.seed)
         self.free_at_start = self._free_blocks()
 
     @contextmanager

@@ -104,15 +104,15 @@ class SleepingEngine(OracleEngine):
         """Serve until the workers have reported their weights after the wake-up, and check the
         tiers."""
         before = set(self.planner.cpu.resident)
-        asked = self.connector._hold
+        side = self.connector.serving.side
         for _ in range(200):
-            if not asked.is_holding:
+            if not side.is_held:
                 break
             if not self.scheduler.requests:
                 self.add()
             self.step()
             self.check()
-        assert not asked.is_holding, f"seed {self.seed}: no worker has answered"
+        assert not side.is_held, f"seed {self.seed}: no worker has answered"
         left = before & set(self.planner.cpu.resident)
         if changed:
             assert not left, f"seed {self.seed}: chunks of other weights are left"

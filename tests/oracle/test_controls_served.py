@@ -112,7 +112,7 @@ def test_a_client_that_leaves_during_a_load_gets_no_report_of_loaded_tokens(tmp_
         with still(world):
             world.step()
             assert world.planner.loads.loading == 16
-            side = world.connector._scheduler
+            side = world.connector.serving.side
             assert side is not None
             tables = world.scheduler.kv_cache_manager.get_block_ids("gone")
             assert side.finished(request, tables) == {"kvtiers_report": {"loaded_tokens": {}}}
@@ -121,7 +121,7 @@ def test_a_client_that_leaves_during_a_load_gets_no_report_of_loaded_tokens(tmp_
 def test_max_load_tokens_limits_the_load(world: OracleEngine) -> None:
     serve(world, "a", PROMPT)
     world.forget_locally()
-    size = world.connector._scheduler.layout.alignment_tokens
+    size = world.connector.serving.side.layout.alignment_tokens
     report = serve(world, "b", PROMPT, max_load_tokens=2 * size + 1)
     assert report["loaded_tokens"] == {"cpu": 2 * size}
     for most, tokens in ((2 * size - 1, size), (2 * size, 2 * size)):
@@ -158,7 +158,7 @@ def test_pinned_chunks_survive_later_requests(tmp_path: Path) -> None:
         report = serve(world, "b", PROMPT, session="s")
         assert report["loaded_tokens"] == {"cpu": 24}
         world.change_weights()
-        assert world.connector._scheduler._endings.pins.used()["cpu"] == 0
+        assert world.connector.serving.side._endings.pins.used()["cpu"] == 0
         world.drain()
         world.check_idle()
 
@@ -170,7 +170,7 @@ def test_a_pin_ends_when_its_time_is_over(tmp_path: Path, monkeypatch: pytest.Mo
     clock.monotonic = lambda: began + ahead
     monkeypatch.setattr(scheduler_side, "time", clock)
     with OracleEngine(MODELS["full"], Conditions(slots=24, tier=False), tmp_path, 1) as world:
-        pins = world.connector._scheduler._endings.pins
+        pins = world.connector.serving.side._endings.pins
         serve(world, "a", PROMPT, pin_s=600)
         assert pins.used()["cpu"] == 6, "a quarter of 24 slots"
         ahead = 599.0
@@ -217,8 +217,8 @@ TWO_FULL_GROUPS = OracleModel(
 def test_only_tokens_that_every_group_pins_are_reported_as_pinned(tmp_path: Path) -> None:
     """The first group uses up the share, so that only a part of the prefix is complete."""
     with OracleEngine(TWO_FULL_GROUPS, Conditions(slots=60, tier=False), tmp_path, 1) as world:
-        assert world.connector._scheduler is not None
-        kinds = [group.kind for group in world.connector._scheduler.layout.groups]
+        assert world.connector.serving is not None
+        kinds = [group.kind for group in world.connector.serving.side.layout.groups]
         assert kinds == ["full", "full", "window"]
         report = serve(world, "a", PROMPT, pin_s=600, pinned=48)
         assert report["pinned_tokens"] == 12, "15 slots: 12 chunks of one group, 3 of the other"
@@ -228,7 +228,7 @@ def test_only_tokens_that_every_group_pins_are_reported_as_pinned(tmp_path: Path
 def test_wrong_values_are_reported_and_counted(world: OracleEngine) -> None:
     report = serve(world, "a", PROMPT, no_load="yes", sesion="s", pin_s=-1)
     assert len(report["ignored"]) == 3
-    assert world.connector._scheduler.intake.wrong_values == 3
+    assert world.connector.serving.side.requests.wrong_values == 3
     assert world.connector.faults.by_hook == {}
 
 
@@ -249,7 +249,7 @@ def test_a_control_that_was_not_understood_stores_nothing(
     assert len(world.planner.cpu) == len(world.planner.lower[0]) == 0
     assert len(report["ignored"]) == 1
     assert "meant to keep this request from being stored" in report["not_stored"]
-    assert world.connector._scheduler.intake.wrong_values == 1
+    assert world.connector.serving.side.requests.wrong_values == 1
     assert serve_params(world, "b", PROMPT, {"do_remote_prefill": False}) == {}
     assert len(world.planner.cpu) > 0
     assert world.connector.faults.by_hook == {}

@@ -212,7 +212,7 @@ def live(world: Served, failed: list[str]) -> None:
     connector.get_kv_connector_stats()
     list(connector.take_events())
     connector.has_pending_push_work()
-    lookups = connector._scheduler.lookups
+    lookups = connector.serving.side.lookups
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(lookups, "look_up", None)  # a fault, which is logged with its location
         world.ask("a hook fails", [8, *PROMPT])
@@ -266,7 +266,7 @@ def test_no_hook_waits_for_a_file_system(world: Served, failed: list[str]) -> No
     missing = {hook for hook in guard.HOOKS if f"hook_calls:{hook}" not in called}
     assert missing == NOT_CALLED, missing
     # The disks are back, and the tiers receive the reset.
-    owed: Any = world.connector._epochs
+    owed: Any = world.connector.serving.resets.epochs
     world.until(lambda: not owed._pending)
     assert all(not queue._is_closed for queue in world.planner.write_through.queues)
 
@@ -280,7 +280,7 @@ def test_no_hook_waits_for_shared_folders(tmp_path: Path) -> None:
         world.planner.cpu.drop(list(world.planner.cpu.resident))
         world.planner.presence.forget_all()
 
-        owed: Any = world.connector._epochs
+        owed: Any = world.connector.serving.resets.epochs
         owed.reset = partial(owed.reset, PATIENCE_S)  # its thread may be slow to start
 
         def work() -> None:

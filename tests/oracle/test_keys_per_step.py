@@ -196,7 +196,7 @@ def test_uses_that_wait_at_a_reset_are_dropped(
     heard = Heard(server, monkeypatch)
     ended(server, "a")
     server.side.forget()
-    server.side.begin_epochs({})
+    server.planner.begin_epochs({})
     assert len(server.steps) < 3
     for _ in range(CHUNKS // ENDED_KEYS_MAX + 1):
         server.side.build_plan(_output())

@@ -278,7 +278,7 @@ def test_a_request_whose_load_failed_computes_although_others_keep_loading(
             ask(world, f"first {number}", prompt)
         world.drain()
         world.forget_locally()
-        unseen = world.connector._scheduler._unseen
+        unseen = world.connector.serving.side._unseen
         ask(world, "cold", cold)
         lose(world, "cold")
         steps = 0
@@ -299,7 +299,7 @@ def test_a_request_whose_load_failed_computes_although_others_keep_loading(
 
 def lose(world: OracleEngine, name: str) -> None:
     """The chunks that this request will load turn out to be missing on the disk."""
-    identity = world.connector._scheduler._states[name].identity
+    identity = world.connector.serving.side.requests.by_name[name].state.identity
     identity.extend(world.scheduler.requests[name].block_hashes)
     world.planner.cpu.drop(list(identity.keys[0]))
 

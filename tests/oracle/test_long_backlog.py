@@ -145,12 +145,12 @@ def test_a_request_whose_load_is_refused_waits_no_longer_than_for_a_load(tmp_pat
         side(served).log._sinks = (records,)
         served.planner.health.load_timeout_s = 0.02  # of simulated time
         served.begin(prompts_of(6, TOKENS), reads_per_step=0)
-        requests, states = served.scheduler.requests, side(served)._states
+        requests, live = served.scheduler.requests, side(served).requests.by_name
         waits = None
         while waits is None:
             served.step()
             assert served.steps < 100
-            refused = (name for name, state in states.items() if state.lookup.refused)
+            refused = (name for name, one in live.items() if one.state.lookup.refused)
             waits = next(filter(served.planner.look_ahead.has_read, refused), None)
         request = requests[waits]
         while not request.num_output_tokens:

@@ -42,7 +42,7 @@ class Server(Bed):
 
     def came(self, keys: Any) -> Any:
         request = self.request(keys, list(range(len(keys) * BLOCK + 1)))
-        self.side.on_new_request(request)
+        self.side.admit(request)
         return request
 
     def step(self, request: Any = None, scheduled: int = 1) -> StepPlan:

@@ -100,7 +100,7 @@ class Backlog(OracleEngine):
 
     def keys_of(self, prompt: list[int]) -> set[bytes]:
         request = Request("keys", prompt, SamplingParams(), None, block_hasher=self._hasher)
-        identity = RequestIdentity("keys", self.connector._scheduler.layout)
+        identity = RequestIdentity("keys", self.connector.serving.side.layout)
         identity.extend(request.block_hashes)
         return set(identity.keys[0][: len(prompt) // 4])
 
@@ -111,8 +111,7 @@ class Backlog(OracleEngine):
 def only_waiting_requests(served: OracleEngine) -> None:
     """Check that look-ahead concerns no request that runs, loads or has ended."""
     names = served.planner.look_ahead._requests.keys()
-    if served.connector._scheduler._waiting is not None:
-        names |= served.connector._scheduler._waiting._waiting.keys()
+    names |= served.connector.serving.side._waiting._waiting.keys()
     waits = {RequestStatus.WAITING, RequestStatus.PREEMPTED}
     found = {name: served.scheduler.requests[name].status for name in names}
     assert set(found.values()) <= waits, found
@@ -375,7 +374,7 @@ def test_chunks_that_were_evicted_meanwhile_are_read_before_their_request_runs(
 
 
 def side(served: Backlog) -> Any:
-    return served.connector._scheduler
+    return served.connector.serving.side
 
 
 def test_a_preempted_request_is_read_for_first(tmp_path: Path) -> None:
@@ -383,7 +382,7 @@ def test_a_preempted_request_is_read_for_first(tmp_path: Path) -> None:
         served.begin(prompts_of(PROMPTS, TOKENS), reads_per_step=0)
         served.step()
         request = served.scheduler.requests["again5"]
-        side(served)._waiting.add(side(served)._states["again5"], request, preempted=True)
+        side(served)._waiting.add(side(served).admit(request), request, preempted=True)
         served.step()
         ahead = served.planner.look_ahead
         names = [want.request for want in ahead.queue]
@@ -468,8 +467,8 @@ def test_a_match_leaves_the_requests_own_lookup_alone(tmp_path: Path) -> None:
     later step."""
     with world(tmp_path, 0.5) as served:
         served.begin(prompts_of(PROMPTS, TOKENS), reads_per_step=0)
-        state = side(served)._states["again5"]
         request = served.scheduler.requests["again5"]
+        state = side(served).admit(request)
         promised = side(served).lookups.look_up(state, request, 0)
         (run,) = side(served).lookups.ahead(state, request, 16)
         assert len(run) == CHUNKS - 4

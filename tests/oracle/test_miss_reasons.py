@@ -43,7 +43,7 @@ def serve(world: OracleEngine, name: str, prompt: list[int], **options: Any) -> 
     )
     world.drain()
     world.check()
-    found = world.connector._scheduler.log.last[-1]
+    found = world.connector.serving.side.log.last[-1]
     assert found.request == name
     return found  # type: ignore[no-any-return]  # vllm is untyped here
 
@@ -73,10 +73,9 @@ def world(recorded: Path, tmp_path: Path) -> Iterator[OracleEngine]:
 def stored(world: OracleEngine) -> list[bytes]:
     """Serve the prompt; return the keys of its chunks in prefix order. Afterwards the prompt is no
     longer in the GPU's cache."""
-    states = world.connector._scheduler._states
     request = _request(world, "first", PROMPT, None)
     world.scheduler.add_request(request)
-    state = states["first"]
+    state = world.connector.serving.side.admit(request)
     world.drain()
     world.forget_locally()
     return list(state.identity.keys[0][: len(PROMPT) // 4])
@@ -142,7 +141,7 @@ def test_being_stored(world: OracleEngine) -> None:
     request = _request(world, "b", PROMPT, None)
     world.scheduler.add_request(request)
     world.step()
-    assert reason(world.connector._scheduler.log.last[-1]) is Reason.STORING
+    assert reason(world.connector.serving.side.log.last[-1]) is Reason.STORING
     world.planner.cpu.abort(keys[:1])
     world.drain()
 
@@ -270,7 +269,7 @@ def test_reset(world: OracleEngine) -> None:
 def test_window(name: str, recorded: Path, tmp_path: Path) -> None:
     """The full-attention layers have the prefix; the others have kept another boundary."""
     with OracleEngine(MODELS[name], Conditions(slots=200, tier=False), tmp_path, 1) as world:
-        kinds = {g.group: g.kind for g in world.connector._scheduler.layout.groups}
+        kinds = {g.group: g.kind for g in world.connector.serving.side.layout.groups}
         serve(world, "a", [*PROMPT, *range(64, 120)])
         world.forget_locally()
         cpu = world.planner.cpu
@@ -342,7 +341,7 @@ def test_counters_and_file_agree(world: OracleEngine, recorded: Path) -> None:
     world.forget_locally()
     serve(world, "b", [*PROMPT, *range(80, 100)])
     serve(world, "c", PROMPT, no_load=True)
-    totals = world.connector._scheduler.log.totals()
+    totals = world.connector.serving.side.log.totals()
     assert totals["misses:never_stored"] == 2
     assert totals["recomputed_tokens:never_stored"] == 64 + 16 + 4
     world.connector.shutdown()
@@ -398,9 +397,9 @@ def _recorded_at_each_lookup(patch: pytest.MonkeyPatch) -> None:
 
     def twice(self: Any, request: Any, computed: int) -> Any:
         found = lookup(self, request, computed)
-        self._state(request).lookup.note_logged(None)
+        self.admit(request).lookup.note_logged(None)
         self._explain(request, 0)
-        self._state(request).lookup.note_logged(None)
+        self.admit(request).lookup.note_logged(None)
         return found
 
     patch.setattr(SchedulerSide, "lookup", twice)

@@ -240,7 +240,7 @@ def _a_failed_load_tries_again(patch: pytest.MonkeyPatch) -> None:
     lookup = SchedulerSide.lookup
 
     def forgetful(self: Any, request: Any, computed_tokens: int) -> Any:
-        self._state(request).outcome.failures = 0
+        self.admit(request).outcome.failures = 0
         return lookup(self, request, computed_tokens)
 
     patch.setattr(SchedulerSide, "lookup", forgetful)

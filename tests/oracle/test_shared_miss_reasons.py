@@ -38,7 +38,7 @@ def test_a_shared_tier_does_not_reply(
         if how == "shut out":
             health.reads._open(time.monotonic(), 1e6)
         request(engine, PROMPT)
-        log = engine.connector._scheduler.log
+        log = engine.connector.serving.side.log
         while not log.last:
             engine.step()
         miss = log.last[-1].miss

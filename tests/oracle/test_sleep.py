@@ -58,7 +58,7 @@ def test_stores_that_were_not_sent_are_cancelled_when_the_server_falls_asleep(
 
         def asleep(**options: Any) -> Any:
             planned.extend(planner.stores._planned)
-            world.connector._scheduler.hold()
+            world.connector.serving.side.hold()
             plan = step(**options)
             sent.extend(plan.stores)
             return plan

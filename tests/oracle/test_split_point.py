@@ -71,7 +71,7 @@ def test_requests_do_not_queue_for_a_disk_while_the_gpu_is_idle(
             measured(served, chunks_per_step)
             results[on] = serve_all(served)
             reads[on] = len(served.disk.order)
-            reasons = served.connector._scheduler.log.totals()
+            reasons = served.connector.serving.side.log.totals()
             assert bool(reasons.get(f"misses:{Reason.BREAK_EVEN.value}")) == on
     assert results[True][0] < results[False][0], results
     assert results[True][1] < 0.9 * results[False][1], results
@@ -102,6 +102,6 @@ def test_alone_a_request_loads_all_that_it_can_in_time(tmp_path: Path) -> None:
         serve_all(served)
         assert len(served.disk.order) == 25
         assert served.loaded()["file"] == 25 * CHUNK
-        logged = served.connector._scheduler.log.last[-1]
+        logged = served.connector.serving.side.log.last[-1]
         assert logged.miss.reason is Reason.BREAK_EVEN
         assert logged.miss.note == ShortenReason.DEADLINE.value

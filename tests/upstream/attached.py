@@ -101,8 +101,7 @@ def _let_plan(scheduler: Any) -> None:
         return
     state = RankState(0, connector._setup.namespace, 0, 256, SLOT_BYTES, ())
     connector.set_xfer_handshake_metadata({0: OffloadHandshake(state)})
-    assert connector._scheduler is not None
-    assert connector._scheduler.planner is not None
+    assert connector.serving is not None
     attached.append(connector)
     _hold_prompts(scheduler)
     take_output = scheduler.update_from_output
@@ -124,8 +123,8 @@ def _hold_prompts(scheduler: Any) -> None:
     def add(request: Any) -> None:
         from offload.index.chunk_batch import ChunkBatch
 
-        side = connector._scheduler
-        identity = side._state(request).identity
+        side = connector.serving.side
+        identity = side.admit(request).identity
         identity.extend(request.block_hashes)
         size = connector._setup.layout.groups[0].chunk_tokens
         keys = identity.keys[0][: hit // size]

@@ -245,7 +245,7 @@ def restored(engine: Engine, own: Own, tier: str) -> None:
 
 def empty_cpu_tier(llm: Any) -> None:
     """Evict every chunk from the CPU tier; all of them must be on disk."""
-    cpu = connector(llm)._scheduler.planner.cpu
+    cpu = connector(llm).serving.side.planner.cpu
     assert cpu.evict(cpu.space.used)
     assert not len(cpu)
 
@@ -362,7 +362,7 @@ class Loads:
 
 def record_loads(llm: Any) -> None:
     """From now on, record what the scheduler side promises and loads."""
-    side = connector(llm)._scheduler
+    side = connector(llm).serving.side
     side.kvtest_loads = ([], set())
     lookup, plan_load = side.lookup, side.planner.loads.plan
 
@@ -380,7 +380,7 @@ def record_loads(llm: Any) -> None:
 
 def take_loads(llm: Any) -> Loads:
     """Return the records since the previous call."""
-    side = connector(llm)._scheduler
+    side = connector(llm).serving.side
     promised, blocks = side.kvtest_loads
     side.kvtest_loads = ([], set())
     pool = llm.llm_engine.engine_core.engine_core.scheduler.kv_cache_manager.block_pool

@@ -17,13 +17,13 @@ def is_idle(llm: Any) -> bool:
 
 def totals(llm: Any) -> dict[str, float]:
     """The planner's counters."""
-    return connector(llm)._scheduler.planner.totals()
+    return connector(llm).serving.side.planner.totals()
 
 
 def look_up_in_steps(llm: Any) -> None:
     """Limit a step's lookups to three chunks instead of a thousand, however long steps take."""
-    lookups = connector(llm)._scheduler.lookups
-    allowance = connector(llm)._scheduler.planner.budget.lookups
+    lookups = connector(llm).serving.side.lookups
+    allowance = connector(llm).serving.side.planner.budget.lookups
     allowance.chunks, allowance.chunks_min, allowance._scales = 3, 1, False
     allowance.renew()
     lookups.put_off, ask = 0, lookups.look_up
@@ -38,11 +38,11 @@ def look_up_in_steps(llm: Any) -> None:
 
 def lookups_put_off(llm: Any) -> int:
     """The number of lookups since then that did not end within one step."""
-    return int(connector(llm)._scheduler.lookups.put_off)
+    return int(connector(llm).serving.side.lookups.put_off)
 
 
 def check(llm: Any) -> None:
     """Check the planner's invariants, and that no hook has failed."""
     found = connector(llm)
-    found._scheduler.planner.check()
+    found.serving.side.planner.check()
     assert found.faults.by_hook == {}, found.faults.by_hook

@@ -83,7 +83,7 @@ def set_limits(worker: Any, load_timeout_s: float, tier_timeout_s: float) -> Non
 
 def compute_at(llm: Any, tokens_per_second: float) -> None:
     """Set the speed of computing for break-even, whatever this machine's speed is."""
-    prefill = connector(llm)._scheduler.planner.health._prefill
+    prefill = connector(llm).serving.side.planner.health._prefill
     prefill.value = lambda: tokens_per_second
     prefill.observe = lambda tokens, seconds: None
 
@@ -92,7 +92,7 @@ def retry_soon(llm: Any) -> None:
     """From now on, an unavailable tier is tried again after a fraction of a second, and never
     later."""
     load_or_recompute.RETRY_S, load_or_recompute.RETRY_MAX_S = RETRY_S
-    for health in connector(llm)._scheduler.planner.health:
+    for health in connector(llm).serving.side.planner.health:
         health.break_even._wait_s = RETRY_S[0]
         for breaker in (health.reads, health.writes):
             breaker._first_wait_s, breaker._wait_max_s = RETRY_S

@@ -54,7 +54,7 @@ def strays(folder: Path) -> set[str]:
 
 def kinds_in_flight(llm: Any) -> set[str]:
     """The kinds of jobs that the workers have not finished."""
-    return {job.kind.value for job in connector(llm)._scheduler.planner.jobs.jobs()}
+    return {job.kind.value for job in connector(llm).serving.side.planner.jobs.jobs()}
 
 
 def is_in_flight(llm: Any, kinds: Set[str]) -> bool:

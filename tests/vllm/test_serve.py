@@ -77,12 +77,12 @@ def test_cold_then_from_the_cpu_tier_then_from_disk_after_a_restart(
 
 def partly_on_disk(llm: Any) -> bool:
     """Some chunks are on disk, others are still being written."""
-    planner = connector(llm)._scheduler.planner
+    planner = connector(llm).serving.side.planner
     return len(planner.lower[0]) >= 4 and planner.busy
 
 
 def resident_on_disk(llm: Any) -> int:
-    return len(connector(llm)._scheduler.planner.lower[0])
+    return len(connector(llm).serving.side.planner.lower[0])
 
 
 def test_after_kill_9_in_the_middle_of_storing(
@@ -246,13 +246,13 @@ def test_other_weights_at_the_same_path_find_nothing(
         assert "are not used, because model.weights.digest differs" in engine.log()
 
 
-SCHEDULER_HOOKS = ["lookup", "finished", "on_new_request", "_plan_load", "_prepare", "update"]
+SCHEDULER_HOOKS = ["lookup", "finished", "admit", "_plan_load", "_prepare", "update"]
 """``update`` is last: a report that is lost leaves its jobs open, which costs later hits."""
 
 
 def break_scheduler(llm: Any, name: str) -> None:
     """From now on, the next call of this method raises, and later a quarter of the calls."""
-    _break(connector(llm)._scheduler, name)
+    _break(connector(llm).serving.side, name)
 
 
 def break_executor(worker: Any, name: str) -> None:
@@ -282,7 +282,7 @@ def worker_faults(worker: Any) -> int:
 
 
 def heal(llm: Any, name: str) -> None:
-    vars(connector(llm)._scheduler).pop(name, None)
+    vars(connector(llm).serving.side).pop(name, None)
 
 
 def hook_faults(llm: Any) -> dict[str, int]:

@@ -68,7 +68,7 @@ def engine(llama: Path, reference: Reference, root: Path) -> Iterator[Engine]:
 
 def tier_state(llm: Any) -> tuple[bool, bool, float]:
     """Returns whether the disk is read, whether it is written, and how often its breaker opened."""
-    health = connector(llm)._scheduler.planner.health[0]
+    health = connector(llm).serving.side.planner.health[0]
     return health.readable, health.writes.closed, health.reads.openings + health.writes.openings
 
 

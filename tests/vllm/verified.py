@@ -34,7 +34,7 @@ def added(transfer: dict[str, Any], folder: Path) -> dict[str, Any]:
 def count(llm: Any) -> Verified:
     """The counters of an engine's ranks so far."""
     ranks = faults.on_workers(llm, _of_worker)
-    planner = connector(llm)._scheduler.planner
+    planner = connector(llm).serving.side.planner
     totals = planner.totals() if planner is not None else {}
     tokens = sum(n for name, n in totals.items() if name.startswith("loaded_tokens:"))
     *counts, broken = (sum(numbers) for numbers in zip(*ranks, strict=True))

@@ -92,16 +92,12 @@ class AdapterBook:
     """The adapters that ``ranks`` workers have reported as loaded. Owned by the scheduler's
     thread."""
 
-    def __init__(self) -> None:
-        self.ranks = 1
+    def __init__(self, ranks: int = 1) -> None:
+        self._ranks = ranks
         self._last: dict[AdapterName, deque[bytes]] = {}  # the last digest of each rank
         self._changed: set[AdapterName] = set()
         self._asked: dict[str, int] = {}
         self._users: dict[str, tuple[AdapterName, bytes]] = {}
-
-    def expect(self, ranks: int) -> None:
-        """Set the number of workers that report each adapter."""
-        self.ranks = ranks
 
     def identity_of(self, request: Request) -> bytes | None:
         """The part of a request's identity that vLLM's block hashes lack: its adapter's content.
@@ -112,7 +108,7 @@ class AdapterBook:
         if name is None:
             return b""
         last = self._last.get(name)
-        if last is None or name in self._changed or len(last) < self.ranks or len({*last}) > 1:
+        if last is None or name in self._changed or len(last) < self._ranks or len({*last}) > 1:
             return None
         return last[0] or None
 
@@ -123,7 +119,7 @@ class AdapterBook:
         vLLM loads some adapters only when a request for them runs.
         """
         name = _name_of(request)
-        if name is None or name in self._changed or len(self._last.get(name, ())) >= self.ranks:
+        if name is None or name in self._changed or len(self._last.get(name, ())) >= self._ranks:
             return False
         asked = self._asked[request.request_id] = self._asked.get(request.request_id, 0) + 1
         return asked <= ASKS_MAX
@@ -152,7 +148,7 @@ class AdapterBook:
         """
         for name, digests in loaded.items():
             is_new = name not in self._last
-            last = self._last.setdefault(name, deque(maxlen=self.ranks))
+            last = self._last.setdefault(name, deque(maxlen=self._ranks))
             first = last[0] if last else digests[0]
             last.extend(digests)
             if name not in self._changed and any(digest != first for digest in digests):

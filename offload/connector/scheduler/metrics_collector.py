@@ -30,28 +30,23 @@ class MetricsCollector:
     Gauges, and counters that change at every step, are added about once a second.
     """
 
-    def __init__(self, scheduler: SchedulerSide, faults: Faults) -> None:
-        self._scheduler = scheduler
+    def __init__(self, side: SchedulerSide, ranks: Sequence[RankState], faults: Faults) -> None:
+        self._side = side
         self._faults = faults
         self._sent: dict[str, float] = {}
         self._worker: dict[str, float] = {}
         self._set_aside_at: dict[str, float] = {}
-        self._unit_bytes: Mapping[str, int] = {}
-        self._copy_gauges: Mapping[str, float] = {}
-        self._gauges_at = 0.0
-        self._log_changes = 0
-
-    def attach(self, ranks: Sequence[RankState]) -> None:
-        """Set the gauges that depend only on what the workers have opened."""
         self._unit_bytes = unit_bytes(ranks)
         self._copy_gauges = copy_gauges(ranks)
+        self._gauges_at = 0.0
+        self._log_changes = 0
 
     def add_worker_counters(self, counters: Mapping[str, float]) -> None:
         """Add counters that workers reported, summed over ranks."""
         for name, value in counters.items():
             metric, _, tier = name.partition(":")
-            if metric in _BY_TIER and self._scheduler.planner is not None:
-                tier = self._scheduler.planner.lower[int(tier)].name
+            if metric in _BY_TIER:
+                tier = self._side.planner.lower[int(tier)].name
                 name = f"{metric}:{tier}"
             if metric == "set_aside":
                 self._set_aside_at[f"set_aside_timestamp_seconds:{tier}"] = time.time()
@@ -78,32 +73,27 @@ class MetricsCollector:
         self._sent |= now
 
     def _totals(self) -> dict[str, float]:
-        scheduler = self._scheduler
+        side = self._side
         totals: dict[str, float] = {f"hook_faults:{k}": v for k, v in self._faults.by_hook.items()}
-        totals["wrong_values"] = scheduler.intake.wrong_values
-        if scheduler.planner is not None:
-            totals |= scheduler.planner.totals()
-        if scheduler.log.changes != self._log_changes:  # gauges rarely change
-            self._log_changes = scheduler.log.changes
-            totals |= scheduler.log.totals()
+        totals["wrong_values"] = side.requests.wrong_values
+        totals |= side.planner.totals()
+        if side.log.changes != self._log_changes:  # gauges rarely change
+            self._log_changes = side.log.changes
+            totals |= side.log.totals()
         return totals
 
     def _steady(self) -> dict[str, float]:
         """Counters that grow at every step; they are published about once a second."""
-        found = self._faults.times()
-        lookups = self._scheduler.lookups
-        if lookups is not None:
-            found |= {"lookups": lookups.count, "lookup_seconds": lookups.seconds}
-        return found
+        lookups = self._side.lookups
+        counts = {"lookups": lookups.count, "lookup_seconds": lookups.seconds}
+        return self._faults.times() | counts
 
     def _gauges(self) -> dict[str, float]:
-        planner = self._scheduler.planner
-        if planner is None:
-            return {}
+        planner = self._side.planner
         gauges: dict[str, float] = {"loading_chunks": planner.loads.loading}
         gauges |= self._set_aside_at
         gauges |= self._copy_gauges
-        pinned = self._scheduler.client_pinned()
+        pinned = self._side.client_pinned()
         depths = (planner.stores.storing, *(queue.depth for queue in planner.write_through.queues))
         for index, storing in zip((planner.cpu, *planner.lower), depths, strict=True):
             name, space = index.name, index.space

@@ -1,29 +1,28 @@
 """The connector in vLLM's scheduler process: turns requests and block tables into plans.
 
-Runs on vLLM's scheduler thread, never waits, and owns all decision state. Until the workers have
-reported their tiers (``attach``), every lookup is a miss.
+Runs on vLLM's scheduler thread, never waits, and owns all decision state. It exists once all
+workers have reported their tiers.
 """
 
 from __future__ import annotations
 
 import logging
-import sys
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from offload.connector.guard import Faults
-from offload.connector.model.adapters import AdapterBook, Loaded
+from offload.connector.model.adapters import Loaded
 from offload.connector.scheduler.block_tables import BlockTables, WantedChunks
 from offload.connector.scheduler.chunk_digests import ChunkDigests
 from offload.connector.scheduler.finished_requests import FinishedRequests
-from offload.connector.scheduler.new_requests import NewRequests
+from offload.connector.scheduler.live_requests import LiveRequests
 from offload.connector.scheduler.other_loads import OtherLoads
 from offload.connector.scheduler.prefill_rate import PrefillRate
 from offload.connector.scheduler.store_progress import StoreProgress
 from offload.connector.scheduler.unfinished_loads import UnfinishedLoads
-from offload.connector.scheduler.waiting_requests import WaitingRequests
+from offload.connector.scheduler.waiting_requests import GpuCache, WaitingRequests
 from offload.index.chunk_batch import ChunkBatch
 from offload.layout.groups import ModelLayout
 from offload.layout.keys import CPU
@@ -37,7 +36,6 @@ from offload.planner.step_budget import EXPIRED_MAX
 from offload.requests.lookup import Lookups
 from offload.requests.request_log import RequestLog
 from offload.requests.request_state import RequestState
-from offload.requests.trace_recorder import TraceRecorder
 
 if TYPE_CHECKING:
     from vllm.v1.core.sched.output import SchedulerOutput
@@ -51,106 +49,72 @@ shutdown."""
 
 
 class SchedulerSide:
-    """Does lookups, plans and progress tracking for one engine."""
+    """Does lookups, plans and progress tracking for one engine.
+
+    Callers use the ``planner``, the ``requests``, the ``lookups`` and their ``log`` directly.
+    ``is_held`` means that lookups and stores are suspended. ``namespace_differences``: see
+    ``offload.requests.miss_reasons.Explainer``.
+    """
 
     def __init__(
         self,
         layout: ModelLayout,
-        adapters: AdapterBook,
+        planner: Planner,
+        requests: LiveRequests,
         faults: Faults,
         *,
-        require_salt: bool = False,
-        recorder: TraceRecorder | None = None,
-        tiers: Sequence[str] = (),
-        max_pinned_share: float = 0.25,
         log: RequestLog | None = None,
+        gpu_cache: GpuCache | None = None,
+        namespace_differences: Sequence[str] = (),
+        max_pinned_share: float = 0.25,
         verify: bool = False,
         by_priority: bool = False,
     ) -> None:
         self.layout = layout
-        self.planner: Planner | None = None
-        self.adapters = adapters
-        self._faults = faults
-        self.intake = NewRequests(
-            layout, adapters, require_salt=require_salt, recorder=recorder, tiers=tiers
-        )
-        self.log = log or RequestLog()
-        self.lookups: Lookups | None = None
-        self._endings: FinishedRequests | None = None
-        self._stores: StoreProgress | None = None
-        self._waiting: WaitingRequests | None = None
-        self._max_pinned_share = max_pinned_share
-        self._by_priority = by_priority
-        self._cached_tokens: Callable[[Request], int | None] = _none_cached
-        self._free_blocks: Callable[[], int] = _unknown_blocks
-        self._matcher = PrefixMatcher(layout)
-        self._wanted = WantedChunks(layout, self._matcher)
-        self._tables = BlockTables(layout)
-        self._digests = ChunkDigests(layout, self._wanted) if verify else None
-        self._states: dict[str, RequestState] = {}
-        self._requests: dict[str, Request] = {}
-        self._unseen = UnfinishedLoads()
-        self._others = OtherLoads(self._tables)
-        self._moved_at = time.monotonic()
-        self._clock = PrefillRate(self._computed)
-        self._is_held = False
-
-    def attach(
-        self, planner: Planner, ranks: int, namespace_differences: Sequence[str] = ()
-    ) -> None:
-        """Start planning: all workers are ready. ``ranks`` is their number.
-
-        ``namespace_differences``: see ``offload.requests.miss_reasons.Explainer``.
-        """
         self.planner = planner
-        self.adapters.expect(ranks)
-        self._endings = FinishedRequests(self.layout, planner, self._max_pinned_share)
-        self._stores = StoreProgress(
-            self.layout, self._matcher, self._wanted, planner, self._digests
+        self.requests = requests
+        self.log = log or RequestLog()
+        self.is_held = False
+        self._faults = faults
+        self._unseen = UnfinishedLoads()
+        self._clock = PrefillRate(planner.health.computed)
+        self._moved_at = time.monotonic()
+        self._tables = BlockTables(layout)
+        self._others = OtherLoads(self._tables)
+        matcher = PrefixMatcher(layout)
+        self._wanted = WantedChunks(layout, matcher)
+        self._digests = ChunkDigests(layout, self._wanted) if verify else None
+        self._stores = StoreProgress(layout, matcher, self._wanted, planner, self._digests)
+        self._endings = FinishedRequests(layout, planner, max_pinned_share)
+        computing = self._clock.left_tokens
+        self.lookups = Lookups(matcher, planner, self.log, namespace_differences, computing)
+        self._waiting = WaitingRequests(
+            planner,
+            self.lookups,
+            gpu_cache or GpuCache(),
+            computing,
+            [group.block_tokens for group in layout.groups],
+            by_priority=by_priority,
         )
-        self.lookups = Lookups(
-            self._matcher, planner, self.log, namespace_differences, self._clock.left_tokens
-        )
-        if planner.look_ahead.is_on:
-            self._waiting = WaitingRequests(
-                planner,
-                self.lookups,
-                lambda request: self._cached_tokens(request),
-                lambda: self._free_blocks(),
-                self._clock.left_tokens,
-                [group.block_tokens for group in self.layout.groups],
-                by_priority=self._by_priority,
-            )
-        for state in self._states.values():
-            self._stores.begin(state)
 
     # -- requests ----------------------------------------------------------------------------
 
-    def bind_cache(
-        self, cached_tokens: Callable[[Request], int | None], free_blocks: Callable[[], int]
-    ) -> None:
-        """Set the functions that count a request's tokens in vLLM's own cache (``None``: no
-        look-ahead for this request), and the GPU's free blocks."""
-        self._cached_tokens = cached_tokens
-        self._free_blocks = free_blocks
+    def admit(self, request: Request) -> RequestState | None:
+        """Return the state of a request, which may be new. ``None`` means that a later step must
+        admit it, because the content of its adapter may be known by then."""
+        live = self.requests.by_name.get(request.request_id)
+        if live is None:
+            live = self.requests.admit(request)
+            if live is None:
+                return None
+            self._stores.begin(live.state)
+            self._waiting.add(live.state, request)
+        return live.state
 
-    def on_new_request(self, request: Request) -> None:
-        """Add a request (also called again for a resumed session)."""
-        if request.request_id not in self._states:
-            state = self.intake.admit(request)
-            if state is None:  # its lookup continues in a later step
-                return
-            self._states[request.request_id] = state
-            self._requests[request.request_id] = request
-            if self._stores is not None:
-                self._stores.begin(state)
-            if self._waiting is not None:
-                self._waiting.add(state, request)
-
-    def close(self) -> None:
-        """Close the records, because the server stops."""
-        self.intake.close()
-        self.log.close()
+    def _state(self, request: Request) -> RequestState:
+        state = self.admit(request)
+        assert state is not None, f"{request.request_id} runs before its adapter is loaded"
+        return state
 
     def lookup(self, request: Request, computed_tokens: int) -> int | None:
         """Return how many tokens beyond ``computed_tokens`` can be loaded now, or ``None`` if vLLM
@@ -163,15 +127,14 @@ class SchedulerSide:
         at the first one without blocks, and requests behind this one may hold the blocks. A second
         load could wait forever, because vLLM reserves the request's blocks against itself, too.
         """
-        self.on_new_request(request)
-        state = self._states.get(request.request_id)
+        state = self.admit(request)
         if state is None:
             return None
         self._unseen.seen(request.request_id)
         self._others.asked(request.request_id, computed_tokens)
         if state.outcome.failures:
             return None if self._unseen.must_wait(request.request_id, time.monotonic()) else 0
-        if self.lookups is None or self._is_held:
+        if self.is_held:
             return 0
         action = self._ask_waits(state, request)
         if action is Action.WAIT:
@@ -180,27 +143,24 @@ class SchedulerSide:
         return self.lookups.look_up(state, request, computed_tokens, action.shorten_reason)
 
     def _ask_waits(self, state: RequestState, request: Request) -> Action:
-        if self._waiting is not None:
-            try:
-                return self._waiting.decide(state, request, time.monotonic())
-            except Exception as error:  # must not cost the request its hit
-                self._faults.note("look_ahead", error)
-        return Action.BEGIN
+        try:
+            return self._waiting.decide(state, request, time.monotonic())
+        except Exception as error:  # must not cost the request its hit
+            self._faults.note("look_ahead", error)
+            return Action.BEGIN
 
     def allocated(
         self, request: Request, block_ids: tuple[list[int], ...], external_tokens: int
     ) -> None:
         """Plan a load if ``external_tokens`` > 0; vLLM has allocated its blocks."""
         self._unseen.forget(request.request_id)
-        if self.planner is None:
-            return
         self._others.allocated(request, block_ids, external_tokens)
         if external_tokens <= 0:
             self._waits_no_more(request)  # before its entry in the log is final
             self._explain(request, external_tokens)
-            state = self._states.get(request.request_id)
-            if state is not None and not state.outcome.has_first_token:
-                computed = max(request.num_computed_tokens, state.lookup.start)
+            live = self.requests.by_name.get(request.request_id)
+            if live is not None and not live.state.outcome.has_first_token:
+                computed = max(request.num_computed_tokens, live.state.lookup.start)
                 self._clock.accepted(request, computed)
             return
         self._explain(request, external_tokens)
@@ -214,38 +174,25 @@ class SchedulerSide:
             raise
         self._waits_no_more(request, load)
 
-    def _waits_again(self, request_id: str) -> None:
-        """Handle a preempted request, which runs again before others do. Does nothing if a load
-        planned in the same step has already done this."""
-        state = self._states[request_id]
-        if self._waiting is not None and not state.outcome.loading:
-            self._waiting.add(state, self._requests[request_id], preempted=True)
-
     def _waits_no_more(self, request: Request, load: Sequence[ChunkBatch] = ()) -> None:
         """Handle a request that no longer waits, because ``load`` was planned for it."""
-        if self._waiting is None:
-            return
         try:
             ahead = self._waiting.remove(request.request_id, time.monotonic(), load)
-            state = self._states.get(request.request_id)
-            if state is not None and ahead != NOT_READ_AHEAD:
-                state.lookup.note_read_ahead(ahead)
+            live = self.requests.by_name.get(request.request_id)
+            if live is not None and ahead != NOT_READ_AHEAD:
+                live.state.lookup.note_read_ahead(ahead)
         except Exception as error:  # must not fail the load, nor the end of the request
             self._faults.note("look_ahead", error)
 
     def _explain(self, request: Request, external_tokens: int) -> None:
         try:
-            if self.lookups is not None:
-                self.lookups.accepted(self._state(request), request, external_tokens)
+            self.lookups.accepted(self._state(request), request, external_tokens)
         except Exception as error:  # a failure to write the log must not fail the load
             self._faults.note("explain", error)
 
     def _plan_load(
         self, state: RequestState, block_ids: tuple[list[int], ...], external_tokens: int
     ) -> list[ChunkBatch]:
-        assert self.planner is not None
-        assert self.lookups is not None
-        assert self._stores is not None
         start = state.lookup.start
         end = start + external_tokens
         self.planner.stores.fence(self._tables.beyond(block_ids, start))
@@ -261,20 +208,18 @@ class SchedulerSide:
 
         Returns the report to the client, if the client sent controls or hints.
         """
-        state = self._states.pop(request.request_id, None)
-        self._requests.pop(request.request_id, None)
+        state = self.requests.end(request.request_id)
         self._unseen.forget(request.request_id)
         unfilled = self._others.end(request.request_id)
-        self.adapters.end(request.request_id)
         self._clock.ended(request, time.monotonic())
         self._waits_no_more(request)
-        if state is None or not (self.planner and self.lookups and self._stores and self._endings):
+        if state is None:
             return None
         self.lookups.forget(state)
         if state.outcome.loading:
             self.planner.loads.cancel(request.request_id)
         pinned_tokens = 0
-        if not state.outcome.loading and block_ids and not self._is_held:
+        if not state.outcome.loading and block_ids and not self.is_held:
             limit = min(request.num_computed_tokens, request.num_tokens)
             if state.lookup.is_promised:  # vLLM has counted the hit, but the load has not begun
                 limit = min(limit, state.lookup.start)
@@ -289,10 +234,11 @@ class SchedulerSide:
 
     def sources(self, request: Request, external_tokens: int) -> tuple[int, int]:
         """The number of loaded tokens that come from the CPU tier and from lower tiers."""
-        state = self._states.get(request.request_id)
-        if state is None:
+        live = self.requests.by_name.get(request.request_id)
+        if live is None:
             return external_tokens, 0
-        below = sum(tokens for tier, tokens in state.outcome.tokens_by_tier.items() if tier != CPU)
+        by_tier = live.state.outcome.tokens_by_tier
+        below = sum(tokens for tier, tokens in by_tier.items() if tier != CPU)
         below = min(below, external_tokens)
         return external_tokens - below, below
 
@@ -301,16 +247,13 @@ class SchedulerSide:
     def build_plan(self, output: SchedulerOutput) -> StepPlan:
         """The plan with all work for the workers in this step."""
         idle = output.total_num_scheduled_tokens == 0
-        if self.planner is None:
-            return StepPlan()
-        if self.lookups and self._endings:
-            try:
-                self._endings.advance()
-                self.lookups.advance()
-                if self._waiting is not None and not self._is_held:
-                    self._waiting.advance(time.monotonic())
-            except Exception as error:  # even after an error, the step's plan must be sent
-                self._faults.note("lookup", error)
+        try:
+            self._endings.advance()
+            self.lookups.advance()
+            if not self.is_held:
+                self._waiting.advance(time.monotonic())
+        except Exception as error:  # even after an error, the step's plan must be sent
+            self._faults.note("lookup", error)
         try:
             self._prepare(output)
             plan = self.planner.step(idle=idle)
@@ -323,92 +266,84 @@ class SchedulerSide:
             return self.planner.step(idle=idle, write_through=False)
 
     def _prepare(self, output: SchedulerOutput) -> None:
-        assert self.planner is not None
-        assert self._endings is not None
-        assert self._stores is not None
         now = time.monotonic()
         self._clock.step_begins()
         self.planner.tick(now)
         self._endings.pins.tick(now, EXPIRED_MAX)
         for request_id in output.preempted_req_ids or ():
-            if request_id in self._states:
-                self._states[request_id].restart()
-                if request_id not in output.num_scheduled_tokens:
-                    self._waits_again(request_id)
-            if self._digests is not None:
-                self._digests.restarted(request_id)
+            self._preempted(request_id, is_scheduled=request_id in output.num_scheduled_tokens)
         # Find the fences first: a store planned below reads blocks that belong to this step.
         self.planner.stores.fence(self._tables.rewritten(output))
         self.planner.stores.give_up(self._others.take(output))
         if self._digests is not None:
             self._digest_completed(self._digests, output)
-        if self._is_held:
+        if self.is_held:
             return
         if self.planner.stores.late_stores.chunks:
             self.planner.stores.plan_late()
-        self._store_boundary_states(self._stores, output)
+        self._store_boundary_states(output)
         for request_id, scheduled in output.num_scheduled_tokens.items():
-            state = self._states.get(request_id)
-            if state is None:
+            live = self.requests.by_name.get(request_id)
+            if live is None:
                 continue
             # Most requests decode inside a chunk in most steps, so there is nothing to do for them.
-            request = self._requests[request_id]
+            state, request = live.state, live.request
             if not state.outcome.has_first_token and self._clock.scheduled(request, now):
                 state.outcome.note_first_token()
             if request.num_computed_tokens + scheduled >= state.stores.ready_at:
                 self._stores.scheduled(output, state, request, scheduled)
 
-    def _store_boundary_states(self, stores: StoreProgress, output: SchedulerOutput) -> None:
+    def _preempted(self, request_id: str, *, is_scheduled: bool) -> None:
+        """Handle a preempted request. Unless it runs again in this step, it waits, but runs before
+        others do."""
+        live = self.requests.by_name.get(request_id)
+        if live is not None:
+            live.state.restart()
+            # a load planned in this step has ended the wait
+            if not is_scheduled and not live.state.outcome.loading:
+                self._waiting.add(live.state, live.request, preempted=True)
+        if self._digests is not None:
+            self._digests.restarted(request_id)
+
+    def _store_boundary_states(self, output: SchedulerOutput) -> None:
         blocks = output.kv_connector_block_state
         if blocks is None:
             return
         for request_id, offers in blocks.boundary_state_offloads.items():
-            state = self._states.get(request_id)
-            if state is not None:
-                stores.boundary_state(state, self._requests[request_id], offers)
+            live = self.requests.by_name.get(request_id)
+            if live is not None:
+                self._stores.boundary_state(live.state, live.request, offers)
 
     def _digest_completed(self, digests: ChunkDigests, output: SchedulerOutput) -> None:
         digests.rewritten(self._tables.rewritten(output))
         blocks = output.kv_connector_block_state
         for request_id, scheduled in output.num_scheduled_tokens.items():
-            state = self._states.get(request_id)
-            if state is None or blocks is None:
+            live = self.requests.by_name.get(request_id)
+            if live is None or blocks is None:
                 continue
-            request = self._requests[request_id]
+            request = live.request
             limit = min(request.num_computed_tokens + scheduled, request.num_tokens)
             table = blocks.get_block_ids(request_id)
             if table is not None:
-                digests.completed(state, request, limit, table)
-
-    def _computed(self, tokens: int, seconds: float) -> None:
-        if self.planner is not None:
-            self.planner.health.computed(tokens, seconds)
+                digests.completed(live.state, request, limit, table)
 
     def load_failed_elsewhere(self) -> None:
         """Record that another connector could not fill some blocks of the step that has ended:
         stores of that step may have read them."""
-        if self.planner is not None:
-            self.planner.stores.distrust()
+        self.planner.stores.distrust()
 
     def adapters_loaded(self, loaded: Loaded) -> None:
-        """Record that the workers have loaded adapters.
-
-        If the content of an adapter has changed, its requests are excluded, and chunks that are
-        being stored now may belong to the old or the new content.
-        """
-        users = self.adapters.take(loaded)
-        if users and self.planner is not None:
+        """Record that the workers have loaded adapters. Chunks that are being stored now may belong
+        to the old or the new content of an adapter that has changed."""
+        if self.requests.adapters_loaded(loaded):
             self.planner.stores.distrust()
-        for state in filter(None, map(self._states.get, users)):
-            state.identity.exclude("adapter")
 
     def update(
         self, report: StepReport | None, finished: Iterable[str], failed: Iterable[str]
     ) -> None:
         """Process the results of the workers."""
-        if not (self.planner and self.lookups and self._stores):
-            return
-        ended = [self._states[name] for name in finished if name in self._states]
+        by_name = self.requests.by_name
+        ended = [by_name[name].state for name in finished if name in by_name]
         for state in ended:
             state.outcome.end_load()
         for request_id in finished:
@@ -418,8 +353,8 @@ class SchedulerSide:
             logger.warning(
                 ("kvtiers: the load of request %s failed; vLLM recomputes its prompt"), request_id
             )
-            if request_id in self._states:
-                state = self._states[request_id]
+            if request_id in by_name:
+                state = by_name[request_id].state
                 state.outcome.fail_load()
                 self._stores.load_failed(state)
                 failures.append(state)
@@ -430,70 +365,49 @@ class SchedulerSide:
             self.planner.complete(report)
         self.lookups.ended(ended, failures)
 
-    def _state(self, request: Request) -> RequestState:
-        self.on_new_request(request)
-        return self._states[request.request_id]
-
-    # -- state and life cycle of the engine ------------------------------------------------------
+    # -- the engine --------------------------------------------------------------------------
 
     @property
     def pending(self) -> bool:
         """True if the workers have unfinished work that makes progress."""
-        all_reported = self._endings is None or self._endings.all_reported
-        if self.planner is None or (all_reported and not self.planner.busy):
+        if self._endings.all_reported and not self.planner.busy:
             self._moved_at = time.monotonic()
             return False
-        moved_at = max(self._moved_at, self._stores.planned_at if self._stores else 0.0)
-        return time.monotonic() - moved_at < STALL_S
-
-    def begin_epochs(self, epochs: Mapping[int, int]) -> None:
-        """Allow workers to write to lower tiers under these new, durable epochs."""
-        if self.planner is not None:
-            self.planner.begin_epochs(epochs)
+        return time.monotonic() - max(self._moved_at, self._stores.planned_at) < STALL_S
 
     def hold(self) -> None:
         """Suspend lookups and stores until ``release`` or ``forget``, because the weights may have
         changed. Cancel stores that were planned but not sent: their blocks have lost their content.
         Reading ahead ends for the requests that wait now."""
-        self._is_held = True
-        if self.planner is not None:
-            self.planner.stores.cancel_planned()
-            self.planner.look_ahead.forget_all()  # until release, all are computed
+        self.is_held = True
+        self.planner.stores.cancel_planned()
+        self.planner.look_ahead.forget_all()  # until release, all are computed
         if self._digests is not None:
             self._digests.clear()
 
     def release(self) -> None:
         """Resume lookups and stores: the weights are the same."""
-        self._is_held = False
-        if self._waiting is not None:
-            self._waiting.match_again()
+        self.is_held = False
+        self._waiting.match_again()
 
     def forget(self) -> None:
         """Forget everything, because the weights have changed: no chunk stored so far may be hit
-        again, and nothing is written to lower tiers before ``begin_epochs``."""
-        self._is_held = False
-        self.adapters.forget()
-        if self.planner is not None:
-            self.planner.forget_all()
-        if self._waiting is not None:
-            self._waiting.match_again()
-        if self._endings is not None:
-            self._endings.clear()
+        again, and nothing is written to lower tiers before ``planner.begin_epochs``."""
+        self.is_held = False
+        self.requests.adapters.forget()
+        self.planner.forget_all()
+        self._waiting.match_again()
+        self._endings.clear()
         if self._digests is not None:
             self._digests.clear()
-        if self._stores is not None:
-            for request_id, state in self._states.items():
-                computed = self._requests[request_id].num_computed_tokens
-                self._stores.weights_changed(state, computed)
+        for live in self.requests.by_name.values():
+            self._stores.weights_changed(live.state, live.request.num_computed_tokens)
+
+    def close(self) -> None:
+        """Close the records, because the server stops."""
+        self.requests.close()
+        self.log.close()
 
     def client_pinned(self) -> dict[str, int]:
         """The space that clients have pinned in each tier, in the tier's units."""
-        return self._endings.pins.used() if self._endings is not None else {}
-
-
-def _none_cached(_request: Request) -> int | None:
-    return 0
-
-
-def _unknown_blocks() -> int:
-    return sys.maxsize
+        return self._endings.pins.used()

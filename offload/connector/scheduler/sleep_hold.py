@@ -27,11 +27,6 @@ class SleepHold:
         self._asked = 1
         self._resets = 0
 
-    @property
-    def is_holding(self) -> bool:
-        """True if it is unknown whether a reset belonged to a sleep."""
-        return self._resets > 0
-
     def reset(self) -> None:
         """Record that vLLM has reset its caches."""
         self._resets += 1

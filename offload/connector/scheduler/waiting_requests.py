@@ -9,6 +9,7 @@ or stored meanwhile. A step without waiting requests costs nothing.
 
 from __future__ import annotations
 
+import sys
 from bisect import bisect_left, insort
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -27,6 +28,16 @@ from offload.requests.request_state import RequestState
 
 if TYPE_CHECKING:
     from vllm.v1.request import Request
+
+
+@dataclass(frozen=True, slots=True)
+class GpuCache:
+    """What vLLM says about its own cache. ``cached_tokens`` returns how many tokens of a request it
+    holds, or ``None`` if nothing may be read ahead for this request. ``free_blocks`` counts the
+    free blocks of the GPU."""
+
+    cached_tokens: Callable[[Request], int | None] = lambda _: 0
+    free_blocks: Callable[[], int] = lambda: sys.maxsize
 
 
 @dataclass(slots=True, eq=False)
@@ -58,18 +69,16 @@ def _remove(ordered: list[_WaitingRequest], waiting: _WaitingRequest) -> None:
 
 class WaitingRequests:
     """The waiting requests. They run in the order in which they arrived or, ``by_priority``, in
-    vLLM's order of priorities. ``cached_tokens`` returns how many tokens of a request vLLM's own
-    cache holds, or ``None`` if nothing may be read ahead for this request. ``free_blocks`` counts
-    the free blocks of the GPU; ``block_tokens`` contains each group's tokens per block.
+    vLLM's order of priorities. ``block_tokens`` contains each group's tokens per block;
     ``computing`` counts the tokens that vLLM computes before it begins with another request.
+    Without look-ahead, there are none.
     """
 
     def __init__(
         self,
         planner: Planner,
         lookups: Lookups,
-        cached_tokens: Callable[[Request], int | None],
-        free_blocks: Callable[[], int],
+        gpu_cache: GpuCache,
         computing: Callable[[], int],
         block_tokens: Sequence[int],
         *,
@@ -77,11 +86,11 @@ class WaitingRequests:
     ) -> None:
         self._planner = planner
         self._lookups = lookups
-        self._cached_tokens = cached_tokens
-        self._free_blocks = free_blocks
+        self._gpu_cache = gpu_cache
         self._computing = computing
         self._block_tokens = block_tokens
         self._by_priority = by_priority
+        self._is_on = planner.look_ahead.is_on
         self._waiting: dict[str, _WaitingRequest] = {}
         self._queue: list[_WaitingRequest] = []  # in the order in which they will run
         self._due: list[_WaitingRequest] = []  # in the same order
@@ -90,6 +99,8 @@ class WaitingRequests:
 
     def add(self, state: RequestState, request: Request, *, preempted: bool = False) -> None:
         """Add a request that waits from now on. A preempted request runs next."""
+        if not self._is_on:
+            return
         self._names.add(request.request_id)
         if preempted:
             self._planner.read_waits.begin(request.request_id)
@@ -146,7 +157,7 @@ class WaitingRequests:
             if not waiting.is_matched:
                 return Action.BEGIN  # its lookup probably takes another step, too
         needed = sum(-(-request.num_tokens // tokens) for tokens in self._block_tokens)
-        blocks = BlockDemand(self._free_blocks(), needed, len(self._names) - 1)
+        blocks = BlockDemand(self._gpu_cache.free_blocks(), needed, len(self._names) - 1)
         action = waits.decide(name, now, blocks, self._computing)
         state.lookup.set_waited_s(waits.waited_s(name))
         return action
@@ -175,7 +186,7 @@ class WaitingRequests:
         if state.identity.no_load or state.outcome.failures:
             return True
         if waiting.cached is None:
-            waiting.cached = self._cached_tokens(request)
+            waiting.cached = self._gpu_cache.cached_tokens(request)
             if waiting.cached is None:
                 return True
             self._planner.budget.lookups.take(waiting.cached // min(self._block_tokens))

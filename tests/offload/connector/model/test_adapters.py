@@ -109,8 +109,7 @@ def request_of(name: str = "r", lora: tuple[str, str] | None = NAME) -> Any:
 
 
 def test_an_adapter_is_known_when_every_rank_has_reported_the_same() -> None:
-    book = AdapterBook()
-    book.expect(2)
+    book = AdapterBook(2)
     assert book.identity_of(request_of(lora=None)) == b""
     assert book.identity_of(request_of()) is None
     book.take({NAME: (ONE,)})
@@ -121,16 +120,14 @@ def test_an_adapter_is_known_when_every_rank_has_reported_the_same() -> None:
 
 
 def test_reports_of_ranks_are_combined() -> None:
-    book = AdapterBook()
-    book.expect(2)
+    book = AdapterBook(2)
     book.take(joined({NAME: (ONE,)}, {NAME: (ONE,), ("b", "/b"): (TWO,)}))
     assert book.identity_of(request_of()) == ONE
     assert book.identity_of(request_of(lora=("b", "/b"))) is None
 
 
 def test_ranks_that_have_loaded_different_files_are_not_trusted() -> None:
-    book = AdapterBook()
-    book.expect(2)
+    book = AdapterBook(2)
     book.take({NAME: (ONE, TWO)})
     assert book.identity_of(request_of()) is None
     assert not book.may_come(request_of())
@@ -199,7 +196,7 @@ def serve(world: OracleEngine, name: str, lora: LoRARequest) -> LoggedRequest:
     world.scheduler.add_request(request)
     world.drain()
     world.check()
-    found: LoggedRequest = world.connector._scheduler.log.last[-1]
+    found: LoggedRequest = world.connector.serving.side.log.last[-1]
     assert found.request == name
     world.forget_locally()
     return found

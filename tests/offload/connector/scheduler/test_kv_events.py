@@ -125,7 +125,7 @@ def test_a_reset_clears_everything(tmp_path: Path, publishing: None) -> None:
         assert world.weights == before + 1
         world.step()
         events = [event for batch in batches for event in batch.events]
-        ours = [*world.connector._events.take(), *events]
+        ours = [*world.connector.serving.events.take(), *events]
         assert any(isinstance(event, AllBlocksCleared) for event in ours)
         assert not any(getattr(event, "medium", "") == "CPU" for event in ours)
 
@@ -133,7 +133,7 @@ def test_a_reset_clears_everything(tmp_path: Path, publishing: None) -> None:
 def test_nothing_is_collected_unless_vllm_publishes(tmp_path: Path) -> None:
     with OracleEngine(MODELS["full"], Conditions(slots=20), tmp_path, 1) as world:
         live(world, 30)
-        assert world.connector._events is None
+        assert world.connector.serving.events is None
         assert list(world.connector.take_events()) == []
 
 
@@ -159,7 +159,7 @@ def differences_after_losses(folder: Path, seed: int = 3) -> list[str]:
     """The difference between the tiers' chunks and those of a listener that got all of them again,
     in portions, because too many changes waited."""
     for world, follower in followed("sliding_full", folder, seed):
-        events: KvEvents = world.connector._events  # type: ignore[assignment]  # it is set here
+        events: KvEvents = world.connector.serving.events  # type: ignore[assignment]  # it is set here
         portions = portions_of(events)
         live(world, 100)
         for _ in range(len(world.planner.lower[0]) + len(world.planner.cpu)):
@@ -196,8 +196,8 @@ def differences_after_a_restart(folder: Path) -> list[str]:
         live(world, 60)
         world.drain()
         planner = world.planner
-        assert world.connector._scheduler is not None
-        events = KvEvents(world.connector._scheduler.layout, planner)
+        assert world.connector.serving is not None
+        events = KvEvents(world.connector.serving.side.layout, planner)
         follower.held, follower.cleared = set(), 1  # removals of unknown chunks are allowed
         portions = []
         count = len(planner.cpu) + len(planner.lower[0])

@@ -66,12 +66,12 @@ def differences(folder: Path) -> dict[str, tuple[float, float]]:
     with OracleEngine(MODELS["full"], Conditions(slots=20, fault_rate=0.1), folder, 3) as world:
         scraped = Scraped(world)
         live(world, 150)
-        collector: Any = world.connector._collector
+        collector: Any = world.connector.serving.metrics
         # numbers that are published only from time to time become due
         collector._gauges_at = time.monotonic() - 10.0
         scraped.take()
         page = scraped.page()
-        scheduler: Any = world.connector._scheduler
+        scheduler: Any = world.connector.serving.side
         counted = scheduler.planner.totals() | scheduler.log.totals()
         counted |= {"lookups": scheduler.lookups.count}
         counted |= {
@@ -170,7 +170,7 @@ def test_what_ranks_report_between_two_scrapes_adds_up(tmp_path: Path) -> None:
     with OracleEngine(MODELS["full"], Conditions(slots=20), tmp_path, 3) as world:
         scraped = Scraped(world)
         scraped.take()
-        collector: Any = world.connector._collector
+        collector: Any = world.connector.serving.metrics
         before = scraped.page()
         collector.add_worker_counters({"store_bytes": 5.0, "read_bytes:0": 1.0})
         collector.add_worker_counters({"store_bytes": 7.0, "read_bytes:0": 2.0})

@@ -1,4 +1,8 @@
-"""Admits new requests: reads their identity, controls and hints, and records them in the trace."""
+"""Holds the live requests. Admits new ones: reads their identity, controls and hints, and records
+them in the trace.
+
+Part of the scheduler side, on its thread.
+"""
 
 from __future__ import annotations
 
@@ -6,9 +10,10 @@ import hashlib
 import logging
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from offload.connector.model.adapters import AdapterBook
+from offload.connector.model.adapters import AdapterBook, Loaded
 from offload.index.chunk_batch import RequestOrigin
 from offload.layout.groups import ModelLayout, recorded_group
 from offload.requests.parse_options import FIELD, INVALID_MAX, parse_controls, parse_hints
@@ -22,12 +27,19 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 
-class NewRequests:
-    """Makes the `RequestState` of each request.
+@dataclass(slots=True)
+class LiveRequest:
+    """A request of vLLM that has not ended, and our state of it."""
 
-    Owned by the scheduler side. With ``require_salt``, requests without a salt are excluded;
-    ``tiers`` are the names of the lower tiers. ``wrong_values`` counts invalid values that clients
-    have sent.
+    state: RequestState
+    request: Request
+
+
+class LiveRequests:
+    """The live requests ``by_name``, and the ``adapters`` that they use.
+
+    With ``require_salt``, requests without a salt are excluded; ``tiers`` are the names of the
+    lower tiers. ``wrong_values`` counts invalid values that clients have sent.
     """
 
     def __init__(
@@ -39,26 +51,27 @@ class NewRequests:
         recorder: TraceRecorder | None = None,
         tiers: Sequence[str] = (),
     ) -> None:
+        self.by_name: dict[str, LiveRequest] = {}
+        self.adapters = adapters
         self.wrong_values = 0
         self._tiers = tuple(tiers)
         self._layout = layout
-        self._adapters = adapters
         self._require_salt = require_salt
         self._recorder = recorder
         self._recorded = layout.groups.index(recorded_group(layout)) if recorder else 0
         self._warned = False
 
-    def admit(self, request: Request) -> RequestState | None:
-        """Return the state of a new request.
+    def admit(self, request: Request) -> LiveRequest | None:
+        """Add a new request.
 
         ``None`` means: call this again in the next step, because the content of the request's
         adapter may be known by then. If it stays unknown, the request is excluded.
         """
-        adapter = self._adapters.identity_of(request)
-        if adapter is None and self._adapters.may_come(request):
+        adapter = self.adapters.identity_of(request)
+        if adapter is None and self.adapters.may_come(request):
             return None
         identity = RequestIdentity(request.request_id, self._layout, adapter or b"")
-        self._adapters.begin(request, adapter or b"")
+        self.adapters.begin(request, adapter or b"")
         if adapter is None:
             identity.exclude("adapter")
         elif self._require_salt and not request.cache_salt:
@@ -70,7 +83,22 @@ class NewRequests:
             identity.extend(request.block_hashes)
         if self._recorder is not None:
             self._record(self._recorder, identity, request)
-        return RequestState(identity)
+        live = self.by_name[request.request_id] = LiveRequest(RequestState(identity), request)
+        return live
+
+    def end(self, request_id: str) -> RequestState | None:
+        """Remove a request that has ended. Returns its state, if it was admitted."""
+        self.adapters.end(request_id)
+        live = self.by_name.pop(request_id, None)
+        return live.state if live is not None else None
+
+    def adapters_loaded(self, loaded: Loaded) -> bool:
+        """Record that the workers have loaded adapters. Returns whether the content of an adapter
+        has changed; its requests are then excluded."""
+        users = self.adapters.take(loaded)
+        for live in filter(None, map(self.by_name.get, users)):
+            live.state.identity.exclude("adapter")
+        return bool(users)
 
     def close(self) -> None:
         """Finish the recording, if there is one, because the server stops."""
