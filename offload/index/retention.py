@@ -9,6 +9,7 @@ than it needs, and uses the others in its next evictions (``NamedVictims``).
 
 from __future__ import annotations
 
+import enum
 from collections import Counter, defaultdict
 from collections.abc import Collection, Container, Hashable, Iterable, Iterator, Sequence
 from itertools import filterfalse, islice
@@ -18,6 +19,17 @@ from policies.base import EvictionPolicy
 NOTHING: frozenset[bytes] = frozenset()
 PASSED_PER_VICTIM = 8
 """A search names enough victims that it passes at most about this number of other keys for each."""
+
+
+class Evict(enum.Enum):
+    """The chunks that may be evicted to make space for others.
+
+    ``WRITTEN``: eviction stops at the first victim that waits to be written to a lower tier.
+    """
+
+    NOTHING = "nothing"
+    WRITTEN = "written"
+    ANYTHING = "anything"
 
 
 class Retention:
@@ -193,6 +205,12 @@ class UnwrittenChunks:
     def isdisjoint(self, keys: Collection[Hashable]) -> bool:
         """True if none of these keys waits."""
         return all(waiting.isdisjoint(keys) for waiting in self._tiers.values())
+
+    @property
+    def evict_for_reads(self) -> Evict:
+        """The chunks that reads into the CPU tier may evict: while the disks keep up, none that
+        waits to be written."""
+        return Evict.ANYTHING if self.is_behind else Evict.WRITTEN
 
     def before_first(self, keys: Sequence[Hashable]) -> Sequence[Hashable]:
         """The keys before the first key that waits."""

@@ -16,7 +16,7 @@ from typing import NoReturn
 from offload.errors import InvariantError
 from offload.index.capacity import Capacity, Reservation
 from offload.index.chunk_batch import sizes_of
-from offload.index.retention import NOTHING, NamedVictims, Retention, UnwrittenChunks
+from offload.index.retention import NOTHING, Evict, NamedVictims, Retention, UnwrittenChunks
 from offload.index.states import (
     TRANSITIONS,
     ChunkEvent,
@@ -64,7 +64,6 @@ class TierIndex:
         self._victims = NamedVictims()
         self._filling: dict[bytes, int] = {}
         self._doomed: dict[bytes, int] = {}
-        self._infos: dict[bytes, EntryInfo] = {}
         self._locations: dict[ChunkState, dict[bytes, int] | None] = {
             ChunkState.ABSENT: None,
             ChunkState.FILLING: self._filling,
@@ -152,30 +151,21 @@ class TierIndex:
         self,
         keys: Sequence[bytes],
         infos: Sequence[EntryInfo],
+        evict: Evict = Evict.ANYTHING,
         protect: Container[bytes] = NOTHING,
-        *,
-        evict: bool = True,
-        remember: bool = True,
-        keep_unwritten: bool = False,
-        checked: bool = False,
     ) -> Reservation:
-        """ABSENT -> FILLING for a prefix of ``keys``; evicts the policy's victims.
+        """ABSENT -> FILLING for a prefix of ``keys``, which the caller has just found absent.
 
-        ``protect`` contains keys that must not be evicted for this; with ``evict`` false, nothing
-        is evicted. With ``keep_unwritten``, eviction stops at a victim that waits to be written to
-        a lower tier. ``checked`` means that the caller has just found all keys absent. The infos
-        must be passed to ``commit`` as well, unless this index remembers them. Stops at the first
-        key without space, so the granted keys are a prefix without a hole.
+        Where space is missing, the policy's victims are evicted, as far as ``evict`` allows, but
+        none of ``protect``. Stops at the first key without space, so the granted keys are a prefix
+        without a hole. Pass the infos of the granted keys to ``commit``, too. Raises
+        ``InvariantError`` if a key is named twice, or if a key of a short batch is not absent.
         """
         evicted: list[bytes] = []
         sizes = sizes_of(infos)
-        make_space = (
-            partial(self._make_space, protect=protect, keep_unwritten=keep_unwritten)
-            if evict
-            else None
-        )
+        make_space = partial(self._make_space, evict=evict, protect=protect)
         granted = None
-        if len(keys) >= BULK_KEYS_MIN and (checked or self.are_absent(keys)):
+        if len(keys) >= BULK_KEYS_MIN:
             granted = self._reserve_at_once(keys, sizes, make_space, evicted)
         if granted is None:
             granted, take = [], self.space.take
@@ -184,28 +174,26 @@ class TierIndex:
                     # raises, because the table does not allow it
                     self._check(key, ChunkEvent.RESERVE)
                 location = take(size)
-                if location is None and make_space is not None:
+                if location is None:
                     evicted += make_space(self.space.missing(size))
                     location = take(size)
                 if location is None:
                     break
                 self._reserved[key] = location
                 granted.append(location)
-        if remember:
-            self._infos.update(zip(keys, infos[: len(granted)], strict=False))
         return Reservation(tuple(granted), tuple(evicted))
 
     def _reserve_at_once(
         self,
         keys: Sequence[bytes],
         sizes: Sequence[int],
-        make_space: Callable[[int], list[bytes]] | None,
+        make_space: Callable[[int], list[bytes]],
         evicted: list[bytes],
     ) -> Sequence[int] | None:
         """``reserve`` for many absent keys; returns ``None``, with nothing reserved, if one is
-        named twice. Without ``make_space`` nothing is evicted."""
+        named twice."""
         locations = self.space.take_all(sizes)
-        if locations is None and make_space is not None:
+        if locations is None:
             evicted += make_space(self.space.missing_all(sizes))
             locations = self.space.take_all(sizes)
         if locations is None:
@@ -219,22 +207,17 @@ class TierIndex:
             return None
         return locations
 
-    def commit(
-        self, keys: Sequence[bytes], infos: Sequence[EntryInfo] | None = None
-    ) -> list[bytes]:
+    def commit(self, keys: Sequence[bytes], infos: Sequence[EntryInfo]) -> list[bytes]:
         """FILLING -> RESIDENT. Keys that were doomed meanwhile become ABSENT; returns the other
         keys.
 
-        ``keys`` are in prefix order; the head of the prefix ends up youngest. ``infos`` are needed
-        if this index does not remember them.
+        ``keys`` are in prefix order; the head of the prefix ends up youngest.
         """
         committed: list[bytes] = []
         try:
             self._move(keys[::-1], ChunkEvent.COMMIT, self._commits, committed)
         finally:  # the policy must know which keys are resident, even if another key was wrong
-            if infos is None:
-                infos = list(map(self._infos.pop, committed))
-            elif len(committed) == len(keys):
+            if len(committed) == len(keys):
                 infos = infos[::-1]
             else:
                 infos = list(map(dict(zip(keys, infos, strict=True)).__getitem__, committed))
@@ -246,8 +229,6 @@ class TierIndex:
         """FILLING -> ABSENT (DOOMED while other jobs still pin the chunk)."""
         self._removals.note(keys := list(keys))  # a lookup may have relied on these chunks
         self._move(keys, ChunkEvent.ABORT, self._aborts, [])
-        for key in keys:
-            self._infos.pop(key, None)
 
     def recover(self, keys: Sequence[bytes], infos: Sequence[EntryInfo]) -> list[bytes]:
         """Enter chunks found after a restart, oldest first; return those that did not fit."""
@@ -310,11 +291,7 @@ class TierIndex:
     def drop(self, keys: Iterable[bytes]) -> list[bytes]:
         """Forget chunks, so that they cannot be hit any more. Returns those that were resident."""
         dropped: list[bytes] = []
-        keys = list(keys)
-        if self._infos:
-            for key in self.filling_among(keys):
-                self._infos.pop(key, None)
-        self._move(keys, ChunkEvent.DROP, self._drops, dropped)
+        self._move(list(keys), ChunkEvent.DROP, self._drops, dropped)
         self._victims.forget(dropped)
         self.policy.remove_all(dropped, RemoveCause.DROPPED)
         self._removals.note(dropped)
@@ -323,7 +300,7 @@ class TierIndex:
 
     def evict(self, count_bytes: int) -> list[bytes]:
         """Evict by policy until ``used`` has fallen by this much or nothing more can be evicted."""
-        return self._make_space(count_bytes, NOTHING)
+        return self._make_space(count_bytes, Evict.ANYTHING, NOTHING)
 
     def clear(self) -> None:
         """Forget every chunk at once; chunks in use stay DOOMED until their jobs release them."""
@@ -341,7 +318,6 @@ class TierIndex:
         self._removals.note_all()
         self._victims.clear()
         self.policy.clear()
-        self._infos.clear()
 
     def check(self) -> None:
         """Verify the invariants; raises ``InvariantError``. O(n), for tests and debug mode."""
@@ -357,8 +333,6 @@ class TierIndex:
             problems.append("a key is in two states")
         if not set(self._victims) <= set(self._resident):
             problems.append("a victim is named that is not resident")
-        if not set(self._infos) <= set(self._filling):
-            problems.append("keys have infos but are not filling")
         if not set(self._pins) <= set.union(*states):
             problems.append("a pinned key is absent")
         if not set(self._doomed) <= set(self._pins):
@@ -368,11 +342,11 @@ class TierIndex:
 
     # -- inside ------------------------------------------------------------------------------
 
-    def _make_space(
-        self, missing: int, protect: Container[bytes], *, keep_unwritten: bool = False
-    ) -> list[bytes]:
-        """Evict until ``missing`` is free and the low watermark is reached. See ``reserve`` for
-        ``keep_unwritten``."""
+    def _make_space(self, missing: int, evict: Evict, protect: Container[bytes]) -> list[bytes]:
+        """Evict until ``missing`` is free and the low watermark is reached, as far as ``evict``
+        allows."""
+        if evict is Evict.NOTHING:
+            return []
         space, evictable = self.space, self.retention.evictable(protect)
         if missing and self._low < space.capacity:
             missing = max(missing, space.used - self._low)
@@ -384,7 +358,7 @@ class TierIndex:
             if not names and is_sparing:  # chunks that waiting requests want are evicted last
                 is_sparing, evictable = False, self.retention.evictable(protect, spare=False)
                 continue
-            if keep_unwritten:
+            if evict is Evict.WRITTEN:
                 names = list(self.unwritten.before_first(names))
             if not names:
                 break

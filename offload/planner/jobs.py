@@ -58,8 +58,8 @@ class Job:
     ``fills`` are reserved keys of tier ``fill_tier``; ``pins`` are pinned keys by tier; ``blocks``
     are GPU blocks that a store reads, ``holds`` counts the GPU blocks that a load fills; ``write``
     are the lower tiers to which the chunks of a store may be written (``None``: all); ``infos`` are
-    the facts about ``fills`` if the index does not remember them. The fills of a ``distrusted`` job
-    are never committed, whatever the ranks answer.
+    the facts about ``fills`` for the policy of their tier. The fills of a ``distrusted`` job are
+    never committed, whatever the ranks answer.
     """
 
     job: int
@@ -73,7 +73,7 @@ class Job:
     holds: int = 0
     tokens: LoadTokens | None = None
     write: frozenset[int] | None = None
-    infos: Sequence[EntryInfo] | None = None
+    infos: Sequence[EntryInfo] = ()
     result: JobResult | None = None
     distrusted: bool = False
 
@@ -98,9 +98,9 @@ class Job:
             return list(self.fills), []
         return [k for k in self.fills if k not in bad], [k for k in self.fills if k in bad]
 
-    def infos_of(self, keys: Sequence[bytes]) -> Sequence[EntryInfo] | None:
+    def infos_of(self, keys: Sequence[bytes]) -> Sequence[EntryInfo]:
         """The ``infos`` of these keys, which are some of ``fills``, in the same order."""
-        if self.infos is None or len(keys) == len(self.fills):
+        if len(keys) == len(self.fills):
             return self.infos
         wanted = set(keys)
         return chosen(self.infos, [key in wanted for key in self.fills])

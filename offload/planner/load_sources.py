@@ -10,7 +10,7 @@ from functools import partial
 from itertools import chain, compress, repeat
 from operator import not_
 
-from offload.index.chunk_batch import ChunkBatch
+from offload.index.chunk_batch import ChunkBatch, joined
 from offload.layout.keys import CPU
 from offload.messages.plan import IN_SLAB, STAGED, Columns, one_width
 from offload.planner.context import PlannerContext
@@ -25,14 +25,28 @@ SAMPLED_CHUNKS = 256
 @dataclass(frozen=True, slots=True)
 class PlannedPart:
     """One part of a load: the ``columns`` for the workers, the keys whose new slots are read into
-    (``fills``), the pins, the number of chunks by group and tier (``counts``), and the ``cost``
-    (see ``STEP_CHUNKS``)."""
+    (``fills``) with their ``infos``, the pins, the number of chunks by group and tier (``counts``),
+    and the ``cost`` (see ``STEP_CHUNKS``)."""
 
     columns: Columns
     fills: Sequence[bytes]
+    infos: Sequence[EntryInfo]
     pins: Sequence[Pins]
     counts: Counter[tuple[int, int]]
     cost: int
+
+
+@dataclass(frozen=True, slots=True)
+class _Promotion:
+    """The ``slots`` reserved for chunks of lower tiers, by key, the ``infos`` of these chunks, and
+    the number of chunks ``evicted`` for them."""
+
+    slots: Mapping[bytes, int]
+    infos: Sequence[EntryInfo]
+    evicted: int
+
+
+_NOTHING_PROMOTED = _Promotion({}, (), 0)
 
 
 class LoadSources:
@@ -124,11 +138,11 @@ class LoadSources:
         if IN_SLAB in used and (IN_SLAB, STAGED) in zip(tiers, slots, strict=True):
             return None
         pins = self._pin(keys, slots, tiers)
-        promoted, evicted = self._promote(job, batches, tiers)
-        if len(promoted) == len(keys):
-            slots = list(promoted.values())
-        elif promoted:
-            slots = list(map(promoted.get, keys, slots))
+        promoted = self._promote(job, batches, tiers)
+        if len(promoted.slots) == len(keys):
+            slots = list(promoted.slots.values())
+        elif promoted.slots:
+            slots = list(map(promoted.slots.get, keys, slots))
         columns = Columns(
             keys,
             groups,
@@ -139,8 +153,14 @@ class LoadSources:
             slots,
             tiers,
         )
-        cost = len(keys) + len(promoted) + EVICTED_COST * evicted
-        return PlannedPart(columns, tuple(promoted), pins, self._count(groups, tiers), cost)
+        return PlannedPart(
+            columns,
+            fills=tuple(promoted.slots),
+            infos=promoted.infos,
+            pins=pins,
+            counts=self._count(groups, tiers),
+            cost=len(keys) + len(promoted.slots) + EVICTED_COST * promoted.evicted,
+        )
 
     def _find(
         self, keys: Sequence[bytes], read: frozenset[int] | None
@@ -205,15 +225,12 @@ class LoadSources:
             pins.append((tier, mine))
         return pins
 
-    def _promote(
-        self, job: int, batches: Sequence[ChunkBatch], tiers: Sequence[int]
-    ) -> tuple[dict[bytes, int], int]:
-        """Reserve slots for chunks of lower tiers, as long as slots are available. Returns the
-        slots by key, and how many chunks were evicted for them."""
+    def _promote(self, job: int, batches: Sequence[ChunkBatch], tiers: Sequence[int]) -> _Promotion:
+        """Reserve slots for chunks of lower tiers, as long as slots are available."""
         if tiers.count(IN_SLAB) == len(tiers):
-            return {}, 0
+            return _NOTHING_PROMOTED
         keys: list[bytes] = []
-        infos: list[EntryInfo] = []
+        parts: list[Sequence[EntryInfo]] = []
         at = 0
         for batch in batches:
             below = batch.chosen(list(map(IN_SLAB.__ne__, tiers[at : at + len(batch)])))
@@ -222,14 +239,14 @@ class LoadSources:
             if not self._cpu.are_absent(below.keys):
                 below = below.chosen(list(map(self._cpu.is_absent, below.keys)))
             keys += below.keys
-            infos += self._groups[batch.group].entries(below, 1)
-        keep_unwritten = not self._cpu.unwritten.is_behind
-        grant = self._cpu.reserve(keys, infos, keep_unwritten=keep_unwritten, checked=True)
+            parts.append(self._groups[batch.group].entries(below, 1))
+        infos = joined(parts)
+        grant = self._cpu.reserve(keys, infos, self._cpu.unwritten.evict_for_reads)
         if grant.evicted:
             self._stats.evicted(CPU, grant.evicted)
-        promoted = dict(zip(keys, grant.locations, strict=False))
-        self.begin_promotion(promoted, job)
-        return promoted, len(grant.evicted)
+        slots = dict(zip(keys, grant.locations, strict=False))
+        self.begin_promotion(slots, job)
+        return _Promotion(slots, infos[: len(slots)], len(grant.evicted))
 
     def release(
         self, job: Job, chunks_max: int, filled: Callable[[Sequence[bytes]], None]
@@ -238,32 +255,36 @@ class LoadSources:
         most ``chunks_max`` chunks. The head of the prefix comes last, both among the pieces and
         within each piece, so that it ends up youngest."""
         good, bad = job.verdict()
+        infos = job.infos_of(good)
         if bad:
             self.end_promotions(bad)
         for end in range(len(bad), 0, -chunks_max):
             part = bad[max(0, end - chunks_max) : end]
-            yield len(part), partial(self._filled, (), part, filled)
+            yield len(part), partial(self._abort, part, filled)
         for end in range(len(good), 0, -chunks_max):
-            part = good[max(0, end - chunks_max) : end]
-            yield len(part), partial(self._filled, part, (), filled)
+            first = max(0, end - chunks_max)
+            part, known = good[first:end], infos[first:end]
+            yield len(part), partial(self._commit, part, known, filled)
         for tier, keys in job.pins:
             index = self._cpu if tier == CPU else self._lower[tier]
             yield len(keys) // 2, partial(index.unpin, keys)
 
-    def _filled(
+    def _abort(self, keys: Sequence[bytes], filled: Callable[[Sequence[bytes]], None]) -> None:
+        self._cpu.abort(keys)
+        filled(keys)
+
+    def _commit(
         self,
-        good: Sequence[bytes],
-        bad: Sequence[bytes],
+        keys: Sequence[bytes],
+        infos: Sequence[EntryInfo],
         filled: Callable[[Sequence[bytes]], None],
     ) -> None:
-        if bad:
-            self._cpu.abort(bad)
-        committed = self._cpu.commit(good)
+        committed = self._cpu.commit(keys, infos)
         self._stats.promoted(committed)
-        self._forget_promotions(good)
-        if len(committed) < len(good):
-            self._removals.note(good)
-        filled([*good, *bad])
+        self._forget_promotions(keys)
+        if len(committed) < len(keys):
+            self._removals.note(keys)
+        filled(keys)
 
     def begin_promotion(self, keys: Iterable[bytes], job: int) -> None:
         """Record that this job reads these chunks into the CPU tier."""

@@ -21,6 +21,7 @@ from offload.planner.jobs import Job, JobKind, LoadTokens, Pins
 from offload.planner.load_sources import LoadSources
 from offload.planner.presence import PresenceCache
 from offload.planner.step_budget import ACCEPTED_COST, LOAD_PART_MAX, PROBE_CHUNKS
+from policies.base import EntryInfo
 from policies.hints import LOW
 
 FAILED_LOADS_MAX = 256
@@ -31,7 +32,8 @@ MISSING_CHUNK = LoadItem(b"", 0, (), STAGED, IN_SLAB)
 
 @dataclass(slots=True, eq=False)
 class _Load(Job):
-    """A load that a request waits for: a job whose ``fills`` and ``pins`` grow part by part.
+    """A load that a request waits for: a job whose ``fills``, ``infos`` and ``pins`` grow part by
+    part.
 
     ``parts`` is the number of planned parts. ``rest`` is not planned yet, from chunk ``at`` of its
     first batch on. The load reads the tiers ``read`` (``None``: all). ``counts`` are the planned
@@ -40,6 +42,7 @@ class _Load(Job):
     """
 
     fills: list[bytes] = field(default_factory=list)
+    infos: list[EntryInfo] = field(default_factory=list)
     pins: list[Pins] = field(default_factory=list)
     tokens: LoadTokens = field(default_factory=LoadTokens)
     rest: list[ChunkBatch] = field(default_factory=list)
@@ -259,6 +262,7 @@ class LoadPlanner:
             return
         self._allowance.take(part.cost)
         load.fills += part.fills
+        load.infos += part.infos
         load.pins += part.pins
         load.counts.update(part.counts)
         if not load.rest:

@@ -20,6 +20,7 @@ from operator import attrgetter, not_
 from typing import Any
 
 from offload.index.chunk_batch import ChunkBatch
+from offload.index.retention import Evict
 from offload.layout.keys import CPU, group_of
 from offload.messages.plan import LoadItem, LoadJob
 from offload.planner.ahead_use import NOT_READ_AHEAD, AheadCounts, AheadUse, ReadProgress
@@ -427,14 +428,8 @@ class LookAhead:
         many."""
         context = self._context
         infos = context.groups[chunks.group].entries(chunks, 1)
-        keep_unwritten = not self._cpu.unwritten.is_behind
-        grant = self._cpu.reserve(
-            chunks.keys,
-            infos,
-            self._wanted.keys,
-            evict=waiting.evicts,
-            keep_unwritten=keep_unwritten,
-        )
+        evict = self._cpu.unwritten.evict_for_reads if waiting.evicts else Evict.NOTHING
+        grant = self._cpu.reserve(chunks.keys, infos, evict, protect=self._wanted.keys)
         if grant.evicted:
             context.stats.evicted(CPU, grant.evicted)
             context.budget.spend(EVICT_COST * len(grant.evicted))
@@ -443,7 +438,8 @@ class LookAhead:
             return 0
         job = context.jobs.next_id()
         context.lower[tier].pin(keys)
-        context.jobs.open(Job(job, JobKind.AHEAD, fills=keys, pins=((tier, keys),)))
+        pins, infos = ((tier, keys),), infos[: len(keys)]
+        context.jobs.open(Job(job, JobKind.AHEAD, fills=keys, pins=pins, infos=infos))
         self._sources.begin_promotion(keys, job)
         rows = zip(keys, grant.locations, strict=True)
         items = [LoadItem(key, chunks.group, (), slot, tier) for key, slot in rows]

@@ -10,7 +10,7 @@ from collections.abc import Container, Iterable, Sequence
 from itertools import compress, count, islice
 
 from offload.index.chunk_batch import ChunkBatch, LazyEntryInfos
-from offload.index.retention import NOTHING
+from offload.index.retention import NOTHING, Evict
 from offload.layout.groups import STATE
 from offload.layout.keys import CPU
 from offload.layout.prefix_match import present_in
@@ -145,20 +145,14 @@ class StorePlanner:
         if not fresh:
             return settled
         infos = self._groups[batch.group].entries(fresh, 1)
-        evict = batch.origin.priority != LOW
-        grant = self._cpu.reserve(
-            fresh.keys,
-            infos,
-            protect=own or NOTHING,
-            evict=evict,
-            remember=False,
-            keep_unwritten=keep_unwritten,
-            checked=True,
-        )
+        evict = Evict.WRITTEN if keep_unwritten else Evict.ANYTHING
+        if batch.origin.priority == LOW:
+            evict = Evict.NOTHING
+        grant = self._cpu.reserve(fresh.keys, infos, evict, protect=own or NOTHING)
         if grant.evicted:
             self._stats.evicted(CPU, grant.evicted)
         if (granted := len(grant.locations)) < len(fresh):
-            self._no_space(fresh.keys[granted:], own, evict=evict, keep_unwritten=keep_unwritten)
+            self._no_space(fresh.keys[granted:], own, evict)
             settled = batch.keys.index(fresh.keys[granted])
         if granted:
             self._open(fresh.part(0, granted), infos[:granted], grant.locations)
@@ -167,13 +161,11 @@ class StorePlanner:
         self._budget.spend(STORE_COST * granted + EVICT_COST * len(grant.evicted))
         return settled
 
-    def _no_space(
-        self, refused: Sequence[bytes], own: OwnChunks | None, *, evict: bool, keep_unwritten: bool
-    ) -> None:
+    def _no_space(self, refused: Sequence[bytes], own: OwnChunks | None, evict: Evict) -> None:
         """Count chunks that found no slot in this step."""
-        if evict and keep_unwritten and self._cpu.unwritten:
+        if evict is Evict.WRITTEN and self._cpu.unwritten:
             self._waits = True
-        elif evict:
+        elif evict is not Evict.NOTHING:
             # Two requests rarely own the same chunks. If the second one finds no victim either,
             # nothing can be evicted.
             self._is_full = self._is_full_of_own or not own

@@ -13,7 +13,7 @@ from collections import deque
 from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from itertools import compress, groupby
+from itertools import compress
 
 from offload.index.chunk_batch import LazyEntryInfos, chosen, joined, sized
 from offload.layout.keys import CPU, group_of
@@ -277,19 +277,13 @@ class WriteThroughQueue:
             return 0
         return min(self._batch, self._waiting_max)
 
-    def offer(self, keys: Sequence[bytes], infos: Sequence[EntryInfo] | None = None) -> None:
-        """Queue chunks that were just committed to the CPU tier. ``infos``, for the tier's
-        policies, may be given only if all chunks are of one group."""
+    def offer(self, keys: Sequence[bytes], infos: Sequence[EntryInfo]) -> None:
+        """Queue chunks of one group that were just committed to the CPU tier."""
         if self._is_closed or self._read_only or not keys:
             return
         left = self._limit
         if not left:
             self.skipped += len(keys)
-            return
-        if infos is None:
-            for group, part in groupby(keys, group_of):
-                mine = list(part)
-                self.offer(mine, [EntryInfo(group, self._groups[group].kind)] * len(mine))
             return
         infos = sized(infos, self._groups[group_of(keys[0])].footprints[self.tier])
         # The store planner never stores chunks that a readable tier holds (``StorePlanner.plan``),
@@ -390,7 +384,7 @@ class WriteThroughQueue:
         keys, infos = self._take(chunks_max)
         if not keys:
             return []
-        grant = self._index.reserve(keys, infos, remember=False, checked=True)
+        grant = self._index.reserve(keys, infos)
         evicted += grant.evicted
         granted = len(grant.locations)
         self.skipped += len(keys) - granted
@@ -453,7 +447,7 @@ class WriteThroughQueue:
             mine, failed = job.verdict()
             good += mine
             bad += failed
-            infos.append(job.infos_of(mine) or ())
+            infos.append(job.infos_of(mine))
             self._flying -= len(job.fills)
             for _cpu, keys in job.pins:
                 self._cpu.unpin(keys)

@@ -155,12 +155,13 @@ def test_nothing_is_written_through_to_a_read_only_tier() -> None:
     queued = []
     for read_only in (False, True):
         cpu = TierIndex("cpu", SlotCapacity(4), make_policy("lru"))
-        cpu.reserve(KEYS[:1], [EntryInfo(0, "full")])
-        cpu.commit(KEYS[:1])
+        infos = [EntryInfo(0, "full")]
+        cpu.reserve(KEYS[:1], infos)
+        cpu.commit(KEYS[:1], infos)
         disk = TierIndex("disk", ByteCapacity(1 << 20), make_policy("lru"))
         settings = PlannerSettings(queue_settings=[QueueSettings(read_only=read_only)])
         (queue,) = Planner(groups, cpu, [disk], settings).write_through.queues
-        queue.offer(KEYS[:1])
+        queue.offer(KEYS[:1], infos)
         queued.append(len(queue))
     assert queued == [1, 0]
 

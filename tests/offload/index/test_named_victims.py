@@ -65,7 +65,7 @@ def store(index: TierIndex, keys: Sequence[bytes]) -> list[bytes]:
         piece = keys[at : at + PIECE]
         infos = [EntryInfo(depth_tokens=16 * (at + n + 1)) for n in range(len(piece))]
         gone += index.reserve(piece, infos).evicted
-        index.commit(piece)
+        index.commit(piece, infos)
     index.touch(keys)
     return gone
 

@@ -22,8 +22,9 @@ def full_index(policy: str) -> TierIndex:
     """Two prompts, the older one ``PREFIX``, fill the tier."""
     index = TierIndex("cpu", SlotCapacity(2 * CHUNKS), make_policy(policy))
     for keys in (PREFIX, OTHERS):
-        index.reserve(keys, [EntryInfo()] * CHUNKS)
-        index.commit(keys)
+        infos = [EntryInfo()] * CHUNKS
+        index.reserve(keys, infos)
+        index.commit(keys, infos)
         index.touch(keys)
     return index
 

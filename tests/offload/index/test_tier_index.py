@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Sequence
 
 import hypothesis.strategies as st
 import pytest
@@ -11,7 +12,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from offload.errors import InvariantError
 from offload.index import tier_index as index_module
-from offload.index.capacity import ByteCapacity, SlotCapacity
+from offload.index.capacity import ByteCapacity, Reservation, SlotCapacity
 from offload.index.states import TRANSITIONS, ChunkEvent, ChunkState, Transition
 from offload.index.tier_index import TierIndex
 from policies.base import EntryInfo
@@ -22,6 +23,14 @@ from policies.registry import make_policy
 KEYS = [bytes([n]) * 4 for n in range(11)]
 SLOTS = 3
 keys_st = st.lists(st.sampled_from(KEYS[:6]), min_size=1, max_size=4, unique=True)
+
+
+def reserve(index: TierIndex, keys: Sequence[bytes]) -> Reservation:
+    return index.reserve(keys, [EntryInfo()] * len(keys))
+
+
+def commit(index: TierIndex, keys: Sequence[bytes]) -> None:
+    index.commit(keys, [EntryInfo()] * len(keys))
 
 
 class NaiveIndex:
@@ -97,7 +106,7 @@ class IndexMachine(RuleBasedStateMachine):
     def reserve(self, keys: list[bytes]) -> None:
         keys = [key for key in keys if self.index.is_absent(key)]
         granted, evicted = self.model.reserve(keys)
-        answer = self.index.reserve(keys, [EntryInfo()] * len(keys))
+        answer = reserve(self.index, keys)
         assert len(answer.locations) == granted
         assert list(answer.evicted) == evicted
         self.jobs += keys[:granted]
@@ -105,7 +114,10 @@ class IndexMachine(RuleBasedStateMachine):
     @rule(count=st.integers(1, SLOTS), good=st.sampled_from([True, True, True, False]))
     def end(self, count: int, good: bool) -> None:
         keys = self.jobs[:count]
-        (self.index.commit if good else self.index.abort)(keys)
+        if good:
+            commit(self.index, keys)
+        else:
+            self.index.abort(keys)
         for key in reversed(keys):
             self.model.end(key, good=good)
         del self.jobs[:count]
@@ -265,9 +277,9 @@ def in_state(state: ChunkState) -> TierIndex:
     """An index whose chunk ``KEYS[0]`` is in the given state."""
     index, key = TierIndex("cpu", SlotCapacity(2), LruPolicy()), [KEYS[0]]
     if state is not ChunkState.ABSENT:
-        index.reserve(key, [EntryInfo()])
+        reserve(index, key)
     if state in (ChunkState.RESIDENT, ChunkState.PINNED, ChunkState.DOOMED):
-        index.commit(key)
+        commit(index, key)
     if state in (ChunkState.PINNED, ChunkState.DOOMED):
         index.pin(key)
     if state is ChunkState.DOOMED:
@@ -284,11 +296,11 @@ def test_a_batch_is_absent_only_if_each_chunk_is(state: ChunkState) -> None:
 
 
 ACTIONS = {
-    ChunkEvent.RESERVE: lambda index: index.reserve([KEYS[0]], [EntryInfo()]),
+    ChunkEvent.RESERVE: lambda index: reserve(index, [KEYS[0]]),
     ChunkEvent.RECOVER: lambda index: index._apply(
         KEYS[0], ChunkEvent.RECOVER, index.space.take(1)
     ),
-    ChunkEvent.COMMIT: lambda index: index.commit([KEYS[0]]),
+    ChunkEvent.COMMIT: lambda index: commit(index, [KEYS[0]]),
     ChunkEvent.ABORT: lambda index: index.abort([KEYS[0]]),
     ChunkEvent.PIN: lambda index: index.pin([KEYS[0]]),
     ChunkEvent.UNPIN: lambda index: index.unpin([KEYS[0]]),
@@ -325,7 +337,7 @@ def ready_for(event: ChunkEvent, state: ChunkState, many: int) -> TierIndex:
     if (event, state) == (ChunkEvent.UNPIN, ChunkState.FILLING):
         index.pin([KEYS[0]])
     if many > 1:
-        index.reserve([KEYS[1]], [EntryInfo()])
+        reserve(index, [KEYS[1]])
     return index
 
 
@@ -394,11 +406,11 @@ def test_clear_drops_as_the_table_says(
 def test_a_pinned_chunk_is_not_evicted() -> None:
     index = TierIndex("cpu", SlotCapacity(2), LruPolicy())
     for key in KEYS[:2]:
-        index.reserve([key], [EntryInfo()])
-        index.commit([key])
+        reserve(index, [key])
+        commit(index, [key])
     index.pin([KEYS[0]])
-    assert index.reserve([KEYS[2]], [EntryInfo()]).evicted == (KEYS[1],)
-    assert index.reserve([KEYS[3]], [EntryInfo()]).locations == ()
+    assert reserve(index, [KEYS[2]]).evicted == (KEYS[1],)
+    assert reserve(index, [KEYS[3]]).locations == ()
 
 
 class _Evil(LruPolicy):
@@ -408,32 +420,32 @@ class _Evil(LruPolicy):
 
 def test_a_policy_that_names_a_pinned_key_is_replaced_and_the_key_stays() -> None:
     index = TierIndex("cpu", SlotCapacity(1), _Evil())
-    index.reserve([KEYS[0]], [EntryInfo()])
-    index.commit([KEYS[0]])
+    reserve(index, [KEYS[0]])
+    commit(index, [KEYS[0]])
     index.pin([KEYS[0]])
-    assert index.reserve([KEYS[1]], [EntryInfo()]).locations == ()
+    assert reserve(index, [KEYS[1]]).locations == ()
     assert isinstance(index.policy, GuardedPolicy)
     assert type(index.policy.active) is LruPolicy
     index.unpin([KEYS[0]])
-    assert index.reserve([KEYS[1]], [EntryInfo()]).evicted == (KEYS[0],)
+    assert reserve(index, [KEYS[1]]).evicted == (KEYS[0],)
     index.check()
 
 
 def test_evicting_a_pinned_key_is_an_invariant_error_behind_the_guard_too() -> None:
     index = TierIndex("cpu", SlotCapacity(1), LruPolicy())
     index.policy = _Evil()
-    index.reserve([KEYS[0]], [EntryInfo()])
-    index.commit([KEYS[0]])
+    reserve(index, [KEYS[0]])
+    commit(index, [KEYS[0]])
     index.pin([KEYS[0]])
     with pytest.raises(InvariantError, match="evict"):
-        index.reserve([KEYS[1]], [EntryInfo()])
+        reserve(index, [KEYS[1]])
 
 
 def test_bytes_are_evicted_ahead_to_the_low_watermark() -> None:
     index = TierIndex("lmdb", ByteCapacity(1000), LruPolicy(), low_watermark=0.8)
     info = EntryInfo(size_bytes=100)
     index.reserve(KEYS[:10], [info] * 10)
-    index.commit(KEYS[:10])
+    index.commit(KEYS[:10], [info] * 10)
     answer = index.reserve([KEYS[10]], [info])
     # Committed together, so the tail of the prefix is the oldest.
     assert answer.evicted == (KEYS[9], KEYS[8])

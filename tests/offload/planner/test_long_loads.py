@@ -172,9 +172,9 @@ def keeps_its_chunks(tier: str) -> None:
     left, allowance.left = allowance.left, 0  # no part is planned meanwhile
     for n in OTHERS:
         one = batch(range(n, n + 1))
-        (info,) = bed.planner.groups[GROUP].entries(one, 1 if tier == "cpu" else 100)
-        grant = index.reserve([key_of(n)], [info])
-        index.commit([key_of(n)][: len(grant.locations)])
+        infos = bed.planner.groups[GROUP].entries(one, 1 if tier == "cpu" else 100)
+        granted = len(index.reserve([key_of(n)], infos).locations)
+        index.commit([key_of(n)][:granted], infos[:granted])
     allowance.left = left
     assert index.evictions, "the tier must overflow"
     assert all(index.is_in_use(key_of(n)) for n in LONG)

@@ -350,7 +350,7 @@ def fill(queue: Queue, numbers: Sequence[int]) -> None:
     keys = [key_of(n) for n in numbers]
     infos = [EntryInfo(0, "full", size_bytes=1)] * len(keys)
     queue.planner.cpu.reserve(keys, infos)
-    queue.planner.cpu.commit(keys)
+    queue.planner.cpu.commit(keys, infos)
 
 
 def test_a_full_cpu_tier_is_tried_again_when_a_job_has_ended() -> None:

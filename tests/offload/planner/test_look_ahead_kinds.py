@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from offload.index.request_options import RequestHints
+from offload.index.retention import Evict
 from offload.planner import look_ahead
 from offload.planner.step_budget import AHEAD_OPEN_REQUESTS_MAX
 from policies import hints
@@ -56,9 +57,9 @@ def test_a_cpu_tier_that_can_evict_nothing_is_searched_once(
     queue.planner.cpu.pin(list(map(key_of, FILLED)))
     reserve, may_evict = queue.planner.cpu.reserve, []
 
-    def count(*args: Any, evict: bool, **options: Any) -> Any:
-        may_evict.append(evict)
-        return reserve(*args, evict=evict, **options)
+    def count(keys: Any, infos: Any, evict: Evict, **options: Any) -> Any:
+        may_evict.append(evict is not Evict.NOTHING)
+        return reserve(keys, infos, evict, **options)
 
     monkeypatch.setattr(queue.planner.cpu, "reserve", count)
     wait_at_low_priority(queue, 3)

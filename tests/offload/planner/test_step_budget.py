@@ -249,8 +249,9 @@ def test_chunks_without_space_in_a_tier_are_skipped_step_by_step() -> None:
     (disk,), (queue,) = bed.lower, bed.planner.write_through.queues
     disk.recover(JUNK[:50], [EntryInfo(size_bytes=SIZE)] * 50)
     disk.pin(JUNK[:50])
-    bed.cpu.recover(JUNK[50:], [EntryInfo()] * len(JUNK[50:]))
-    queue.offer(JUNK[50:])
+    infos = [EntryInfo()] * len(JUNK[50:])
+    bed.cpu.recover(JUNK[50:], infos)
+    queue.offer(JUNK[50:], infos)
     waiting = len(queue)
     while waiting:
         bed.step(0)

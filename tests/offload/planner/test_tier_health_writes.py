@@ -75,7 +75,8 @@ def test_the_first_write_is_one_job_even_with_two_groups() -> None:
     keys = [key_of(1), (1).to_bytes(12, "big")]
     assert planner.cpu.recover(keys, [info] * 2) == []
     (queue,) = planner.write_through.queues
-    queue.offer(keys)
+    for key in keys:
+        queue.offer([key], [info])
     jobs, _evicted = queue.due()
     assert len(jobs) == 1
 
@@ -174,8 +175,8 @@ def test_a_chunk_without_space_spends_no_budget() -> None:
     keys = [key_of(n) for n in range(3)]
     planner.cpu.recover(keys, [info] * 3)
     (queue,) = planner.write_through.queues
-    queue.offer(keys[:2])
+    queue.offer(keys[:2], [info] * 2)
     assert (len(queue), queue.skipped, queue.refused) == (1, 1, 0)
     queue.clear()
-    queue.offer(keys[2:])
+    queue.offer(keys[2:], [info])
     assert (len(queue), queue.refused) == (1, 0), "100 of 250 bytes were spent before"

@@ -28,8 +28,9 @@ class Bed:
     def put(self, index: TierIndex, *numbers: int) -> None:
         size = 1 if index is self.cpu else 10
         for number in numbers:
-            if index.reserve([key(number)], [_info(size)]).locations:
-                index.commit([key(number)])
+            keys, infos = [key(number)], [_info(size)]
+            if index.reserve(keys, infos).locations:
+                index.commit(keys, infos)
 
 
 def _info(size: int) -> EntryInfo:

@@ -267,7 +267,7 @@ def planner_over_disk() -> tuple[TierIndex, WriteThroughQueue]:
 def store_and_queue(cpu: TierIndex, queue: WriteThroughQueue, keys: list[bytes]) -> None:
     infos = [EntryInfo(0, "full", size_bytes=1)] * len(keys)
     cpu.reserve(keys, infos)
-    queue.offer(cpu.commit(keys), infos)
+    queue.offer(cpu.commit(keys, infos), infos)
 
 
 def test_a_chunk_that_is_stored_again_while_its_first_entry_waits_is_written_once() -> None:
