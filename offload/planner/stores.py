@@ -34,6 +34,51 @@ from policies.base import AdmissionPolicy
 from policies.hints import HIGH, LOW
 
 
+class _EvictionAttempts:
+    """Remembers which searches for victims had no result, so that stores do not repeat them: each
+    search examines every chunk that must stay. Owned by the store planner.
+
+    What was found in a step holds for the rest of the step. A request that could only have evicted
+    its own chunks waits longer (``OwnChunks.is_full``).
+    """
+
+    def __init__(self) -> None:
+        self._step = 0
+        self._entered = 0  # number of chunks that have entered any tier
+        self._is_full = False  # nothing can be evicted
+        self._is_full_of_own = False  # a request could only have evicted its own chunks
+        self._waits = False  # the next victim waits to be written
+
+    def end_step(self) -> None:
+        """Begin the next step: searches may find victims again."""
+        self._is_full = self._is_full_of_own = self._waits = False
+        self._step += 1
+
+    def note_entered(self, chunks: int) -> None:
+        """Record that chunks have entered a tier: a search may find other victims than before."""
+        self._entered += chunks
+
+    def may_succeed(self, own: OwnChunks | None, *, is_patient: bool) -> bool:
+        """True if a search that spares the chunks of ``own`` might find a victim; a patient one
+        stops at a victim that waits to be written."""
+        if self._is_full or (self._waits and is_patient):
+            return False
+        return own is None or not own.is_full(self._entered, self._step)
+
+    def stopped_at_unwritten(self) -> None:
+        """Record that the next victim waits to be written."""
+        self._waits = True
+
+    def failed(self, own: OwnChunks | None) -> None:
+        """Record that a search found no victim, or only chunks of ``own``."""
+        # Two requests rarely own the same chunks. If the second one finds no victim either,
+        # nothing can be evicted.
+        self._is_full = self._is_full_of_own or not own
+        if own:
+            self._is_full_of_own = True
+            own.found_full(self._entered, self._step)
+
+
 class StorePlanner:
     """Plans stores into the CPU tier. Owned by the planner; used on its thread.
 
@@ -65,14 +110,7 @@ class StorePlanner:
         self._budget = context.budget
         self._planned: list[StoreJob] = []
         self._fence: set[int] = set()
-        self._step = 0
-        self._entered = 0  # number of chunks that have entered any tier
-        # set if nothing can be evicted in this step, so that eviction is not tried again
-        self._is_full = False
-        # set if a request could only have evicted its own chunks in this step
-        self._is_full_of_own = False
-        # set if the next victim waits to be written: stores that can wait must wait, too
-        self._waits = False
+        self._attempts = _EvictionAttempts()
 
     def __len__(self) -> int:
         """The number of stores that were planned and not sent."""
@@ -82,8 +120,7 @@ class StorePlanner:
         """The stores planned since the previous call, and the jobs that need a fence."""
         taken = tuple(self._planned), tuple(sorted(self._fence))
         self._planned, self._fence = [], set()
-        self._is_full = self._is_full_of_own = self._waits = False
-        self._step += 1
+        self._attempts.end_step()
         return taken
 
     def answered(self, job: Job) -> None:
@@ -102,7 +139,7 @@ class StorePlanner:
 
     def note_entered(self, chunks: int) -> None:
         """Record that chunks have entered a tier: a store may find victims again."""
-        self._entered += chunks
+        self._attempts.note_entered(chunks)
 
     def own_chunks(self) -> OwnChunks:
         """Make the record of a new request's chunks."""
@@ -133,26 +170,26 @@ class StorePlanner:
     def _plan(
         self, batch: ChunkBatch, own: OwnChunks | None, *, ended: bool, may_wait: bool
     ) -> int:
-        is_state = self._groups[batch.group].kind == STATE
-        chunks_max = self.available(ended=ended or is_state)
-        keep_unwritten = may_wait and not (ended or is_state)
-        if self._is_full or chunks_max <= 0 or (keep_unwritten and self._waits):
-            return 0
-        if own is not None and not ended and own.is_full(self._entered, self._step):
+        is_offered_once = ended or self._groups[batch.group].kind == STATE
+        is_patient = may_wait and not is_offered_once
+        chunks_max = self.available(ended=is_offered_once)
+        if chunks_max <= 0 or not self._attempts.may_succeed(
+            None if ended else own, is_patient=is_patient
+        ):
             return 0
         holders = (*self._sources.holders(), *self._cpu.barred)
         fresh, settled = self._absent_prefix(batch, holders, chunks_max)
         if not fresh:
             return settled
         infos = self._groups[batch.group].entries(fresh, 1)
-        evict = Evict.WRITTEN if keep_unwritten else Evict.ANYTHING
+        evict = Evict.WRITTEN if is_patient else Evict.ANYTHING
         if batch.origin.priority == LOW:
             evict = Evict.NOTHING
         grant = self._cpu.reserve(fresh.keys, infos, evict, protect=own or NOTHING)
         if grant.evicted:
             self._stats.evicted(CPU, grant.evicted)
         if (granted := len(grant.locations)) < len(fresh):
-            self._no_space(fresh.keys[granted:], own, evict)
+            self._no_space(fresh.keys[granted:], evict, own)
             settled = batch.keys.index(fresh.keys[granted])
         if granted:
             self._open(fresh.part(0, granted), infos[:granted], grant.locations)
@@ -161,17 +198,12 @@ class StorePlanner:
         self._budget.spend(STORE_COST * granted + EVICT_COST * len(grant.evicted))
         return settled
 
-    def _no_space(self, refused: Sequence[bytes], own: OwnChunks | None, evict: Evict) -> None:
+    def _no_space(self, refused: Sequence[bytes], evict: Evict, own: OwnChunks | None) -> None:
         """Count chunks that found no slot in this step."""
         if evict is Evict.WRITTEN and self._cpu.unwritten:
-            self._waits = True
+            self._attempts.stopped_at_unwritten()
         elif evict is not Evict.NOTHING:
-            # Two requests rarely own the same chunks. If the second one finds no victim either,
-            # nothing can be evicted.
-            self._is_full = self._is_full_of_own or not own
-            if own:
-                self._is_full_of_own = True
-                own.found_full(self._entered, self._step)
+            self._attempts.failed(own)
         self._stats.no_space(len(refused), refused[:1])
 
     def plan_late(self) -> None:
