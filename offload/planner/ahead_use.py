@@ -1,13 +1,16 @@
-"""Records how far the reads ahead for a request have got, and which of the chunks it used."""
+"""Records how far the reads ahead for a request have got, which chunks are held for it, and which
+of them it used."""
 
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from offload.index.chunk_batch import GroupInfo
 from offload.layout.keys import group_of
+from offload.planner.ahead_requests import AheadRequest, StallWatch
+from offload.planner.step_budget import AHEAD_HEIRS_MAX
 
 COUNTED = ("read", "used", "late", "wasted")
 
@@ -112,3 +115,85 @@ class AheadCounts:
         counts = Counter(map(group_of, keys))
         tokens = (n * self._groups[group].chunk_tokens for group, n in counts.items())
         return max(tokens, default=0)
+
+
+class HeldChunks:
+    """The chunks that were read ahead, or are being read, and not used yet. Owned by ``LookAhead``,
+    whose ``queue`` it is; used on the planner's thread.
+
+    ``owners`` has the request that waits for each chunk. The retention of the CPU tier reads it:
+    none of these chunks is evicted. A request is watched as long as it owns chunks.
+    """
+
+    def __init__(
+        self, queue: Sequence[AheadRequest], watch: StallWatch, counts: AheadCounts
+    ) -> None:
+        self.owners: dict[bytes, AheadRequest] = {}
+        self._queue = queue
+        self._watch = watch
+        self._counts = counts
+
+    def __len__(self) -> int:
+        return len(self.owners)
+
+    def __iter__(self) -> Iterator[bytes]:
+        return iter(self.owners)
+
+    def hold(self, keys: Collection[bytes], owner: AheadRequest, now: float) -> None:
+        """Hold these chunks for a request that waits."""
+        self.owners.update(dict.fromkeys(keys, owner))
+        if owner.since is None:
+            self._watch.watch(owner, now)
+        owner.add_read(keys, now)
+
+    def use(
+        self, owner: AheadRequest, load: Iterable[bytes], arriving: Mapping[bytes, int], now: float
+    ) -> AheadUse:
+        """Release all chunks of a request that has left the queue: it uses those of its ``load``.
+        Those in ``arriving`` are still being read."""
+        used = owner.read.intersection(load)
+        late = used & arriving.keys()
+        for key in used:
+            del self.owners[key]
+        use = self._counts.used(used, late)
+        self._pass_on(owner, owner.read - used, now)
+        return use
+
+    def keep(self, owner: AheadRequest, keys: frozenset[bytes], now: float) -> None:
+        """Release the chunks of a request that are not among ``keys``: it will not use them."""
+        gone = owner.read - keys
+        self._disown(owner, gone)
+        self._pass_on(owner, gone, now)
+
+    def _pass_on(self, owner: AheadRequest, rest: Collection[bytes], now: float) -> None:
+        """Allow the eviction of chunks that were read for a request that does not use them, unless
+        one of the next requests wants them."""
+        for heir in self._queue[:AHEAD_HEIRS_MAX] if rest else ():
+            mine = heir.keys.intersection(rest)
+            if mine:
+                self.hold(mine, heir, now)
+                rest = frozenset(rest) - mine
+        for key in rest:
+            del self.owners[key]
+        self._counts.wasted(dict.fromkeys(rest, owner.request))
+
+    def lose(self, keys: Iterable[bytes]) -> None:
+        """Stop holding chunks that could not be read, or that were dropped after their read: the
+        CPU tier does not have them."""
+        lost = {}
+        for key in keys:
+            owner = self.owners.pop(key, None)
+            if owner is not None:
+                lost[key] = owner.request
+                self._disown(owner, (key,))
+        self._counts.wasted(lost)
+
+    def _disown(self, owner: AheadRequest, keys: Collection[bytes]) -> None:
+        owner.discard_read(keys)
+        if owner.since is None:
+            self._watch.forget(owner)
+
+    def clear(self) -> None:
+        """Release all chunks."""
+        self._counts.wasted({key: owner.request for key, owner in self.owners.items()})
+        self.owners.clear()

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from itertools import repeat
-from typing import Protocol
 
 from offload.index.tier_index import TierIndex
+from offload.planner.ahead_requests import AheadRequest
 from offload.planner.step_budget import AHEAD_WANTED_REQUESTS_MAX
 
 WANTED_SHARE = 0.5
@@ -15,12 +15,6 @@ WANTED_SHARE = 0.5
 WANTED_CHUNKS_MAX = 2000
 """Maximum number of wanted chunks. An eviction may have to test all of them: with 4,096 a step took
 up to 2.7 ms, with 16,384 up to 4 ms."""
-
-
-class _HasKeys(Protocol):
-    """A waiting request, with the ``keys`` of its chunks."""
-
-    keys: frozenset[bytes]
 
 
 class WantedSoon:
@@ -31,7 +25,7 @@ class WantedSoon:
     the CPU tier reads this counter. A ``position`` is a request's index in ``queue``.
     """
 
-    def __init__(self, queue: Sequence[_HasKeys], cpu: TierIndex) -> None:
+    def __init__(self, queue: Sequence[AheadRequest], cpu: TierIndex) -> None:
         self.keys: Counter[bytes] = Counter()
         self._requests = 0  # number of requests, from the first on, whose chunks are wanted
         self._queue = queue

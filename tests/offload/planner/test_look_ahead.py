@@ -13,7 +13,7 @@ from offload.index.request_options import RequestHints
 from offload.index.tier_index import TierIndex
 from offload.messages.plan import LoadJob
 from offload.messages.report import JobResult, StepReport
-from offload.planner import look_ahead
+from offload.planner import ahead_requests, look_ahead
 from offload.planner.ahead_use import NOT_READ_AHEAD, AheadUse
 from offload.planner.planner import Planner, PlannerSettings
 from offload.planner.tier_health import TierHealths
@@ -208,7 +208,7 @@ def test_a_request_is_late_only_if_others_overtake_it_after_its_read() -> None:
     queue.wait("last", range(10, 20), 2)
     queue.step()
     queue.end()
-    queue.step(look_ahead.AHEAD_STALE_S - 1)
+    queue.step(ahead_requests.AHEAD_STALE_S - 1)
     queue.ahead.leave("first", [batch(range(10))])
     assert queue.step(2.0) == list(range(10, 20)), "it has waited for a minute"
     queue.end()
@@ -216,7 +216,7 @@ def test_a_request_is_late_only_if_others_overtake_it_after_its_read() -> None:
     assert queue.held() == list(range(10, 20))
     queue.wait("urgent", (), 0)
     queue.ahead.leave("urgent")
-    queue.step(look_ahead.AHEAD_STALE_S)
+    queue.step(ahead_requests.AHEAD_STALE_S)
     assert queue.held() == []
     assert queue.ahead.counts.chunks["wasted"] == 10
 
@@ -228,7 +228,7 @@ def test_the_next_request_keeps_its_chunks_while_others_write_long_answers() -> 
     queue.step()
     queue.end()
     for _ in range(4):
-        queue.step(look_ahead.AHEAD_STALE_S)
+        queue.step(ahead_requests.AHEAD_STALE_S)
     assert queue.ahead.counts.chunks["wasted"] == 0
     assert queue.evictable() == []
 
@@ -242,7 +242,7 @@ def test_in_a_queue_of_minutes_each_chunk_is_read_once_and_used() -> None:
         queue.wait(name, numbers, place)
     for name, numbers in prompts.items():
         for _ in range(20):
-            queue.step(look_ahead.AHEAD_STALE_S / 60)
+            queue.step(ahead_requests.AHEAD_STALE_S / 60)
             queue.end()
         queue.ahead.leave(name, [batch(numbers)])
     assert queue.ahead.counts.chunks == {"read": 100, "used": 100, "late": 0, "wasted": 0}
@@ -259,7 +259,7 @@ def test_a_request_that_others_overtake_for_minutes_loses_what_was_read_for_it()
     for number in range(1, 6):
         queue.ahead.leave(f"urgent{number - 1}")
         queue.wait(f"urgent{number}", (), number)
-        queue.step(look_ahead.AHEAD_STALE_S / 4)
+        queue.step(ahead_requests.AHEAD_STALE_S / 4)
     assert queue.held() == []
     use = queue.ahead.leave("patient", [batch(range(10))])
     assert use == AheadUse(wasted_tokens=10 * 16), "once it has left"
@@ -309,7 +309,7 @@ def test_a_request_that_enters_again_gives_up_what_it_no_longer_loads() -> None:
     queue.ahead.enter("three", (3,), [])
     assert queue.ahead.leave("one") == AheadUse(wasted_tokens=8 * 16)
     assert queue.ahead.leave("two", [batch(range(8, 12))]) == AheadUse(4 * 16)
-    assert not any((queue.ahead.queue, queue.ahead._wanted.keys, queue.ahead._since))
+    assert not any((queue.ahead.queue, queue.ahead._wanted.keys, queue.ahead._watch))
 
 
 def test_what_a_request_wants_when_it_enters_again_is_evicted_last() -> None:
