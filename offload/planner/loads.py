@@ -13,14 +13,13 @@ from dataclasses import dataclass, field
 from itertools import chain
 
 from offload.index.chunk_batch import UNKNOWN, ChunkBatch, RequestOrigin
-from offload.layout.keys import CPU, group_of
+from offload.layout.keys import CPU
 from offload.messages.plan import IN_SLAB, NO_CHUNKS, STAGED, Columns, LoadItem, LoadJob
 from offload.messages.report import JobResult
 from offload.planner.context import PlannerContext
 from offload.planner.jobs import Job, JobKind, LoadTokens, Pins
 from offload.planner.load_sources import LoadSources
-from offload.planner.presence import PresenceCache
-from offload.planner.step_budget import ACCEPTED_COST, LOAD_PART_MAX, PROBE_CHUNKS
+from offload.planner.step_budget import ACCEPTED_COST, LOAD_PART_MAX
 from policies.base import EntryInfo
 from policies.hints import LOW
 
@@ -112,14 +111,11 @@ class LoadPlanner:
     parts of this step, ``queue`` the loads that are partly planned, ``held`` their chunks.
     """
 
-    def __init__(
-        self, context: PlannerContext, sources: LoadSources, presence: PresenceCache
-    ) -> None:
+    def __init__(self, context: PlannerContext, sources: LoadSources) -> None:
         self.loading = self.holding = 0
         self._failed: deque[tuple[str, JobResult]] = deque(maxlen=FAILED_LOADS_MAX)
         self.held = LoadHolds()
         self._sources = sources
-        self._presence = presence
         self._context = context
         self._health = context.health
         self._jobs = context.jobs
@@ -141,14 +137,6 @@ class LoadPlanner:
         failed = dict(self._failed)
         self._failed.clear()
         return failed
-
-    def probe(self, tier: int, now: float) -> None:
-        """Plan a probe of a lower tier."""
-        health = self._health[tier]
-        if tier in self._context.shared and not health.reads.closed:
-            health.begin_probe(self._presence.plan_probe(tier, now))
-        else:
-            health.begin_probe(self.plan_probe(tier))
 
     def ended(self, job: Job, now: float) -> None:
         """Finish a load that every rank has answered."""
@@ -284,33 +272,6 @@ class LoadPlanner:
         if load in self.queue:
             self.queue.remove(load)
         self._send(load, Columns.of(items) if items else NO_CHUNKS)
-
-    def plan_probe(self, tier: int) -> int | None:
-        """Plan a probe, which reads a few chunks of a lower tier for no request. Returns the job,
-        or ``None`` if the tier holds no chunks."""
-        index = self._context.lower[tier]
-        keys = index.some(PROBE_CHUNKS)
-        if not keys:
-            return None
-        job = self._jobs.next_id()
-        index.pin(keys)
-        tokens = LoadTokens(self._sources.tokens(Counter((group_of(key), tier) for key in keys)))
-        self._jobs.open(Job(job, JobKind.PROBE, pins=((tier, keys),), tokens=tokens))
-        items = tuple(LoadItem(key, group_of(key), (), STAGED, tier) for key in keys)
-        self.planned.append(LoadJob(job, "", items))
-        return job
-
-    def probed(self, job: Job, now: float) -> None:
-        """Finish a probe that every rank has answered."""
-        for tier, keys in job.pins:
-            self._context.lower[tier].unpin(keys)
-            health = self._health[tier]
-            if job.distrusted:  # after a reset in between, the probe says nothing about the tier
-                health.drop_probe()
-                continue
-            read = 0 if job.answer.failed else len(keys) - len(job.answer.bad)
-            tokens = job.tokens_by_tier.get(tier, 0) * read // len(keys)
-            health.probed(tokens, job.answer.seconds, now, good=read > 0)
 
     def plan_failed(self, request: str) -> None:
         """Report a failed load to a waiting request, which vLLM then recomputes."""

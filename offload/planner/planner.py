@@ -36,6 +36,7 @@ from offload.planner.step_budget import (
 )
 from offload.planner.stores import StorePlanner
 from offload.planner.tier_health import TierHealths
+from offload.planner.tier_probes import TierProbes
 from offload.planner.work_limits import WorkLimits
 from offload.planner.write_through import QueueSettings, WriteThrough
 from offload.telemetry.counters import PlannerStats
@@ -73,8 +74,9 @@ class Planner:
     Owned by the scheduler side (or by ``OffloadManager``) and used on its thread, like its parts:
     ``sources`` finds chunks, ``loads`` and ``stores`` plan jobs, ``write_through`` copies chunks to
     lower tiers, ``deletes`` collects records to be deleted, ``presence`` asks shared tiers,
-    ``uses`` and ``recency`` inform the eviction policies, ``health`` says which tiers may be used,
-    ``jobs`` holds the open jobs, ``budget`` bounds a step and ``deferred`` holds what did not fit,
+    ``uses`` and ``recency`` inform the eviction policies, ``health`` says which tiers may be used
+    and ``probes`` test those that may not, ``jobs`` holds the open jobs, ``budget`` bounds a step
+    and ``deferred`` holds what did not fit,
     ``removals`` and ``causes`` say which chunks have left the tiers lately, and why.
     ``now`` is the time of the last ``tick``.
 
@@ -119,7 +121,8 @@ class Planner:
         )
         self.presence = PresenceCache(context, settings.shared_limits)
         self.sources = LoadSources(context)
-        self.loads = LoadPlanner(context, self.sources, self.presence)
+        self.loads = LoadPlanner(context, self.sources)
+        self.probes = TierProbes(context, self.sources, self.presence)
         self.look_ahead = LookAhead(context, self.sources, settings.look_ahead)
         self.read_waits = ReadWaits(context, self.sources, self.look_ahead, settings.wait_for_reads)
         self.recency = Recency(context)
@@ -144,7 +147,7 @@ class Planner:
             self.budget.spend(TOUCH_COST * self.uses.step())
         for tier in self.health.due(now):
             if not (self.health[tier].reads.closed and self.look_ahead.is_reading_from(tier)):
-                self.loads.probe(tier, now)
+                self.probes.plan(tier, now)
         if self.presence.tiers:
             self.presence.tick(now)
 
@@ -159,6 +162,7 @@ class Planner:
             or self.loads.planned
             or self.loads.queue
             or self.look_ahead.planned
+            or self.probes.planned
             or (self.presence.tiers and len(self.presence))
             or self.deferred.pieces
             or self._reset
@@ -182,6 +186,7 @@ class Planner:
             raise errors[0]
         write_throughs, deletes = self.write_through.take(writes=write_through)
         stores, fence = self.stores.take()
+        has_loads = self.loads.planned or self.look_ahead.planned or self.probes.planned
         plan = StepPlan(
             stores=stores,
             write_throughs=write_throughs,
@@ -193,7 +198,7 @@ class Planner:
             queries=self.presence.take() if self.presence.tiers else (),
             idle=idle,
             # last, because what is taken here must be sent
-            loads=self._take_loads() if self.loads.planned or self.look_ahead.planned else (),
+            loads=self._take_loads() if has_loads else (),
         )
         self._reset = False
         self._epochs.clear()
@@ -201,9 +206,11 @@ class Planner:
         return plan
 
     def _take_loads(self) -> tuple[LoadJob, ...]:
-        """The loads that were planned, after the reads ahead, which they may join."""
+        """The loads that were planned, after the reads ahead, which they may join, and before the
+        probes, for which no request waits."""
         ahead = self.look_ahead.take() if self.look_ahead.planned else ()
-        return (*ahead, *self.loads.take())
+        probes = self.probes.take() if self.probes.planned else ()
+        return (*ahead, *self.loads.take(), *probes)
 
     def _note_uses(self) -> None:
         """Report deferred uses to the policies: at least one piece, more if the budget allows.
@@ -280,7 +287,7 @@ class Planner:
         self.deferred.add(len(lost), partial(self.forget, lost, corrupt))
 
     def _probed(self, job: Job) -> None:
-        self.loads.probed(job, self.now)
+        self.probes.ended(job, self.now)
         self.forget(job.answer.lost, job.answer.corrupt)
 
     # -- forgetting --------------------------------------------------------------------------

@@ -289,6 +289,7 @@ class ServerLife(Engine):
         )
         assert not planner.loads.held, "chunks are held for which no request waits"
         assert not [*planner.loads.planned, *planner.loads.queue], "loads are deferred"
+        assert not planner.probes.planned, "probes are deferred"
         assert not planner.deferred.pieces, "answers are deferred"
         waits = planner.read_waits
         assert not any((waits._waits, waits._ended)), f"requests wait for reads: {waits._waits}"

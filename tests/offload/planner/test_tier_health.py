@@ -408,6 +408,6 @@ def test_a_probe_counts_tokens_like_a_load() -> None:
     planner = Planner(groups, TierIndex("cpu", SlotCapacity(8), LruPolicy()), [lower])
     keys = [b"chunk" + group_suffix(n) for n in range(4)]
     lower.recover(keys, [EntryInfo(n, size_bytes=100) for n in range(4)])
-    job = planner.loads.plan_probe(0)
+    planner.probes.plan(0, 0.0)
     (opened,) = planner.jobs.jobs()
-    assert (opened.job, opened.tokens_by_tier) == (job, {0: TOKENS})
+    assert (opened.job, opened.tokens_by_tier) == (planner.health[0].probe, {0: TOKENS})
