@@ -107,17 +107,17 @@ class Planner:
         self.budget = StepBudget(settings.limits.step_chunks)
         self.removals = RemovalLog()
         context = PlannerContext(
-            settings.ranks,
-            settings.limits,
-            groups,
-            cpu,
-            self.lower,
-            frozenset(settings.shared),
-            self.health,
-            self.jobs,
-            self.stats,
-            self.budget,
-            self.removals,
+            ranks=settings.ranks,
+            limits=settings.limits,
+            groups=groups,
+            cpu=cpu,
+            lower=self.lower,
+            shared=frozenset(settings.shared),
+            health=self.health,
+            jobs=self.jobs,
+            stats=self.stats,
+            budget=self.budget,
+            removals=self.removals,
         )
         self.presence = PresenceCache(context, settings.shared_limits)
         self.sources = LoadSources(context)

@@ -145,14 +145,16 @@ class TierHealth:
         self._log()
 
     def _state(self) -> tuple[BreakerState, BreakerState, bool]:
+        """The states of reads and writes, and whether loading pays."""
         return self.reads.state, self.writes.state, self.break_even.pays
 
     def _log(self) -> None:
-        before, now = self._logged, self._state()
-        if before == now:
+        now = self._state()
+        if now == self._logged:
             return
-        self._logged = now
-        for what, old, new in (("read", before[0], now[0]), ("written", before[1], now[1])):
+        (reads_before, writes_before, paid), self._logged = self._logged, now
+        reads, writes, pays = now
+        for what, old, new in (("read", reads_before, reads), ("written", writes_before, writes)):
             if new is BreakerState.OPEN and old is BreakerState.CLOSED:
                 logger.warning(
                     "kvtiers: tier %s failed and is no longer %s; it is probed from time to time",
@@ -161,13 +163,13 @@ class TierHealth:
                 )
             elif new is BreakerState.CLOSED and old is not BreakerState.CLOSED:
                 logger.warning("kvtiers: tier %s is %s again", self.name, what)
-        if before[2] and not now[2]:
+        if paid and not pays:
             logger.warning(
                 "kvtiers: loading from tier %s is slower than computing; until it is faster, the "
                 "tier is only read ahead, for requests that wait",
                 self.name,
             )
-        elif now[2] and not before[2]:
+        elif pays and not paid:
             logger.warning(
                 "kvtiers: loading from tier %s is faster than computing again", self.name
             )
