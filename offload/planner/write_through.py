@@ -14,6 +14,7 @@ from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import compress
+from typing import NamedTuple
 
 from offload.index.chunk_batch import LazyEntryInfos, chosen, joined, sized
 from offload.layout.keys import CPU, group_of
@@ -121,16 +122,16 @@ class WriteThrough:
                 deferred.add(cost, partial(self._take_in, tier, some, now))
 
     def _take_in(self, tier: int, jobs: Sequence[Job], now: float) -> None:
-        committed, bad, gone = self.queues[tier].ended(jobs, now)
-        self._stats.stored(tier, committed, bad)
-        self._stores.note_entered(len(committed))
+        written = self.queues[tier].ended(jobs, now)
+        self._stats.stored(tier, written.committed, written.failed)
+        self._stores.note_entered(len(written.committed))
         if tier in self._presence.tiers:
-            self._presence.written(tier, committed, now)
+            self._presence.written(tier, written.committed, now)
         # Delete records that a rank may have written but the index does not keep (the write failed
         # on another rank, or the chunk was forgotten meanwhile): otherwise they would take space
         # and reappear after a restart.
-        if gone:
-            self._deletes.add(tier, gone)
+        if written.unknown:
+            self._deletes.add(tier, written.unknown)
 
     def suspend(self) -> None:
         """Drop the chunks that wait, because the weights have changed, and queue nothing before
@@ -175,6 +176,15 @@ class QueueSettings:
     read_only: bool = False
     flying_max: int | None = None
     batch: int = 32
+
+
+class EndedWrites(NamedTuple):
+    """The chunks of write-throughs that have ended. Those ``committed`` can be hit now, those
+    ``failed`` could not be written; the tier's index does not keep those ``unknown``."""
+
+    committed: Sequence[bytes]
+    failed: Sequence[bytes]
+    unknown: Sequence[bytes]
 
 
 @dataclass(frozen=True, slots=True)
@@ -434,12 +444,8 @@ class WriteThroughQueue:
             due.discard(key)
         return tuple(compress(keys, flags)), chosen(known, flags)
 
-    def ended(
-        self, jobs: Sequence[Job], now: float
-    ) -> tuple[list[bytes], list[bytes], list[bytes]]:
-        """Process write-throughs of this tier that every rank has answered. Returns the chunks that
-        can be hit now, the chunks that could not be written, and the chunks that the index does not
-        keep."""
+    def ended(self, jobs: Sequence[Job], now: float) -> EndedWrites:
+        """Process write-throughs of this tier that every rank has answered."""
         good: list[bytes] = []
         bad: list[bytes] = []
         infos: list[Sequence[EntryInfo]] = []
@@ -455,9 +461,8 @@ class WriteThroughQueue:
         if bad:
             self._index.abort(bad)
         committed = self._index.commit(good, joined(infos))
-        if len(committed) == len(good):
-            return committed, bad, [key for key in bad if key not in self._index]
-        return committed, bad, [key for key in (*good, *bad) if key not in self._index]
+        doubtful = bad if len(committed) == len(good) else (*good, *bad)
+        return EndedWrites(committed, bad, [key for key in doubtful if key not in self._index])
 
     def close(self) -> None:
         """Drop the chunks that wait, and accept none before ``reopen``."""
