@@ -37,7 +37,7 @@ from offload.worker.tier_monitor import TierMonitor, close_tier
 from offload.worker.tier_writer import TierWriter
 from offload.worker.unanswered_jobs import Drained, Unanswered
 from tiers.base import Scrubbed, Tier
-from tiers.copy.base import CopyBatch, CopyEngine, GroupRegions, TransferError
+from tiers.copy.base import CopyBatch, CopyEngine, GroupRegions, Ticket, TransferError
 from tiers.slab.slab import HostSlab
 
 if TYPE_CHECKING:
@@ -136,32 +136,34 @@ class Executor:
         except Exception as error:  # resets and deletions must not be lost with the copies
             after, refused = None, "the end of their step could not be marked"
             self._degrade(f"{refused}: {error!r}")
-        if self._health.is_stalled:
-            self._refuse_unposted(plan, plan.stores, "the loop does not answer")
-            plan = replace(plan, loads=(), stores=(), fence=(), queries=())
-        elif refused := refused or self.copy_pause.reason:
-            self._refuse_unposted(plan, plan.stores, refused)
-            plan = replace(plan, loads=(), stores=())
-        elif plan.loads and self._open.are_stuck:
-            self._refuse_unposted(plan, (), "copies of earlier loads hang")
-            plan = replace(plan, loads=())
+        plan = self._admit(plan, refused)
         sources = self._fences.add(plan.stores) if plan.stores else {}
         try:
             self._loop.call_soon_threadsafe(self.accept, plan, sources, loads, after)
         except Exception as error:  # the loop is closed, but the jobs must still be answered
-            self._fences.remove(store.job for store in plan.stores)
             self._degrade(f"a plan could not be posted: {error!r}")
-            self._refuse(Unanswered(plan))
+            self._refuse(Unanswered(plan), sources, self._fail_fills_later)
 
-    def _refuse_unposted(self, plan: StepPlan, stores: Sequence[StoreJob], why: str) -> None:
-        """Fail a plan's loads and these stores without involving the loop."""
+    def _admit(self, plan: StepPlan, refused: str) -> StepPlan:
+        """Refuse the jobs that must not begin now, and return the rest of the plan. Their answers
+        do not need the loop, which may be blocked."""
+        if self._health.is_stalled:
+            why, rest = "the loop does not answer", replace(plan, loads=(), stores=(), queries=())
+        elif why := refused or self.copy_pause.reason:
+            rest = replace(plan, loads=(), stores=())
+        elif plan.loads and self._open.are_stuck:
+            why, rest = "copies of earlier loads hang", replace(plan, loads=())
+        else:
+            return plan
         if count := self._loads.failed.add(why):
             logger.warning("kvtiers: %d plans were not carried out because %s", count, why)
-        self._refuse(Unanswered(StepPlan(loads=plan.loads, stores=tuple(stores))))
-        self._refuse_on_loop(plan.loads)
+        stores = () if rest.stores else plan.stores
+        unanswered = Unanswered(StepPlan(loads=plan.loads, stores=stores))
+        self._refuse(unanswered, {}, self._fail_fills_later)
+        return rest
 
-    def _refuse_on_loop(self, loads: Sequence[LoadJob]) -> None:
-        """Fail these loads' fills, so that no other load joins them or waits for their parts."""
+    def _fail_fills_later(self, loads: Sequence[LoadJob]) -> None:
+        """Fail these loads' fills on the loop, before it accepts a later plan."""
         if loads and self._loop is not None:
             with contextlib.suppress(RuntimeError):  # the loop is closed, so no load can join these
                 self._loop.call_soon_threadsafe(self._loads.refuse, loads)
@@ -267,11 +269,7 @@ class Executor:
             self._accept(plan, sources, loads, after, unanswered)
         except Exception as error:  # every job must be answered, whatever the error
             self._degrade(f"a plan could not be carried out: {error!r}")
-            for job in unanswered.jobs:
-                if job in sources:
-                    _reads_nothing(sources[job])
-            self._refuse(unanswered)
-            self._loads.refuse(unanswered.loads)
+            self._refuse(unanswered, sources, self._loads.refuse)
 
     def _accept(
         self,
@@ -306,13 +304,20 @@ class Executor:
             unanswered.begun(load)
 
     def _accept_store(self, store: StoreJob, source: Reading, after: object | None) -> None:
-        if self.degraded:
-            _reads_nothing(source)
+        begins = source.set_running_or_notify_cancel()
+        ticket = self._submit_store(store, after) if begins and not self.degraded else None
+        if ticket is None:
+            if begins:  # no fence must wait for it
+                source.set_result(None)
             self._answer(store.job, JobResult(failed=True))
             return
-        if not source.set_running_or_notify_cancel():
-            self._answer(store.job, JobResult(failed=True))
-            return
+        if ticket.submitted is not None:
+            ticket.submitted.add_done_callback(lambda end: source.will_end_at(end.result()))
+        nbytes = len(store.slots) * self._groups[store.group].chunk_bytes
+        ticket.on_done(partial(self._stored, store.job, source, nbytes, time.perf_counter()))
+
+    def _submit_store(self, store: StoreJob, after: object | None) -> Ticket | None:
+        """Submit a store's copy; ``None`` if that fails."""
         try:
             self._loads.overwrite(store.slots)
             batch = CopyBatch(
@@ -320,16 +325,10 @@ class Executor:
                 np.asarray(store.blocks, dtype=np.int64).reshape(len(store.slots), -1),
                 np.asarray(store.slots, dtype=np.int64),
             )
-            ticket = self._engine.submit_store([batch], after)
+            return self._engine.submit_store([batch], after)
         except Exception as error:  # the job must be answered, whatever the engine raises
             self._degrade(f"a store could not be submitted: {error!r}")
-            source.set_result(None)
-            self._answer(store.job, JobResult(failed=True))
-            return
-        if ticket.submitted is not None:
-            ticket.submitted.add_done_callback(lambda end: source.will_end_at(end.result()))
-        nbytes = len(store.slots) * self._groups[store.group].chunk_bytes
-        ticket.on_done(partial(self._stored, store.job, source, nbytes, time.perf_counter()))
+            return None
 
     def _stored(
         self,
@@ -406,13 +405,23 @@ class Executor:
         self._answer(task.job, result)
         self._end_load(task.job, is_ok=not (result.failed or result.bad))
 
-    def _refuse(self, unanswered: Unanswered) -> None:
-        """Fail the jobs that nothing else will answer."""
+    def _refuse(
+        self,
+        unanswered: Unanswered,
+        sources: Mapping[int, Reading],
+        fail_fills: Callable[[Sequence[LoadJob]], object],
+    ) -> None:
+        """Fail the jobs that nothing else will answer; runs on either thread. No fence waits for
+        ``sources``, the readings of their stores. ``fail_fills`` fails the fills of their loads, so
+        that no other load joins them or waits for their parts."""
         for job in unanswered.jobs:
+            if job in sources and sources[job].set_running_or_notify_cancel():
+                sources[job].set_result(None)
             self._answer(job, JobResult(failed=True))
         for load in unanswered.loads:
             if not load.part:
                 self._end_load(load.job, is_ok=False)
+        fail_fills(unanswered.loads)
 
     def _end_load(self, job: int, *, is_ok: bool) -> None:
         """Report the end of a load to its request, if a request waits for it."""
@@ -492,9 +501,3 @@ class Executor:
             await asyncio.wait(set(self._tasks), timeout=timeout_s)
         if self._verifier is not None:
             self._verifier.stop()
-
-
-def _reads_nothing(source: Reading) -> None:
-    """Mark a store that will never begin as having read its blocks: no fence must wait for it."""
-    if source.set_running_or_notify_cancel():
-        source.set_result(None)

@@ -62,11 +62,6 @@ class Fences:
         self.reading |= added
         return added
 
-    def remove(self, jobs: Iterable[int]) -> None:
-        """Remove stores that could not be posted."""
-        for job in jobs:
-            self.reading.pop(job, None)
-
     def is_reading(self, job: int) -> bool:
         """True if this store may still read its blocks."""
         reading = self.reading.get(job)
