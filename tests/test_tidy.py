@@ -110,7 +110,7 @@ TORCH_IN = (
     "offload/layout/registration.py",
     "offload/worker/device_digest.py",
     "offload/worker/block_verifier.py",
-    "offload/worker/runtime.py",  # accepts the caller's tensors
+    "offload/worker/rank_memory.py",  # accepts the caller's tensors
     "tiers/slab/slab.py",
     "tiers/copy/",
     "tiers/testing/simulated_copy.py",

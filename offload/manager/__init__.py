@@ -38,7 +38,8 @@ from offload.planner.loads import MISSING_CHUNK
 from offload.planner.planner import Planner
 from offload.planner.work_limits import NO_LIMIT, WorkLimits
 from offload.worker.executor import Executor
-from offload.worker.runtime import UnopenedTier, make_memory, open_rank
+from offload.worker.rank_memory import make_memory
+from offload.worker.runtime import UnopenedTier, open_rank
 from tiers.base import Tier
 from tiers.io.threads import settled
 from tiers.slab.slab import HostSlab

@@ -33,12 +33,12 @@ from offload.worker.loads import LoadTask, RankLoads
 from offload.worker.open_loads import OpenLoad, OpenLoads
 from offload.worker.presence_queries import PresenceQueries
 from offload.worker.rank_health import RankHealth
-from offload.worker.tier_monitor import TierMonitor, close_tier
+from offload.worker.rank_memory import RankMemory
+from offload.worker.tier_monitor import WatchedTier, close_tier
 from offload.worker.tier_writer import TierWriter
 from offload.worker.unanswered_jobs import Drained, Unanswered
 from tiers.base import Scrubbed, Tier
-from tiers.copy.base import CopyBatch, CopyEngine, GroupRegions, Ticket, TransferError
-from tiers.slab.slab import HostSlab
+from tiers.copy.base import CopyBatch, Ticket, TransferError
 
 if TYPE_CHECKING:
     from offload.worker.block_verifier import Verifier
@@ -50,21 +50,14 @@ LOOP_STALL_S = 5.0
 
 
 class Executor:
-    """Runs plans with a copy engine and tiers over one slab.
-
-    ``staging`` are slots of the slab that the planner does not use; chunks without a slot pass
-    through them. ``scrubs`` gives the limits of the tiers that verify their records while they are
-    idle.
-    """
+    """Runs plans over the memory and the tiers of one rank. ``scrubs`` gives the limits of the
+    tiers that verify their records while they are idle."""
 
     def __init__(
         self,
-        slab: HostSlab,
-        engine: CopyEngine,
-        groups: Sequence[GroupRegions],
+        memory: RankMemory,
         tiers: Sequence[Tier] = (),
         *,
-        staging: Sequence[int] = (),
         limits: ExecutorLimits | None = None,
         rank: int = 0,
         verifier: Verifier | None = None,
@@ -74,36 +67,21 @@ class Executor:
         self.limits = limits or ExecutorLimits()
         self.stats = verifier.stats if verifier is not None else WorkerStats()
         self._verifier = verifier
-        self._slab = slab
-        self._staging = len(staging)
+        self._memory = memory
         self._reported_slots = self.usable_slots
-        self._engine = engine
-        self._groups = {group.group: group for group in groups}
+        self._engine = memory.engine
         self._tiers = tuple(tiers)
         self._seen: deque[tuple[int, Observed]] = deque()
-        monitors = [
-            TierMonitor(self.limits.tier_timeout_s, partial(self._see, tier))
-            for tier in range(len(self._tiers))
+        watched = [
+            WatchedTier(tier, self.limits.tier_timeout_s, partial(self._see, number))
+            for number, tier in enumerate(self._tiers)
         ]
-        self._loads = RankLoads(
-            slab,
-            engine,
-            self._groups,
-            self._tiers,
-            monitors,
-            staging,
-            self.limits,
-            self.stats,
-            verifier,
-        )
+        self._loads = RankLoads(memory, watched, self.limits, self.stats, verifier)
         for number, tier in enumerate(self._tiers):
             tier.on_loss(partial(self._lose, number))
-        self._writers = [
-            TierWriter(tier, monitor, slab, self._groups, self.stats)
-            for tier, monitor in zip(self._tiers, monitors, strict=True)
-        ]
+        self._writers = [TierWriter(tier, memory, self.stats) for tier in watched]
         self._scrubs = [
-            IdleScrub(self._tiers[n], monitors[n], bounds, partial(self._take_scrubbed, n))
+            IdleScrub(watched[n], bounds, partial(self._take_scrubbed, n))
             for n, bounds in (scrubs or {}).items()
         ]
         self._presence_queries = PresenceQueries(self._tiers, self._writers, self._see)
@@ -226,7 +204,7 @@ class Executor:
     @property
     def usable_slots(self) -> int:
         """The number of the planner's slots that copies may use now; see ``HostSlab``."""
-        return max(0, self._slab.usable_slots - self._staging)
+        return max(0, self._memory.slab.usable_slots - len(self._memory.staging))
 
     def _watch_loop(self) -> None:
         """Give up loads whose deadline passed long ago, and check that the loop is still running.
@@ -313,7 +291,7 @@ class Executor:
             return
         if ticket.submitted is not None:
             ticket.submitted.add_done_callback(lambda end: source.will_end_at(end.result()))
-        nbytes = len(store.slots) * self._groups[store.group].chunk_bytes
+        nbytes = len(store.slots) * self._memory.groups[store.group].chunk_bytes
         ticket.on_done(partial(self._stored, store.job, source, nbytes, time.perf_counter()))
 
     def _submit_store(self, store: StoreJob, after: object | None) -> Ticket | None:

@@ -13,8 +13,8 @@ import logging
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from offload.worker.tier_monitor import TierMonitor
-from tiers.base import Scrubbed, Tier, TierClosedError
+from offload.worker.tier_monitor import WatchedTier
+from tiers.base import Scrubbed, TierClosedError
 
 logger = logging.getLogger(__name__)
 
@@ -36,18 +36,16 @@ class ScrubLimits:
 class IdleScrub:
     """Scrubs one tier while it is idle.
 
-    ``monitor`` sees all operations of the tier; ``report`` receives the result of each batch.
+    ``report`` receives the result of each batch.
     """
 
     def __init__(
         self,
-        tier: Tier,
-        monitor: TierMonitor,
+        tier: WatchedTier,
         limits: ScrubLimits,
         report: Callable[[Scrubbed], None],
     ) -> None:
         self._tier = tier
-        self._monitor = monitor
         self._limits = limits
         self._report = report
         self._task: asyncio.Task[None] | None = None
@@ -64,12 +62,12 @@ class IdleScrub:
 
     async def _run(self) -> None:
         while True:
-            left = self._monitor.seconds_until_quiet(QUIET_S)
+            left = self._tier.monitor.seconds_until_quiet(QUIET_S)
             if left > 0:
                 await asyncio.sleep(left)
                 continue
             try:
-                found = await self._tier.scrub(BATCH_BYTES, self._limits.period_s)
+                found = await self._tier.tier.scrub(BATCH_BYTES, self._limits.period_s)
             except TierClosedError:
                 return
             except Exception as error:  # the tier may be third-party code

@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -20,12 +20,12 @@ from offload.messages.report import JobResult
 from offload.telemetry.counters import WorkerStats
 from offload.worker.limits import ExecutorLimits
 from offload.worker.open_loads import OpenLoad
+from offload.worker.rank_memory import RankMemory
 from offload.worker.read_turns import ReadTurns
 from offload.worker.staging import Staging, Window
-from offload.worker.tier_monitor import TierMonitor
-from tiers.base import ReadOutcome, Tier
-from tiers.copy.base import CopyBatch, CopyEngine, GroupRegions, TransferError
-from tiers.slab.slab import HostSlab
+from offload.worker.tier_monitor import WatchedTier
+from tiers.base import ReadOutcome
+from tiers.copy.base import CopyBatch, TransferError
 from tiers.tally import Tally
 
 if TYPE_CHECKING:
@@ -49,29 +49,22 @@ class RankLoads:
 
     def __init__(
         self,
-        slab: HostSlab,
-        engine: CopyEngine,
-        groups: Mapping[int, GroupRegions],
-        tiers: Sequence[Tier],
-        monitors: Sequence[TierMonitor],
-        staging: Sequence[int],
+        memory: RankMemory,
+        tiers: Sequence[WatchedTier],
         limits: ExecutorLimits,
         stats: WorkerStats,
         verifier: Verifier | None = None,
     ) -> None:
         self.verifier = verifier
-        self.slab = slab
-        self.engine = engine
-        self.groups = groups
+        self.memory = memory
         self.tiers = tiers
-        self.monitors = monitors
         self.stats = stats
         self.read_batch = limits.read_batch
         # One per tier, and one per tier for probes: a tier that hangs must delay neither the other
         # tiers nor the probe that detects its recovery.
         self._reads = [ReadTurns(limits.reads_in_flight, limits.tier_timeout_s) for _ in tiers]
         self._probes = [ReadTurns(1) for _ in tiers]
-        self.staging = Staging(staging, len(tiers))
+        self.staging = Staging(memory.staging, len(tiers))
         self._fills: dict[int, asyncio.Future[bool]] = {}
         self._ahead: dict[int, LoadTask] = {}  # by the slots that are read ahead
         self._open: dict[int, LoadTask] = {}
@@ -413,15 +406,14 @@ class LoadTask:
     async def _read_into(
         self, tier: int, items: Sequence[LoadItem], slots: Sequence[int]
     ) -> list[ReadOutcome]:
-        loads = self._loads
+        loads, memory = self._loads, self._loads.memory
         if self._abandoned:
             return [ReadOutcome.BUSY] * len(items)
-        sizes = [loads.groups[item.group].record_bytes for item in items]
-        views = [loads.slab.slot_view(slot, size) for slot, size in zip(slots, sizes, strict=True)]
+        sizes = [memory.groups[item.group].record_bytes for item in items]
+        views = [memory.slab.slot_view(slot, size) for slot, size in zip(slots, sizes, strict=True)]
         started = time.perf_counter()
         try:
-            reading = loads.tiers[tier].read([item.key for item in items], views)
-            outcomes = await loads.monitors[tier].read(reading, len(items))
+            outcomes = await loads.tiers[tier].read([item.key for item in items], views)
         except Exception as error:  # the tier may be third-party code
             logger.warning("kvtiers: tier %d could not be read: %s", tier, error)
             return [ReadOutcome.BUSY] * len(items)
@@ -454,10 +446,11 @@ class LoadTask:
             )
             for group, positions in by_group.items()
         ]
+        engine = self._loads.memory.engine
         self._copying += 1
         self._no_copies.clear()
         try:
-            ticket = self._load.submit(lambda: self._loads.engine.submit_load(batches, self._after))
+            ticket = self._load.submit(lambda: engine.submit_load(batches, self._after))
             if ticket is None:
                 self._failed = True
                 return
@@ -475,5 +468,5 @@ class LoadTask:
             self._copying -= 1
             if not self._copying:
                 self._no_copies.set()
-        loaded_bytes = sum(self._loads.groups[item.group].chunk_bytes for item in items)
+        loaded_bytes = sum(self._loads.memory.groups[item.group].chunk_bytes for item in items)
         self._loads.stats.copied(loaded_bytes=loaded_bytes)

@@ -18,7 +18,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from typing import TypeVar
 
 from offload.messages.report import Observed
-from tiers.base import ReadOutcome, Tier, TierIoError, WriteOutcome
+from tiers.base import Buffer, ReadOutcome, Tier, TierIoError, WriteOutcome
 
 logger = logging.getLogger(__name__)
 
@@ -149,6 +149,37 @@ class TierMonitor:
             f"the tier was called with {count} keys and did not return as many {kind.__name__}s, "
             f"but {reprlib.repr(found)}"
         )
+
+
+class WatchedTier:
+    """One lower tier whose operations are watched; ``report`` receives their outcomes.
+
+    Every operation raises what the tier raises, and ``TierIoError`` for an invalid result.
+    """
+
+    def __init__(self, tier: Tier, timeout_s: float, report: Callable[[Observed], None]) -> None:
+        self.tier = tier
+        self.monitor = TierMonitor(timeout_s, report)
+
+    async def read(self, keys: Sequence[bytes], buffers: Sequence[Buffer]) -> list[ReadOutcome]:
+        """Read records; see ``Tier.read`` and ``TierMonitor.read``."""
+        return await self.monitor.read(self.tier.read(keys, buffers), len(keys))
+
+    async def write(self, keys: Sequence[bytes], buffers: Sequence[Buffer]) -> list[WriteOutcome]:
+        """Write records; see ``Tier.write`` and ``TierMonitor.write``."""
+        return await self.monitor.write(self.tier.write(keys, buffers), len(keys))
+
+    async def delete(self, keys: Sequence[bytes]) -> None:
+        """Delete records."""
+        await self.monitor.change(self.tier.delete(keys))
+
+    async def touch(self, keys: Sequence[bytes]) -> None:
+        """Tell the tier that these records were used."""
+        await self.monitor.change(self.tier.touch(keys))
+
+    async def reset(self, epoch: int) -> None:
+        """Begin an epoch."""
+        await self.monitor.change(self.tier.reset(epoch))
 
 
 async def close_tier(tier: Tier, timeout_s: float) -> None:

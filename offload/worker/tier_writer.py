@@ -13,16 +13,15 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
 
 from offload.messages.plan import WriteThroughJob
 from offload.messages.report import JobResult
 from offload.telemetry.counters import WorkerStats
-from offload.worker.tier_monitor import CallsInFlight, TierMonitor
-from tiers.base import Tier, TierError, WriteOutcome
-from tiers.copy.base import GroupRegions
-from tiers.slab.slab import HostSlab
+from offload.worker.rank_memory import RankMemory
+from offload.worker.tier_monitor import CallsInFlight, WatchedTier
+from tiers.base import TierError, WriteOutcome
 
 logger = logging.getLogger(__name__)
 
@@ -34,16 +33,12 @@ class TierWriter:
 
     def __init__(
         self,
-        tier: Tier,
-        monitor: TierMonitor,
-        slab: HostSlab,
-        groups: Mapping[int, GroupRegions],
+        tier: WatchedTier,
+        memory: RankMemory,
         stats: WorkerStats,
     ) -> None:
         self._tier = tier
-        self._monitor = monitor
-        self._slab = slab
-        self._groups = groups
+        self._memory = memory
         self._stats = stats
         self._queue: asyncio.Queue[Callable[[], Awaitable[None]]] = asyncio.Queue()
         self._calls = CallsInFlight()
@@ -99,7 +94,7 @@ class TierWriter:
     def touch(self, keys: Sequence[bytes]) -> None:
         """Queue a use notification."""
         if keys:
-            self._queue.put_nowait(lambda: self._monitor.change(self._tier.touch(tuple(keys))))
+            self._queue.put_nowait(lambda: self._tier.touch(tuple(keys)))
 
     def reset(self, epoch: int) -> None:
         """Queue a reset. Earlier writes end before it, and later writes belong to the new epoch."""
@@ -121,7 +116,7 @@ class TierWriter:
     async def _delete(self, keys: Sequence[bytes]) -> None:
         self._undeleted.update(dict.fromkeys(keys))
         if self._undeleted:
-            await self._monitor.change(self._tier.delete(tuple(self._undeleted)))
+            await self._tier.delete(tuple(self._undeleted))
             self._undeleted.clear()
 
     async def _reset(self, epoch: int) -> None:
@@ -132,7 +127,7 @@ class TierWriter:
 
     async def _begin_epoch(self) -> None:
         if self._epoch_due is not None:
-            await self._monitor.change(self._tier.reset(self._epoch_due))
+            await self._tier.reset(self._epoch_due)
             self._epoch_due = None
             self._undeleted.clear()
             self._caught_up.set()
@@ -162,13 +157,12 @@ class TierWriter:
 
     async def _write(self, job: WriteThroughJob) -> None:
         result = JobResult(failed=True)
-        nbytes = self._groups[job.group].record_bytes
+        nbytes = self._memory.groups[job.group].record_bytes
         loop = asyncio.get_running_loop()
         began = loop.time()
         try:
-            views = [self._slab.slot_view(slot, nbytes) for slot in job.slots]
-            writing = self._tier.write(job.keys, views)
-            outcomes = await self._monitor.write(writing, len(job.keys))
+            views = [self._memory.slab.slot_view(slot, nbytes) for slot in job.slots]
+            outcomes = await self._tier.write(job.keys, views)
             bad = frozenset(
                 key
                 for key, outcome in zip(job.keys, outcomes, strict=True)

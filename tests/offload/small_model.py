@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-import offload.worker.runtime
+import offload.worker.rank_memory
 from offload.manager import OffloadManager, SimpleConfig, SimpleGroup, SimpleSpec
 from tiers.base import Tier
 from tiers.testing.simulated_copy import SimulatedCopyEngine
@@ -90,5 +90,5 @@ def simulated_engines(
         made.append(SimulatedCopyEngine(groups, slab, num_blocks=BLOCKS, automatic=automatic))
         return made[-1]
 
-    monkeypatch.setattr(offload.worker.runtime, "make_engine", make)
+    monkeypatch.setattr(offload.worker.rank_memory, "make_engine", make)
     return made

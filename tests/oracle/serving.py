@@ -40,7 +40,7 @@ from vllm.v1.structured_output import StructuredOutputManager
 from offload.connector.compat.doctor import make_kv_cache_config
 from offload.connector.connector import OffloadConnector
 from offload.connector.worker import worker_side
-from offload.worker import runtime
+from offload.worker import rank_memory
 from tests.models.configs import QWEN3
 from tests.models.families import write_model
 from tests.oracle.clock import pass_time_by_steps
@@ -232,7 +232,7 @@ class OracleEngine:
     def _patched(self) -> Iterator[None]:
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(worker_side, "EventLoopThread", PumpedLoop)
-            patch.setattr(runtime, "make_engine", self._make_engine)
+            patch.setattr(rank_memory, "make_engine", self._make_engine)
             patch.setattr(worker_side, "make_tier", lambda spec, *_: self._make_tier(spec))
             patch.setattr(VllmConfig, "use_v2_model_runner", self._conditions.runner == 2)
             yield

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from offload.worker import runtime
+from offload.worker import rank_memory
 from tests.libcuda import Cuda, strict_cuda
 from tests.oracle.models import MODELS
 from tests.oracle.serving import Conditions, OracleEngine
@@ -64,7 +64,7 @@ class OracleEngineOnCuda(OracleEngine):
     @contextmanager
     def _patched(self) -> Iterator[None]:
         with super()._patched(), pytest.MonkeyPatch.context() as patch:
-            patch.setattr(runtime, "make_slab", self._make_slab)
+            patch.setattr(rank_memory, "make_slab", self._make_slab)
             yield
 
     def _make_slab(self, slot_bytes: int, slots: int, *_: object, at_once: int) -> HostSlab:

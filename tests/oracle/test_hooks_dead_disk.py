@@ -31,7 +31,7 @@ from vllm.lora.request import LoRARequest
 
 from offload.connector import guard
 from offload.connector.worker import worker_side
-from offload.worker import runtime
+from offload.worker import rank_memory
 from tests.oracle import serving as oracle_world
 from tests.oracle.models import MODELS
 from tests.oracle.reports import failed_loads
@@ -129,7 +129,7 @@ class Served(OracleEngine):
             return SimulatedCopyEngine(groups, slab, num_blocks=blocks, seed=self.seed)
 
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(runtime, "make_engine", engine)
+            patch.setattr(rank_memory, "make_engine", engine)
             yield
 
     def _start(self) -> None:

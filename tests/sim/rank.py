@@ -12,6 +12,7 @@ import numpy as np
 from offload.messages.plan import StepPlan
 from offload.worker.executor import Executor
 from offload.worker.limits import ExecutorLimits
+from offload.worker.rank_memory import RankMemory
 from offload.worker.unanswered_jobs import Drained
 from tests.sim.content import LAYERS, REGIONS, SLOT_BYTES, chunk, page
 from tests.sim.device import Device
@@ -60,9 +61,9 @@ class Rank:
         tiers = [tier for tier, _ in stacks]
         for tier in tiers:
             await tier.open()
-        executor = Executor(
-            slab, device, REGIONS, tiers, staging=range(STAGING), limits=LIMITS, rank=number
-        )
+        regions = {region.group: region for region in REGIONS}
+        memory = RankMemory(slab, device, regions, range(STAGING))
+        executor = Executor(memory, tiers, limits=LIMITS, rank=number)
         executor.start()
         return cls(number, device, slab, executor, tiers, [delayed for _, delayed in stacks])
 

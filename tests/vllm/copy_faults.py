@@ -15,7 +15,7 @@ from tests.vllm.faults import executor
 
 def plant(worker: Any, fault: Callable[..., Any], group: int | None) -> None:
     """From now on, every load to which ``fault`` applies goes wrong."""
-    engine, slab = executor(worker)._engine, executor(worker)._loads.slab
+    engine, slab = executor(worker)._engine, executor(worker)._loads.memory.slab
     submit = type(engine).submit_load
 
     def submit_load(batches: Any, after: Any = None) -> Any:

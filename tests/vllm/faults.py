@@ -58,7 +58,7 @@ def release_reads(worker: Any) -> None:
 
 def fill_slots(worker: Any, value: int) -> int:
     """Overwrite the whole CPU tier; return the number of bytes."""
-    slab = executor(worker)._loads.slab
+    slab = executor(worker)._loads.memory.slab
     for slot in range(slab.slot_count):
         np.copyto(slab.slot(slot), np.uint8(value))
     return int(slab.size_bytes)

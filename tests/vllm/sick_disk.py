@@ -77,8 +77,8 @@ def set_limits(worker: Any, load_timeout_s: float, tier_timeout_s: float) -> Non
     found.limits = replace(
         found.limits, load_timeout_s=load_timeout_s, tier_timeout_s=tier_timeout_s
     )
-    for monitor in found._loads.monitors:
-        monitor._timeout_s = tier_timeout_s
+    for tier in found._loads.tiers:
+        tier.monitor._timeout_s = tier_timeout_s
 
 
 def compute_at(llm: Any, tokens_per_second: float) -> None:

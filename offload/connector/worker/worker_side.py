@@ -27,7 +27,8 @@ from offload.namespaces.manifest import Namespace
 from offload.sizes import rounded_size
 from offload.telemetry.counters import WorkerStats
 from offload.worker.executor import Executor
-from offload.worker.runtime import RankMemory, UnopenedTier, make_memory, open_rank
+from offload.worker.rank_memory import RankMemory, make_memory
+from offload.worker.runtime import UnopenedTier, open_rank
 from offload.worker.tier_factory import TierSpec, make_tier
 from offload.worker.unanswered_jobs import Drained
 from tiers.slab.slab import HostSlab

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 import torch
 
-import offload.worker.runtime
+import offload.worker.rank_memory
 from offload.errors import TierUnavailableError
 from offload.manager import OffloadManager
 from offload.planner.circuit_breaker import BreakerState
@@ -45,7 +45,7 @@ def _copies_without_threads(monkeypatch: pytest.MonkeyPatch) -> None:
         blocks = registration.num_blocks
         return SimulatedCopyEngine(registration.groups, slab, num_blocks=blocks, seed=1)
 
-    monkeypatch.setattr(offload.worker.runtime, "make_engine", make)
+    monkeypatch.setattr(offload.worker.rank_memory, "make_engine", make)
 
 
 class Trouble:

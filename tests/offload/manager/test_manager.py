@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import torch
 
-import offload.worker.runtime
+import offload.worker.rank_memory
 import tiers.copy.cuda_engine
 from offload.config.schema import TierConfig
 from offload.errors import ConfigError, TierUnavailableError
@@ -58,7 +58,7 @@ def engine(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> s
             blocks = registration.num_blocks
             return SimulatedCopyEngine(registration.groups, slab, num_blocks=blocks, seed=seed)
 
-        monkeypatch.setattr(offload.worker.runtime, "make_engine", make)
+        monkeypatch.setattr(offload.worker.rank_memory, "make_engine", make)
     return name
 
 
@@ -298,7 +298,7 @@ async def test_a_cancelled_offload_ends_only_when_its_blocks_are_free(
         engines.append(SimulatedCopyEngine(registration.groups, slab, automatic=False))
         return engines[0]
 
-    monkeypatch.setattr(offload.worker.runtime, "make_engine", make)
+    monkeypatch.setattr(offload.worker.rank_memory, "make_engine", make)
     caches = kv_caches()
     async with await open_manager(caches) as manager:
         compute(caches, keys(1), [1])
@@ -413,9 +413,9 @@ def test_the_gpu_is_that_of_the_caches_and_not_the_current_one(
 
     monkeypatch.setattr(tiers.copy.cuda_engine, "CudaCopyEngine", remember)
     monkeypatch.setattr(tiers.copy.cuda_engine, "gpu_node", remember)
-    monkeypatch.setattr(offload.worker.runtime, "HostSlab", MagicMock())
+    monkeypatch.setattr(offload.worker.rank_memory, "HostSlab", MagicMock())
     registration: Any = SimpleNamespace(groups=(), num_blocks=3)
     device = torch.device("cuda", 1)
-    slab: Any = offload.worker.runtime.make_slab(4096, 2, device, "prefer")
-    offload.worker.runtime.make_engine(registration, slab, device)
+    slab: Any = offload.worker.rank_memory.make_slab(4096, 2, device, "prefer")
+    offload.worker.rank_memory.make_engine(registration, slab, device)
     assert asked == [1, 1]

@@ -24,7 +24,7 @@ from typing import Any
 import pytest
 import torch
 
-import offload.worker.runtime
+import offload.worker.rank_memory
 from offload.errors import ManagerClosedError, TierUnavailableError
 from offload.manager import OffloadManager
 from tests.offload.small_model import (
@@ -226,7 +226,7 @@ def _late_streams(monkeypatch: pytest.MonkeyPatch) -> None:
         blocks = registration.num_blocks
         return SimulatedCopyEngine(registration.groups, slab, num_blocks=blocks, seed=made)
 
-    monkeypatch.setattr(offload.worker.runtime, "make_engine", make)
+    monkeypatch.setattr(offload.worker.rank_memory, "make_engine", make)
 
 
 def live_through(seed: int) -> Counter[str]:

@@ -10,6 +10,7 @@ from typing import Any
 
 from offload.messages.plan import WriteThroughJob
 from offload.telemetry.counters import WorkerStats
+from offload.worker.rank_memory import RankMemory
 from offload.worker.read_turns import ReadTurns
 from offload.worker.tier_monitor import (
     CALLS_MAX,
@@ -17,7 +18,7 @@ from offload.worker.tier_monitor import (
     QUICK_S,
     SLOW_S,
     CallsInFlight,
-    TierMonitor,
+    WatchedTier,
 )
 from offload.worker.tier_writer import TierWriter
 from tests.sim.virtual_time import run_virtually
@@ -77,8 +78,9 @@ async def most_writes(seconds: float) -> int:
     slab = HostSlab(RECORD, 1, background=False)
     with contextlib.closing(slab):
         group: Any = SimpleNamespace(record_bytes=RECORD)
-        monitor = TierMonitor(1000.0, lambda _observed: None)
-        writer = TierWriter(tier, monitor, slab, {0: group}, WorkerStats())
+        engine: Any = None  # nothing is copied
+        watched = WatchedTier(tier, 1000.0, lambda _observed: None)
+        writer = TierWriter(watched, RankMemory(slab, engine, {0: group}), WorkerStats())
         writer.start(lambda job, _result: answered.add(job))
         for job in range(4 * CALLS_MAX):
             writer.write(WriteThroughJob(job, 0, 0, (key_of(job),), (0,)))

@@ -24,6 +24,7 @@ from offload.messages.plan import (
 from offload.worker.block_verifier import Verifier
 from offload.worker.executor import Executor
 from offload.worker.limits import ExecutorLimits
+from offload.worker.rank_memory import RankMemory
 from offload.worker.staging import Staging
 from offload.worker.unanswered_jobs import Drained
 from tests.offload.small_model import BLOCKS, compute, keys, kv_caches, wrong_blocks
@@ -58,11 +59,13 @@ class Rank:
             registration.groups, self.slab, num_blocks=BLOCKS, seed=1, automatic=False
         )
         self.executor = Executor(
-            self.slab,
-            self.engine,
-            registration.groups,
+            RankMemory(
+                self.slab,
+                self.engine,
+                {group.group: group for group in registration.groups},
+                range(SLOTS - staging, SLOTS),
+            ),
             [tier],
-            staging=range(SLOTS - staging, SLOTS),
             limits=ExecutorLimits(**limits),  # type: ignore[arg-type]  # only the float fields
             verifier=None if verifier is None else verifier(registration),
         )

@@ -17,6 +17,7 @@ from offload.messages.plan import StepPlan, StoreJob
 from offload.worker.executor import Executor
 from offload.worker.fences import Reading
 from offload.worker.limits import ExecutorLimits
+from offload.worker.rank_memory import RankMemory
 from offload.worker.unanswered_jobs import Drained
 from tests.libcuda import Cuda, strict_cuda
 from tests.offload.small_model import BLOCKS, kv_caches
@@ -53,7 +54,8 @@ class Rank:
             compute_stream=lambda: MODEL_STREAM,
         )
         limits = ExecutorLimits(fence_timeout_s=FENCE_S)
-        self.executor = Executor(self.slab, self.engine, registration.groups, limits=limits)
+        groups = {group.group: group for group in registration.groups}
+        self.executor = Executor(RankMemory(self.slab, self.engine, groups), limits=limits)
 
     def fill(self, block: int, value: int) -> None:
         """A kernel of the model that overwrites a block."""

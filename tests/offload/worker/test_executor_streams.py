@@ -22,6 +22,7 @@ from offload.layout.registration import GroupCaches, register_kv_caches
 from offload.messages.plan import IN_SLAB, LoadItem, LoadJob, StepPlan, StoreJob
 from offload.messages.report import JobResult
 from offload.worker.executor import Executor
+from offload.worker.rank_memory import RankMemory
 from tests.offload.small_model import BLOCKS, keys, kv_caches
 from tiers.copy.base import Ticket
 from tiers.slab.slab import HostSlab
@@ -49,7 +50,8 @@ class Rank:
         registration = register_kv_caches(BLOCKS, [GroupCaches(0, 1, layers)])
         self.slab = HostSlab(8192, 6)
         self.engine = engine(registration.groups, self.slab, num_blocks=BLOCKS, seed=seed)
-        self.executor = executor(self.slab, self.engine, registration.groups)
+        groups = {group.group: group for group in registration.groups}
+        self.executor = executor(RankMemory(self.slab, self.engine, groups))
         self.answered: set[int] = set()
         self.ended: set[str] = set()
 

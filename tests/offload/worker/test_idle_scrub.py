@@ -20,7 +20,7 @@ from offload.worker.idle_scrub import (
     IdleScrub,
     ScrubLimits,
 )
-from offload.worker.tier_monitor import TierMonitor
+from offload.worker.tier_monitor import TierMonitor, WatchedTier
 from tests.offload.planner.simulated_ranks import key_of
 from tests.offload.planner.troubled_tiers import make, recover, report_seen, step
 from tests.sim.virtual_time import run_virtually
@@ -59,10 +59,10 @@ def scrubbing(
     tier = Scrubbing(answer)
 
     async def main() -> None:
-        monitor = TierMonitor(5.0, lambda _seen: None)
-        scrub = IdleScrub(tier, monitor, LIMITS, found.append)
+        watched = WatchedTier(tier, 5.0, lambda _seen: None)
+        scrub = IdleScrub(watched, LIMITS, found.append)
         scrub.start()
-        asked = asyncio.ensure_future(beside(monitor))
+        asked = asyncio.ensure_future(beside(watched.monitor))
         await asyncio.sleep(seconds)
         scrub.stop()
         asked.cancel()

@@ -19,7 +19,7 @@ from offload.connector.worker.worker_side import OPEN_TIMEOUT, WorkerSide
 from offload.errors import ConfigError, TierUnavailableError
 from offload.layout.registration import GroupCaches, Registration, register_kv_caches
 from offload.namespaces.manifest import Namespace
-from offload.worker import idle_scrub, runtime
+from offload.worker import idle_scrub, rank_memory
 from offload.worker.tier_factory import TierSpec, scrub_limits
 from tests.offload.cli.rank_folders import flip
 from tests.offload.small_model import BLOCKS, kv_caches
@@ -54,7 +54,7 @@ def slabs(monkeypatch: pytest.MonkeyPatch) -> list[HostSlab]:
         made.append(HostSlab(*arguments, **options))
         return made[-1]
 
-    monkeypatch.setattr(runtime, "HostSlab", make)
+    monkeypatch.setattr(rank_memory, "HostSlab", make)
     return made
 
 
