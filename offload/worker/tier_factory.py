@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from offload.config.schema import OffloadConfig, TierConfig
 from offload.worker.idle_scrub import ScrubLimits
+from offload.worker.tier_claim import TierClaim
 from tiers.adapters.reopening import ReopeningTier, SharedReopeningTier
 from tiers.base import Tier
 from tiers.files.shared_tier import SharedFileTier
@@ -27,13 +28,10 @@ class TierSpec:
     It contains the tier's place in the configuration, its name in logs and metrics, its folder, its
     share of the capacity in bytes, and the identity that its records must have.
 
-    ``renew(epoch)`` claims the folder again after its medium has failed, for a tier that has
-    reached this epoch, and raises while the medium is unavailable. Without ``renew``, a failed tier
-    stays closed. ``make`` creates a tier that no configured type describes. ``notice`` is the
-    description of its records that a tier in a store publishes for other engines.
-    ``keep_epoch(epoch)`` records in the folder that the tier is about to reach this epoch.
-    ``set_aside`` is the number of untrusted folders that were moved aside when this one was
-    claimed.
+    ``claim`` holds the folder; a tier without it stays closed after its medium has failed. ``make``
+    creates a tier that no configured type describes. ``notice`` is the description of its records
+    that a tier in a store publishes for other engines. ``set_aside`` is the number of untrusted
+    folders that were moved aside when this one was claimed.
     """
 
     where: str
@@ -44,11 +42,17 @@ class TierSpec:
     namespace: bytes
     rank: int
     epoch: int
-    renew: Callable[[int], TierSpec] | None = None
-    keep_epoch: Callable[[int], object] = lambda _epoch: None
+    claim: TierClaim | None = None
     make: Callable[[], Tier] | None = None
     notice: Notice | None = None
     set_aside: int = 0
+
+    def renewed(self, epoch: int) -> TierSpec:
+        """Claim the folder again for a tier that has reached this ``epoch``. The capacity stays the
+        same, because the scheduler relies on it. Raises the errors of ``TierClaim.renew``."""
+        assert self.claim is not None
+        self.claim.renew(epoch)
+        return replace(self, folder=self.claim.folder, epoch=epoch)
 
 
 def scrub_limits(config: OffloadConfig, shares: int) -> dict[int, ScrubLimits]:
@@ -71,21 +75,18 @@ def make_tier(spec: TierSpec, record_bytes: int, memory: range | None = None) ->
     """
 
     def make_again(epoch: int) -> Tier:
-        nonlocal spec
-        assert spec.renew is not None
-        spec = spec.renew(epoch)
-        return _MAKERS[spec.config.type](spec, record_bytes)
+        return _MAKERS[spec.config.type](spec.renewed(epoch), record_bytes)
 
     if spec.make is not None:
         return spec.make()
     if spec.config.type == "mooncake":
         return _mooncake(spec, memory)
     tier = _MAKERS[spec.config.type](spec, record_bytes)
-    if spec.renew is None:
+    if spec.claim is None:
         return tier
     is_strict = spec.config.recovery == Recovery.STRICT.value
     reopening: Callable[..., Tier] = SharedReopeningTier if spec.config.shared else ReopeningTier
-    return reopening(tier, make_again, spec.keep_epoch, spec.epoch, is_strict=is_strict)
+    return reopening(tier, make_again, spec.claim.keep_epoch, spec.epoch, is_strict=is_strict)
 
 
 def _lmdb(spec: TierSpec, record_bytes: int) -> Tier:

@@ -1,4 +1,4 @@
-"""Locates and claims the folders of one rank's lower tiers, at start and after a medium has failed.
+"""Describes one rank's lower tiers, and claims their folders.
 
 A running server knows more than the folders on a disk that has come back: its current epoch, the
 capacity on which its scheduler relies, and the disk to which the tier belongs. Every function here
@@ -8,7 +8,7 @@ blocks on the disk.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Collection
+from collections.abc import Collection
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -24,7 +24,6 @@ from offload.geometry.folder_source import (
     write_geometry,
 )
 from offload.geometry.mooncake_source import MooncakeView, notice_of, open_mooncake_source
-from offload.namespaces.claims import FolderClaimedError
 from offload.namespaces.cleanup import describe_nearest_namespace, make_space, other_namespaces
 from offload.namespaces.folders import (
     ClaimedFolder,
@@ -36,9 +35,8 @@ from offload.namespaces.folders import (
 )
 from offload.namespaces.geometry import Geometry
 from offload.namespaces.manifest import Namespace
-from offload.namespaces.mounts import MountPoint, mount_point_of
-from offload.namespaces.wait_for_owners import Patience
 from offload.sizes import MIB, format_size, rounded_size
+from offload.worker.tier_claim import TierClaim
 from offload.worker.tier_factory import TierSpec, mooncake_settings
 from tiers.adapters.read_only import ReadOnlyTier, SharedReadOnlyTier
 from tiers.adapters.remote_read_only import RemoteReadOnlyTier
@@ -122,40 +120,44 @@ class TierFolders:
         opened = open_sources(others, self.geometry, key_file)
         # engines that share the folder keep writing while this server runs
         make = partial(SharedReadOnlyTier if own.config.shared else ReadOnlyTier, opened)
-        return replace(own, name=name, capacity_bytes=0, renew=None, make=make)
+        return replace(own, name=name, capacity_bytes=0, claim=None, make=make)
 
     def _spec(self, number: int, name: str, others: list[OtherReplica]) -> TierSpec:
         config = self.config.tiers[number]
         wanted = {other.namespace for other in others}
         if not config.path:
             return self._mooncake_spec(number, name)
-        if config.shared:
-            return self._shared_spec(number, name, wanted)
-        _check_space(f"$.tiers[{number}].capacity", config, self.namespace, wanted)
+        if not config.shared:
+            _check_space(f"$.tiers[{number}].capacity", config, self.namespace, wanted)
         damage: list[str] = []
-        claimed = _patiently(lambda: self._claim(config, known=wanted, damage=damage))
+        claim = self._claim(config, wanted, damage)
         try:
-            capacity = make_space(
-                config.path, self.namespace, config.capacity, note=_note, wanted=wanted
-            )
-            mount = mount_point_of(config.path)
+            capacity = self._capacity(config, wanted)
         except BaseException:  # whatever failed, the folder is not kept claimed
-            claimed.close()
+            claim.close()
             raise
-        replica_dir = replica_folder(config.path, self.namespace, self.replica)
-        spec = TierSpec(
+        return TierSpec(
             f"$.tiers[{number}]",
             name,
             config,
-            claimed.folder,
-            max(0, capacity // self.shares - SMALL_FILES_BYTES),
+            claim.folder,
+            max(0, capacity // (self.ranks if config.shared else self.shares) - SMALL_FILES_BYTES),
             self.identity,
             self.rank,
-            claimed.epoch,
-            keep_epoch=partial(raise_epoch, replica_dir),
+            claim.epoch,
+            claim=claim,
             set_aside=len(damage),
         )
-        return replace(spec, renew=partial(self._renew, spec, claimed, mount))
+
+    def _capacity(self, config: TierConfig, wanted: Collection[str]) -> int:
+        """The capacity of a tier. Makes space for it, but not in the ``wanted`` namespaces.
+
+        On a network file system that engines share, the folders of other namespaces are left alone:
+        a machine cannot tell whether another one uses them.
+        """
+        if config.shared and not TIER_TYPES[config.type].needs_local_disk:
+            return config.capacity
+        return make_space(config.path, self.namespace, config.capacity, note=_note, wanted=wanted)
 
     def _mooncake_spec(self, number: int, name: str) -> TierSpec:
         """Describe a tier on a store that many machines use; there is no folder to claim."""
@@ -166,53 +168,43 @@ class TierFolders:
             return spec
         return replace(spec, notice=notice_of(self.namespace, self.geometry, config.geometry))
 
-    def _shared_spec(self, number: int, name: str, wanted: Collection[str]) -> TierSpec:
-        """Describe a tier whose folder other engines use as well.
+    def _claim(self, config: TierConfig, known: Collection[str], damage: list[str]) -> TierClaim:
+        """Claim a tier's folder. Messages do not mention the ``known`` namespaces; ``damage``
+        collects the folders that were moved aside."""
+        on_damage = _on_damage(config, damage)
+        if config.shared:
+            claim = partial(self._claim_shared, config.path, on_damage)
+            return TierClaim(config.path, claim, lambda _epoch: None)
+        replica_dir = replica_folder(config.path, self.namespace, self.replica)
+        claim = partial(self._claim_own, config.path, on_damage, known)
+        return TierClaim(config.path, claim, partial(raise_epoch, replica_dir))
 
-        Its capacity is divided among ranks only, because all replicas have the same folders. On a
-        network file system, the folders of other namespaces are left alone: a machine cannot tell
-        whether another one uses them.
-        """
-        config = self.config.tiers[number]
-        damage: list[str] = []
-        claimed = _patiently(lambda: self._claim_shared(config, damage))
-        try:
-            capacity = config.capacity
-            if TIER_TYPES[config.type].needs_local_disk:
-                capacity = make_space(
-                    config.path, self.namespace, capacity, note=_note, wanted=wanted
-                )
-            mount = mount_point_of(config.path)
-        except BaseException:  # whatever failed, the folder is not kept claimed
-            claimed.close()
-            raise
-        share = max(0, capacity // self.ranks - SMALL_FILES_BYTES)
-        spec = TierSpec(
-            *(f"$.tiers[{number}]", name, config, claimed.folder, share),
-            *(self.identity, self.rank, claimed.epoch),
-            set_aside=len(damage),
-        )
-        return replace(spec, renew=partial(self._renew_shared, spec, claimed, mount))
-
-    def _renew_shared(
-        self, spec: TierSpec, claimed: ClaimedFolder, mount: MountPoint, epoch: int
-    ) -> TierSpec:
-        """Like ``_renew``, for a shared folder. An odd ``epoch`` means that this engine's weights
-        differ from those of the others."""
-        if not mount.is_same_disk(mount_point_of(spec.config.path)):
-            raise TierUnavailableError(f"{spec.config.path} is on another file system than before")
-        claimed.close()
-        claimed = self._claim_shared(spec.config, [])
-        renew = partial(self._renew_shared, spec, claimed, mount)
-        return replace(spec, folder=claimed.folder, epoch=epoch, renew=renew)
-
-    def _claim_shared(self, config: TierConfig, damage: list[str]) -> ClaimedFolder:
+    def _claim_shared(self, path: str, on_damage: OnDamage, _epoch: int | None) -> ClaimedFolder:
+        """Claim a folder that other engines use as well. All replicas have the same one. An odd
+        epoch means that this engine's weights differ from those of the others."""
         claimed = share_rank_folder(
-            *(config.path, self.namespace),
+            path, self.namespace, rank=self.rank, engine=self.engine, on_damage=on_damage
+        )
+        return self._described(claimed)
+
+    def _claim_own(
+        self, path: str, on_damage: OnDamage, known: Collection[str], epoch: int | None
+    ) -> ClaimedFolder:
+        """Claim this replica's folder, for a server that is starting or that has already reached
+        this ``epoch``."""
+        claimed = claim_rank_folder(
+            path,
+            self.namespace,
+            replica=self.replica,
             rank=self.rank,
             engine=self.engine,
-            on_damage=_on_damage(config, damage),
+            epoch_min=epoch or 0,
+            starts=epoch is None,
+            on_damage=on_damage,
         )
+        if self.rank == 0 and not any(claimed.folder.iterdir()):
+            for line in describe_nearest_namespace(path, self.namespace, known):
+                logger.warning("kvtiers: %s", line)
         return self._described(claimed)
 
     def _described(self, claimed: ClaimedFolder) -> ClaimedFolder:
@@ -224,55 +216,6 @@ class TierFolders:
             claimed.close()
             raise
         return claimed
-
-    def _renew(
-        self, spec: TierSpec, claimed: ClaimedFolder, mount: MountPoint, epoch: int
-    ) -> TierSpec:
-        """Claim the tier's folder again after its medium has failed.
-
-        The capacity stays the same, because the scheduler relies on it. ``epoch`` is the epoch that
-        the tier has reached, which a folder on another medium does not know. A missing path is not
-        created, because an operator may still restore it.
-
-        Raises ``OSError``, ``NamespaceError`` or ``TierUnavailableError`` while the medium is
-        unavailable.
-        """
-        path = spec.config.path
-        if not mount.is_same_disk(mount_point_of(path)):
-            raise TierUnavailableError(f"{path} is on another file system than before")
-        claimed.close()
-        claimed = self._claim(spec.config, epoch)
-        renew = partial(self._renew, spec, claimed, mount)
-        return replace(spec, folder=claimed.folder, epoch=epoch, renew=renew)
-
-    def _claim(
-        self,
-        config: TierConfig,
-        epoch: int | None = None,
-        known: Collection[str] = (),
-        damage: list[str] | None = None,
-    ) -> ClaimedFolder:
-        """Claim the folder for a server that is starting, or that has already reached this
-        ``epoch``.
-
-        Messages do not mention the ``known`` namespaces; ``damage`` collects the folders that were
-        moved aside.
-        """
-        path = config.path
-        claimed = claim_rank_folder(
-            path,
-            self.namespace,
-            replica=self.replica,
-            rank=self.rank,
-            engine=self.engine,
-            epoch_min=epoch or 0,
-            starts=epoch is None,
-            on_damage=_on_damage(config, damage if damage is not None else []),
-        )
-        if self.rank == 0 and not any(claimed.folder.iterdir()):
-            for line in describe_nearest_namespace(path, self.namespace, known):
-                logger.warning("kvtiers: %s", line)
-        return self._described(claimed)
 
 
 def _check_space(
@@ -293,12 +236,6 @@ def _check_space(
         needed = format_size(-(-int(taken / (1 - OWN_SHARE)) // MIB + 1) * MIB)
         fix = f'Give at least {needed}, or use "geometry": "own" to allow their removal.'
         raise ConfigError([Problem(where, what, fix)])
-
-
-def _patiently(claim: Callable[[], ClaimedFolder]) -> ClaimedFolder:
-    """Claim a folder; wait for a while if another server, which may be about to end, holds it."""
-    patience = Patience(lambda line: logger.warning("kvtiers: %s", line))
-    return patience.repeat(claim, FolderClaimedError, lambda error: error.what)
 
 
 def _note(line: str) -> None:

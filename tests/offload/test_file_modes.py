@@ -6,7 +6,6 @@ import os
 import stat
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -52,8 +51,8 @@ async def test_files_of_a_tier_are_private(tmp_path: Path, kind: str, shared: bo
     await put(tier, KEYS, SIZE)
     await tier.aclose()
     assert_private(root)
-    renew: Any = spec.renew
-    renew.args[1].close()
+    assert spec.claim is not None
+    spec.claim.close()
 
 
 @pytest.mark.parametrize("name", ["trace.jsonl", "trace.jsonl.gz"])

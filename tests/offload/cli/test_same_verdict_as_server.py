@@ -51,8 +51,8 @@ async def start(root: Path, **options: Any) -> tuple[TierInfo, int]:
 
 def release(spec: TierSpec) -> None:
     """Release the claim, as the end of a process does."""
-    renew: Any = spec.renew
-    renew.args[1].close()
+    assert spec.claim is not None
+    spec.claim.close()
 
 
 def edited(name: str, edit: Callable[[bytes], bytes]) -> Damage:

@@ -86,8 +86,8 @@ def test_a_former_tiers_folder_is_accepted(tmp_path: Path, kind: str) -> None:
     """Other content does not matter, even if everything of the tier was cleared."""
     folder = tmp_path / "kv"
     [spec] = places(folder, type=kind).specs()
-    renew = spec.renew
-    renew.args[1].close()
+    assert spec.claim is not None
+    spec.claim.close()
     (folder / "notes").touch()
     assert path_problem(folder) is None
     assert kvtiers("clear", folder, "--all", "--yes").code == 0

@@ -77,8 +77,9 @@ def payload(geometry: Geometry, key: bytes) -> Buffer:
 
 
 def release(specs: list[TierSpec]) -> None:
-    renew: Any = specs[0].renew
-    renew.args[1].close()
+    claim = specs[0].claim
+    assert claim is not None
+    claim.close()
 
 
 @asynccontextmanager

@@ -19,7 +19,7 @@ from offload.errors import ConfigError, TierUnavailableError
 from offload.namespaces import wait_for_owners
 from offload.namespaces.claims import live_owners
 from offload.namespaces.wait_for_owners import Patience
-from offload.worker import tier_folders
+from offload.worker import tier_claim
 from tests.offload.cli.rank_folders import ROOT
 from tests.offload.worker.reopening_child import places
 from tests.patience import PATIENCE_S
@@ -86,12 +86,12 @@ def test_a_worker_waits_for_the_claim_of_an_old_one(
 ) -> None:
     with old_server(tmp_path) as old:
         caplog.handler.addFilter(lambda record: old.kill() or True)
-        with caplog.at_level(logging.WARNING, tier_folders.__name__):
+        with caplog.at_level(logging.WARNING, tier_claim.__name__):
             [spec] = places(tmp_path).specs()
     assert "for it to end" in caplog.text
     assert [owner.pid for owner in live_owners(tmp_path)] == [os.getpid()]
-    assert spec.renew is not None
-    spec.renew.args[1].close()
+    assert spec.claim is not None
+    spec.claim.close()
 
 
 def test_waiting_for_an_owner_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,7 +10,6 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -18,7 +17,7 @@ from offload.errors import TierUnavailableError
 from offload.namespaces import folders as namespace_folders
 from offload.namespaces.folders import bump_epoch, raise_epoch, read_epoch, replica_folder
 from offload.namespaces.mounts import MountPoint, mount_point_of
-from offload.worker import tier_folders as tier_places
+from offload.worker import tier_claim
 from offload.worker.tier_factory import TierSpec, make_tier
 from tests.offload.worker import reopening_child
 from tests.offload.worker.reopening_child import KEYS, NAMESPACE, SIZE, fail, places, tier_at
@@ -43,14 +42,13 @@ def bump(path: Path) -> int:
 
 
 def renew(spec: TierSpec, epoch: int = 0) -> TierSpec:
-    assert spec.renew is not None
-    return spec.renew(epoch)
+    return spec.renewed(epoch)
 
 
 def release(spec: TierSpec) -> None:
     """Release the claim, as the end of a process does."""
-    renew: Any = spec.renew
-    renew.args[1].close()
+    assert spec.claim is not None
+    spec.claim.close()
 
 
 async def filled(path: Path, *, version: int = 0, kind: str = "lmdb", epoch: int = 0) -> None:
@@ -237,13 +235,13 @@ def test_a_tier_is_reopened_only_on_its_previous_mount(
         renew(spec)
     path.mkdir(mode=0o700, parents=True)
     monkeypatch.setattr(
-        tier_places, "mount_point_of", lambda _: MountPoint(here.device + 1, "/elsewhere")
+        tier_claim, "mount_point_of", lambda _: MountPoint(here.device + 1, "/elsewhere")
     )
     with pytest.raises(TierUnavailableError, match="another file system"):
         renew(spec)
     assert list(path.iterdir()) == []
     monkeypatch.setattr(
-        tier_places, "mount_point_of", lambda _: MountPoint(here.device + 1, here.mount)
+        tier_claim, "mount_point_of", lambda _: MountPoint(here.device + 1, here.mount)
     )
     assert renew(spec, 7).epoch == epoch_at(path) == 7  # another disk, mounted at the same place
 
@@ -292,8 +290,9 @@ def test_the_child_and_the_test_use_the_same_folder(tmp_path: Path) -> None:
     """The control: an epoch that the child's functions begin is the one that is read here."""
     [spec] = reopening_child.places(tmp_path).specs()
     assert bump(tmp_path) == 1
-    spec.keep_epoch(5)
+    assert spec.claim is not None
+    spec.claim.keep_epoch(5)
     assert epoch_at(tmp_path) == 5
-    spec.keep_epoch(2)
+    spec.claim.keep_epoch(2)
     assert epoch_at(tmp_path) == 5
     assert bump(tmp_path) == 7
