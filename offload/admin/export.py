@@ -102,7 +102,6 @@ def export_namespace(
     rank_folders: Sequence[tuple[RankFolder, OfflineFolder]],
     file: IO[bytes],
     *,
-    has_key: bool,
     rate_limit: RateLimit,
     advance: Callable[[int], None],
 ) -> list[Exported]:
@@ -114,10 +113,7 @@ def export_namespace(
         "M",
         {"format": FORMAT, "namespace": namespace.name, "fields": namespace.fields},
     )
-    found = [
-        _export_folder(one, reader, file, Checker(reader, has_key=has_key), rate_limit, advance)
-        for one, reader in rank_folders
-    ]
+    found = [_export_folder(one, reader, file, rate_limit, advance) for one, reader in rank_folders]
     write_about(file, "E", {"records": sum(one.records for one in found)})
     return found
 
@@ -126,12 +122,11 @@ def _export_folder(
     rank_folder: RankFolder,
     reader: OfflineFolder,
     file: IO[bytes],
-    checker: Checker,
     rate_limit: RateLimit,
     advance: Callable[[int], None],
 ) -> Exported:
     counts = Exported(rank_folder.replica, rank_folder.rank)
-    epoch = reader.epoch
+    checker, epoch = Checker(reader), reader.epoch
     found = [(r.use_ns, r.key, r.payload_bytes) for batch in reader.batches() for r in batch]
     record_bytes = min((size for _, _, size in found), default=0)
     write_about(file, "S", _about(rank_folder, reader, record_bytes))

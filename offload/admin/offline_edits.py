@@ -63,7 +63,7 @@ def remove_damaged(rank_folder: RankFolder, damaged: Sequence[ListedRecord], key
     with alone_with(rank_folder):
         reader = _open_alone(rank_folder, key_file)
         try:
-            checker = Checker(reader, has_key=bool(key_file))
+            checker = Checker(reader)
             bad = [one.key for one in damaged if checker.check(one)[0] is RecordHealth.DAMAGED]
         finally:
             reader.close()

@@ -110,7 +110,6 @@ def scrub(
     result: VerifyResult,
     reader: OfflineFolder,
     *,
-    has_key: bool,
     rate_limit: RateLimit,
     advance: Callable[[int], None],
 ) -> None:
@@ -118,7 +117,7 @@ def scrub(
 
     ``advance`` gets the number of bytes read. Modifies ``result``. Raises ``FolderChangedError``.
     """
-    checker = Checker(reader, has_key=has_key)
+    checker = Checker(reader)
     for batch in reader.batches():
         for record in batch:
             rate_limit.spend(record.stored_bytes)

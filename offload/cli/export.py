@@ -131,7 +131,6 @@ def _write(
             chosen,
             rank_folders,
             out,
-            has_key=bool(key_file),
             rate_limit=RateLimit(rate),
             advance=lambda count: bar.advance(task, count),
         )

@@ -121,7 +121,6 @@ def _scrub(result: VerifyResult, rate: int, key_file: str, bar: Progress) -> Non
         scrub(
             result,
             reader,
-            has_key=bool(key_file),
             rate_limit=RateLimit(rate),
             advance=lambda count: bar.advance(task, count),
         )

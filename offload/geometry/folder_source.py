@@ -223,10 +223,7 @@ class TranslatedSource:
                 _check_owner(outside, Identity(by_rank[rank].records, rank), epoch)
                 self._outside[rank] = outside
             undo.pop_all()
-        has_key = bool(key_file)
-        self._checkers = {
-            rank: Checker(outside, has_key=has_key) for rank, outside in self._outside.items()
-        }
+        self._checkers = {rank: Checker(outside) for rank, outside in self._outside.items()}
 
     def keys(self) -> list[SourceKey]:
         """Chunks for which every needed rank has its part."""

@@ -37,6 +37,7 @@ class FileReader:
     unknown; the name of its file is used instead."""
 
     kind = "file"
+    has_key = False  # no record of a file tier is encrypted
 
     def __init__(self, folder: Path) -> None:
         """Raises ``FolderUnusableError`` and ``OSError``."""

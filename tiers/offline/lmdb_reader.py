@@ -59,6 +59,7 @@ class LmdbReader:
     def __init__(self, folder: Path, *, is_owned: bool, key_file: str = "") -> None:
         """Raises ``IndexUnusableError``, ``OSError``, and ``TierIoError`` for a bad key file."""
         self.folder = folder
+        self.has_key = bool(key_file)
         self._path = folder / DATA_NAME
         _check_user(folder)
         if not is_owned:

@@ -64,6 +64,8 @@ class OfflineFolder(Protocol):
     """True if several engines share the tier and may use separate epochs."""
     capacity_bytes: int
     """The capacity that the tier was last opened with; 0 if unknown."""
+    has_key: bool
+    """True if encrypted records can be read."""
 
     @property
     def owner(self) -> Identity | None:
@@ -100,10 +102,8 @@ class OfflineFolder(Protocol):
 class Checker:
     """Reads and verifies records of one folder, in a buffer that it reuses."""
 
-    def __init__(self, folder: OfflineFolder, *, has_key: bool) -> None:
-        """``has_key`` is True if the encryption key is available."""
+    def __init__(self, folder: OfflineFolder) -> None:
         self._folder = folder
-        self._has_key = has_key
         self._scratch = Scratch()
 
     def check(self, found: ListedRecord) -> tuple[RecordHealth, Buffer]:
@@ -115,7 +115,7 @@ class Checker:
         nothing = self._scratch.data[:0]
         failed: bytes | None = None
         for _attempt in range(LOOKUP_ATTEMPTS):
-            if found.is_sealed and not self._has_key:
+            if found.is_sealed and not self._folder.has_key:
                 return RecordHealth.SEALED, nothing
             if 0 < found.payload_bytes <= PAYLOAD_BYTES_MAX:
                 payload = self._scratch.at_least(found.payload_bytes)

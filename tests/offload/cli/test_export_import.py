@@ -45,7 +45,7 @@ def contents(root: Path, key_file: str = "") -> dict[tuple[int, bytes], bytes]:
     [namespace] = find_namespaces(root)
     for rank_folder in namespace.rank_folders:
         outside = rank_folder.open(key_file)
-        checker = Checker(outside, has_key=bool(key_file))
+        checker = Checker(outside)
         for batch in outside.batches():
             for record in batch:
                 health, payload = checker.check(record)

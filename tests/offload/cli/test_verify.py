@@ -167,7 +167,7 @@ def test_an_overwritten_extent_is_not_damage(tmp_path: Path) -> None:
     before = [record for batch in outside.batches() for record in batch]
     command = [sys.executable, "-c", REPLACE, str(folder)]
     subprocess.run(command, cwd=ROOT, check=True)
-    checker = Checker(outside, has_key=False)
+    checker = Checker(outside)
     healths = [checker.check(record)[0] for record in before]
     # A check without the second lookup would have only this:
     scratch = memory(SIZE)
@@ -188,7 +188,7 @@ def test_a_concurrent_reset_is_not_damage(tmp_path: Path) -> None:
     before = [record for batch in outside.batches() for record in batch]
     assert RESET != REPLACE
     subprocess.run([sys.executable, "-c", RESET, str(folder)], cwd=ROOT, check=True)
-    checker = Checker(outside, has_key=False)
+    checker = Checker(outside)
     # The epoch is that of the last lookup, so the first record may still be read in its earlier
     # state.
     assert {checker.check(record)[0] for record in before[1:]} == {RecordHealth.GONE}
@@ -244,7 +244,7 @@ def test_a_server_that_starts_during_verify_keeps_its_index(tmp_path: Path) -> N
     rank_folder = only_rank_folder(tmp_path)
     outside = rank_folder.open()
     result = VerifyResult(rank_folder)
-    scrub(result, outside, has_key=False, rate_limit=RateLimit(0), advance=lambda count: None)
+    scrub(result, outside, rate_limit=RateLimit(0), advance=lambda count: None)
     outside.close()
     assert len(result.damaged) == 1
     with writer(tmp_path) as live:
