@@ -11,7 +11,7 @@ from typing import Any
 from offload.namespaces.claims import Owner
 from offload.namespaces.cleanup import usage
 from offload.namespaces.inventory import NamespaceFolder, RankFolder, Standing
-from offload.namespaces.manifest import ABSENT, Namespace, differing_fields
+from offload.namespaces.manifest import ABSENT, FieldDifference, Namespace, differing_fields
 from tiers.base import TierError
 from tiers.offline.offline_folder import FolderChangedError, OfflineFolder
 
@@ -68,7 +68,7 @@ class NamespaceSummary:
     last_used_s: float
     owners: list[Owner]
     rank_folders: list[RankSummary]
-    differs: list[tuple[str, str, str]] = field(default_factory=list)
+    differs: list[FieldDifference] = field(default_factory=list)
 
 
 def summarise(
@@ -99,9 +99,9 @@ def summarise(
     return found
 
 
-def _differences(namespace: NamespaceFolder, newest: NamespaceFolder) -> list[tuple[str, str, str]]:
+def _differences(namespace: NamespaceFolder, newest: NamespaceFolder) -> list[FieldDifference]:
     differing = differing_fields(Namespace.of(namespace.fields), Namespace.of(newest.fields))
-    return [(path, _cut(here), _cut(there)) for path, here, there in differing[:FIELDS_MAX]]
+    return [FieldDifference(path, _cut(a), _cut(b)) for path, a, b in differing[:FIELDS_MAX]]
 
 
 def _cut(value: Any) -> str:

@@ -101,7 +101,9 @@ def serve(
     code = WRONG_USAGE
     if model.startswith("-"):
         problems.add(model, "comes before the model", "Write kvtiers serve MODEL [flags].")
-    elif wrong := _wrong_model(model, context.args, is_started=not dry_run):
+    elif wrong := wrong_path(model, context.args) or (
+        None if dry_run else wrong_name(model, context.args, os.environ)
+    ):  # vLLM itself takes half a minute to report this
         problems.add(model, wrong[0], f"{wrong[1]}.")
         code = _unknown_model()
     check_spelling(problems, "serve", OPTIONS, context.args)
@@ -117,13 +119,6 @@ def serve(
         print(shlex.join(["vllm", *command[len(VLLM) - 1 :]]))
         return
     os.execv(command[0], command)
-
-
-def _wrong_model(model: str, flags: list[str], *, is_started: bool) -> tuple[str, str] | None:
-    """Say why vLLM would not find the model, and what to do. vLLM itself takes half a minute to
-    report this."""
-    found = wrong_path(model, flags)
-    return found or (wrong_name(model, flags, os.environ) if is_started else None)
 
 
 def _unknown_model() -> int:

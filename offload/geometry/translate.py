@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -113,11 +113,11 @@ def translation_of(stored: Geometry, now: Geometry, group: int) -> GroupTranslat
     copies: list[StridedCopy] = []
     for layer, at in _offsets(ours):
         other, other_at = _layer(theirs, layer.layer), offsets[_layer(theirs, layer.layer)]
-        for rank, head, from_head, heads in _head_runs(other, layer, stored, now):
-            if rank not in ranks:
-                ranks.append(rank)
-            pair = _Pair(other, layer, theirs, ours, other_at, at, ranks.index(rank))
-            copies += pair.copies(from_head, head, heads)
+        for run in _head_runs(other, layer, stored, now):
+            if run.rank not in ranks:
+                ranks.append(run.rank)
+            pair = _Pair(other, layer, theirs, ours, other_at, at, ranks.index(run.rank))
+            copies += pair.copies(run)
     translation = GroupTranslation(
         tuple(ranks), theirs.chunk_bytes, ours.chunk_bytes, tuple(copies)
     )
@@ -257,29 +257,58 @@ def _layer(group: GroupGeometry, name: str) -> LayerGeometry:
     return next(layer for layer in group.layers if layer.layer == name)
 
 
+class _HeadRun(NamedTuple):
+    """``heads`` consecutive heads, which one ``rank`` of the other side has, too."""
+
+    rank: int
+    head: int
+    from_head: int
+    heads: int
+
+
+class _UnitRun(NamedTuple):
+    """``tokens`` consecutive units that lie in one kernel block on either side."""
+
+    from_block: int
+    from_token: int
+    block: int
+    token: int
+    tokens: int
+
+
+class _Unit(NamedTuple):
+    """A unit of a chunk; ``kernel_block`` counts from the chunk's begin."""
+
+    kernel_block: int
+    head: int
+    token: int
+
+
 def _head_runs(
     theirs: LayerGeometry, ours: LayerGeometry, stored: Geometry, now: Geometry
-) -> Iterator[tuple[int, int, int, int]]:
-    """Yield (rank there, first head here, first head there, count) for all heads of this rank.
+) -> Iterator[_HeadRun]:
+    """Yield the runs that contain all heads of this rank.
 
     The heads of all ranks of a side, including replicas, are numbered as places in one row. If a
     side has ``P`` places for ``H`` different heads, place ``p`` holds head ``p * H // P``. So our
     place ``p`` holds the same head as their place ``p * their_places // our_places``.
     """
     if ours.split == OWN:
-        yield now.rank, 0, 0, 1
+        yield _HeadRun(now.rank, 0, 0, 1)
         return
     places = stored.ranks * theirs.heads
-    runs: list[list[int]] = []
+    run: _HeadRun | None = None
     for head in range(ours.heads):
         place = (now.rank * ours.heads + head) * places // (now.ranks * ours.heads)
         rank, there = divmod(place, theirs.heads)
-        if runs and runs[-1][0] == rank and runs[-1][2] + runs[-1][3] == there:
-            runs[-1][3] += 1
-        else:
-            runs.append([rank, head, there, 1])
-    for rank, head, there, count in runs:
-        yield rank, head, there, count
+        if run is not None and (run.rank, run.from_head + run.heads) == (rank, there):
+            run = run._replace(heads=run.heads + 1)
+            continue
+        if run is not None:
+            yield run
+        run = _HeadRun(rank, head, there, 1)
+    if run is not None:
+        yield run
 
 
 @dataclass(frozen=True, slots=True)
@@ -294,7 +323,7 @@ class _Pair:
     at: int
     source: int
 
-    def copies(self, from_head: int, head: int, heads: int) -> Iterator[StridedCopy]:
+    def copies(self, run: _HeadRun) -> Iterator[StridedCopy]:
         """All kernel blocks of a chunk, for a run of heads."""
         theirs, ours = self.theirs, self.ours
         same_cut = (self.their_group.chunk_blocks, theirs.kernel_blocks, theirs.tokens) == (
@@ -303,19 +332,17 @@ class _Pair:
             ours.tokens,
         )
         if same_cut:
-            shape = (self.our_group.chunk_blocks, ours.kernel_blocks, heads, ours.tokens)
-            yield self._copy(shape, (0, from_head, 0), (0, head, 0))
+            shape = (self.our_group.chunk_blocks, ours.kernel_blocks, run.heads, ours.tokens)
+            yield self._copy(shape, _Unit(0, run.from_head, 0), _Unit(0, run.head, 0))
             return
-        for there, from_token, here, token, tokens in self._overlaps():
-            shape = (1, 1, heads, tokens)
-            yield self._copy(shape, (there, from_head, from_token), (here, head, token))
+        for units in self._overlaps():
+            there = _Unit(units.from_block, run.from_head, units.from_token)
+            here = _Unit(units.block, run.head, units.token)
+            yield self._copy((1, 1, run.heads, units.tokens), there, here)
 
-    def _overlaps(self) -> Iterator[tuple[int, int, int, int, int]]:
-        """Yield the runs of units that lie in one kernel block on either side, as (kernel block
-        there, its first unit, kernel block here, its first unit, units).
-
-        Ids are expanded with the ratio of the side that they belong to.
-        """
+    def _overlaps(self) -> Iterator[_UnitRun]:
+        """Yield the runs of units of a chunk. Ids are expanded with the ratio of the side that they
+        belong to."""
         blocks_there = expand_blocks(
             range(self.their_group.chunk_blocks), self.theirs.kernel_blocks
         )
@@ -327,14 +354,11 @@ class _Pair:
             there, from_token = divmod(at, size_there)
             here, token = divmod(at, size_here)
             tokens = min(size_there - from_token, size_here - token)
-            yield blocks_there[there], from_token, blocks_here[here], token, tokens
+            yield _UnitRun(blocks_there[there], from_token, blocks_here[here], token, tokens)
             at += tokens
 
-    def _copy(
-        self, shape: tuple[int, ...], there: tuple[int, int, int], here: tuple[int, int, int]
-    ) -> StridedCopy:
-        """``there`` and ``here`` give the (kernel block of the chunk, head, token) of the first
-        unit."""
+    def _copy(self, shape: tuple[int, ...], there: _Unit, here: _Unit) -> StridedCopy:
+        """``there`` and ``here`` are the first units."""
         from_offset, from_strides = _offset_and_strides(
             self.theirs, self.their_group, self.from_at, there
         )
@@ -351,13 +375,14 @@ class _Pair:
 
 
 def _offset_and_strides(
-    layer: LayerGeometry, group: GroupGeometry, at: int, first: tuple[int, int, int]
+    layer: LayerGeometry, group: GroupGeometry, at: int, first: _Unit
 ) -> tuple[int, tuple[int, ...]]:
     """The offset of a unit in a chunk, and the strides of blocks, kernel blocks, heads and
     tokens."""
-    kernel_block, head, token = first
-    block, part = divmod(kernel_block, layer.kernel_blocks)
+    block, part = divmod(first.kernel_block, layer.kernel_blocks)
     step = layer.strides
     strides = (group.block_bytes, step[KERNEL_BLOCK], step[HEAD], step[TOKEN])
-    offset = block * strides[0] + part * strides[1] + head * strides[2] + token * strides[3]
+    offset = (
+        block * strides[0] + part * strides[1] + first.head * strides[2] + first.token * strides[3]
+    )
     return at + offset, strides

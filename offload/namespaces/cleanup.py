@@ -24,6 +24,7 @@ from offload.namespaces.claims import claims_below, entries, holder, locked
 from offload.namespaces.manifest import (
     MANIFEST_NAME,
     NAME,
+    FieldDifference,
     Namespace,
     differing_fields,
     read_manifest,
@@ -160,7 +161,7 @@ def describe_nearest_namespace(
     base = Path(root)
     names = [name for name in entries(base) if NAME.fullmatch(name) and name not in known]
     names.sort(key=lambda name: -_mtime(base / name / MANIFEST_NAME))
-    nearest: tuple[str, list[tuple[str, object, object]]] | None = None
+    nearest: tuple[str, list[FieldDifference]] | None = None
     for name in names[:OTHER_NAMESPACES_MAX]:
         try:
             other = read_manifest(base / name)

@@ -22,7 +22,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from offload.errors import NamespaceError
 from tiers.folders.folder import sync_folder
@@ -86,12 +86,19 @@ class Namespace:
         return f"Namespace({self.name})"
 
 
-def differing_fields(a: Namespace, b: Namespace) -> list[tuple[str, Any, Any]]:
-    """(path, value in ``a``, value in ``b``) of every leaf that differs, sorted by path.
+class FieldDifference(NamedTuple):
+    """A leaf in which two namespaces differ, with both values; ``ABSENT`` for a missing one.
 
-    A path looks like ``geometry.groups[0].block_size``; a value that one side lacks is ``ABSENT``
-    there.
+    A ``path`` looks like ``geometry.groups[0].block_size``.
     """
+
+    path: str
+    first: Any
+    second: Any
+
+
+def differing_fields(a: Namespace, b: Namespace) -> list[FieldDifference]:
+    """Every leaf that differs, sorted by path."""
     return list(_differences("", a.fields, b.fields))
 
 
@@ -219,7 +226,7 @@ def _plain(value: Any, where: str) -> Any:
     raise TypeError(f"field {where} is a {type(value).__name__}, not a JSON value")
 
 
-def _differences(path: str, a: Any, b: Any) -> Iterator[tuple[str, Any, Any]]:
+def _differences(path: str, a: Any, b: Any) -> Iterator[FieldDifference]:
     if isinstance(a, dict) and isinstance(b, dict):
         for name in sorted({*a, *b}):
             inner = f"{path}.{name}" if path else name
@@ -228,7 +235,7 @@ def _differences(path: str, a: Any, b: Any) -> Iterator[tuple[str, Any, Any]]:
         for index, (left, right) in enumerate(zip(a, b, strict=True)):
             yield from _differences(f"{path}[{index}]", left, right)
     elif a is ABSENT or b is ABSENT or _text(a) != _text(b):
-        yield path, a, b
+        yield FieldDifference(path, a, b)
 
 
 def _text(value: Any) -> str:

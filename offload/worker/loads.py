@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Coroutine, Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -320,13 +320,11 @@ class LoadTask:
         """Start the items that have arrived; start none if they cannot be understood."""
         items, self._new = self._new, []
         try:
-            ready, joined, reads = self._sort(items)
+            pieces = self._pieces(items)
         except Exception as error:  # items that have begun must still be completed
             logger.warning("kvtiers: a part of a load could not be read: %r", error)
             self.give_up()
             return []
-        pieces = [self._join(ready), self._join(joined)]
-        pieces += [self._read(tier, batch) for tier, batch in reads]
         part = asyncio.gather(*pieces, return_exceptions=True)
         self._running += 1
         part.add_done_callback(self._part_ended)
@@ -335,9 +333,9 @@ class LoadTask:
     def _part_ended(self, _part: object) -> None:
         self._running -= 1
 
-    def _sort(
-        self, new: Sequence[LoadItem]
-    ) -> tuple[list[LoadItem], list[LoadItem], list[tuple[int, list[LoadItem]]]]:
+    def _pieces(self, new: Sequence[LoadItem]) -> list[Coroutine[Any, Any, None]]:
+        """The parallel parts of a load: chunks in slots, chunks that other loads read, and one
+        batch of reads each."""
         ready: list[LoadItem] = []
         joined: list[LoadItem] = []
         by_source: dict[tuple[int, bool], list[LoadItem]] = {}
@@ -356,7 +354,8 @@ class LoadTask:
             if staged:
                 step = max(1, min(step, self._window(tier).size))
             reads += [(tier, items[at : at + step]) for at in range(0, len(items), step)]
-        return ready, joined, reads
+        pieces = [self._join(ready), self._join(joined)]
+        return pieces + [self._read(tier, batch) for tier, batch in reads]
 
     def _window(self, tier: int) -> Window:
         return self._loads.staging.window(tier, probe=self._is_probe)
