@@ -18,14 +18,21 @@ from offload.namespaces.geometry import OWN
 from tests.offload.geometry.engines_in_a_store import engine, opened, store_specs
 from tests.offload.geometry.engines_on_disk import KEYS, geometry_of, namespace_of, payload, read
 from tests.patience import PATIENCE_S
-from tests.tiers.mooncake.real_store import Master, OneClient, one_store, skip_without_mooncake
+from tests.tiers.mooncake.real_store import (
+    Master,
+    OneClient,
+    one_store,
+    record_name,
+    skip_without_mooncake,
+)
 from tiers.adapters import remote_read_only
 from tiers.adapters.remote_read_only import RemoteReadOnlyTier
 from tiers.base import ReadOutcome, TierIoError, WriteOutcome
 from tiers.mooncake import bulletin as mooncake_board
 from tiers.mooncake import client as mooncake_client
 from tiers.mooncake.bulletin import post, slots_of
-from tiers.record import HEADER_BYTES
+from tiers.mooncake.client import MooncakeClient
+from tiers.record import HEADER_BYTES, Identity
 from tiers.testing import aligned, fetch
 
 skip_without_mooncake()
@@ -105,14 +112,14 @@ async def test_chunks_that_only_some_ranks_have_are_absent(master: Master, model
 
 
 @quick
-async def test_damage_is_detected(master: Master, model: str) -> None:
-    async with engine(master, 2, model=model) as (_, second):
-        client: Any = second._client  # type: ignore[attr-defined]  # to plant a fault
-        name = client.name(KEYS[3], 0)
-        bad = bytearray(client._store.get(name))
+async def test_damage_is_detected(master: Master, store: Any, model: str) -> None:
+    async with engine(master, 2, model=model):
+        [second] = store_specs(master, 2, 1, model=model)
+        name = record_name(KEYS[3], namespace=second.namespace, rank=1)
+        bad = bytearray(store.get(name))
         bad[HEADER_BYTES + 5] ^= 1
-        assert client._store.remove(name, True) == 0
-        assert client._store.put(name, bytes(bad)) == 0
+        assert store.remove(name, True) == 0
+        assert store.put(name, bytes(bad)) == 0
         async with opened(store_specs(master, 1, how="translate", model=model), 1) as tier:
             assert await read(tier, KEYS[3], 1) is ReadOutcome.CORRUPT
             assert await read(tier, KEYS[2], 1) is ReadOutcome.OK
@@ -267,12 +274,14 @@ async def test_two_descriptions_of_the_same_records_are_both_ignored(
 ) -> None:
     """One of them would give wrong bytes."""
     namespace = namespace_of(2, model={"name": model})
-    async with engine(master, 2, model=model) as (first, _):
-        client: Any = first._client  # type: ignore[attr-defined]  # to plant a fault
-        other = replace(geometry_of(2, 0), records=client._identity.namespace)
+    client = MooncakeClient(master.settings(), Identity(), None)
+    async with engine(master, 2, model=model):
+        [first] = store_specs(master, 2, model=model)
+        other = replace(geometry_of(2, 0), records=first.namespace)
         group = other.groups[0]
         lying = replace(other, groups=(replace(group, layers=group.layers[::-1]),))
         assert post(client, board_of(namespace.fields, 0), dump(namespace, lying))
+        client.close()
         async with opened(store_specs(master, 1, how="translate", model=model), 1) as tier:
             assert await tier.present(KEYS) == [False] * 6
             assert (await fetch(tier, KEYS[0], 4096))[0] is ReadOutcome.MISS
@@ -286,10 +295,11 @@ async def test_invalid_documents_on_the_board_do_no_harm(
     fields = namespace_of(2, model={"name": model}).fields
     good = dump(namespace_of(2, model={"name": model}), geometry_of(2, 0))
     rubbish = [b"{}", b"[1]", b"\xff", good.replace(b"LBHNC", b"BLHNC"), b"[" * 100_000]
-    async with opened(store_specs(master, 2, 1, model=model), 0) as tier:
-        client: Any = tier._client  # type: ignore[attr-defined]  # to plant it
+    client = MooncakeClient(master.settings(), Identity(), None)
+    async with opened(store_specs(master, 2, 1, model=model), 0):
         for name, content in zip(slots_of(board_of(fields, 0)), rubbish, strict=False):
             assert client.put_document(name, content, is_pinned=True)
+        client.close()
         async with engine(master, 2, model=model):
             specs = store_specs(master, 1, how="translate", model=model)
             async with opened(specs, 1) as translating:

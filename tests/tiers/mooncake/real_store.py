@@ -70,6 +70,33 @@ class OneClient:
             self.unregister_buffer(address)
 
 
+class ReplaceableStore:
+    """A client's store. Calls go to ``now``, which a test may replace by a faulty one."""
+
+    def __init__(self, real: Any) -> None:
+        self.real = self.now = real
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.now, name)
+
+
+def replaceable_stores(monkeypatch: pytest.MonkeyPatch) -> list[ReplaceableStore]:
+    """The stores that clients join from now on, in this order."""
+    join, made = mooncake_client.join_store, list[ReplaceableStore]()
+
+    def joined(settings: MooncakeSettings) -> ReplaceableStore:
+        made.append(ReplaceableStore(join(settings)))
+        return made[-1]
+
+    monkeypatch.setattr(mooncake_client, "join_store", joined)
+    return made
+
+
+def record_name(key: bytes, *, namespace: bytes, rank: int = 0) -> str:
+    """The object of a record of epoch 0."""
+    return f"kvtiers/{namespace.hex()}/0/{rank}/{key.hex()}"
+
+
 @contextmanager
 def one_store(master: Master) -> Iterator[Any]:
     """Join the master once, and leave at the end; a ``OneClient`` per tier shares this client."""

@@ -74,13 +74,13 @@ def test_a_document_not_checked_for_a_day_is_not_alive(
     assert alive() == [False, True]
 
 
-def test_a_full_board_accepts_no_further_document(client: MooncakeClient) -> None:
+def test_a_full_board_accepts_no_further_document(client: MooncakeClient, store: Any) -> None:
     contents = [b"%d" % number for number in range(SLOTS_PER_BOARD)]
     for content in contents:
         assert post(client, "full", content)
     assert not post(client, "full", b"one more")
     assert contents_of(client, "full") == contents
-    assert client._store.remove(slots_of("full")[3], True) == 0
+    assert store.remove(slots_of("full")[3], True) == 0
     assert post(client, "full", b"one more")
 
 
@@ -118,13 +118,13 @@ async def test_a_document_survives_the_stores_eviction(tmp_path: Path) -> None:
                 while number < 96 or await tier.present([key_of(number - 96)]) == [True]:
                     await put(tier, [key_of(number)], 1 << 20)
                     number += 1
-            client = tier._client
-            assert client is not None
+            client = MooncakeClient(own.settings(0), Identity(), None)
             place = slots_of("board")[0]
             [found] = client.documents([place])
             while found == b"":  # the lease has ended while the document was read
                 [found] = client.documents([place])
             assert found == b"document"
+            client.close()
         finally:
             await tier.aclose()
 
@@ -142,7 +142,7 @@ def test_a_document_survives_the_server_that_holds_it(tmp_path: Path) -> None:
 
 
 async def test_a_document_that_the_store_has_lost_is_posted_again(
-    client: MooncakeClient, master: Master, monkeypatch: pytest.MonkeyPatch
+    client: MooncakeClient, store: Any, master: Master, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(mooncake_board, "KEEP_S", 0.02)
     heard: list[list[bytes]] = []
@@ -155,14 +155,14 @@ async def test_a_document_that_the_store_has_lost_is_posted_again(
     await tier.open()
     try:
         assert contents_of(client, "lost") == [b"another's", b"document"]
-        assert client._store.remove(slots_of("lost")[1], True) == 0
+        assert store.remove(slots_of("lost")[1], True) == 0
         async with asyncio.timeout(PATIENCE_S):
             while len(contents_of(client, "lost")) < 2:
                 await tier.present([key_of(0)])  # time passes
         assert heard == [[b"another's", b"document"]], "once"
     finally:
         await tier.aclose()
-    assert client._store.remove(slots_of("lost")[1], True) == 0
+    assert store.remove(slots_of("lost")[1], True) == 0
     threads = [thread.name for thread in threading.enumerate()]
     assert not [name for name in threads if name.startswith("tier-mooncake-keep")]
 

@@ -19,7 +19,7 @@ import numpy as np
 import pytest
 
 from tests.patience import PATIENCE_S
-from tests.tiers.mooncake.real_store import Master, skip_without_mooncake
+from tests.tiers.mooncake.real_store import Master, replaceable_stores, skip_without_mooncake
 from tiers.base import ReadOutcome, TierIoError
 from tiers.mooncake import bounce_buffers as bounce_buffers
 from tiers.mooncake.client import MooncakeClient
@@ -32,6 +32,7 @@ skip_without_mooncake()
 def test_a_hanging_master_counts_as_failed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MC_RPC_TIMEOUT_MS", "300")
     data = [np.zeros(4096, np.uint8)]
+    stores = replaceable_stores(monkeypatch)
     with Master(tmp_path / "log") as master:
         start = data[0].ctypes.data
         memory = range(start, start + data[0].nbytes)
@@ -48,7 +49,7 @@ def test_a_hanging_master_counts_as_failed(tmp_path: Path, monkeypatch: pytest.M
             client.remove([key_of(0)], 0)
         client.close()  # if tried, this would stop every thread of the process for 90 s
         master.resume()
-        client._store.close()  # now, not at the end of the process
+        stores[-1].close()  # now, not at the end of the process
 
 
 def joined(master: Master, memory: range) -> MooncakeClient:
@@ -133,14 +134,14 @@ def test_late_bytes_are_not_written_into_slots(
     slots = [slab[n * SIZE : (n + 1) * SIZE] for n in range(RECORDS)]
     keys = [key_of(n) for n in range(RECORDS)]
     memory = range(slab.ctypes.data, slab.ctypes.data + slab.nbytes)
+    stores = replaceable_stores(monkeypatch)
     with Master(tmp_path / "log") as master:
         client = MooncakeClient(master.settings(0), Identity(), memory)
         arguments = [sys.executable, "-c", OTHER, master.address, master.metadata]
         with subprocess.Popen(arguments, stdin=PIPE, stdout=PIPE) as other:
             assert other.stdout is not None
             assert other.stdout.readline() == b"stored\n"
-            stopping = StopsOther(client._store, other)
-            monkeypatch.setattr(client, "_store", stopping)
+            stores[0].now = stopping = StopsOther(stores[0].real, other)
             outcomes = client.get(keys, 0, slots)
             assert ReadOutcome.OK not in outcomes
             before = stopping.written()

@@ -18,7 +18,15 @@ import pytest
 from demo.ports import free_port
 from tests.patience import PATIENCE_S
 from tests.tiers.mooncake.interrupting_proxy import InterruptingProxy
-from tests.tiers.mooncake.real_store import Master, OneClient, one_store, skip_without_mooncake
+from tests.tiers.mooncake.real_store import (
+    Master,
+    OneClient,
+    ReplaceableStore,
+    one_store,
+    record_name,
+    replaceable_stores,
+    skip_without_mooncake,
+)
 from tiers.base import ReadOutcome, TierIoError, WriteOutcome
 from tiers.mooncake import bounce_buffers as bounce_buffers
 from tiers.mooncake import client as mooncake_client
@@ -163,15 +171,12 @@ async def test_payloads_are_written_from_the_slab_without_a_copy(
         assert registered[2:] == [BUFFER_BYTES + HEADERS_BYTES]
 
 
-class GivesUp:
+class GivesUp(ReplaceableStore):
     """A store that abandons each read, and records the buffers that the reads used."""
 
     def __init__(self, store: Any) -> None:
-        self._store = store
+        super().__init__(store)
         self.used: list[int] = []
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._store, name)
 
     def batch_get_into_multi_buffers(self, names: list[str], at: Any, sizes: Any) -> list[int]:
         self.used += [address for places in at for address in places]
@@ -186,46 +191,44 @@ async def test_the_buffer_of_an_abandoned_transfer_is_never_reused(
     slab = np.zeros(32 * SIZE, np.uint8)
     memory = range(slab.ctypes.data, slab.ctypes.data + slab.nbytes)
     slots = [slab[n * SIZE : (n + 1) * SIZE] for n in range(16)]
+    stores = replaceable_stores(monkeypatch)
     async with opened(master.settings(), tmp_path, memory=memory) as tier:
         assert await put(tier, KEYS[:16], SIZE) == [OK] * 16
-        client = tier._client
-        store, gives_up = client._store, GivesUp(client._store)
-        monkeypatch.setattr(client, "_store", gives_up)
-        assert set(await tier.read(KEYS[:16], slots)) == {ReadOutcome.BUSY}
-        assert not client._payload_buffers.given_up
+        [store] = stores
+        store.now = gives_up = GivesUp(store.real)
+        for _ in range(2):
+            assert set(await tier.read(KEYS[:16], slots)) == {ReadOutcome.BUSY}
+        assert len(set(gives_up.used)) == 2 * 16, "a call that failed quickly has ended"
         monkeypatch.setattr(bounce_buffers, "GIVEN_UP_AFTER_S", 0.0)
         gives_up.used.clear()
         for _ in range(3):
             assert set(await tier.read(KEYS[:16], slots)) == {ReadOutcome.BUSY}
         assert len(set(gives_up.used)) == 3 * 2 * 16, "headers and payloads"
         assert not [address for address in gives_up.used if address in memory]
-        monkeypatch.setattr(client, "_store", store)
+        store.now = store.real
         assert await tier.read(KEYS[:16], slots) == [ReadOutcome.OK] * 16
         for key, slot in zip(KEYS, slots, strict=False):
             assert np.array_equal(slot, payload_of(key, SIZE))
-        monkeypatch.setattr(client, "_store", gives_up)
+        store.now = gives_up
         monkeypatch.setattr(bounce_buffers, "GIVEN_UP_MAX", 40 * SIZE)
         with pytest.raises(TierIoError, match="were abandoned"):
             await tier.read(KEYS[:16], slots)
-        monkeypatch.setattr(client, "_store", store)
+        store.now = store.real
 
 
-class ComesLate:
+class ComesLate(ReplaceableStore):
     """A store that abandons the first transfer, which continues just when the next one has
     ended."""
 
     def __init__(self, store: Any) -> None:
-        self._store = store
+        super().__init__(store)
         self._given_up: Any = None
 
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._store, name)
-
     def batch_get_into_multi_buffers(self, *call: Any) -> list[int]:
-        return self._late(self._store.batch_get_into_multi_buffers, call)
+        return self._late(self.real.batch_get_into_multi_buffers, call)
 
     def batch_put_from_multi_buffers(self, *call: Any) -> list[int]:
-        return self._late(self._store.batch_put_from_multi_buffers, call)
+        return self._late(self.real.batch_put_from_multi_buffers, call)
 
     def _late(self, transfer: Any, call: Any) -> list[int]:
         if self._given_up is None:
@@ -242,13 +245,14 @@ async def test_late_bytes_of_a_read_damage_no_other_read(
     """They affect neither its payload nor its header; otherwise healthy records would be removed
     for all engines."""
     monkeypatch.setattr(bounce_buffers, "GIVEN_UP_AFTER_S", 0.0)
+    stores = replaceable_stores(monkeypatch)
     async with opened(master.settings(), tmp_path, threads=1) as tier:
         assert await put(tier, KEYS[:4], SIZE) == [OK] * 4
-        store, late = tier._client._store, ComesLate(tier._client._store)
-        monkeypatch.setattr(tier._client, "_store", late)
+        [store] = stores
+        store.now = ComesLate(store.real)
         assert (await fetch(tier, KEYS[0], SIZE))[0] is ReadOutcome.BUSY
         await assert_holds(tier, KEYS[2:4], SIZE)
-        monkeypatch.setattr(tier._client, "_store", store)
+        store.now = store.real
         await assert_holds(tier, KEYS[:4], SIZE)
 
 
@@ -256,20 +260,22 @@ async def test_a_write_that_continues_late_has_its_own_header(
     master: Master, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(bounce_buffers, "GIVEN_UP_AFTER_S", 0.0)
+    stores = replaceable_stores(monkeypatch)
     async with opened(master.settings(), tmp_path, threads=1) as tier:
-        store, late = tier._client._store, ComesLate(tier._client._store)
-        monkeypatch.setattr(tier._client, "_store", late)
+        [store] = stores
+        store.now = ComesLate(store.real)
         assert await put(tier, KEYS[:2], SIZE) == [WriteOutcome.FAILED] * 2
         assert await put(tier, KEYS[2:4], SIZE) == [OK] * 2
-        monkeypatch.setattr(tier._client, "_store", store)
+        store.now = store.real
         await assert_holds(tier, KEYS[:4], SIZE)
 
 
-async def test_damage_is_detected_and_can_be_removed(master: Master, tmp_path: Path) -> None:
+async def test_damage_is_detected_and_can_be_removed(
+    master: Master, store: Any, tmp_path: Path
+) -> None:
     async with opened(master.settings(), tmp_path) as tier:
         await put(tier, KEYS[:2], SIZE)
-        store = tier._client._store
-        name = tier._client.name(KEYS[0], 0)
+        name = record_name(KEYS[0], namespace=namespace_of(tmp_path))
         bad = bytearray(store.get(name))
         bad[HEADER_BYTES + 777] ^= 4
         assert store.remove(name, True) == 0
@@ -285,12 +291,11 @@ async def test_damage_is_detected_and_can_be_removed(master: Master, tmp_path: P
 
 
 async def test_swapped_records_are_not_mistaken_for_each_other(
-    master: Master, tmp_path: Path
+    master: Master, store: Any, tmp_path: Path
 ) -> None:
     async with opened(master.settings(), tmp_path) as tier:
         await put(tier, KEYS[:2], SIZE)
-        store = tier._client._store
-        names = [tier._client.name(key, 0) for key in KEYS[:2]]
+        names = [record_name(key, namespace=namespace_of(tmp_path)) for key in KEYS[:2]]
         one, two = (store.get(name) for name in names)
         for name, data in zip(names, (two, one), strict=True):
             assert store.remove(name, True) == 0
@@ -414,16 +419,17 @@ class Load:
 
 
 async def test_a_master_killed_and_restarted_under_load(
-    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The master is killed in the middle of a read and of a write. No call hangs, and none returns
     a wrong result; when the master is back, empty, the tier reports the loss and works."""
     load = Load()
+    stores = replaceable_stores(monkeypatch)
     with Master(tmp_path / "log") as master, InterruptingProxy(master) as proxy:
         settings = replace(master.settings(), master=proxy.address)
         async with opened(settings, tmp_path) as tier:
             tier.on_loss(load.lost)
-            watched = tier._client._store = Transfers(tier._client._store, proxy)
+            stores[0].now = watched = Transfers(stores[0].real, proxy)
             loads = [asyncio.create_task(load.run(tier, n)) for n in (1, 2, 3)]
             try:
                 for method in (READ, WRITE):
