@@ -137,13 +137,14 @@ async def test_a_late_failure_of_the_old_tier_does_not_close_the_new_one(
 ) -> None:
     failing = asyncio.Event()
 
-    async def fail_late(_keys: object, _into: object) -> list[ReadOutcome]:
+    async def fail_late(*_arguments: object) -> list[ReadOutcome]:
         await failing.wait()
         raise TierIoError("at last")
 
-    monkeypatch.setattr(disk.tier._tier, "read", fail_late)
-    late = asyncio.ensure_future(assert_holds(disk.tier, KEYS, SIZE))
-    await asyncio.sleep(0)  # it has started
+    with monkeypatch.context() as patched:
+        patched.setattr(LmdbTier, "read", fail_late)
+        late = asyncio.ensure_future(assert_holds(disk.tier, KEYS, SIZE))
+        await asyncio.sleep(0)  # it has started
     disk.unplug()
     await disk.fails()
     disk.plug()

@@ -6,6 +6,7 @@ import asyncio
 import errno
 import json
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,12 +16,12 @@ import pytest
 from tests.offload.cli.rank_folders import flip
 from tests.patience import PATIENCE_S
 from tiers.base import ALIGNMENT, Buffer, ReadOutcome, Scrubbed, TierClosedError, WriteOutcome
+from tiers.io.codec import Codec
 from tiers.io.direct_io import DiskIo
 from tiers.lmdb.folder import PAYLOAD_NAME
-from tiers.lmdb.index import extents_of
-from tiers.lmdb.scrub import KEYS_AT_ONCE, MARK_NAME
+from tiers.lmdb.scrub import KEYS_AT_ONCE, MARK_NAME, LmdbScrub
 from tiers.lmdb.tier import LmdbTier
-from tiers.testing import all_keys, assert_holds, assert_misses, fetch, key_of, put
+from tiers.testing import all_keys, assert_holds, assert_misses, fetch, key_of, payload_of, put
 
 SIZE = 8192
 COUNT = 3 * KEYS_AT_ONCE + 7
@@ -56,11 +57,21 @@ async def filled(folder: Path, io: DiskIo | None = None, **options: Any) -> Lmdb
     return tier
 
 
-def damage(tier: LmdbTier, folder: Path, number: int) -> None:
+def place_of(folder: Path, number: int) -> int:
+    """The offset of a record in the payload file."""
+    at = (
+        (folder / "tier" / PAYLOAD_NAME)
+        .read_bytes()
+        .find(payload_of(key_of(number), SIZE).tobytes())
+    )
+    assert at >= 0
+    assert at % ALIGNMENT == 0
+    return at
+
+
+def damage(folder: Path, number: int) -> None:
     """Flip a bit of a record under the open tier."""
-    value = tier._contents.records.get(key_of(number))
-    assert value is not None
-    flip(folder / "tier" / PAYLOAD_NAME, extents_of(value)[0].start * ALIGNMENT + 77)
+    flip(folder / "tier" / PAYLOAD_NAME, place_of(folder, number) + 77)
 
 
 async def scrubbed(tier: LmdbTier, bytes_max: int = 5 * SIZE) -> list[Scrubbed]:
@@ -85,7 +96,7 @@ async def test_a_pass_reads_every_record_once_and_drops_damaged_ones(
     before = [found.key for found in await all_keys(tier)]
     bad = [0, 1, 70, COUNT - 1]
     for number in bad:
-        damage(tier, tmp_path, number)
+        damage(tmp_path, number)
     found = await scrubbed(tier)
     assert sum(one.records for one in found) == COUNT
     assert sum(one.payload_bytes for one in found) == COUNT * SIZE
@@ -106,7 +117,7 @@ async def test_a_pass_reads_every_record_once_and_drops_damaged_ones(
 
 async def test_damage_stays_removed_after_a_restart(tmp_path: Path) -> None:
     tier = await filled(tmp_path)
-    damage(tier, tmp_path, 5)
+    damage(tmp_path, 5)
     assert damaged_in(await scrubbed(tier)) == {key_of(5)}
     await tier.aclose()
     tier = tier_at(tmp_path)
@@ -114,15 +125,18 @@ async def test_damage_stays_removed_after_a_restart(tmp_path: Path) -> None:
     await tier.aclose()
 
 
-async def test_a_pass_continues_where_the_last_server_ended(tmp_path: Path) -> None:
+async def test_a_pass_continues_where_the_last_server_ended(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The next pass begins when it is due."""
     now = [1e9]
+    scrub = partial(LmdbScrub, clock=lambda: now[0])
+    monkeypatch.setattr("tiers.lmdb.tier.LmdbScrub", scrub)
     read = 0
     tier = await filled(tmp_path)
     for _ in range(1000):
         if read >= COUNT:
             break
-        tier._scrub._clock = lambda: now[0]
         now[0] += 61.0  # the file is written about once a minute
         one = await tier.scrub(5 * SIZE, WEEK)
         assert one is not None
@@ -131,7 +145,6 @@ async def test_a_pass_continues_where_the_last_server_ended(tmp_path: Path) -> N
         tier = tier_at(tmp_path)
         assert (await tier.open()).record_count == COUNT
     assert read == COUNT, "each record once"
-    tier._scrub._clock = lambda: now[0]
     assert await tier.scrub(5 * SIZE, WEEK) is None
     assert await tier.scrub(5 * SIZE, 60.0) is not None, "a shorter period is over"
     now[0] += WEEK / 2
@@ -150,7 +163,7 @@ async def test_a_damaged_position_file_only_repeats_a_pass(tmp_path: Path, conte
     (tmp_path / "tier").mkdir(mode=0o700)
     (tmp_path / "tier" / MARK_NAME).write_bytes(content)
     tier = await filled(tmp_path)
-    damage(tier, tmp_path, 5)
+    damage(tmp_path, 5)
     found = await scrubbed(tier)
     if b"ff" * 600 not in content:
         assert damaged_in(found) == {key_of(5)}
@@ -173,9 +186,7 @@ async def test_an_empty_tier_has_nothing_due(tmp_path: Path) -> None:
 async def test_a_sector_that_cannot_be_read_is_damage(tmp_path: Path) -> None:
     io = SickIo()
     tier = await filled(tmp_path, io)
-    value = tier._contents.records.get(key_of(9))
-    assert value is not None
-    io.pages.add(extents_of(value)[0].start)
+    io.pages.add(place_of(tmp_path, 9) // ALIGNMENT)
     assert damaged_in(await scrubbed(tier)) == {key_of(9)}
     await tier.aclose()
 
@@ -183,7 +194,7 @@ async def test_a_sector_that_cannot_be_read_is_damage(tmp_path: Path) -> None:
 async def test_a_failing_medium_loses_no_record(tmp_path: Path) -> None:
     io = SickIo()
     tier = await filled(tmp_path, io)
-    damage(tier, tmp_path, 1)
+    damage(tmp_path, 1)
     io.everywhere = True
     for _ in range(5):
         one = await tier.scrub(5 * SIZE, WEEK)
@@ -202,12 +213,12 @@ async def test_a_single_wrong_read_is_not_damage(
 ) -> None:
     """A record that reads correctly the second time is kept."""
     tier = await filled(tmp_path)
-    real, lies = tier._files.codec.decode, [True]
+    real, lies = Codec.decode, [True]
 
     def once(*about: Any) -> bool:
         return False if lies and lies.pop() else real(*about)
 
-    monkeypatch.setattr(type(tier._files.codec), "decode", lambda _, *about: once(*about))
+    monkeypatch.setattr(Codec, "decode", once)
     assert damaged_in(await scrubbed(tier)) == set()
     assert not lies
     await tier.aclose()
@@ -233,7 +244,7 @@ async def test_records_that_change_while_they_are_read_are_not_damage(
     """Extents that are being read are not written to, and removed records are not reported."""
     io = SlowIo()
     tier = await filled(tmp_path, io)
-    damage(tier, tmp_path, 0)
+    damage(tmp_path, 0)
     loop = asyncio.get_running_loop()
 
     async def change() -> None:
@@ -268,7 +279,7 @@ async def test_records_that_change_while_they_are_read_are_not_damage(
 async def test_requests_read_while_a_scrub_runs(tmp_path: Path) -> None:
     tier = await filled(tmp_path)
     for number in range(0, COUNT, 9):
-        damage(tier, tmp_path, number)
+        damage(tmp_path, number)
     into = np.empty(SIZE, np.uint8)
 
     async def ask() -> None:

@@ -22,6 +22,7 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
+from tests.tiers.lmdb.shared.inside import index_of
 from tests.tiers.shared.processes import make_tier, plant
 from tiers.base import Buffer, ReadOutcome, Tier, WriteOutcome
 from tiers.files import record_files
@@ -90,8 +91,7 @@ async def main(kind: str, folder: str, *arguments: str) -> None:
     tier = make_tier(kind, folder, capacity_bytes, io)
     await tier.open()
     if isinstance(tier, SharedLmdbTier):
-        assert tier._files is not None
-        io.look = tier._files.index.env.begin
+        io.look = index_of(tier).env.begin
     say("@", [number])
     await read_byte()
     halfway = -1 if kind.startswith("half") else count // 2 // BATCH * BATCH

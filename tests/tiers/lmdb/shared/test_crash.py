@@ -19,6 +19,7 @@ import lmdb
 import numpy as np
 import pytest
 
+from tests.tiers.lmdb.shared.inside import index_of
 from tests.tiers.lmdb.test_crash import loop_mount
 from tests.tiers.shared import processes as shared_world
 from tests.tiers.shared.child import BATCH
@@ -106,8 +107,7 @@ async def check(folder: Path, capacity: int, by_child: list[list[int]], dead: se
     info = await tier.open()
     try:
         tier.check()
-        assert tier._files is not None
-        index = tier._files.index
+        index = index_of(tier)
         state = index.state()
         check_accounts(state, sum(map(len, by_child)))
         check_readers(index.env, dead)

@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 
 from tests.patience import PATIENCE_S, turns
+from tests.tiers.lmdb.shared.inside import index_of
 from tiers.base import Buffer, ReadOutcome, TierIoError, WriteOutcome
 from tiers.io.direct_io import DiskIo
 from tiers.lmdb.shared.tier import SharedLmdbTier
@@ -80,8 +81,7 @@ async def test_a_write_that_fails_leaves_nothing(
     assert await put(tier, KEYS, SIZE) == [outcome] * 6
     await assert_misses(tier, KEYS, SIZE)
     await tier.delete([])  # after freeing the allocations
-    assert tier._files is not None
-    assert tier._files.index.state().reserved == 0
+    assert index_of(tier).state().reserved == 0
     tier.check()
     io.error = 0
     assert await put(tier, KEYS, SIZE) == [WriteOutcome.OK] * 6
@@ -101,18 +101,17 @@ async def test_extents_that_cannot_be_freed_at_once_are_freed_later(
 
     io = FailingIo("pwritev", errno.EIO)
     tier = await opened(tmp_path / "tier", io)
-    assert tier._files is not None
     with monkeypatch.context() as patched:
         patched.setattr(WriteTransaction, "abandon", full)
         assert await put(tier, KEYS, SIZE) == [WriteOutcome.FAILED] * 6
         await tier.delete([])
-        assert tier._files.index.state().reserved == 6
+        assert index_of(tier).state().reserved == 6
         io.error = 0
         many = [key_of(n) for n in range(100, 400)]  # more than fits
         assert await put(tier, many[:150], SIZE) == [WriteOutcome.OK] * 150
-        assert tier._files.index.state().reserved == 6, "freeing was tried again, and failed again"
+        assert index_of(tier).state().reserved == 6, "freeing was tried again, and failed again"
     assert await put(tier, many[150:], SIZE) == [WriteOutcome.OK] * 150
-    assert tier._files.index.state().reserved == 0
+    assert index_of(tier).state().reserved == 0
     await assert_holds(tier, many[-20:], SIZE)
     tier.check()
     await tier.aclose()

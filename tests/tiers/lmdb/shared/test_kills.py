@@ -13,6 +13,7 @@ import random
 from collections.abc import Callable
 from pathlib import Path
 
+from tests.tiers.lmdb.shared.inside import index_of
 from tests.tiers.shared.kills import killed
 from tests.tiers.shared.processes import bytes_of, make_tier
 from tiers.base import Key, ReadOutcome, Tier, WriteOutcome
@@ -77,11 +78,10 @@ async def survive(folder: Path, kills: int, seed: int) -> None:
         assert await put(tier, many[start : start + 60], SIZE) == [OK] * 60
     await assert_holds(tier, many[-30:], SIZE)
     tier.check()
-    assert tier._files is not None
-    state = tier._files.index.state()
-    assert state.reserved == 0, "extents of killed processes are not free again"
-    tier._files.index.env.reader_check()
-    rows = len(tier._files.index.env.readers().splitlines()) - 1
+    index = index_of(tier)
+    assert index.state().reserved == 0, "extents of killed processes are not free again"
+    index.env.reader_check()
+    rows = len(index.env.readers().splitlines()) - 1
     assert rows <= 8, "readers of dead processes"
     await tier.aclose()
     assert bytes_of(folder) <= CAPACITY

@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 
 from tests.patience import PATIENCE_S
+from tests.tiers.lmdb.shared.inside import index_of
 from tests.tiers.shared.processes import make_tier
 from tiers.adapters import reopening
 from tiers.adapters.reopening import SharedReopeningTier
@@ -261,8 +262,7 @@ async def test_killed_in_the_middle_of_a_transaction(tmp_path: Path, at: str) ->
     assert await put(tier, many, SIZE) == [OK] * 60
     await assert_holds(tier, many[-10:], SIZE)
     tier.check()
-    assert tier._files is not None
-    assert tier._files.index.state().reserved == 0
+    assert index_of(tier).state().reserved == 0
     await tier.aclose()
 
 
