@@ -15,12 +15,15 @@ import numpy as np
 import pytest
 import torch
 
+import offload.worker.executor
 from offload.layout.registration import GroupCaches, Registration, register_kv_caches
 from offload.messages.plan import IN_SLAB, DigestJob, LoadItem, LoadJob, StepPlan
 from offload.messages.report import JobResult
 from offload.telemetry.counters import WorkerStats
 from offload.worker.block_verifier import DIGESTS_MAX, DigestTable, Verifier
 from offload.worker.device_digest import GATHERED_BLOCKS_MAX, DeviceDigest
+from offload.worker.executor import LOOP_STALL_S
+from tests.clock import Clock
 from tests.offload.small_model import compute, keys
 from tests.offload.worker.test_executor import KEYS, Rank, rank_with, store
 from tests.patience import PATIENCE_S
@@ -214,7 +217,8 @@ def test_a_full_file_of_digests_still_accepts_a_reset(
 ) -> None:
     table = opened(tmp_path)
     table.enter([b"a"], entry(1)[None])
-    monkeypatch.setattr("offload.worker.block_verifier.DIGESTS_BYTES_MAX", table._written)
+    [file] = tmp_path.iterdir()
+    monkeypatch.setattr("offload.worker.block_verifier.DIGESTS_BYTES_MAX", file.stat().st_size)
     if is_noticed_first:
         table.enter([b"b"], entry(2)[None])
     assert known(tmp_path, b"a") == [entry(1).tolist()]
@@ -244,6 +248,7 @@ class HeldVerifier(Verifier):
 
     def __init__(self, registration: Registration) -> None:
         super().__init__(DeviceDigest(registration), WorkerStats(), None, "")
+        self.waits = {key: asyncio.Event() for key in KEYS}
         self.may_compare = {key: asyncio.Event() for key in KEYS}
         self.compared = {key: asyncio.Event() for key in KEYS}
 
@@ -251,6 +256,7 @@ class HeldVerifier(Verifier):
         self, items: Sequence[LoadItem], has_ended: Callable[[], bool]
     ) -> frozenset[bytes]:
         """Return the differing keys, as soon as the first of these may be compared."""
+        self.waits[items[0].key].set()
         await self.may_compare[items[0].key].wait()
         found = await super().mismatched(items, has_ended)
         self.compared[items[0].key].set()
@@ -295,15 +301,18 @@ async def test_a_request_keeps_its_blocks_until_all_were_compared() -> None:
         assert (stats.verified_chunks, stats.differing_chunks) == (2, 0)
 
 
-async def test_blocks_of_a_load_that_was_given_up_are_not_compared() -> None:
+async def test_blocks_of_a_load_that_was_given_up_are_not_compared(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """The driver gives up a load without the loop. Its request ends, and vLLM computes the block
     again while the copy that came too late is still to be compared."""
+    clock = Clock.replace(offload.worker.executor, monkeypatch)
     async with rank_that_holds_comparisons() as (rank, held):
         load = LoadJob(2, "r2", [LoadItem(KEYS[0], 0, (9,), 0, IN_SLAB)])
         rank.executor.post(StepPlan(loads=(load,)))
-        while not rank.executor._open.by_job[2]._copies:
-            await rank.turn()
-        rank.executor._open.fail_all()  # as at the deadline
+        while not held.waits[KEYS[0]].is_set():
+            assert not (await rank.turn()).finished
+        clock.ahead_s = rank.executor.limits.load_timeout_s + LOOP_STALL_S + 1.0
         while not (done := await rank.turn()).finished:
             pass
         assert done.failed == {"r2"}
@@ -364,18 +373,19 @@ async def test_a_chunk_that_another_engine_has_computed_with_other_bytes_is_righ
     """Engines that share a tier compute the same prompt in other batches, and each has digested its
     own bytes. A tier holds the bytes of one of them."""
 
+    devices: list[DeviceDigest] = []
+
     def verifier(registration: Registration) -> Verifier:
-        return Verifier(DeviceDigest(registration), WorkerStats(), tmp_path, "space-rank0")
+        devices.append(DeviceDigest(registration))
+        return Verifier(devices[0], WorkerStats(), tmp_path, "space-rank0")
 
     async with asyncio.timeout(PATIENCE_S), rank_with(verifier=verifier) as rank:
         assert (await load_all(rank, BOTH)).bad == frozenset()
         rank.slab.slot(1)[0] ^= 1
         assert (await load_again(rank)).bad == {KEYS[1]}, "no engine has computed that"
         caplog.clear()
-        mine = rank.executor._verifier
-        assert mine is not None
         other = opened(tmp_path)
-        other.enter(KEYS[1:2], mine._device.of(0, [10]).cpu().numpy()[None])
+        other.enter(KEYS[1:2], devices[0].of(0, [10]).cpu().numpy()[None])
         other.close()
         assert (await load_again(rank)).bad == frozenset()
         assert counts(rank) == (5, 1, 0)
@@ -390,7 +400,7 @@ async def test_a_chunk_without_a_digest_is_counted_and_loaded() -> None:
 
 @pytest.mark.parametrize("where", ["digesting", "comparing", "writing"])
 async def test_nothing_counts_as_compared_after_an_error(
-    where: str, caplog: pytest.LogCaptureFixture
+    where: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The chunk with the flipped bit is loaded: the server continues, and reports that it no longer
     compares."""
@@ -400,13 +410,13 @@ async def test_nothing_counts_as_compared_after_an_error(
 
     async with asyncio.timeout(PATIENCE_S), rank_with(verifier=plain_verifier) as rank:
         await load_all(rank, BOTH)
-        verifier = rank.executor._verifier
+        verifier = rank.verifier
         assert verifier is not None
         assert counts(rank) == (2, 0, 0)
         if where == "writing":
-            verifier._table._append = planted
+            monkeypatch.setattr(DigestTable, "enter", planted)
         else:
-            verifier._device.of = planted
+            monkeypatch.setattr(DeviceDigest, "of", planted)
         if where != "comparing":
             plan = StepPlan(digests=(DigestJob(0, KEYS[2:3], (3,)),))
             rank.executor.post(plan)
@@ -437,9 +447,13 @@ async def test_digests_are_forgotten_with_the_weights() -> None:
 
 
 @pytest.mark.parametrize("early", [True, False])
-async def test_blocks_are_digested_while_they_hold_the_chunk(early: bool) -> None:
+async def test_blocks_are_digested_while_they_hold_the_chunk(early: bool, tmp_path: Path) -> None:
     """Early chunks before the step's forward pass writes, the others after it."""
-    async with asyncio.timeout(PATIENCE_S), rank_with(verifier=plain_verifier) as rank:
+
+    def verifier(registration: Registration) -> Verifier:
+        return Verifier(DeviceDigest(registration), WorkerStats(), tmp_path, "space-rank0")
+
+    async with asyncio.timeout(PATIENCE_S), rank_with(verifier=verifier) as rank:
         plan = StepPlan(digests=(DigestJob(0, KEYS[:1], [1], early),))
         compute(rank.caches, keys(1) if early else keys(1, 7), [1])
         rank.executor.before_step(plan)
@@ -456,28 +470,29 @@ async def test_blocks_are_digested_while_they_hold_the_chunk(early: bool) -> Non
             pass
         assert found[2].bad == frozenset()
         assert counts(rank) == (1, 0, 0)
-        verifier = rank.executor._verifier
-        assert verifier is not None
-        assert len(verifier._table.known_to_any(KEYS[0])) == 1, (
+        assert len(known(tmp_path, KEYS[0])) == 1, (
             "otherwise other content of the blocks would also agree"
         )
 
 
 @pytest.mark.parametrize("here", [(0, 1), (0,), (1,)])
-def test_only_loaded_blocks_are_compared(here: tuple[int, ...]) -> None:
+async def test_only_loaded_blocks_are_compared(here: tuple[int, ...]) -> None:
     """A load may skip blocks of a chunk, here of two; the chunks after it are compared as well."""
     torch.manual_seed(1)
     cache = torch.randint(0, 256, (8, 64), dtype=torch.uint8)
     registration = register_kv_caches(8, [GroupCaches(0, 2, {"layer": cache})])
     verifier = plain_verifier(registration)
-    table, digest = verifier._table, verifier._device
-    table.enter(KEYS[:2], digest.of(0, [0, 1, 2, 3]).numpy().reshape(2, 2, 1))
+    verifier.start(asyncio.get_running_loop().call_soon_threadsafe)
+    verifier.after_step(StepPlan(digests=(DigestJob(0, tuple(KEYS[:2]), (0, 1, 2, 3)),)))
+    await asyncio.sleep(0)  # until the loop has the digests
+    await verifier.settled()
     cache[4:8] = cache[0:4]
     blocks = tuple(4 + at if at in here else -1 for at in range(2))
     items = [LoadItem(KEYS[0], 0, blocks, 0, IN_SLAB), LoadItem(KEYS[1], 0, (6, 7), 1, IN_SLAB)]
-    assert verifier._compare(items, lambda: False) == frozenset()
+    assert await verifier.mismatched(items, lambda: False) == frozenset()
     assert verifier.stats.verified_chunks == 2
     cache[7, 63] ^= 1
-    assert verifier._compare(items, lambda: False) == {KEYS[1]}
+    assert await verifier.mismatched(items, lambda: False) == {KEYS[1]}
     cache[blocks[here[-1]], 0] ^= 1
-    assert verifier._compare(items, lambda: False) == {KEYS[0], KEYS[1]}
+    assert await verifier.mismatched(items, lambda: False) == {KEYS[0], KEYS[1]}
+    verifier.stop()

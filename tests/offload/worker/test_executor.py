@@ -23,6 +23,7 @@ from offload.messages.plan import (
 )
 from offload.worker.block_verifier import Verifier
 from offload.worker.executor import Executor
+from offload.worker.fences import Reading
 from offload.worker.limits import ExecutorLimits
 from offload.worker.rank_memory import RankMemory
 from offload.worker.staging import Staging
@@ -58,6 +59,7 @@ class Rank:
         self.engine = SimulatedCopyEngine(
             registration.groups, self.slab, num_blocks=BLOCKS, seed=1, automatic=False
         )
+        self.verifier = None if verifier is None else verifier(registration)
         self.executor = Executor(
             RankMemory(
                 self.slab,
@@ -67,7 +69,7 @@ class Rank:
             ),
             [tier],
             limits=ExecutorLimits(**limits),  # type: ignore[arg-type]  # only the float fields
-            verifier=None if verifier is None else verifier(registration),
+            verifier=self.verifier,
         )
 
     async def plans_are_taken(self) -> None:
@@ -81,11 +83,11 @@ class Rank:
         for _ in range(times):
             self.engine.run_all()
             await asyncio.sleep(0)
-            self._add(total, self.executor.drain())
+            self.add(total, self.executor.drain())
         return total
 
     @staticmethod
-    def _add(total: Drained, more: Drained) -> None:
+    def add(total: Drained, more: Drained) -> None:
         assert not total.report.results.keys() & more.report.results.keys(), "answered twice"
         assert not total.finished & more.finished, "request ended twice"
         total.finished |= more.finished
@@ -145,19 +147,20 @@ async def test_store_write_load_each_answered_once() -> None:
 
 
 @pytest.mark.usefixtures("synchronous_compute")
-async def test_a_fence_returns_after_the_store_has_read_its_blocks() -> None:
+async def test_a_fence_returns_after_the_store_has_read_its_blocks(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     async with rank_with(fence_timeout_s=PATIENCE_S) as rank:
         compute(rank.caches, keys(1), [1])
         rank.executor.post(StepPlan(stores=(store(1, [1], [0]),)))
         waits = threading.Event()
-        reading: Any = rank.executor._fences.reading[1]
-        result = reading.end
+        end = Reading.end
 
-        def wait(timeout: float) -> Any:
+        def wait(reading: Reading, timeout: float) -> object:
             waits.set()
-            return result(timeout)
+            return end(reading, timeout)
 
-        reading.end = wait
+        monkeypatch.setattr(Reading, "end", wait)
         fence = asyncio.create_task(asyncio.to_thread(rank.executor.fence, [1]))
         while not waits.is_set() and not fence.done():  # noqa: ASYNC110  # set by a thread
             await asyncio.sleep(0.001)
@@ -204,7 +207,7 @@ async def hang_and_give_up() -> None:
         late_s = clock.time() + rank.executor.limits.load_timeout_s + 0.1  # in virtual time
         while not ended.finished:
             assert clock.time() < late_s, "the request still waits"
-            Rank._add(ended, await rank.turn(1))
+            Rank.add(ended, await rank.turn(1))
             await asyncio.sleep(0.01)
         assert ended.failed == {"r1"}
         assert ended.report.results == {}, "the read may still write into the slot"

@@ -43,7 +43,7 @@ def pass_deadlines(clock: Clock, rank: Rank) -> None:
 async def submitted(rank: Rank) -> None:
     """Run the loop until a copy into GPU blocks was submitted, which does not run."""
     for _ in range(1000):
-        if rank.engine._load.queue:
+        if not rank.engine.idle:
             return
         await asyncio.sleep(0)
     raise AssertionError("no copy was submitted")
@@ -248,7 +248,7 @@ async def test_a_late_end_does_not_end_a_later_load_of_the_same_name(clock: Cloc
         done = Drained()
         for _ in range(1000):  # until the first load has ended
             await asyncio.sleep(0)
-            rank._add(done, rank.executor.drain())
+            rank.add(done, rank.executor.drain())
         assert done.report.results.keys() == {2}
         assert not done.finished, "the second load is copying"
         done = await rank.turn()
@@ -264,9 +264,7 @@ async def test_an_unreadable_part_ends_its_load_when_the_others_have_ended() -> 
         rank.executor.post(StepPlan(loads=(first,)))
         await submitted(rank)
         odd: Any = LoadItem(KEYS[0], 0, (10,), [], -1)  # no slot
-        task = rank.executor._loads._open[2]
-        task._new, task._parts = [odd], 1
-        task._news.set()
+        rank.executor.post(StepPlan(loads=(LoadJob(2, "r2", [odd], 1, False),)))
         for _ in range(20):
             await asyncio.sleep(0)
             assert not rank.executor.drain().finished, "a copy is in progress"

@@ -25,10 +25,10 @@ class Reads:
 
     async def begin(self, name: str, slot: int, *, is_ahead: bool) -> None:
         self.ends[name] = asyncio.Event()
-        self.tasks[name] = asyncio.ensure_future(self._read(name, slot, is_ahead=is_ahead))
+        self.tasks[name] = asyncio.ensure_future(self.read(name, slot, is_ahead=is_ahead))
         await turned()
 
-    async def _read(self, name: str, slot: int, *, is_ahead: bool) -> None:
+    async def read(self, name: str, slot: int, *, is_ahead: bool) -> None:
         async with self.turns.turn([slot], is_ahead=is_ahead):
             self.order.append(name)
             await self.ends[name].wait()
@@ -73,7 +73,7 @@ async def test_within_a_plan_the_read_that_a_request_waits_for_begins_first() ->
     for name, slot in (("ahead", 0), ("joined", 1), ("awaited", 2)):
         reads.ends[name] = asyncio.Event()
         is_ahead = name != "awaited"
-        reads.tasks[name] = asyncio.ensure_future(reads._read(name, slot, is_ahead=is_ahead))
+        reads.tasks[name] = asyncio.ensure_future(reads.read(name, slot, is_ahead=is_ahead))
     await asyncio.sleep(0)
     reads.turns.hurry(1)
     for name in ("awaited", "joined", "ahead"):

@@ -7,6 +7,7 @@ import errno
 import os
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -15,6 +16,7 @@ from offload.namespaces import claims, wait_for_owners
 from offload.namespaces.claims import live_owners
 from offload.namespaces.cleanup import remove_namespace
 from offload.namespaces.inventory import find_namespaces
+from offload.worker import tier_factory
 from offload.worker.tier_factory import make_tier
 from tests.offload.cli.rank_folders import kvtiers
 from tests.offload.worker.reopening_child import NAMESPACE, places
@@ -22,7 +24,7 @@ from tests.offload.worker.test_tier_folders import release, renew
 from tests.tiers.shared.child import RANGE
 from tests.tiers.shared.processes import Child, children, watch
 from tiers.adapters.reopening import SharedReopeningTier
-from tiers.base import WriteOutcome
+from tiers.base import SharedTier, WriteOutcome
 from tiers.files.shared_tier import SharedFileTier
 from tiers.lmdb.shared.tier import SharedLmdbTier
 from tiers.testing import assert_holds, assert_misses, key_of, put
@@ -56,12 +58,21 @@ def test_servers_share_a_folder_and_exclude_others(
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_the_option_reaches_the_tier(tmp_path: Path, kind: str) -> None:
+def test_the_option_reaches_the_tier(
+    tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made: list[dict[str, Any]] = []
+
+    def make(*place: Any, **options: Any) -> SharedTier:
+        made.append(options)
+        return KINDS[kind](*place, **options)
+
+    monkeypatch.setattr(tier_factory, KINDS[kind].__name__, make)
     [spec] = places(tmp_path / "tier", type=kind, shared=True, low_watermark=0.5).specs()
     tier = make_tier(spec, 4096)
     assert isinstance(tier, SharedReopeningTier)
-    assert isinstance(tier._tier, KINDS[kind])
-    assert kind == "file" or tier._tier._low_watermark == 0.5
+    [options] = made
+    assert kind == "file" or options["low_watermark"] == 0.5
     release(spec)
 
 

@@ -12,10 +12,11 @@ import pytest
 
 from offload.config.schema import OffloadConfig, parse_config, tier_names
 from offload.config.tier_capacity import SMALL_FILES_BYTES, check_capacity
+from offload.worker import tier_factory
 from offload.worker.tier_factory import TierSpec, make_tier
 from tiers.base import ReadOutcome, WriteOutcome
 from tiers.files.tier import FileTier
-from tiers.lmdb.options import Recovery
+from tiers.lmdb.options import LmdbOptions, Recovery
 from tiers.lmdb.tier import LmdbTier
 from tiers.testing import aligned
 
@@ -51,11 +52,18 @@ async def read_one(tier: Any, key: bytes) -> tuple[ReadOutcome, Any]:
     return outcome, into
 
 
-def test_options_reach_the_tier(tmp_path: Path) -> None:
+def test_options_reach_the_tier(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[LmdbOptions] = []
+
+    def lmdb(*place: Any, options: LmdbOptions) -> LmdbTier:
+        made.append(options)
+        return LmdbTier(*place, options=options)
+
+    monkeypatch.setattr(tier_factory, "LmdbTier", lmdb)
     given = spec(tmp_path, io_threads=7, recovery="strict", direct_io="off", compression="zstd")
     tier = make_tier(given, RECORD)
     assert isinstance(tier, LmdbTier)
-    options = tier._options
+    [options] = made
     assert options.io_threads == 7
     assert options.recovery is Recovery.STRICT
     assert options.direct_io is False
