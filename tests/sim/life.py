@@ -303,8 +303,9 @@ class ServerLife(Engine):
         for index in (planner.cpu, *planner.lower):
             index.check()
             assert not index.filling_count, f"{index.name}: fills are left"
-            assert not index._pins, f"{index.name}: pins are left: {index._pins}"
-            assert not index._doomed, f"{index.name}: doomed chunks are left"
+            pinned = list(filter(index.is_in_use, index.resident))
+            assert not pinned, f"{index.name}: pins are left: {pinned}"
+            assert not index.barred, f"{index.name}: doomed chunks are left"
         for rank in self.ranks:
             executor = rank.executor
             assert not executor._tasks, f"tasks are left: {executor._tasks}"
@@ -314,7 +315,7 @@ class ServerLife(Engine):
             assert not fences.reading, f"stores are left: {fences.reading}"
             assert not owed, f"requests without an answer: {owed}"
             assert not fences._poisoned, f"poisoned stores are left: {fences._poisoned}"
-            for key in planner.cpu._resident:
+            for key in planner.cpu.resident:
                 slot = planner.cpu.location(key)
                 assert rank.slot_is_right(key, slot, self.epoch), f"slot {slot} of {key.hex()}"
                 self.checked += 1
@@ -323,8 +324,8 @@ class ServerLife(Engine):
 
     async def _audit_tier(self, rank: Rank, tier: int, index: TierIndex) -> None:
         held = set(await keys_of(self.media[rank.number][tier]))
-        assert held >= set(index._resident), f"rank {rank.number} has lost records of {index.name}"
-        stray = held - set(index._resident)
+        assert held >= set(index.resident), f"rank {rank.number} has lost records of {index.name}"
+        stray = held - set(index.resident)
         assert not stray, f"{len(stray)} records of {index.name} on rank {rank.number} are stray"
         for key in sorted(held):
             assert await rank.record_is_right(tier, key, self.epoch), f"record {key.hex()}"

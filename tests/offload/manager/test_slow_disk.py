@@ -16,8 +16,10 @@ import pytest
 
 from offload.index.chunk_batch import ChunkBatch
 from offload.manager import OffloadManager
+from offload.manager.arguments import checked_batch
 from offload.planner.own_chunks import OwnChunks
 from tests.offload.small_model import (
+    BLOCKS,
     compute,
     keys,
     kv_caches,
@@ -77,7 +79,7 @@ class Server:
         """Load the head of a prompt that the CPU tier holds, compute the rest piece by piece, and
         store it with the calls of the connector; none of it may be refused."""
         planner = self.manager.planner
-        run = self.manager._wanted(names, range(len(names)), 0)
+        run = checked_batch(names, range(len(names)), 0, {0: 1}, BLOCKS)
         hit = [*(key in planner.cpu for key in run.keys), False].index(False)
         if hit:
             assert await self.manager.restore(names[:hit], range(hit)) == hit

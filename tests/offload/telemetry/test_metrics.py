@@ -61,8 +61,9 @@ def test_counters_are_read_while_another_thread_counts() -> None:
 
 def test_every_counter_is_in_the_table() -> None:
     stats = PlannerStats(["lmdb"])
-    for cause in Cause:
-        stats._left(0, [b"k"], cause)
+    stats.evicted(0, [b"k"])
+    stats.dropped(0, [b"k", b"l"], {b"k"})
+    stats.reset([], {0: 1})
     worker = WorkerStats()
     worker.read(0, 1, 1.0)
     worker.wrote(0, 1, 1.0)

@@ -9,8 +9,8 @@ from contextlib import suppress
 
 import pytest
 
-from policies.adaptive import AdaptivePolicy, segments
-from policies.adaptive.segments import Segment
+from policies.adaptive import AdaptivePolicy, segments, span_tree
+from policies.adaptive.segments import Segment, Segments, SpanT
 from policies.adaptive.span_tree import Span, SpanTree
 from policies.base import EntryInfo, Key, RemoveCause
 
@@ -212,14 +212,27 @@ class _Counting(dict[Key, Segment]):
         super().update(pairs)
 
 
-def test_a_long_request_is_not_touched_key_by_key() -> None:
+@pytest.fixture
+def counting(monkeypatch: pytest.MonkeyPatch) -> _Counting:
+    """The segments by key of the policy that is made next."""
+    found = _Counting()
+
+    class Counted(Segments[SpanT]):
+        def __init__(self) -> None:
+            super().__init__()
+            self.of = found
+
+    monkeypatch.setattr(span_tree, "Segments", Counted)
+    return found
+
+
+def test_a_long_request_is_not_touched_key_by_key(counting: _Counting) -> None:
     policy = AdaptivePolicy()
     keys = list(range(LONG))
     for first in range(0, LONG, 128):  # as the index commits them
         part = keys[first : first + 128][::-1]
         policy.insert_all(part, [INFO] * len(part))
-    counting = _Counting(policy._tree.segments.of)
-    policy._tree.segments.of = policy._segment_of = counting
+    counting.looks = counting.changes = 0
     policy.touch(keys)
     policy.touch(keys)
     more = list(range(LONG, LONG + 40))
@@ -230,13 +243,12 @@ def test_a_long_request_is_not_touched_key_by_key() -> None:
     assert (changes, counting.changes) == (len(more), len(more))
 
 
-def test_an_evicted_tail_is_cut_off_without_touching_each_key() -> None:
+def test_an_evicted_tail_is_cut_off_without_touching_each_key(counting: _Counting) -> None:
     policy = AdaptivePolicy()
     keys = list(range(LONG))
     policy.insert_all(keys[::-1], [INFO] * LONG)
     policy.touch(keys)
-    counting = _Counting(policy._tree.segments.of)
-    policy._tree.segments.of = policy._segment_of = counting
+    counting.looks = counting.changes = 0
     for end in range(LONG, LONG // 4, -128):
         gone = policy.victims(128, lambda key: True)
         assert gone == keys[end - 128 : end][::-1]
@@ -246,34 +258,33 @@ def test_an_evicted_tail_is_cut_off_without_touching_each_key() -> None:
     assert len(segment.keys) < LONG, "what has left is not kept forever"
 
 
-def test_a_recovered_tier_is_not_scanned_because_of_a_hole() -> None:
+def test_a_recovered_tier_is_not_scanned_because_of_a_hole(counting: _Counting) -> None:
     """All of its keys are from before the restart, so their owners are unknown."""
     policy = AdaptivePolicy()
     keys = list(range(50_000))
     policy.insert_all(dict.fromkeys(keys), [INFO] * len(keys))
     for first in (100, 20_000):
         policy.touch(keys[first : first + 100])
-    counting = _Counting(policy._tree.segments.of)
-    policy._tree.segments.of = policy._segment_of = counting
+    counting.looks = counting.changes = 0
     for _ in range(50):
         policy.remove_all(policy.victims(1, lambda key: True), RemoveCause.EVICTED)
     assert counting.looks < 50 * 110
     assert max(len(segment.keys) for segment in counting.values()) <= 5000
 
 
-def test_few_keys_at_a_time_form_one_segment() -> None:
+def test_few_keys_at_a_time_form_one_segment(counting: _Counting) -> None:
     policy = AdaptivePolicy()
     for key in range(1000):
         policy.insert_all([key], [INFO])
-    assert len(set(policy._segment_of.values())) == 1
+    assert len(set(counting.values())) == 1
     policy.touch(list(range(0, 1000, 2)))
     policy.touch(list(range(1, 1000, 2)))
-    assert len(set(policy._segment_of.values())) <= 4
+    assert len(set(counting.values())) <= 4
     assert policy.victims(3, lambda key: True) == [998, 996, 994]
 
 
 @pytest.mark.parametrize("how", ["touched", "evicted"])
-def test_departed_keys_are_freed_at_once(how: str) -> None:
+def test_departed_keys_are_freed_at_once(how: str, counting: _Counting) -> None:
     """Without the collector of cycles, which a server runs rarely."""
     policy = AdaptivePolicy()
     gc.collect()
@@ -289,7 +300,7 @@ def test_departed_keys_are_freed_at_once(how: str) -> None:
                 policy.remove_all(policy.victims(100, lambda key: True), RemoveCause.DROPPED)
             else:
                 policy.touch([*keys, *range(100 * turn)])
-        assert _segments_alive() - before == len(set(policy._segment_of.values()))
+        assert _segments_alive() - before == len(set(counting.values()))
     finally:
         gc.enable()
 
