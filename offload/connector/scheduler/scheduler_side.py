@@ -282,8 +282,9 @@ class SchedulerSide:
         if self.planner.stores.late_stores.chunks:
             self.planner.stores.plan_late()
         self._store_boundary_states(output)
+        by_name = self.requests.by_name
         for request_id, scheduled in output.num_scheduled_tokens.items():
-            live = self.requests.by_name.get(request_id)
+            live = by_name.get(request_id)
             if live is None:
                 continue
             # Most requests decode inside a chunk in most steps, so there is nothing to do for them.

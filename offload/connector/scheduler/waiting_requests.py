@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from offload.index.chunk_batch import ChunkBatch
 from offload.layout.keys import CPU
-from offload.planner.ahead_use import AheadUse
+from offload.planner.ahead_use import NOT_READ_AHEAD, AheadUse
 from offload.planner.planner import Planner
 from offload.planner.presence import PendingLookup
 from offload.planner.read_waits import Action, BlockDemand
@@ -121,6 +121,8 @@ class WaitingRequests:
     def remove(self, request: str, now: float, load: Sequence[ChunkBatch] = ()) -> AheadUse:
         """Remove a request that no longer waits: this ``load`` was planned for it, or it runs or
         has ended. Returns what look-ahead did for it."""
+        if not self._is_on:
+            return NOT_READ_AHEAD
         self._drop(request)
         self._names.discard(request)
         self._planner.read_waits.leave(request, now)
@@ -164,6 +166,8 @@ class WaitingRequests:
 
     def advance(self, now: float) -> None:
         """Match the requests that run first, as far as the step allows."""
+        if not self._queue:
+            return
         for waiting in self._queue[:MATCHED_AGAIN_REQUESTS_MAX]:
             if not waiting.is_next:
                 waiting.is_next = True
