@@ -16,7 +16,7 @@ import errno
 import mmap
 import os
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -62,41 +62,53 @@ class DiskIo:
         return found.f_bavail * found.f_frsize
 
 
-class ReadsFirst:
-    """Limits the writes in progress while reads are in progress or about to begin."""
+class DeviceQueue:
+    """Limits the reads and the writes at a device: ``depth`` of each kind, but only
+    ``WRITES_BESIDE_READS_MAX`` writes while reads are in progress or waiting.
 
-    def __init__(self) -> None:
-        self._reads = self._writes = 0
-        self._changed = threading.Condition(threading.Lock())
+    Every job passes through it twice, with cold caches. So both limits share one lock.
+    """
 
-    @contextlib.contextmanager
-    def reading(self) -> Iterator[None]:
-        """Count a read as in progress."""
-        with self._changed:
+    def __init__(self, depth: int) -> None:
+        self._depth = depth
+        self._writes_beside_reads = min(depth, WRITES_BESIDE_READS_MAX)
+        self._reads = self._reading = self._writing = 0  # ``_reads`` includes those that wait
+        self._lock = threading.Lock()
+        self._read_may_begin = threading.Condition(self._lock)
+        self._write_may_begin = threading.Condition(self._lock)
+
+    def begin_read(self) -> None:
+        """Wait for a place, and count a read as in progress."""
+        with self._lock:
             self._reads += 1
-        try:
-            yield
-        finally:
-            with self._changed:
-                self._reads -= 1
-                if not self._reads:
-                    self._changed.notify_all()
+            while self._reading >= self._depth:
+                self._read_may_begin.wait()
+            self._reading += 1
 
-    @contextlib.contextmanager
-    def writing(self) -> Iterator[None]:
+    def end_read(self) -> None:
+        """Count a read as ended."""
+        with self._lock:
+            self._reads -= 1
+            self._reading -= 1
+            self._read_may_begin.notify()
+            if not self._reads:
+                self._write_may_begin.notify_all()
+
+    def begin_write(self) -> None:
         """Wait until a write may begin, and count it as in progress."""
-        with self._changed:
-            self._changed.wait_for(self._is_free)
-            self._writes += 1
-        try:
-            yield
-        finally:
-            with self._changed:
-                self._writes -= 1
-                self._changed.notify()
+        with self._lock:
+            while not self._is_write_allowed():
+                self._write_may_begin.wait()
+            self._writing += 1
 
-    def _is_free(self) -> bool:
-        return not self._reads or self._writes < WRITES_BESIDE_READS_MAX
+    def end_write(self) -> None:
+        """Count a write as ended."""
+        with self._lock:
+            self._writing -= 1
+            self._write_may_begin.notify()
+
+    def _is_write_allowed(self) -> bool:
+        return self._writing < (self._writes_beside_reads if self._reads else self._depth)
 
 
 class PayloadFile:
@@ -115,8 +127,7 @@ class PayloadFile:
         ``O_DIRECT`` is refused. At most ``depth`` reads and ``depth`` writes are in progress at a
         time; further threads wait."""
         self._io = io
-        self._reading, self._writing = threading.Semaphore(depth), threading.Semaphore(depth)
-        self._order = ReadsFirst()
+        self._queue = DeviceQueue(depth)
         flags = os.O_RDONLY if read_only else os.O_RDWR | os.O_CREAT
         self.direct = direct
         try:
@@ -146,13 +157,19 @@ class PayloadFile:
 
     def write(self, views: Sequence[Buffer], offset: int) -> None:
         """Write all views consecutively. Lets reads go first."""
-        with self._writing, self._order.writing():
+        self._queue.begin_write()
+        try:
             self._whole(self._io.pwritev, views, offset)
+        finally:
+            self._queue.end_write()
 
     def read(self, views: Sequence[Buffer], offset: int) -> None:
         """Fill all views. Reaching the end of the file also raises ``OSError``."""
-        with self._order.reading(), self._reading:
+        self._queue.begin_read()
+        try:
             self._whole(self._io.preadv, views, offset)
+        finally:
+            self._queue.end_read()
 
     def _whole(self, call: _Transfer, views: Sequence[Buffer], offset: int) -> None:
         wanted = sum(view.nbytes for view in views)

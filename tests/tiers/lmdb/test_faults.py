@@ -24,7 +24,7 @@ import pytest
 
 from tests.patience import PATIENCE_S, turns
 from tiers.base import Buffer, ReadOutcome, TierIoError, WriteOutcome
-from tiers.io.direct_io import DiskIo
+from tiers.io.direct_io import DeviceQueue, DiskIo
 from tiers.lmdb.index import Changes, LmdbIndex
 from tiers.lmdb.tier import SPARE_THREADS, LmdbTier
 from tiers.testing import aligned, assert_holds, fetch, key_of, payload_of, put
@@ -200,7 +200,7 @@ def place(thread: threading.Thread) -> str:
     codes = {at.f_code for at, _ in traceback.walk_stack(sys._current_frames()[thread.ident or 0])}
     if CountingIo.preadv.__code__ in codes:
         return "device"
-    queued = {threading.Semaphore.acquire.__code__, threading.Condition.wait.__code__}
+    queued = {DeviceQueue.begin_read.__code__, threading.Condition.wait.__code__}
     return "queue" if queued <= codes else ""
 
 
