@@ -32,9 +32,9 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class GpuCache:
-    """What vLLM says about its own cache. ``cached_tokens`` returns how many tokens of a request it
-    holds, or ``None`` if nothing may be read ahead for this request. ``free_blocks`` counts the
-    free blocks of the GPU."""
+    """The functions that count in vLLM's own cache. ``cached_tokens`` returns how many tokens of a
+    request it holds, or ``None`` if nothing may be read ahead for this request. ``free_blocks``
+    counts the free blocks of the GPU."""
 
     cached_tokens: Callable[[Request], int | None] = lambda _: 0
     free_blocks: Callable[[], int] = lambda: sys.maxsize

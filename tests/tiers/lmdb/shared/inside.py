@@ -1,4 +1,4 @@
-"""What no public call of a shared LMDB tier shows: the state of its index, and LMDB's readers.
+"""Gives access to what no public call of a shared LMDB tier shows: its index and LMDB's readers.
 
 LMDB refuses to open an index twice in one process, so the tier's own object is the only access.
 """
