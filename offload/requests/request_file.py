@@ -46,10 +46,6 @@ class RequestFile:
         """Number of entries that were not written."""
         return self._writer.dropped
 
-    def adopt(self, namespace: str) -> None:
-        """Set the namespace; call it before the first entry."""
-        self._namespace = namespace
-
     def __call__(self, logged: LoggedRequest) -> None:
         """Queue an entry, which must not change afterwards."""
         self._writer.put(logged)
