@@ -176,7 +176,8 @@ class SimulatedCopyEngine(CopyEngine):
         assert isinstance(event, SimulatedEvent), event
         with self._lock:
             self._compute.submit(Operation(deque(), event))
-            self._ordered[event.stream.name, event.position] = self._compute.submitted
+            # the first position counts: everything launched from there on waits
+            self._ordered.setdefault((event.stream.name, event.position), self._compute.submitted)
 
     def submit_store(self, batches: Sequence[CopyBatch], after: object | None = None) -> Ticket:
         return self._submit(self._store, batches, after)

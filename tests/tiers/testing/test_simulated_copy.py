@@ -283,6 +283,22 @@ async def test_jobs_that_share_a_block_are_named(cache: Cache, slab: HostSlab) -
     engine.close()
 
 
+async def test_compute_that_waits_twice_for_a_store_waits_from_the_first_time_on(
+    cache: Cache, slab: HostSlab
+) -> None:
+    """A fence may name the same store again in the next step: a load between the two is behind the
+    first one."""
+    engine = CacheAndSlab(cache, slab, seed=0).engine
+    store = engine.submit_store([batch([0], [[3, 4]])])
+    assert store.submitted is not None
+    engine.hold_compute(store.submitted.result())
+    after = engine.record_event()
+    engine.hold_compute(store.submitted.result())
+    engine.submit_load([batch([2], [[3, 4]])], after)
+    assert engine.hazards == []
+    engine.close()
+
+
 async def test_the_same_seed_gives_the_same_run(cache: Cache, slab: HostSlab) -> None:
     def trace(seed: int) -> list[tuple[bool, bool, bool]]:
         engine = SimulatedCopyEngine(
