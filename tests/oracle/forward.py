@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -33,12 +33,34 @@ class Running:
     accepted: int = 1
     """For states with drafts: the column in which the running state begins, and which of its
     columns is valid."""
+    proposed: list[int] = field(default_factory=list)
+    """The tokens drafted for the next step."""
 
 
-def _computed(scheduled: SchedulerOutput) -> dict[str, int]:
+@dataclass(frozen=True)
+class _Part:
+    """The part of one request in a step: the first token that the step computes, and its drafts."""
+
+    start: int
+    drafted: list[int]
+
+
+def _parts_of(scheduled: SchedulerOutput, runs: dict[str, Running]) -> dict[str, _Part]:
+    """The part of each request, as the model runner knows it.
+
+    With asynchronous scheduling the scheduler does not know the drafts of the previous step, nor
+    how many of them were accepted: it counts all as accepted and leaves -1 for each new draft.
+    """
     computed = {new.req_id: new.num_computed_tokens for new in scheduled.scheduled_new_reqs}
     cached = scheduled.scheduled_cached_reqs
-    return computed | dict(zip(cached.req_ids, cached.num_computed_tokens, strict=True))
+    computed |= zip(cached.req_ids, cached.num_computed_tokens, strict=True)
+    parts = {}
+    for name in scheduled.num_scheduled_tokens:
+        run, drafted = runs[name], scheduled.scheduled_spec_decode_tokens.get(name, [])
+        if run.proposed and all(token == -1 for token in drafted):
+            drafted = run.proposed[: len(drafted)]
+        parts[name] = _Part(min(computed[name], len(run.tokens) - 1), drafted)
+    return parts
 
 
 class ForwardPass:
@@ -69,18 +91,17 @@ class ForwardPass:
         before it calls the connector."""
         self._scheduled, self._launch = scheduled, launch
         self.sampled, self.drafts = {}, None
-        computed = _computed(scheduled)
+        self._parts = _parts_of(scheduled, self._runs)
         for name, count in scheduled.num_scheduled_tokens.items():
             tables = [list(table) for table in self._runs[name].tables]
-            self._move_states(self._runs[name], tables, computed[name], count, launch)
+            self._move_states(self._runs[name], tables, self._parts[name].start, count, launch)
 
     def run(self) -> None:
         """Run the model and sample."""
-        scheduled, launch = self._scheduled, self._launch
-        computed, sampled = _computed(scheduled), self.sampled
-        for name, count in scheduled.num_scheduled_tokens.items():
-            run, start = self._runs[name], computed[name]
-            drafted = scheduled.scheduled_spec_decode_tokens.get(name, [])
+        launch, sampled = self._launch, self.sampled
+        for name, count in self._scheduled.num_scheduled_tokens.items():
+            run, start = self._runs[name], self._parts[name].start
+            drafted = self._parts[name].drafted
             tokens = (run.tokens + drafted)[: start + count]
             digests = run.prefix.digests(tokens).copy()
             tables = [list(table) for table in run.tables]
@@ -92,13 +113,15 @@ class ForwardPass:
         """Run the drafter."""
         if not self._model.drafts:
             return
-        computed, proposals = _computed(self._scheduled), []
+        proposals = []
         for name, found in self.sampled.items():
-            proposals.append(self._propose(self._runs[name]))
+            run, start = self._runs[name], self._parts[name].start
+            run.proposed = self._propose(run)
+            proposals.append(run.proposed)
             if self._model.draft_head:
-                end = computed[name] + self._scheduled.num_scheduled_tokens[name]
-                end = len(self._runs[name].tokens) - 1 if found else end
-                self._run_head(name, proposals[-1], computed[name], end, self._launch)
+                end = start + self._scheduled.num_scheduled_tokens[name]
+                end = len(run.tokens) - 1 if found else end
+                self._run_head(name, run.proposed, start, end, self._launch)
         self.drafts = DraftTokenIds(list(self.sampled), proposals)
 
     def _run_head(

@@ -32,6 +32,7 @@ from vllm.v1.core.kv_cache_utils import (
     init_none_hash,
     resolve_kv_cache_block_sizes,
 )
+from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.outputs import DraftTokenIds, ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
@@ -151,12 +152,15 @@ def make_config(model: OracleModel, conditions: Conditions, folder: Path) -> tup
         scheduling_policy=conditions.scheduling,
         enable_prefix_caching=True,
         prefix_caching_hash_algo=HASH,
-        async_scheduling=conditions.asynchronous,
-        num_gpu_blocks_override=model.blocks,
+        # two steps in flight keep more blocks of a window
+        num_gpu_blocks_override=model.blocks * 3 // 2 if conditions.asynchronous else model.blocks,
         enforce_eager=True,
     ).create_engine_config()
     if model.draft_head:
         config.speculative_config.method = "mtp"
+    # On the CPU platform, vLLM turns asynchronous scheduling off, and it refuses it with n-grams.
+    # The scheduler treats all drafts alike.
+    config.scheduler_config.async_scheduling = conditions.asynchronous
     cache = config.cache_config
     cache.block_size, cache.mamba_cache_mode = model.block_tokens, "align"
     cache.kv_cache_layout = model.layout
@@ -213,6 +217,7 @@ class OracleEngine:
             hash_block_size=sizes[1],
             log_stats=True,
         )
+        assert isinstance(self.scheduler, AsyncScheduler) == self._conditions.asynchronous
         self.connector: OffloadConnector = self.scheduler.connector
         with self._patched():
             self.worker = OffloadConnector(config, KVConnectorRole.WORKER, self.kv_cache_config)
@@ -407,7 +412,7 @@ class OracleEngine:
                 run.tokens = list(self.scheduler.requests[name].all_token_ids)
                 run.prefix = Prefix(f"{self.weights}/{self._salts[name]}")
                 run.computed_at_start = cached.num_computed_tokens[position]
-                run.state_column, run.accepted = None, 1
+                run.state_column, run.accepted, run.proposed = None, 1, []
             elif new_blocks is not None:
                 for table, more in zip(run.tables, new_blocks, strict=True):
                     table.extend(more)
@@ -428,7 +433,7 @@ class OracleEngine:
             for outputs in self.scheduler.update_from_output(step.scheduled, step.output).values()
             for output in outputs.outputs
         )
-        if step.drafts is not None:
+        if step.drafts is not None and not self._conditions.asynchronous:
             self.scheduler.update_draft_token_ids(step.drafts)
 
     def _fence_and_turn(self, jobs: Any) -> None:

@@ -89,7 +89,7 @@ class OracleEngineOnCuda(OracleEngine):
 @pytest.mark.parametrize("path", [CopyPath.BATCH, CopyPath.KERNEL])
 @pytest.mark.parametrize("name", ["full", "mamba_full_ngram"])
 def test_every_byte_read_is_right(name: str, path: CopyPath, tmp_path: Path) -> None:
-    is_asynchronous = path is CopyPath.BATCH and not MODELS[name].drafts
+    is_asynchronous = path is CopyPath.BATCH
     conditions = Conditions(slots=30, fault_rate=0.05, asynchronous=is_asynchronous)
     with strict_cuda(1) as cuda:
         cuda.make_current()

@@ -43,7 +43,7 @@ def conditions_of(name: str, seed: int) -> Conditions:
         tier=rng.random() < 0.8,
         fault_rate=rng.choice([0.0, 0.05, 0.2]),
         late=rng.choice([2, 6, 20]),
-        asynchronous=seed % 2 == 1 and not MODELS[name].drafts,
+        asynchronous=seed % 2 == 1,
         batched_tokens=rng.choice([16, 32, 64]),
         chunk_blocks=rng.choice([1, 1, 2]),
     )
