@@ -179,13 +179,14 @@ class OracleEngine:
         self.mismatches: list[str] = []
         self.finished = 0
         self.weights = 0
-        self._preempted = self._fenced = self._copied = 0
+        self._preempted = self._fenced = self._copied = self._ahead = self._stale = 0
         self._model = model
         self._conditions = conditions
         self._runs: dict[str, Running] = {}
         self._prompts: list[list[int]] = []
         self._salts: dict[str, str | None] = {}
         self._queue: deque[Step] = deque()
+        self._is_abort_due = False
         self._names = 0
         config, self.kv_cache_config = make_config(model, conditions, folder)
         self._config = config
@@ -209,17 +210,18 @@ class OracleEngine:
         hash_function = get_hash_fn_by_name(HASH)
         init_none_hash(hash_function)
         self._hasher = get_request_block_hasher(sizes[1], hash_function)
-        self.scheduler = config.scheduler_config.get_scheduler_cls()(
-            vllm_config=config,
-            kv_cache_config=generate_scheduler_kv_cache_config([self.kv_cache_config]),
-            structured_output_manager=StructuredOutputManager(config),
-            block_size=sizes[0],
-            hash_block_size=sizes[1],
-            log_stats=True,
-        )
-        assert isinstance(self.scheduler, AsyncScheduler) == self._conditions.asynchronous
-        self.connector: OffloadConnector = self.scheduler.connector
-        with self._patched():
+        with self._patched():  # the scheduler's output depends on the runner
+            self.scheduler = config.scheduler_config.get_scheduler_cls()(
+                vllm_config=config,
+                kv_cache_config=generate_scheduler_kv_cache_config([self.kv_cache_config]),
+                structured_output_manager=StructuredOutputManager(config),
+                block_size=sizes[0],
+                hash_block_size=sizes[1],
+                log_stats=True,
+            )
+            assert isinstance(self.scheduler, AsyncScheduler) == self._conditions.asynchronous
+            assert self.scheduler.use_v2_model_runner == (self._conditions.runner == 2)
+            self.connector: OffloadConnector = self.scheduler.connector
             self.worker = OffloadConnector(config, KVConnectorRole.WORKER, self.kv_cache_config)
             runner = RunnerV2 if self._conditions.runner == 2 else RunnerV1
             self._runner = runner(config, self.worker, self._memory.caches)
@@ -272,25 +274,42 @@ class OracleEngine:
             cache_salt=self._salts[name],
             block_hasher=self._hasher,
         )
-        self._prompts = [*self._prompts[-7:], prompt]
+        # The answer is added as it arrives: a later request may continue the conversation.
+        chat = request._all_token_ids if self._conditions.asynchronous else prompt
+        self._prompts = [*self._prompts[-7:], chat]
         self.scheduler.add_request(request)
 
     def abort(self) -> None:
-        """Abort a request."""
+        """Abort a request. With asynchronous scheduling, vLLM may take notice of that only when two
+        steps are in flight (``EngineCore._process_aborts_queue``)."""
+        if self._conditions.asynchronous and self.random.random() < 0.5:
+            self._is_abort_due = True
+        else:
+            self._abort_one()
+
+    def _abort_one(self) -> None:
         if self.scheduler.requests:
             name = self.random.choice(sorted(self.scheduler.requests))
             self.scheduler.finish_requests(name, RequestStatus.FINISHED_ABORTED)
 
     def forget_locally(self) -> None:
         """Empty vLLM's own cache and restart running requests, so that the next hits come from our
-        tiers. vLLM refuses to do so while loads are under way."""
+        tiers. While loads or steps are under way, vLLM restarts requests but keeps its cache."""
+        if self._queue and self.random.random() < 0.7:
+            self.settle()
         with suppress(RuntimeError):
             self.scheduler.reset_prefix_cache(reset_running_requests=True)
 
-    def change_weights(self) -> None:
-        """Invalidate every byte computed so far; loads under way make vLLM refuse that."""
+    def settle(self) -> None:
+        """Process the outputs of all steps in flight, as vLLM does before a pause."""
         while self._queue:
             self._take_output()
+
+    def change_weights(self) -> None:
+        """Invalidate every byte computed so far. Loads under way make vLLM refuse that, and so do
+        steps in flight if they compute."""
+        if self._queue and self.random.random() < 0.7:
+            self.settle()
         try:
             done = self.scheduler.reset_prefix_cache(
                 reset_running_requests=True, reset_connector=True
@@ -303,12 +322,17 @@ class OracleEngine:
     # -- a step ------------------------------------------------------------------------------
 
     def step(self) -> None:
-        """Schedule and submit a step, and process the output of this step or an earlier one."""
+        """Schedule and submit a step, and process the output of this step or an earlier one.
+
+        With asynchronous scheduling, vLLM schedules a step before it has the output of the previous
+        one, even if one of them computes nothing (``EngineCore.step_with_batch_queue``). It
+        processes all outputs only when there is nothing to schedule."""
+        self._ahead += bool(self._queue)
         scheduled = self.scheduler.schedule()
         self._queue.append(self._submit(scheduled))
         self._turn()
-        deep = self._conditions.asynchronous and scheduled.total_num_scheduled_tokens > 0
-        while len(self._queue) > (1 if deep and self.random.random() < 0.8 else 0):
+        is_ahead = self._conditions.asynchronous and self.random.random() < 0.9
+        while len(self._queue) > is_ahead:
             self._take_output()
 
     def drain(self, most: int = 1000) -> None:
@@ -354,6 +378,8 @@ class OracleEngine:
             "preempted": self._preempted,
             "fenced": self._fenced,
             "copied": self._copied,
+            "ahead": self._ahead,
+            "stale": self._stale,
             "weights": self.weights,
             "load_failures": self.planner.totals()["load_failures"],
             "read_ahead": self.planner.look_ahead.counts.chunks["used"],
@@ -426,8 +452,13 @@ class OracleEngine:
 
     def _take_output(self) -> None:
         step = self._queue.popleft()
-        while not step.done:  # the sampled tokens are known once the step's kernels have run
-            self.engine.advance()
+        self._await_kernels(step)
+        if self._is_abort_due:
+            self._is_abort_due = False
+            self._abort_one()
+        self._stale += sum(
+            request.num_stale_output_tokens > 0 for request in self.scheduler.requests.values()
+        )
         self.finished += sum(
             output.finish_reason is not None
             for outputs in self.scheduler.update_from_output(step.scheduled, step.output).values()
@@ -435,6 +466,15 @@ class OracleEngine:
         )
         if step.drafts is not None and not self._conditions.asynchronous:
             self.scheduler.update_draft_token_ids(step.drafts)
+
+    def _await_kernels(self, step: Step) -> None:
+        """The sampled tokens are known once the step's kernels have run. With asynchronous
+        scheduling, copies often make no progress meanwhile: otherwise few of them would still be
+        under way when vLLM reuses their blocks, which takes a step longer."""
+        is_slow = self._conditions.asynchronous and self.random.random() < 0.5
+        while not step.done:
+            if not (is_slow and self.engine.compute.advance()):
+                self.engine.advance()
 
     def _fence_and_turn(self, jobs: Any) -> None:
         """Run the loop until the fenced stores are submitted, as its own thread would."""

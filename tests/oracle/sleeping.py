@@ -90,8 +90,7 @@ class SleepingEngine(OracleEngine):
 
     def _reset(self) -> None:
         for _ in range(1000):
-            while self._queue:
-                self._take_output()
+            self.settle()  # a pause waits for the steps in flight
             with suppress(RuntimeError):  # vLLM refuses while loads are in progress
                 if self.scheduler.reset_prefix_cache(
                     reset_running_requests=True, reset_connector=True
@@ -145,6 +144,7 @@ def run(folder: Path, seed: int, cycles: int = CYCLES) -> dict[str, float]:
     conditions = Conditions(
         slots=rng.choice([30, 80]),
         late=rng.choice([6, 20]),
+        asynchronous=seed % 2 == 1,
         batched_tokens=rng.choice([16, 32, 64]),
         runner=2 if name.startswith("runner_v2") else 1,
     )

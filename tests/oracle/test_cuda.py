@@ -16,7 +16,7 @@ import pytest
 from offload.worker import rank_memory
 from tests.libcuda import Cuda, strict_cuda
 from tests.oracle.models import MODELS
-from tests.oracle.serving import Conditions, OracleEngine
+from tests.oracle.serving import Conditions, OracleEngine, Step
 from tests.oracle.test_scheduler import live
 from tests.patience import PATIENCE_S
 from tiers.copy.cuda_engine import CudaCopyEngine
@@ -66,6 +66,10 @@ class OracleEngineOnCuda(OracleEngine):
         with super()._patched(), pytest.MonkeyPatch.context() as patch:
             patch.setattr(rank_memory, "make_slab", self._make_slab)
             yield
+
+    def _await_kernels(self, step: Step) -> None:
+        while not step.done:
+            self.engine.advance()
 
     def _make_slab(self, slot_bytes: int, slots: int, *_: object, at_once: int) -> HostSlab:
         slab = HostSlab(

@@ -232,8 +232,6 @@ def test_every_byte_is_right_while_loops_are_blocked_from_time_to_time(
     name: str, seed: int, tmp_path: Path, clock: Clock
 ) -> None:
     conditions = Conditions(slots=60, fault_rate=0.05, late=3, asynchronous=seed % 2 == 1)
-    if MODELS[name].drafts:
-        conditions = dataclasses.replace(conditions, asynchronous=False)
     with OracleEngine(MODELS[name], conditions, tmp_path, seed) as world:
         gave_up = 0
         for _ in range(25):

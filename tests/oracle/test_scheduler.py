@@ -10,6 +10,7 @@ import os
 import random
 import re
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -38,8 +39,9 @@ STEPS = 250
 def conditions_of(name: str, seed: int) -> Conditions:
     """Make a different server for every seed."""
     rng = random.Random(f"conditions {seed}")
+    more = 2 if seed % 2 else 1  # vLLM's own cache is larger with asynchronous scheduling, too
     return Conditions(
-        slots=rng.choice([12, 30, 80]),
+        slots=rng.choice([12, 30, 80]) * more,
         tier=rng.random() < 0.8,
         fault_rate=rng.choice([0.0, 0.05, 0.2]),
         late=rng.choice([2, 6, 20]),
@@ -49,12 +51,17 @@ def conditions_of(name: str, seed: int) -> Conditions:
     )
 
 
+def must_restore(conditions: Conditions) -> bool:
+    """Whether the CPU tier is large enough to hold chunks until they are requested again."""
+    return conditions.slots > (60 if conditions.asynchronous else 12)
+
+
 def change_weights_in_flight(world: OracleEngine) -> None:
     """Change the weights while requests run. vLLM cannot empty its own cache before these have
     ended, and the connector must store nothing computed from their old KV cache. Requests that have
     not started are aborted, because they would read the old blocks in vLLM's cache."""
-    while world._queue:
-        world._take_output()
+    if world._queue and world.random.random() < 0.5:
+        world.settle()
     if not world.scheduler.reset_connector_cache():
         return
     world.weights += 1
@@ -99,20 +106,22 @@ def test_every_byte_read_is_right(name: str, seed: int, tmp_path: Path) -> None:
     with OracleEngine(MODELS[name], conditions, tmp_path, seed) as world:
         live(world, in_flight=0.5)
         assert world.finished > 5
-        if conditions.slots > 12:  # the smallest tier may hold nothing that is requested again
+        if must_restore(conditions):
             assert sum(world.loaded().values()) > 0, f"seed {seed}: nothing was restored"
 
 
-def test_the_worlds_cover_all_events(tmp_path: Path) -> None:
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_the_worlds_cover_all_events(asynchronous: bool, tmp_path: Path) -> None:
     """The tests above depend on events that must have occurred: both tiers, look-ahead, preemption,
-    failed loads, fences."""
+    failed loads, fences. With asynchronous scheduling also steps that were scheduled before the
+    output of the previous one was known, and requests that lost their blocks while a step was in
+    flight."""
     events = ["cpu", "file", "read_ahead", "preempted", "load_failures", "fenced", "weights"]
-    seen = dict.fromkeys(events, 0)
+    conditions = Conditions(fault_rate=0.1, asynchronous=asynchronous)
+    seen = dict.fromkeys([*events, *(["ahead", "stale"] if asynchronous else [])], 0)
     for seed in range(6):
         folder = tmp_path / str(seed)
-        with OracleEngine(
-            MODELS["sliding_full_ngram"], Conditions(fault_rate=0.1), folder, seed
-        ) as world:
+        with OracleEngine(MODELS["sliding_full_ngram"], conditions, folder, seed) as world:
             live(world)
             happened = world.events()
             seen = {what: count + happened[what] for what, count in seen.items()}
@@ -151,7 +160,8 @@ def test_every_byte_read_is_right_under_model_runner_v2(
     conditions = dataclasses.replace(conditions_of(name, seed), runner=2)
     with OracleEngine(MODELS[name], conditions, tmp_path, seed) as world:
         live(world)
-        assert sum(world.loaded().values()) > 0, f"seed {seed}: nothing was restored"
+        if must_restore(conditions):
+            assert sum(world.loaded().values()) > 0, f"seed {seed}: nothing was restored"
         assert (world.events()["copied"] > 0) == name.endswith("match_unit")
 
 
@@ -262,11 +272,38 @@ def _posted_with_the_results(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(OffloadConnector, "wait_for_save", lambda self: None)
 
 
+def _posted_before_the_step(patch: pytest.MonkeyPatch) -> None:
+    """Stores begin before the forward pass that computes their blocks."""
+    fence, post = OffloadConnector.handle_preemptions, OffloadConnector.wait_for_save
+
+    def both(self: Any, metadata: Any) -> None:
+        fence(self, metadata)
+        self.bind_connector_metadata(metadata)
+        post(self)
+
+    patch.setattr(OffloadConnector, "handle_preemptions", both)
+    patch.setattr(OffloadConnector, "wait_for_save", lambda self: None)
+
+
+def _fenced_a_step_late(patch: pytest.MonkeyPatch) -> None:
+    take = StorePlanner.take
+    late: dict[StorePlanner, Any] = {}
+
+    def delayed(self: StorePlanner) -> Any:
+        stores, fence = take(self)
+        now, late[self] = late.get(self, ()), fence
+        return stores, now
+
+    patch.setattr(StorePlanner, "take", delayed)
+
+
 READS_WRONG = r"seed \d+: \['request r\d+ reads "
 SHARES_SLOTS = r"seed \d+: \['load job \d+ and store job \d+ share slots"
+NO_FENCE = rf"{READS_WRONG}|seed \d+: \['store job \d+ and load job \d+ share blocks"
 
 MUTANTS: list[tuple[Callable[[pytest.MonkeyPatch], None], str, str]] = [
-    (_no_fence, "full", rf"{READS_WRONG}|seed \d+: \['store job \d+ and load job \d+ share blocks"),
+    (_no_fence, "full", NO_FENCE),
+    (_fenced_a_step_late, "full", NO_FENCE),
     (_no_event, "full", READS_WRONG),
     (_a_token_too_early, "full_ngram", READS_WRONG),
     (_states_by_position, "mamba1_full", READS_WRONG + r"m\.\d"),
@@ -278,21 +315,39 @@ MUTANTS: list[tuple[Callable[[pytest.MonkeyPatch], None], str, str]] = [
     (_answered_before_the_copy, "full", READS_WRONG + "|" + SHARES_SLOTS),
     (_waits_at_a_late_fence, "mamba1_full", READS_WRONG),
     (_waits_at_a_late_fence, "mamba1_full_match_unit", READS_WRONG),
+    (_posted_before_the_step, "full", READS_WRONG),
     (_posted_with_the_results, "full_mtp", READS_WRONG + r"draft\.0"),
     (_a_failed_load_tries_again, "two_block_sizes", r"seed \d+: not at rest"),
 ]
 """A fault, the model that shows it, and the text that the first failure must contain."""
+SYNCHRONOUS_ONLY = (_a_failed_load_tries_again, _drafts_not_held_back)
+"""With asynchronous scheduling these show too rarely. The first needs a cache that is full of loads
+alone, and asynchronous worlds have a larger one. For the second, the tokens that vLLM knows lag a
+step behind those that are computed, so the last slots of a block are final when it is stored,
+except after a pause."""
 QUICK = (_no_fence, _no_reset, _short_window, _states_by_position)
 """The faults of the quick level."""
-SHOWN_BY = {"a_token_too_early-full_ngram": 26, "waits_at_a_late_fence-mamba1_full": 2,
-            "waits_at_a_late_fence-mamba1_full_match_unit": 1,
-            "a_failed_load_tries_again-two_block_sizes": 52}  # fmt: skip
+SHOWN_BY = {
+    "a_token_too_early-full_ngram": 26,
+    "a_token_too_early-full_ngram-asynchronous": 4,
+    "waits_at_a_late_fence-mamba1_full": 2,
+    "waits_at_a_late_fence-mamba1_full-asynchronous": 10,
+    "waits_at_a_late_fence-mamba1_full_match_unit": 1,
+    "a_failed_load_tries_again-two_block_sizes": 52,
+}
 """The seed that shows a fault, tried first; the first seed shows most faults."""
 
 
-def first_failure(model: str, folder: Path, seed: int, runner: int) -> str:
+def name_of(mutant: Callable[..., None], model: str, asynchronous: bool) -> str:
+    """The name of a case."""
+    return f"{mutant.__name__.strip('_')}-{model}{'-asynchronous' if asynchronous else ''}"
+
+
+def first_failure(model: str, folder: Path, seed: int, runner: int, *, asynchronous: bool) -> str:
     """Run under the conditions of planted faults; return what was found to be wrong, or nothing."""
-    conditions = Conditions(slots=60, fault_rate=0.2, late=2, runner=runner)
+    conditions = Conditions(
+        slots=60, fault_rate=0.2, late=2, runner=runner, asynchronous=asynchronous
+    )
     with OracleEngine(MODELS[model], conditions, folder, seed) as world:
         try:
             live(world)
@@ -302,26 +357,31 @@ def first_failure(model: str, folder: Path, seed: int, runner: int) -> str:
 
 
 @pytest.mark.parametrize(
-    ("mutant", "model", "seen"),
+    ("mutant", "model", "seen", "asynchronous"),
     [
         pytest.param(
             *each,
-            id=f"{each[0].__name__.strip('_')}-{each[1]}",
-            marks=() if each[0] in QUICK else pytest.mark.thorough,
+            asynchronous,
+            id=name_of(each[0], each[1], asynchronous),
+            marks=() if each[0] in QUICK and not asynchronous else pytest.mark.thorough,
         )
         for each in MUTANTS
+        for asynchronous in (False, True)
+        if not (asynchronous and each[0] in SYNCHRONOUS_ONLY)
     ],
 )
-def test_planted_faults_are_detected(mutant: Any, model: str, seen: str, tmp_path: Path) -> None:
+def test_planted_faults_are_detected(
+    mutant: Any, model: str, seen: str, asynchronous: bool, tmp_path: Path
+) -> None:
     """Each fault is detected and named, and the same world without the fault is right."""
     runner = 2 if mutant is _waits_at_a_late_fence else 1
-    first = SHOWN_BY.get(f"{mutant.__name__.strip('_')}-{model}", 0)
-    for seed in (first, *range(40)):
+    fails = partial(first_failure, model, runner=runner, asynchronous=asynchronous)
+    for seed in (SHOWN_BY.get(name_of(mutant, model, asynchronous), 0), *range(40)):
         with pytest.MonkeyPatch.context() as patch:
             mutant(patch)
-            failure = first_failure(model, tmp_path / f"fault {seed}", seed, runner)
+            failure = fails(tmp_path / f"fault {seed}", seed)
         if failure:
             assert re.match(seen, failure), failure
-            assert first_failure(model, tmp_path / "control", seed, runner) == ""
+            assert fails(tmp_path / "control", seed) == ""
             return
     raise AssertionError("was not detected")

@@ -55,6 +55,23 @@ def test_blocks_computed_before_new_weights_are_not_stored_after_them(world: Ora
     assert len(world.planner.cpu) > 0
 
 
+def test_blocks_that_a_step_in_flight_computes_are_not_stored_under_new_weights(
+    tmp_path: Path,
+) -> None:
+    """With asynchronous scheduling: vLLM has no output of the request yet."""
+    conditions = Conditions(slots=100, tier=False, batched_tokens=16, asynchronous=True)
+    with OracleEngine(MODELS["full"], conditions, tmp_path, 2) as world:
+        request = ask(world, "running", PROMPT)
+        world.step()
+        assert request.num_in_flight_tokens == request.num_computed_tokens > 0
+        world.scheduler.reset_connector_cache()
+        world.drain()
+        world.check()
+        assert world.finished == 1
+        assert len(world.planner.cpu) == 0
+        world.check_idle()
+
+
 def test_a_restarted_request_is_stored_under_new_weights(world: OracleEngine) -> None:
     compute_a_part(world)
     world.forget_locally()  # vLLM preempts it and computes it from the beginning

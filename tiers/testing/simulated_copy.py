@@ -119,6 +119,14 @@ class SimulatedCompute:
         with self._lock:
             self._stream.submit(Operation(deque([kernel])))
 
+    def advance(self) -> bool:
+        """Run the oldest kernel, unless it waits for a copy; return whether it ran."""
+        with self._lock:
+            is_runnable = self._stream.runnable
+            if is_runnable:
+                self._stream.step()
+            return is_runnable
+
     @property
     def idle(self) -> bool:
         """True if every launched kernel has run."""
