@@ -159,6 +159,6 @@ def test_a_connector_whose_start_up_data_replaces_ours_is_named(world: World) ->
     class TheirHandshake(KVConnectorHandshakeMetadata):  # type: ignore[misc]  # vllm is untyped here
         pass
 
-    world.connector._scheduler.planner = None  # as at the start of the engine
+    world.connector.serving = None  # as at the start of the engine
     with pytest.raises(OffloadError, match="here TheirHandshake"):
         world.connector.set_xfer_handshake_metadata({0: TheirHandshake()})
