@@ -12,7 +12,7 @@ from __future__ import annotations
 import asyncio
 import random
 from collections import deque
-from collections.abc import Coroutine, Iterator, Mapping
+from collections.abc import Coroutine, Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
@@ -24,7 +24,6 @@ import pytest
 from vllm import SamplingParams
 from vllm.config import VllmConfig
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
-from vllm.engine.arg_utils import EngineArgs
 from vllm.utils.hashing import get_hash_fn_by_name
 from vllm.v1.core.kv_cache_utils import (
     generate_scheduler_kv_cache_config,
@@ -38,44 +37,19 @@ from vllm.v1.outputs import DraftTokenIds, ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 from vllm.v1.structured_output import StructuredOutputManager
 
-from offload.connector.compat.doctor import make_kv_cache_config
 from offload.connector.connector import OffloadConnector
 from offload.connector.worker import worker_side
 from offload.worker import rank_memory
-from tests.models.configs import QWEN3
-from tests.models.families import write_model
 from tests.oracle.clock import pass_time_by_steps
+from tests.oracle.conditions import HASH, Conditions, make_config
 from tests.oracle.forward import VOCABULARY, ForwardPass, Running
 from tests.oracle.memory import KvMemory, Prefix
 from tests.oracle.models import OracleModel, in_short_steps
 from tests.oracle.runner import RunnerV1, RunnerV2
-from tests.patience import PATIENCE_S, turns
-from tests.vllm.engine import transfer_config
+from tests.patience import turns
 from tiers.base import ReadOutcome, Tier
 from tiers.testing.memory_tier import MemoryTier
 from tiers.testing.simulated_copy import SimulatedCopyEngine
-
-HASH = "sha256_cbor"
-MAX_TOKENS = 152
-
-
-@dataclass(frozen=True)
-class Conditions:
-    """The conditions of a world. ``slots`` of the CPU tier; ``tier``: whether there is a lower
-    tier; ``fault_rate`` of its reads; ``late``: the maximum number of turns that copies get per
-    step; ``runner``: the simulated model runner; ``scheduling``: vLLM's policy; ``options``: more
-    of the configuration."""
-
-    slots: int = 24
-    tier: bool = True
-    fault_rate: float = 0.0
-    late: int = 6
-    asynchronous: bool = False
-    batched_tokens: int = 32
-    chunk_blocks: int = 1
-    runner: int = 1
-    scheduling: str = "fcfs"
-    options: Mapping[str, Any] = field(default_factory=dict)
 
 
 class PumpedLoop:
@@ -127,47 +101,6 @@ class Step:
     output: ModelRunnerOutput
     drafts: DraftTokenIds | None
     done: list[bool] = field(default_factory=list)
-
-
-def make_config(model: OracleModel, conditions: Conditions, folder: Path) -> tuple[VllmConfig, Any]:
-    """vLLM's own configuration and KV cache configuration for the model's layers."""
-    tiers = [{"type": "file", "path": str(folder / "kv"), "capacity": "1MiB", "reserve": 0}]
-    extra = {
-        "cpu": {"capacity": conditions.slots * 4096},
-        "tiers": tiers if conditions.tier else [],
-        "chunk_blocks": conditions.chunk_blocks,
-        **dict.fromkeys(("load_timeout_s", "tier_timeout_s"), PATIENCE_S),
-    } | dict(conditions.options)
-    speculative = None
-    if model.drafts:
-        count = {"num_speculative_tokens": model.drafts, "prompt_lookup_max": 2}
-        speculative = {"method": "ngram"} | count
-    config = EngineArgs(
-        model=str(write_model(folder / "model", QWEN3)),
-        kv_transfer_config=transfer_config(extra),
-        speculative_config=speculative,
-        max_model_len=MAX_TOKENS,
-        max_num_batched_tokens=conditions.batched_tokens,
-        max_num_seqs=4,
-        scheduling_policy=conditions.scheduling,
-        enable_prefix_caching=True,
-        prefix_caching_hash_algo=HASH,
-        # two steps in flight keep more blocks of a window
-        num_gpu_blocks_override=model.blocks * 3 // 2 if conditions.asynchronous else model.blocks,
-        enforce_eager=True,
-    ).create_engine_config()
-    if model.draft_head:
-        config.speculative_config.method = "mtp"
-    # On the CPU platform, vLLM turns asynchronous scheduling off, and it refuses it with n-grams.
-    # The scheduler treats all drafts alike.
-    config.scheduler_config.async_scheduling = conditions.asynchronous
-    cache = config.cache_config
-    cache.block_size, cache.mamba_cache_mode = model.block_tokens, "align"
-    cache.kv_cache_layout = model.layout
-    cache.prefix_match_unit = model.match_unit
-    kv_cache_config = make_kv_cache_config(config, model.layers(), 1 << 30)
-    cache.num_gpu_blocks = kv_cache_config.num_blocks
-    return config, kv_cache_config
 
 
 class OracleEngine:

@@ -52,7 +52,7 @@ def conditions_of(name: str, seed: int) -> Conditions:
 
 
 def must_restore(conditions: Conditions) -> bool:
-    """Whether the CPU tier is large enough to hold chunks until they are requested again."""
+    """True if the CPU tier is large enough to hold chunks until they are requested again."""
     return conditions.slots > (60 if conditions.asynchronous else 12)
 
 

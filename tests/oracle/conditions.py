@@ -1,0 +1,81 @@
+"""The conditions of the oracle's worlds, and vLLM's configuration for them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from vllm.config import VllmConfig
+from vllm.engine.arg_utils import EngineArgs
+
+from offload.connector.compat.doctor import make_kv_cache_config
+from tests.models.configs import QWEN3
+from tests.models.families import write_model
+from tests.oracle.models import OracleModel
+from tests.patience import PATIENCE_S
+from tests.vllm.engine import transfer_config
+
+HASH = "sha256_cbor"
+MAX_TOKENS = 152
+
+
+@dataclass(frozen=True)
+class Conditions:
+    """The conditions of a world. ``slots`` of the CPU tier; ``tier``: whether there is a lower
+    tier; ``fault_rate`` of its reads; ``late``: the maximum number of turns that copies get per
+    step; ``runner``: the simulated model runner; ``scheduling``: vLLM's policy; ``options``: more
+    of the configuration."""
+
+    slots: int = 24
+    tier: bool = True
+    fault_rate: float = 0.0
+    late: int = 6
+    asynchronous: bool = False
+    batched_tokens: int = 32
+    chunk_blocks: int = 1
+    runner: int = 1
+    scheduling: str = "fcfs"
+    options: Mapping[str, Any] = field(default_factory=dict)
+
+
+def make_config(model: OracleModel, conditions: Conditions, folder: Path) -> tuple[VllmConfig, Any]:
+    """vLLM's own configuration and KV cache configuration for the model's layers."""
+    tiers = [{"type": "file", "path": str(folder / "kv"), "capacity": "1MiB", "reserve": 0}]
+    extra = {
+        "cpu": {"capacity": conditions.slots * 4096},
+        "tiers": tiers if conditions.tier else [],
+        "chunk_blocks": conditions.chunk_blocks,
+        **dict.fromkeys(("load_timeout_s", "tier_timeout_s"), PATIENCE_S),
+    } | dict(conditions.options)
+    speculative = None
+    if model.drafts:
+        count = {"num_speculative_tokens": model.drafts, "prompt_lookup_max": 2}
+        speculative = {"method": "ngram"} | count
+    config = EngineArgs(
+        model=str(write_model(folder / "model", QWEN3)),
+        kv_transfer_config=transfer_config(extra),
+        speculative_config=speculative,
+        max_model_len=MAX_TOKENS,
+        max_num_batched_tokens=conditions.batched_tokens,
+        max_num_seqs=4,
+        scheduling_policy=conditions.scheduling,
+        enable_prefix_caching=True,
+        prefix_caching_hash_algo=HASH,
+        # two steps in flight keep more blocks of a window
+        num_gpu_blocks_override=model.blocks * 3 // 2 if conditions.asynchronous else model.blocks,
+        enforce_eager=True,
+    ).create_engine_config()
+    if model.draft_head:
+        config.speculative_config.method = "mtp"
+    # On the CPU platform, vLLM turns asynchronous scheduling off, and it refuses it with n-grams.
+    # The scheduler treats all drafts alike.
+    config.scheduler_config.async_scheduling = conditions.asynchronous
+    cache = config.cache_config
+    cache.block_size, cache.mamba_cache_mode = model.block_tokens, "align"
+    cache.kv_cache_layout = model.layout
+    cache.prefix_match_unit = model.match_unit
+    kv_cache_config = make_kv_cache_config(config, model.layers(), 1 << 30)
+    cache.num_gpu_blocks = kv_cache_config.num_blocks
+    return config, kv_cache_config
