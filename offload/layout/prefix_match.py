@@ -5,7 +5,7 @@ A boundary is a hit if every group can resume there: its chunks from ``tail_star
 are present, or end before ``start_tokens`` (the GPU's own cache has all blocks up to there). A
 draft group needs one more chunk as proof, which is not loaded. The result equals that of vLLM's
 ``find_longest_cache_hit``, with which tests compare it. The algorithm is the same, too: each group
-lowers the bound until none lowers it further.
+lowers the bound until none lowers it further. A group that needs all chunks does so only once.
 
 Presence is queried in batches and kept as bytes, one per chunk (0 or 1), so that ``bytes.find``
 does the search in C.
@@ -32,23 +32,19 @@ that is not present, or ``end``."""
 
 def present_in(*containers: Container[bytes]) -> PresentBatch:
     """Presence in any of the containers (tiers, nearest first)."""
-    if len(containers) == 1:
-        contains = containers[0].__contains__
-        return lambda keys: bytes(map(contains, keys))
-    tests = [container.__contains__ for container in containers]
-    return lambda keys: _present_in_any(keys, tests)
+    return partial(_present_in_any, containers)
 
 
-def _present_in_any(keys: Sequence[bytes], tests: Sequence[Callable[[bytes], bool]]) -> bytes:
-    """Query one container after another, until all keys are found.
+def _present_in_any(containers: Sequence[Container[bytes]], keys: Sequence[bytes]) -> bytes:
+    """Query one container after another, until all keys are found; empty ones need no query.
 
     Whole batches, combined as numbers, run at C speed; querying each missing key separately would
     not.
     """
     everything = int.from_bytes(b"\1" * len(keys))
     found = 0
-    for contains in tests:
-        found |= int.from_bytes(bytes(map(contains, keys)))
+    for container in filter(None, containers):
+        found |= int.from_bytes(bytes(map(container.__contains__, keys)))
         if found == everything:
             break
     return found.to_bytes(len(keys))
@@ -75,9 +71,9 @@ class PrefixMatcher:
         self.layout = layout
         self._alignment = layout.alignment_tokens
         self._alone = len(layout.groups) + len(layout.skipped) == 1
-        self._full_first = sorted(
-            range(len(layout.groups)), key=lambda i: layout.groups[i].kind != FULL
-        )
+        indexes = range(len(layout.groups))
+        self._full = [at for at in indexes if layout.groups[at].kind == FULL]
+        self._tails = [at for at in indexes if layout.groups[at].kind != FULL]
 
     def longest_match(
         self,
@@ -95,31 +91,45 @@ class PrefixMatcher:
         ``present`` for groups that need every chunk.
         """
         batch = present if callable(present) else present_in(present)
-        bound = limit_tokens // self._alignment * self._alignment
-        counts = [len(mine) for mine in keys]
+        groups, counts = self.layout.groups, list(map(len, keys))
         if self._alone:
-            counts[0] = min(counts[0], limit_tokens // self.layout.groups[0].chunk_tokens)
-        groups = [
-            _GroupLookup(
-                self.layout.groups[g],
-                keys[g],
-                counts[g],
-                batch,
-                start_tokens,
-                self._alignment,
-                partial(first_gap, g) if first_gap is not None else None,
-            )
-            for g in self._full_first
+            counts[0] = min(counts[0], limit_tokens // groups[0].chunk_tokens)
+        bound = limit_tokens // self._alignment * self._alignment
+        find_gap = first_gap or partial(_scan, batch)
+        for at in self._full:
+            if bound > start_tokens:
+                bound = self._lower_full(at, keys[at], counts[at], start_tokens, bound, find_gap)
+        if not self._tails:
+            return max(bound, start_tokens)
+        tails = [
+            _Tail(groups[at], keys[at], counts[at], batch, start_tokens, self._alignment)
+            for at in self._tails
         ]
-        while bound > start_tokens:
+        before = start_tokens
+        while start_tokens < bound != before:
             before = bound
-            for group in groups:
-                bound = group.lower(bound)
-                if bound <= start_tokens:
-                    return start_tokens
-            if bound == before:
-                return bound
-        return start_tokens
+            for tail in tails:
+                bound = tail.lower(bound)
+        return max(bound, start_tokens)
+
+    def _lower_full(
+        self,
+        at: int,
+        keys: Sequence[bytes],
+        count: int,
+        start: int,
+        bound: int,
+        find_gap: FirstGap,
+    ) -> int:
+        """The largest aligned boundary up to ``bound`` that a group can restore that needs every
+        chunk of its first ``count``."""
+        group = self.layout.groups[at]
+        size, proof = group.chunk_tokens, 1 if group.draft else 0
+        bound = min(bound, (count - proof) * size) // self._alignment * self._alignment
+        if bound <= start:
+            return bound
+        gap = find_gap(at, keys, start // size, bound // size + proof)
+        return min(bound, (gap - proof) * size // self._alignment * self._alignment)
 
     def next_boundary(self, hit_tokens: int) -> int:
         """The first boundary that is longer than this prefix."""
@@ -135,7 +145,7 @@ class PrefixMatcher:
         """The first missing chunk at the boundary after a longest hit: a group's index in the
         layout, and the chunk. ``None`` if this chunk has no key yet (a draft group's proof)."""
         boundary = self.next_boundary(hit_tokens)
-        for at in self._full_first:
+        for at in (*self._full, *self._tails):
             group = self.layout.groups[at]
             known = hit_tokens if group.kind == FULL else start_tokens
             needed = _needed(group, known, boundary, group.chunk_tokens)
@@ -203,9 +213,19 @@ def _needed(group: GroupLayout, start: int, boundary: int, unit: int) -> range:
     return range(max(start, group.tail_start(boundary)) // unit, -(-boundary // unit))
 
 
-class _GroupLookup:
-    """Lowers a bound to the longest prefix that one group can restore from its first ``count``
-    chunks.
+def _scan(present: PresentBatch, _group: int, keys: Sequence[bytes], first: int, end: int) -> int:
+    """A ``FirstGap`` that queries everything."""
+    for low in range(first, end, MATCH_BATCH):
+        flags = present(keys[low : min(end, low + MATCH_BATCH)])
+        gap = flags.find(0)
+        if gap >= 0:
+            return low + gap
+    return end
+
+
+class _Tail:
+    """Lowers a bound to the longest prefix that one group can restore of which it needs only the
+    last chunks.
 
     Bounds only fall, so the presence of each chunk is queried at most once.
     """
@@ -218,55 +238,29 @@ class _GroupLookup:
         batch: PresentBatch,
         start: int,
         alignment: int,
-        first_gap: Callable[[Sequence[bytes], int, int], int] | None,
     ) -> None:
         self._layout = layout
         self._keys = keys
-        self._count = count
         self._batch = batch
         self._start = start
         self._alignment = alignment
         self._proof = 1 if layout.draft else 0
+        self._end = (count - self._proof) * layout.chunk_tokens
         self._first = start // layout.chunk_tokens
-        self._gap = -1
-        self._find_gap = first_gap or self._scan
         self._flags = b""
         self._flags_from = -1
-
-    def lower(self, bound: int) -> int:
-        """The largest aligned boundary up to ``bound`` that this group can restore; at most
-        ``start`` if there is none."""
-        chunks = self._count - self._proof
-        bound = self._align_down(min(bound, chunks * self._layout.chunk_tokens))
-        if self._layout.kind == FULL:
-            return self._lower_full(bound)
-        return self._lower_tail(bound)
 
     def _align_down(self, tokens: int) -> int:
         return tokens // self._alignment * self._alignment
 
-    def _lower_full(self, bound: int) -> int:
-        """Find the first gap after ``start`` in the first call; later calls only trim the
-        result."""
-        size = self._layout.chunk_tokens
-        if self._gap < 0:
-            end = bound // size + self._proof
-            self._gap = self._find_gap(self._keys, self._first, max(end, self._first))
-        return min(bound, self._align_down((self._gap - self._proof) * size))
+    def lower(self, bound: int) -> int:
+        """The largest aligned boundary up to ``bound`` that this group can restore; at most
+        ``start`` if there is none.
 
-    def _scan(self, keys: Sequence[bytes], first: int, end: int) -> int:
-        """The first chunk of ``[first, end)`` that is not present, or ``end``."""
-        for low in range(first, end, MATCH_BATCH):
-            flags = self._batch(keys[low : min(end, low + MATCH_BATCH)])
-            gap = flags.find(0)
-            if gap >= 0:
-                return low + gap
-        return end
-
-    def _lower_tail(self, bound: int) -> int:
-        """Go from right to left: a missing chunk rules out every boundary whose tail contains
-        it."""
+        Goes from right to left: a missing chunk rules out every boundary whose tail contains it.
+        """
         size = self._layout.chunk_tokens
+        bound = self._align_down(min(bound, self._end))
         while bound > self._start:
             end = bound // size + self._proof
             low = max(self._start, self._layout.tail_start(bound)) // size

@@ -34,20 +34,16 @@ class Action(Enum):
 
     ``BEGIN``: it loads its whole hit. ``WAIT``: it waits for its reads. ``COMPUTE`` and ``LATE``:
     it loads the chunks in the CPU tier and computes the rest, because computing is faster, or
-    because the reads took too long.
+    because the reads took too long. ``shorten_reason`` says why it loads less than its whole hit.
     """
 
     BEGIN = "begin"
     WAIT = "wait"
-    COMPUTE = "compute"
-    LATE = "late"
+    COMPUTE = "compute", ShortenReason.QUEUE
+    LATE = "late", ShortenReason.LATE
 
-    @property
-    def shorten_reason(self) -> ShortenReason:
-        """Why only the chunks in the CPU tier are loaded; ``NOTHING`` if all are."""
-        return {Action.COMPUTE: ShortenReason.QUEUE, Action.LATE: ShortenReason.LATE}.get(
-            self, ShortenReason.NOTHING
-        )
+    def __init__(self, _name: str, shorten_reason: ShortenReason = ShortenReason.NOTHING) -> None:
+        self.shorten_reason = shorten_reason
 
 
 @dataclass(frozen=True, slots=True)

@@ -149,11 +149,6 @@ class Allowance:
         self._spend = spend
         self._tenths = 0  # taken but not yet charged to the budget
 
-    @property
-    def available(self) -> int:
-        """The number of chunks that may be handled now."""
-        return max(self.left, self.chunks_min)
-
     def take(self, chunks: int) -> None:
         """Record that ``chunks`` were handled, even if this exceeds the allowance, and charge them
         to the budget."""

@@ -10,6 +10,7 @@ import logging
 import operator
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 
 from offload.index.chunk_batch import ChunkBatch
 from offload.layout.prefix_match import PrefixMatcher, present_in
@@ -46,10 +47,17 @@ class Lookups:
         self.log = log
         self._matcher = matcher
         self._planner = planner
-        self._search = HitSearch(matcher, planner, computing)
+        holders = planner.sources.holders
+        self._search = HitSearch(matcher, planner, holders, computing)
+        # requests that wait anyway
+        self._search_ahead = HitSearch(
+            matcher, planner, partial(holders, is_ahead=True), lambda: None
+        )
         self._unfinished: dict[str, tuple[RequestState, Prompt]] = {}
         self._asked: set[str] = set()  # in this step
         self._chunk_blocks = [group.chunk_blocks for group in matcher.layout.groups]
+        self._alignment = matcher.layout.alignment_tokens
+        self._restores_whole = matcher.layout.restores_whole_prompts
         self._explainer = Explainer(matcher, namespace_differences)
         self._computing = computing
 
@@ -110,7 +118,7 @@ class Lookups:
                     self.forget(state)
                 if end > computed_tokens and not self._can_load(state, end):
                     is_waiting = self._refuse(state, end, time.monotonic())
-                lookup.end(end, hit.shorten_reason.value)
+                lookup.end(end, hit.shorten_reason)
                 self._asked.add(identity.request)
         self.seconds += time.perf_counter() - started
         self.count += 1
@@ -124,7 +132,7 @@ class Lookups:
         now = time.monotonic()
         wait = state.lookup.wait
         if wait is None or shared.is_stale(wait, now):
-            end = self._limits(state, request, start).start
+            end = self._wanted_end(state, request, start)
             wait = self._query_chunks(state, range(start, end), now)
             state.lookup.note_query(wait)
         return shared.check_wait(wait, now)
@@ -145,13 +153,15 @@ class Lookups:
         state.identity.extend(request.block_hashes)
         allowance = self._planner.budget.lookups
         size = min(group.chunk_tokens for group in self._matcher.layout.groups)
-        end = self._limits(state, request, start).start
+        end = self._wanted_end(state, request, start)
         end = min(end, start + size * allowance.chunks)
         allowance.take((end - start) // size)
         return self._query_chunks(state, range(start, end), now)
 
     def _can_load(self, state: RequestState, end_tokens: int) -> bool:
         """True if the planner accepts the load of a hit that ends at this token."""
+        if not self._planner.loads.loading:  # one load is always accepted, however large
+            return True
         chunks = [len(part) for part in self.load_ranges(state, end_tokens)]
         blocks = sum(map(operator.mul, chunks, self._chunk_blocks))
         return self._planner.loads.can_load(sum(chunks), blocks, state.identity.origin)
@@ -173,13 +183,12 @@ class Lookups:
         patience_s = planner.health.load_timeout_s if has_read else lookup.patience_s
         return now - lookup.refused_s < patience_s
 
-    def _limits(self, state: RequestState, request: Prompt, start: int) -> range:
-        """The range from the longest prefix that the request's options allow to the longest that
-        its prompt allows, in tokens, if vLLM holds its first ``start`` tokens."""
+    def _wanted_end(self, state: RequestState, request: Prompt, start: int) -> int:
+        """The end of the longest prefix that the request's options allow to load, in tokens, if
+        vLLM holds its first ``start`` tokens."""
         possible = self._restorable(request, start)
         tokens_max = state.identity.origin.controls.max_load_tokens
-        wanted = possible if tokens_max is None else min(possible, start + tokens_max)
-        return range(wanted, possible)
+        return possible if tokens_max is None else min(possible, start + tokens_max)
 
     def _restorable(self, request: Prompt, start: int) -> int:
         """The most tokens that can be restored if vLLM holds the first ``start`` tokens.
@@ -188,9 +197,8 @@ class Lookups:
         was restored. If only the last block is missing, it is computed: that takes the same one
         step as computing one token, without a load before it.
         """
-        layout = self._matcher.layout
         tokens = request.num_tokens
-        whole = layout.restores_whole_prompts and tokens - start > layout.alignment_tokens
+        whole = self._restores_whole and tokens - start > self._alignment
         return tokens if whole else tokens - 1
 
     def load_ranges(self, state: RequestState, end_tokens: int) -> tuple[range, ...]:
@@ -207,17 +215,14 @@ class Lookups:
         self,
         state: RequestState,
         request: Prompt,
-        computed_tokens: int,
+        start: int,
         shorten_reason: ShortenReason = ShortenReason.NOTHING,
     ) -> Hit:
-        identity, possible = state.identity, self._limits(state, request, computed_tokens).stop
-        hit = self._search.longest(
-            identity.keys,
-            identity.origin,
-            state.lookup.known,
-            range(computed_tokens, possible),
-            shorten_reason=shorten_reason,
-        )
+        end = self._wanted_end(state, request, start)
+        if shorten_reason is ShortenReason.NOTHING:
+            hit = self._search.longest(state, start, end)
+        else:
+            hit = self._search.in_cpu_tier(state, start, end, shorten_reason)
         if hit.shorten_reason is not ShortenReason.NOTHING:
             self._planner.stats.shortened()
         return hit
@@ -228,15 +233,9 @@ class Lookups:
         Does not change the result of the request's last lookup, because vLLM may still rely on that
         hit.
         """
-        identity = state.identity
-        identity.extend(request.block_hashes)
-        end = self._search.longest(
-            identity.keys,
-            identity.origin,
-            state.lookup.known,
-            range(start, self._restorable(request, start)),
-            is_ahead=True,
-        ).end_tokens
+        state.identity.extend(request.block_hashes)
+        limit = self._wanted_end(state, request, start)
+        end = self._search_ahead.longest(state, start, limit).end_tokens
         return None if end is None else self._batches(state, self._matcher.load_ranges(start, end))
 
     def _batches(self, state: RequestState, ranges: Sequence[range]) -> list[ChunkBatch]:
@@ -257,9 +256,9 @@ class Lookups:
         lookup.accept()
         if lookup.logged is not None:
             return
-        limits = self._limits(state, request, lookup.start)
-        alignment = self._matcher.layout.alignment_tokens
-        wanted = max(0, limits.stop // alignment * alignment - lookup.start)
+        wanted_end = self._wanted_end(state, request, lookup.start)
+        limits = range(wanted_end, self._restorable(request, lookup.start))
+        wanted = max(0, limits.stop // self._alignment * self._alignment - lookup.start)
         is_used = not (state.identity.no_load or lookup.refused)
         hit = min(lookup.hit_end_tokens - lookup.start, external_tokens) if is_used else 0
         # a client can choose the request's name, so it may have been used before
@@ -295,8 +294,8 @@ class Lookups:
             return Miss(Reason.BUDGET)
         if hit < end - start:
             return Miss(Reason.FILTERED, note="vLLM accepted fewer tokens than were found")
-        if lookup.shortened:
-            return Miss(Reason.BREAK_EVEN, note=lookup.shortened)
+        if lookup.shortened is not ShortenReason.NOTHING:
+            return Miss(Reason.BREAK_EVEN, note=lookup.shortened.value)
         return self._explainer.why(self._planner, identity, start, end, limits)
 
     def ended(self, ended: Iterable[RequestState], failures: Iterable[RequestState]) -> None:

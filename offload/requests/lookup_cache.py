@@ -8,6 +8,7 @@ used on vLLM's scheduler thread.
 from __future__ import annotations
 
 from collections.abc import Container, Iterable, Sequence
+from operator import is_
 
 from offload.layout.prefix_match import MATCH_BATCH, FirstGap, present_in
 from offload.planner.step_budget import Allowance
@@ -39,7 +40,7 @@ class KnownRange:
         """True if this range has chunks from ``first`` on, for the same holders."""
         if not self.first <= first <= self.end or len(holders) != len(self.holders):
             return False
-        return all(a is b for a, b in zip(holders, self.holders, strict=True))
+        return all(map(is_, holders, self.holders))
 
     def cut(self, keys: Sequence[bytes], gone: Iterable[Sequence[bytes]]) -> None:
         """Shorten the range to end before the first of these removed chunks that no holder has any
@@ -55,10 +56,17 @@ class KnownRange:
                     self.end, self.has_gap = self.chunk_of[key], True
 
     def extend(self, keys: Sequence[bytes], end: int, keys_max: int) -> int:
-        """Query up to ``keys_max`` more chunks before ``end``; returns how many were queried."""
+        """Query up to ``keys_max`` more chunks before ``end``; returns how many were queried.
+
+        The first query is small if its first chunk is likely to be missing, as for a new prompt. It
+        is for one chunk if that was missing before, because it usually still is.
+        """
         present, asked = present_in(*self.holders), 0
+        batch = FIRST_BATCH if self.end == self.first else MATCH_BATCH
+        if self.has_gap:
+            batch = 1
         while self.end < end and asked < keys_max:
-            size = min(self._batch(), end - self.end, keys_max - asked)
+            size = min(batch, end - self.end, keys_max - asked)
             part = keys[self.end : self.end + size]
             gap = present(part).find(0)
             there = gap if gap >= 0 else size
@@ -70,17 +78,8 @@ class KnownRange:
             asked += size
             if self.has_gap:
                 break
+            batch = MATCH_BATCH
         return asked
-
-    def _batch(self) -> int:
-        """The number of chunks to query next.
-
-        It is small if the first chunk is likely to be missing, as for a new prompt. It is 1 if the
-        next chunk was missing before, because it usually still is.
-        """
-        if self.has_gap:
-            return 1
-        return MATCH_BATCH if self.end > self.first else FIRST_BATCH
 
 
 class PartialLookup:
@@ -124,7 +123,7 @@ class PartialLookup:
             known = self._known((above, group), keys, first, holders, removals)
             if known.end >= end:
                 return max(first, end)
-            keys_max = allowance.available
+            keys_max = max(allowance.left, allowance.chunks_min)
             if self._partial_lookups > 2 * (end - first) // allowance.chunks_min + 1:
                 keys_max = end - first
             allowance.take(known.extend(keys, end, keys_max))

@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 
 from offload.planner.ahead_use import NOT_READ_AHEAD, AheadUse
 from offload.planner.jobs import LoadTokens
+from offload.planner.load_or_recompute import ShortenReason
 from offload.planner.own_chunks import OwnChunks
 from offload.planner.presence import PendingLookup
 from offload.requests.lookup_cache import PartialLookup
@@ -60,7 +61,7 @@ class LookupState:
         self.is_promised = False
         self.refused = False
         self.refused_s = self.patience_s = 0.0
-        self.shortened = ""
+        self.shortened = ShortenReason.NOTHING
         self.waited_s = 0.0
         self.ahead = NOT_READ_AHEAD
         self.load: tuple[range, ...] = ()
@@ -103,7 +104,7 @@ class LookupState:
         """Set how long the request may wait for other loads after its load was refused."""
         self.patience_s = patience_s
 
-    def end(self, hit_end_tokens: int, shortened: str) -> None:
+    def end(self, hit_end_tokens: int, shortened: ShortenReason) -> None:
         """End the lookup with this hit, which is promised to vLLM unless it was refused."""
         self.hit_end_tokens = hit_end_tokens
         self.shortened = shortened

@@ -5,8 +5,7 @@ from __future__ import annotations
 import pytest
 
 from offload.index.capacity import ByteCapacity, SlotCapacity
-from offload.index.chunk_batch import UNKNOWN, ChunkBatch, GroupInfo, RequestOrigin
-from offload.index.request_options import Controls
+from offload.index.chunk_batch import ChunkBatch, GroupInfo
 from offload.index.tier_index import TierIndex
 from offload.layout.groups import FULL, GroupLayout, ModelLayout
 from offload.layout.keys import group_suffix
@@ -15,7 +14,8 @@ from offload.planner.load_or_recompute import DEADLINE_SHARE, SAMPLES_MIN, STOP_
 from offload.planner.planner import Planner
 from offload.planner.tier_health import HealthLimits, TierHealths
 from offload.requests.hit_search import Hit, HitSearch
-from offload.requests.lookup_cache import PartialLookup
+from offload.requests.request_identity import RequestIdentity
+from offload.requests.request_state import RequestState
 from policies.base import EntryInfo
 from policies.eviction.lru import LruPolicy
 
@@ -23,8 +23,9 @@ CHUNK = 16
 CHUNKS = 40
 RATE = 1000.0
 """Computed tokens per second."""
-LAYOUT = ModelLayout(1024, 1, CHUNK, (GroupLayout(0, FULL, CHUNK, 1, ("layer",), 64),))
-KEYS = [bytes([n]) + group_suffix(0) for n in range(CHUNKS)]
+LAYOUT = ModelLayout(1024, CHUNK, CHUNK, (GroupLayout(0, FULL, CHUNK, 1, ("layer",), 64),))
+HASHES = [bytes([n]) for n in range(CHUNKS)]
+KEYS = [block_hash + group_suffix(0) for block_hash in HASHES]
 
 
 def planner_with(cpu: int, *below: int, limits: HealthLimits | None = None) -> Planner:
@@ -50,15 +51,23 @@ def slow(planner: Planner, tier: int) -> None:
         planner.health[tier].loaded(CHUNK, 10 * CHUNK / RATE / STOP_BELOW, 0.0)
 
 
-def hit(
-    planner: Planner, start: int = 0, origin: RequestOrigin = UNKNOWN, computing: int = 0
-) -> Hit:
-    search = HitSearch(PrefixMatcher(LAYOUT), planner, lambda: computing)
-    return search.longest([KEYS], origin, PartialLookup(), range(start * CHUNK, CHUNKS * CHUNK))
+def request_state() -> RequestState:
+    identity = RequestIdentity("r", LAYOUT)
+    identity.extend(HASHES)
+    return RequestState(identity)
 
 
-def chunks_to_load(planner: Planner, start: int = 0, origin: RequestOrigin = UNKNOWN) -> int:
-    found = hit(planner, start, origin)
+def search_of(planner: Planner, computing: int = 0) -> HitSearch:
+    return HitSearch(PrefixMatcher(LAYOUT), planner, planner.sources.holders, lambda: computing)
+
+
+def hit(planner: Planner, start: int = 0, computing: int = 0) -> Hit:
+    search = search_of(planner, computing)
+    return search.longest(request_state(), start * CHUNK, CHUNKS * CHUNK)
+
+
+def chunks_to_load(planner: Planner, start: int = 0) -> int:
+    found = hit(planner, start)
     assert found.end_tokens is not None
     return found.end_tokens // CHUNK
 
@@ -94,13 +103,6 @@ def test_tokens_in_the_gpus_cache_do_not_count() -> None:
     slow(planner, 0)
     assert chunks_to_load(planner) == 15
     assert chunks_to_load(planner, start=6) == 6
-
-
-@pytest.mark.parametrize(("tokens", "loaded"), [(0, 2), (CHUNK - 1, 2), (3 * CHUNK, 5), (900, 9)])
-def test_a_client_limits_what_is_loaded(tokens: int, loaded: int) -> None:
-    planner = planner_with(9)
-    origin = RequestOrigin(controls=Controls(max_load_tokens=tokens))
-    assert chunks_to_load(planner, start=2, origin=origin) == loaded
 
 
 def test_each_of_two_tiers_is_judged_separately() -> None:
@@ -193,6 +195,14 @@ def test_chunks_of_nearer_tiers_behind_the_first_gap_need_no_read() -> None:
     delivers(planner, 0, 2)
     planner.cpu.recover(KEYS[15:30], [EntryInfo(0, size_bytes=1)] * 15)
     assert hit(planner) == Hit(30 * CHUNK)
+
+
+@pytest.mark.parametrize(("cpu", "below"), [(5, 4), (0, 9), (9, 0), (0, 0)])
+def test_what_is_in_the_cpu_tier_is_loaded_without_the_rest(cpu: int, below: int) -> None:
+    planner = planner_with(cpu, below)
+    search, why = search_of(planner), ShortenReason.LATE
+    found = search.in_cpu_tier(request_state(), 0, CHUNKS * CHUNK, why)
+    assert found == (Hit(cpu * CHUNK, why) if below else Hit(cpu * CHUNK))
 
 
 def test_a_load_counts_until_its_request_stops_waiting() -> None:

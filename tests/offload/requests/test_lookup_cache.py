@@ -9,17 +9,17 @@ from collections.abc import Callable
 import pytest
 
 from offload.index.capacity import ByteCapacity, SlotCapacity
-from offload.index.chunk_batch import UNKNOWN, ChunkBatch, GroupInfo
+from offload.index.chunk_batch import ChunkBatch, GroupInfo
 from offload.index.tier_index import TierIndex
 from offload.layout.groups import FULL, WINDOW, GroupLayout, ModelLayout
-from offload.layout.keys import group_suffix
 from offload.layout.prefix_match import PrefixMatcher
 from offload.messages.report import JobResult, StepReport
 from offload.planner.planner import Planner
 from offload.planner.step_budget import Allowance
 from offload.requests import lookup_cache as known_prefix
 from offload.requests.hit_search import HitSearch
-from offload.requests.lookup_cache import PartialLookup
+from offload.requests.request_identity import RequestIdentity
+from offload.requests.request_state import RequestState
 from offload.telemetry.removed_chunks import RemovalLog
 from policies.base import EntryInfo
 from policies.eviction.lru import LruPolicy
@@ -48,10 +48,9 @@ class ChangingTiers:
         self.random = random.Random(seed)
         layout = ModelLayout(1024, CHUNK, max(g.chunk_tokens for g in groups), groups)
         self.matcher = PrefixMatcher(layout)
-        self.keys = [
-            [bytes([n]) + group_suffix(g.group) for n in range(CHUNKS // g.chunk_blocks)]
-            for g in groups
-        ]
+        self.identity = RequestIdentity("r", layout)
+        self.identity.extend([bytes([n]) for n in range(CHUNKS)])
+        self.keys = [list(keys) for keys in self.identity.keys]
         self.every = [key for keys in self.keys for key in keys]
         self.cpu = TierIndex("cpu", SlotCapacity(len(self.every)), LruPolicy())
         self.disk = TierIndex("disk", ByteCapacity(10**6), LruPolicy())
@@ -61,8 +60,8 @@ class ChangingTiers:
         self.allowance = self.planner.budget.lookups
         self.allowance.chunks, self.allowance.chunks_min = STEP, LOOKUP_MIN
         self.allowance.renew()
-        self.search = HitSearch(self.matcher, self.planner, lambda: 0)
-        self.known = PartialLookup()
+        self.search = HitSearch(self.matcher, self.planner, self.planner.sources.holders, lambda: 0)
+        self.state = RequestState(self.identity)
         self.limit = CHUNKS * CHUNK
         self.loads: list[int] = []
 
@@ -70,16 +69,15 @@ class ChangingTiers:
         new = [key for key in keys if index.is_absent(key)]
         index.recover(new, [EntryInfo(int(key[-1]), size_bytes=1) for key in new])
 
-    def ask(self, start: int = 0, known: PartialLookup | None = None) -> int | None:
-        known = self.known if known is None else known
-        tokens = range(start, self.limit)
-        return self.search.longest(self.keys, UNKNOWN, known, tokens).end_tokens
+    def ask(self, start: int = 0, state: RequestState | None = None) -> int | None:
+        state = self.state if state is None else state
+        return self.search.longest(state, start, self.limit).end_tokens
 
     def truth(self, start: int = 0) -> int | None:
         """The result of a lookup without a cache and without bounds."""
         self.planner.budget.lookups = Allowance(10**6, chunks_min=10**6)
         try:
-            return self.ask(start, PartialLookup())
+            return self.ask(start, RequestState(self.identity))
         finally:
             self.planner.budget.lookups = self.allowance
 
@@ -259,7 +257,7 @@ def test_several_long_prompts_share_a_step() -> None:
     world.put(world.disk, world.every)
     assert world.ask() is None
     left = world.allowance.left
-    world.known = PartialLookup()
+    world.state = RequestState(world.identity)
     assert world.ask() is None, "another request"
     assert left - world.allowance.left == LOOKUP_MIN, "it may still query a few chunks"
 

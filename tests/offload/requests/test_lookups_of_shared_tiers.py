@@ -28,7 +28,7 @@ def test_a_request_does_not_query_forever(
     this number of steps."""
     world = PlannerOverSharedTier(limits=SharedLimits(0.05, remember_s))
     monkeypatch.setattr(lookup, "time", SimpleNamespace(monotonic=lambda: world.now))
-    layout = SimpleNamespace(groups=(), restores_whole_prompts=False)
+    layout = SimpleNamespace(groups=(), alignment_tokens=16, restores_whole_prompts=False)
     matcher: Any = SimpleNamespace(layout=layout, wanted=lambda keys, start, limit: WANTED)
     log: Any = None
     lookups = Lookups(matcher, world.planner, log)
