@@ -37,10 +37,12 @@ class OtherConnector:
         self.blocks: list[int] = []
         self.fails = False
         self.unfilled: set[int] = set()
+        self.failed: set[str] = set()
+        self.finds_nothing = False
         self._is_async = is_async
 
     def get_num_new_matched_tokens(self, request: Any, _computed: int) -> tuple[int, bool]:
-        is_mine = request.request_id.startswith("other")
+        is_mine = request.request_id.startswith("other") and not self.finds_nothing
         return (MINE, self._is_async) if is_mine else (0, False)
 
     def update_state_after_alloc(self, _request: Any, blocks: Any, tokens: int) -> None:
@@ -79,8 +81,9 @@ class World(OracleEngine):
 
         def results_of_both(finished: set[str]) -> Any:
             found = results(finished)
-            found.finished_recving |= self.other.ended
-            self.other.ended = set()
+            found.finished_recving |= self.other.ended | self.other.failed
+            found.failed_recving |= self.other.failed
+            self.other.ended, self.other.failed = set(), set()
             return found
 
         def errors() -> set[int]:
@@ -153,6 +156,19 @@ def test_blocks_that_another_connector_could_not_fill_are_not_stored(world: Worl
     world.forget_locally()
     serve(world, "again", prompt)
     assert world.planner.totals()["store_failures:cpu"] > 0
+
+
+def test_a_load_that_another_connector_failed_is_not_a_failure_of_ours(world: World) -> None:
+    prompt = list(range(MINE + 8))
+    serve(world, "first", prompt)
+    world.forget_locally()
+    request = world.ask("other", prompt)
+    world.step()
+    assert request.status is RequestStatus.WAITING_FOR_REMOTE_KVS
+    world.other.failed, world.other.finds_nothing = {"other"}, True
+    before = world.loaded().get("cpu", 0)
+    world.drain()
+    assert world.loaded().get("cpu", 0) >= before + MINE
 
 
 def test_a_connector_whose_start_up_data_replaces_ours_is_named(world: World) -> None:

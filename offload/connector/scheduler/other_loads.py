@@ -56,6 +56,10 @@ class OtherLoads:
             self._open = {name: at for name, at in self._open.items() if name not in scheduled}
         return chain.from_iterable(found)
 
+    def is_open(self, request_id: str) -> bool:
+        """True if a request waits for a load of another connector."""
+        return request_id in self._open
+
     def end(self, request_id: str) -> int:
         """Forget a request that has ended. Returns the token up to which its blocks are filled."""
         self._asked.pop(request_id, None)

@@ -351,6 +351,8 @@ class SchedulerSide:
             self.planner.loads.request_ended(request_id)
         failures = []
         for request_id in failed:
+            if self._others.is_open(request_id):  # another connector's load, not ours
+                continue
             logger.warning(
                 ("kvtiers: the load of request %s failed; vLLM recomputes its prompt"), request_id
             )
@@ -394,7 +396,7 @@ class SchedulerSide:
     def forget(self) -> None:
         """Forget everything, because the weights have changed: no chunk stored so far may be hit
         again, and nothing is written to lower tiers before ``planner.begin_epochs``."""
-        self.is_held = False
+        self.is_held = True  # for good, if this does not end
         self.requests.adapters.forget()
         self.planner.forget_all()
         self._waiting.match_again()
@@ -403,6 +405,7 @@ class SchedulerSide:
             self._digests.clear()
         for live in self.requests.by_name.values():
             self._stores.weights_changed(live.state, live.request.num_computed_tokens)
+        self.is_held = False
 
     def close(self) -> None:
         """Close the records, because the server stops."""
