@@ -91,18 +91,23 @@ class PrefixMatcher:
         ``present`` for groups that need every chunk.
         """
         batch = present if callable(present) else present_in(present)
-        groups, counts = self.layout.groups, list(map(len, keys))
+        find_gap = first_gap or partial(_scan, batch)
+        groups, alignment = self.layout.groups, self._alignment
+        counts = list(map(len, keys))
         if self._alone:
             counts[0] = min(counts[0], limit_tokens // groups[0].chunk_tokens)
-        bound = limit_tokens // self._alignment * self._alignment
-        find_gap = first_gap or partial(_scan, batch)
+        bound = limit_tokens // alignment * alignment
         for at in self._full:
-            if bound > start_tokens:
-                bound = self._lower_full(at, keys[at], counts[at], start_tokens, bound, find_gap)
+            size, proof = groups[at].chunk_tokens, 1 if groups[at].draft else 0
+            bound = min(bound, (counts[at] - proof) * size) // alignment * alignment
+            if bound <= start_tokens:
+                return start_tokens
+            gap = find_gap(at, keys[at], start_tokens // size, bound // size + proof)
+            bound = min(bound, (gap - proof) * size // alignment * alignment)
         if not self._tails:
             return max(bound, start_tokens)
         tails = [
-            _Tail(groups[at], keys[at], counts[at], batch, start_tokens, self._alignment)
+            _Tail(groups[at], keys[at], counts[at], batch, start_tokens, alignment)
             for at in self._tails
         ]
         before = start_tokens
@@ -111,25 +116,6 @@ class PrefixMatcher:
             for tail in tails:
                 bound = tail.lower(bound)
         return max(bound, start_tokens)
-
-    def _lower_full(
-        self,
-        at: int,
-        keys: Sequence[bytes],
-        count: int,
-        start: int,
-        bound: int,
-        find_gap: FirstGap,
-    ) -> int:
-        """The largest aligned boundary up to ``bound`` that a group can restore that needs every
-        chunk of its first ``count``."""
-        group = self.layout.groups[at]
-        size, proof = group.chunk_tokens, 1 if group.draft else 0
-        bound = min(bound, (count - proof) * size) // self._alignment * self._alignment
-        if bound <= start:
-            return bound
-        gap = find_gap(at, keys, start // size, bound // size + proof)
-        return min(bound, (gap - proof) * size // self._alignment * self._alignment)
 
     def next_boundary(self, hit_tokens: int) -> int:
         """The first boundary that is longer than this prefix."""
