@@ -1,4 +1,4 @@
-"""What a request may load, by its prompt and by its client's options."""
+"""Tests what a request may load, by its prompt and by its client's options."""
 
 from __future__ import annotations
 

@@ -375,7 +375,7 @@ async def test_exclusive_and_shared_tiers_exclude_each_other(tmp_path: Path) -> 
     await alone.aclose()
     await shared.open()
     await assert_holds(shared, [key_of(1)], SIZE)
-    with pytest.raises(TierIoError, match="is shared by engines"):
+    with pytest.raises(TierIoError, match="is shared by other engines"):
         await alone.open()
     await shared.aclose()
 
