@@ -17,7 +17,7 @@ from tiers.base import Key
 from tiers.folders.folder import OwnerLock, prepare
 from tiers.offline.file_reader import FileReader
 from tiers.offline.lmdb_reader import LmdbReader
-from tiers.offline.offline_folder import Checker, ListedRecord, RecordHealth
+from tiers.offline.offline_folder import Checker, ListedRecord, OfflineFolder, RecordHealth
 from tiers.offline.remove import forget_files, forget_in_lmdb
 
 KEYS_PER_LOCK = 20_000
@@ -95,13 +95,13 @@ def is_older(record: ListedRecord, before_ns: int) -> bool:
 def _open_alone(rank_folder: RankFolder, key_file: str) -> LmdbReader | FileReader:
     if rank_folder.kind == "file":
         return FileReader(rank_folder.folder)
-    # The folder was checked when the walk began, and every later user has checked it too. It is
-    # checked again before each change.
+    # ``alone_with`` has just checked who owns the folder.
     return LmdbReader(rank_folder.folder, is_owned=True, key_file=key_file)
 
 
-def _forget(rank_folder: RankFolder, reader: object, keys: Sequence[Key]) -> None:
+def _forget(rank_folder: RankFolder, reader: OfflineFolder, keys: Sequence[Key]) -> None:
     if isinstance(reader, FileReader):
         forget_files(reader, keys)
-    elif isinstance(reader, LmdbReader) and keys:
+    elif keys:
+        assert isinstance(reader, LmdbReader), f"records of {reader} cannot be removed"
         forget_in_lmdb(rank_folder.folder, reader.owner, keys)

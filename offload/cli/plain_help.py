@@ -1,6 +1,6 @@
-"""Commands whose help and errors are plain text, because importing rich takes long.
+"""Prints the help and errors of commands as plain text, because importing rich takes long.
 
-Errors also show the wrong value of an option, which typer 0.29 leaves out of some.
+Errors also show the wrong value of an option, which typer 0.29 omits from some of them.
 """
 
 from __future__ import annotations

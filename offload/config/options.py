@@ -284,8 +284,7 @@ TOP_FIELDS = (
         "File in which the prompts of this server are recorded for `kvtiers simulate`: when they "
         "arrived and which of them share blocks, but no content. The file is replaced at each "
         "start; a name that ends in `.gz` is compressed. With several data-parallel replicas, the "
-        "number of each is added to the "
-        "name.",
+        "number of each is added to the name.",
         "off",
     ),
     Field(
@@ -330,9 +329,9 @@ class TierType:
     """A type of tier that a configuration may name.
 
     ``fields`` are options of this type, in addition to ``TIER_FIELDS``. ``needs_local_disk``
-    refuses network file systems. Other engines write to tiers that are ``shared``, and to those
-    whose option ``shared`` is set. ``without`` names the ``TIER_FIELDS`` that do not apply.
-    ``io_threads`` is the default of that option. ``summary`` is for the reference.
+    refuses network file systems. ``shared`` means that other engines also write to every tier of
+    this type; otherwise the option ``shared`` decides. ``without`` names the ``TIER_FIELDS`` that
+    do not apply. ``io_threads`` is the default of that option. ``summary`` is for the reference.
     """
 
     name: str

@@ -341,6 +341,7 @@ class KvTiersConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  
         if self.serving is not None:
             self.serving.side.allocated(request, blocks.get_block_ids(), num_external_tokens)
 
+    @guarded(dict)
     def get_external_cache_hit_sources(
         self, request: Request, num_external_tokens: int
     ) -> dict[CacheHitSource, int]:

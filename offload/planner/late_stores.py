@@ -53,7 +53,8 @@ class LateStores:
     def overwritten(self, blocks: Iterable[int]) -> None:
         """Drop the chunks whose blocks are about to be overwritten, and those after them."""
         lost = frozenset(blocks)
-        if not lost or lost.isdisjoint(block for batch, _ in self._batches for block in batch.blocks):
+        held = (block for batch, _ in self._batches for block in batch.blocks)
+        if not lost or lost.isdisjoint(held):
             return
         batches, self._batches, self.chunks = self._batches, deque(), 0
         for batch, own in batches:

@@ -55,7 +55,7 @@ class OtherConnector:
         return False, None
 
 
-class World(OracleEngine):
+class TwoConnectors(OracleEngine):
     """An engine with another connector before ours. Nothing is copied unless vLLM waits for it."""
 
     def __init__(self, folder: Path, *, is_async: bool) -> None:
@@ -109,12 +109,14 @@ class World(OracleEngine):
 
 
 @pytest.fixture
-def world(request: Any, tmp_path: Path) -> Iterator[World]:
-    with World(tmp_path, is_async=getattr(request, "param", True)) as made:
+def world(request: Any, tmp_path: Path) -> Iterator[TwoConnectors]:
+    with TwoConnectors(tmp_path, is_async=getattr(request, "param", True)) as made:
         yield made
 
 
-def test_blocks_that_another_connector_still_loads_are_not_stored(world: World) -> None:
+def test_blocks_that_another_connector_still_loads_are_not_stored(
+    world: TwoConnectors,
+) -> None:
     prompt = list(range(MINE + 8))
     request = world.ask("other", prompt)
     world.step()
@@ -126,7 +128,9 @@ def test_blocks_that_another_connector_still_loads_are_not_stored(world: World) 
 
 
 @pytest.mark.parametrize("world", [True, False], indirect=True, ids=["async", "sync"])
-def test_blocks_that_another_connector_may_overwrite_are_not_stored(world: World) -> None:
+def test_blocks_that_another_connector_may_overwrite_are_not_stored(
+    world: TwoConnectors,
+) -> None:
     world.ask("first", PROMPT)
     world.step()
     world.scheduler.finish_requests("first", RequestStatus.FINISHED_ABORTED)
@@ -143,7 +147,9 @@ def test_blocks_that_another_connector_may_overwrite_are_not_stored(world: World
 
 
 @pytest.mark.parametrize("world", [False], indirect=True, ids=["sync"])
-def test_blocks_that_another_connector_could_not_fill_are_not_stored(world: World) -> None:
+def test_blocks_that_another_connector_could_not_fill_are_not_stored(
+    world: TwoConnectors,
+) -> None:
     """Their request has already run with them when vLLM learns of the failure."""
     prompt = [95] * (MINE + 8)
     world.other.fails = True
@@ -158,7 +164,9 @@ def test_blocks_that_another_connector_could_not_fill_are_not_stored(world: Worl
     assert world.planner.totals()["store_failures:cpu"] > 0
 
 
-def test_a_load_that_another_connector_failed_is_not_a_failure_of_ours(world: World) -> None:
+def test_a_load_that_another_connector_failed_is_not_a_failure_of_ours(
+    world: TwoConnectors,
+) -> None:
     prompt = list(range(MINE + 8))
     serve(world, "first", prompt)
     world.forget_locally()
@@ -171,7 +179,9 @@ def test_a_load_that_another_connector_failed_is_not_a_failure_of_ours(world: Wo
     assert world.loaded().get("cpu", 0) >= before + MINE
 
 
-def test_a_connector_whose_start_up_data_replaces_ours_is_named(world: World) -> None:
+def test_a_connector_whose_start_up_data_replaces_ours_is_named(
+    world: TwoConnectors,
+) -> None:
     class TheirHandshake(KVConnectorHandshakeMetadata):  # type: ignore[misc]  # vllm is untyped here
         pass
 

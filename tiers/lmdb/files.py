@@ -119,8 +119,8 @@ class LmdbFiles(OpenLmdbFiles):
         options, epoch = self._options, self.index.epoch
         self.found_epoch = epoch
         if options.recovery is Recovery.OFF or options.epoch > epoch:
-            # Not beyond the caller's epoch: otherwise a later increase of the caller's epoch would
-            # have no effect.
+            # Clear to the caller's epoch, not past it. If the index were ahead, the caller's next
+            # epoch would clear nothing.
             self.index.apply(Changes(clear_to_epoch=max(options.epoch, epoch)))
         expected = Expected(self._identity, self.index.epoch, limit, self.codec.key_ids)
         is_strict = options.recovery is Recovery.STRICT

@@ -132,7 +132,7 @@ class ReadItem:
 
 
 def _ignore(_job: ReadJob) -> None:
-    """The report of a job whose caller runs it."""
+    """The default report: a caller that runs the job itself needs none."""
 
 
 @dataclass(slots=True, eq=False)

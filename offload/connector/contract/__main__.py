@@ -23,7 +23,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if options.keep:
             minor_of(options.keep)
             path = write_snapshot(contract_of(source), options.keep)
-            print(f"{path}: the contract of vLLM {source.version()}")
+            print(f"{path}: recorded the interface of vLLM {source.version()}")
             return SAME
         checked = check(source, minor_of(options.against) if options.against else None)
     except (SourceError, SyntaxError) as error:
@@ -78,7 +78,7 @@ def _lines(checked: Checked) -> list[str]:
         )
     if checked.unkept:
         lines.append(
-            f"Not compared, because the kept contract lacks them (--keep): "
+            f"Not compared, because the snapshot lacks them (record it again with --keep): "
             f"{', '.join(checked.unkept)}"
         )
     return lines

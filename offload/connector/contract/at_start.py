@@ -46,8 +46,6 @@ def check_installed() -> str:
         against = load(nearest_tested(minor_of(version)))
         with _no_collection():
             found = stopping(source, against)
-    except VersionError:
-        raise
     except Exception as error:  # a failing check must not stop the server
         return f"this vLLM could not be compared with those that were tested: {error!r}"
     if found:
@@ -85,7 +83,7 @@ def _refusal(version: str, found: list[Break]) -> str:
 
 
 def stopping(source: PackageSource, against: Contract) -> list[Break]:
-    """Finds the differences between a kept contract and this source with which a server must not
+    """Find the differences between a kept contract and this source with which a server must not
     start."""
     library, table = Library(source), declared()
     answers = Answers(library, against.classes)
@@ -110,8 +108,8 @@ def stopping(source: PackageSource, against: Contract) -> list[Break]:
 def _must_be_there(key: str, against: Contract, library: Library) -> bool:
     """True if a missing fact is a reason to stop the server.
 
-    A class that we know only from objects can have moved to another file, where its content cannot
-    be found.
+    A class that we use only through its instances may have moved to another file, where its content
+    cannot be found.
     """
     name = key.partition(".")[0].partition(":")[0].removesuffix("()")
     at = against.classes.get(name)

@@ -189,7 +189,7 @@ def accepts(parameters: Parameters, call: CallShape) -> bool:
 
 
 def _calls(before: Fact, now: Fact, ours: list[Parameters]) -> Iterator[tuple[str, bool]]:
-    """Compares the calls of our methods."""
+    """Compare the calls of our methods."""
     for function, shapes in now["from"].items():
         for shape in shapes:
             if shape in before["from"].get(function, ()):
