@@ -26,6 +26,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from vllm.config import VllmConfig
 from vllm.config.kv_events import KVEventsConfig
 from vllm.lora.request import LoRARequest
 
@@ -130,6 +131,7 @@ class Served(OracleEngine):
 
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(rank_memory, "make_engine", engine)
+            patch.setattr(VllmConfig, "use_v2_model_runner", self._conditions.runner == 2)
             yield
 
     def _start(self) -> None:
