@@ -15,6 +15,7 @@ import pytest
 from demo.tiny_model import LlamaShape, make_llama
 from tests.vllm.engine import Engine
 from tests.vllm.kinds import Blocks, Kind, ask, compare_outputs, group_of
+from tests.vllm.probes import totals
 from tests.vllm.protocol import Prompt
 from tests.vllm.restored import loaded_tokens, settle
 
@@ -72,7 +73,8 @@ def show_read_translated(
         key: moved(family, block, layers[group_of(key)], ranks) for key, block in stored.items()
     }
     first = engine.generate_one(asked[0])
-    assert loaded_tokens(engine, f"{tier}_translated") >= first.cached_tokens > 0
+    translated = loaded_tokens(engine, f"{tier}_translated")
+    assert translated >= first.cached_tokens > 0, engine.call(totals)
     assert loaded_tokens(engine, tier) == loaded_tokens(engine, "cpu") == 0
     answers = [first, *ask(engine, asked[1:])]
     found = engine.kv_snapshot()
@@ -106,7 +108,8 @@ def show_what_came_later(
     settle(writer)
     before = loaded_tokens(reader, f"{tier}_translated")
     answer = reader.generate_one(prompt)
-    assert loaded_tokens(reader, f"{tier}_translated") - before == answer.cached_tokens > 0
+    translated = loaded_tokens(reader, f"{tier}_translated") - before
+    assert translated == answer.cached_tokens > 0, reader.call(totals)
     layers = len(reader.geometry["groups"][0]["layers"])
     found = reader.kv_snapshot()
     common = found.keys() & stored.keys()
