@@ -242,7 +242,7 @@ class _Maker:
         if epoch != self._epoch:
             return (
                 f"its records are of epoch {epoch}, but the folder is at {self._epoch}: a reset in "
-                "between has invalidated them"
+                "between has invalidated the older ones"
             )
         if not self.capacity_bytes:
             return "the capacity of the tier is unknown: give --capacity"

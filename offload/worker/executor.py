@@ -112,7 +112,7 @@ class Executor:
         try:
             after = self._engine.record_event()
         except Exception as error:  # resets and deletions must not be lost with the copies
-            after, refused = None, "the end of their step could not be marked"
+            after, refused = None, "the end of the step could not be marked"
             self._degrade(f"{refused}: {error!r}")
         plan = self._admit(plan, refused)
         sources = self._fences.add(plan.stores) if plan.stores else {}
@@ -134,7 +134,7 @@ class Executor:
         else:
             return plan
         if count := self._loads.failed.add(why):
-            logger.warning("kvtiers: %d plans were not carried out because %s", count, why)
+            logger.warning("kvtiers: the copies of %d plans were not made because %s", count, why)
         stores = () if rest.stores else plan.stores
         unanswered = Unanswered(StepPlan(loads=plan.loads, stores=stores))
         self._refuse(unanswered, {}, self._fail_fills_later)

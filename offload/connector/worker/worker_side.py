@@ -40,7 +40,8 @@ logger = logging.getLogger(__name__)
 
 OPEN_TIMEOUT = "VLLM_ENGINE_READY_TIMEOUT_S"
 OPEN_TIMEOUT_S = "600"
-"""The environment variable and its default in seconds: vLLM waits no longer for a worker either."""
+"""Our limit is that of vLLM for an engine's start: its environment variable and default, in
+seconds."""
 OPEN_WARNING_S = 30.0
 RANK_CLOSE_TIMEOUT_S = 3.0
 SLEEP_TIMEOUT_S = 30.0
