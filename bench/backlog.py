@@ -306,7 +306,8 @@ def _notes(config: Config) -> list[str]:
         "default options: those of a server. kvtiers may compute what would be slower to load, and "
         "refuses loads beyond its bounds. waits: wait_for_reads is auto.",
         f"LMCache's server: {SYSTEMS['lmcache-server'].missing or 'all in its memory'}.",
-        f"{config.in_flight} requests run at a time; the GPU's cache holds no more. A prompt has "
+        f"{config.in_flight} requests run at a time; the GPU's cache holds no more. Computing "
+        f"threads per engine: {config.threads}. A prompt has "
         f"{config.prompt_bytes / 1e6:.1f} MB of KV cache; reads of the disk are limited to {rate}; "
         f"the CPU tier above the disk holds {config.cpu_share:g} of all prompts, and "
         f"{config.look_ahead:g} of it may be read ahead.",

@@ -35,6 +35,8 @@ class Config:
     has blocks. In the worlds with a disk the CPU tier holds the share ``cpu_share`` of them, and
     ``look_ahead`` of that may be read ahead. ``disk_mb_s`` (MB/s) bounds the disk's reads; 0 does
     not bound them. No round begins later than ``minutes`` after the start of the first one.
+    By default each engine leaves one processor free, because a GPU computes without the processors
+    that read and copy.
 
     All prompts of a batch are sent at once, or ``queue`` of them at a time if it is not 0. With a
     queue of at most ``in_flight`` no request waits for another one.
@@ -46,11 +48,11 @@ class Config:
     output_tokens: int = 64
     rounds: int = 8
     minutes: float = 60.0
-    disk_mb_s: float = 25.0
+    disk_mb_s: float = 40.0
     cpu_share: float = 0.5
     look_ahead: float = 0.5
     model: str = "small"
-    threads: int = os.cpu_count() or 1
+    threads: int = max(1, (os.cpu_count() or 1) - 1)
     folder: str = ""
     queue: int = 0
 

@@ -10,10 +10,12 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import ctypes
 import mmap
 import os
 import queue
 import shutil
+import sys
 import threading
 import time
 from abc import ABC, abstractmethod
@@ -238,7 +240,12 @@ class Memory(ThreadedSystem):
 
 class VllmFs(ThreadedSystem):
     """vLLM's fs tier: its functions and its numbers of threads (16 + 16), with one job per
-    block."""
+    block.
+
+    On Python 3.11 each call of vLLM 0.32's extension releases a reference to None that it does not
+    own. After some hundred thousand calls CPython ends the process ("deallocating None"), so
+    ``forget`` replaces the lost references.
+    """
 
     name = "vLLM fs"
 
@@ -247,6 +254,7 @@ class VllmFs(ThreadedSystem):
         from vllm.v1.kv_offload.tiering.fs import io
 
         self._io = io
+        self._none_references = sys.getrefcount(None)
         self._view = memoryview(arena.data)  # type: ignore[arg-type]  # arrays are buffers
 
     def _path(self, number: int) -> str:
@@ -269,6 +277,8 @@ class VllmFs(ThreadedSystem):
     def forget(self, numbers: Numbers) -> None:
         for number in numbers:
             os.unlink(self._path(number))
+        for _ in range(self._none_references - sys.getrefcount(None)):
+            ctypes.pythonapi.Py_IncRef(ctypes.py_object(None))
 
     def close(self) -> None:
         self._view.release()
