@@ -67,19 +67,19 @@ def _lines(checked: Checked) -> list[str]:
         f"{checked.compared} things that kvtiers uses"
     ]
     for each in checked.breaks:
-        lines.append(f"\n{'STOPS ' if each.stops else 'breaks'} {each}")
+        lines.append(f"\n{'STOPS ' if each.is_fatal else 'breaks'} {each}")
         lines += [f"         {place}" for place in each.places]
-    stopping = sum(each.stops for each in checked.breaks)
+    stopping = sum(each.is_fatal for each in checked.breaks)
     if not checked.breaks:
         lines.append("Nothing breaks.")
     else:
         lines.append(
             f"\n{len(checked.breaks)} breaks; {stopping} of them stop a server of this version"
         )
-    if checked.unkept:
+    if checked.not_in_snapshot:
         lines.append(
             f"Not compared, because the snapshot lacks them (record it again with --keep): "
-            f"{', '.join(checked.unkept)}"
+            f"{', '.join(checked.not_in_snapshot)}"
         )
     return lines
 

@@ -87,7 +87,7 @@ def stopping(source: PackageSource, against: Contract) -> list[Break]:
     start."""
     library, table = Library(source), declared()
     answers = Answers(library, against.classes)
-    needed = {key: need for key, need in against.needs.items() if need.serves}
+    needed = {key: need for key, need in against.needs.items() if need.in_server}
     facts: Facts = {}
     for key in needed:
         if key.startswith(ORDER):
@@ -102,7 +102,7 @@ def stopping(source: PackageSource, against: Contract) -> list[Break]:
         steps = calls.names_in_order(library, order.at, order.watch)
         facts[ORDER + order.at] = _as_kept(steps, against.facts.get(ORDER + order.at))
     found = breaks(against, facts, our_parameters(Library(ours())))
-    return [each for each in found if each.stops]
+    return [each for each in found if each.is_fatal]
 
 
 def _must_be_there(key: str, against: Contract, library: Library) -> bool:

@@ -22,14 +22,14 @@ from offload.connector.contract.uses import OURS
 
 @dataclass(frozen=True)
 class Checked:
-    """The outcome. ``unkept`` lists uses that the kept contract lacks."""
+    """The outcome. ``not_in_snapshot`` lists uses that the kept contract lacks."""
 
     version: str
     label: str
     against: str
     compared: int
     breaks: tuple[Break, ...]
-    unkept: tuple[str, ...]
+    not_in_snapshot: tuple[str, ...]
 
 
 def check(source: PackageSource, against: Version | None = None) -> Checked:
@@ -43,14 +43,14 @@ def check(source: PackageSource, against: Version | None = None) -> Checked:
         if key not in places and now.facts.get(key) is None:
             places[key] = tuple(places_of(own, key))
     named = breaks(snapshot, now.facts, our_parameters(Library(own)), places)
-    unkept = [key for key in now.needs if key not in snapshot.facts]
+    not_in_snapshot = [key for key in now.needs if key not in snapshot.facts]
     return Checked(
         now.version,
         source.label,
         snapshot.version,
         len(snapshot.facts),
         tuple(named),
-        tuple(unkept),
+        tuple(not_in_snapshot),
     )
 
 

@@ -20,11 +20,11 @@ OursOf = Callable[[str], Parameters | None]
 
 @dataclass(frozen=True, order=True)
 class Break:
-    """A use that differs from the kept contract. ``stops``: a server must not run with it."""
+    """A use that differs from the kept contract. ``is_fatal``: a server must not run with it."""
 
     what: str
     text: str
-    stops: bool
+    is_fatal: bool
     places: tuple[str, ...] = ()
 
     def __str__(self) -> str:
@@ -39,14 +39,14 @@ def breaks(
 ) -> list[Break]:
     """All differences that can affect us. Uses that the kept contract lacks are not compared."""
     named = []
-    read = {key for key, need in snapshot.needs.items() if need.serves}
+    read = {key for key, need in snapshot.needs.items() if need.in_server}
     for key, before in snapshot.facts.items():
         if before is None or key not in snapshot.needs or key in VERSIONS:
             continue
         need = snapshot.needs[key]
         for text, is_fatal in _differences(key, before, found.get(key), need, ours_of, read):
             where = (places or {}).get(key, ())
-            named.append(Break(key, text, is_fatal and need.serves, where))
+            named.append(Break(key, text, is_fatal and need.in_server, where))
     return sorted(named)
 
 
@@ -135,14 +135,14 @@ def _parameters(before: Fact, now: Fact, need: Need, ours_of: OursOf) -> Iterato
     is_method = now["is"] != "constructor" and new.keys() & {"self", "cls"}
     cut = now["parameters"][1:] if is_method else now["parameters"]
     is_bound = all(accepts(cut, call) for call in need.calls)
-    takes = [p for name in need.ours if (p := ours_of(name)) is not None]
+    overrides = [p for name in need.ours if (p := ours_of(name)) is not None]
     for name in gone:
         instead = f" ({', '.join(added)} is new)" if added else ""
-        yield f"parameter {name} is gone{instead}", not is_bound or bool(takes)
+        yield f"parameter {name} is gone{instead}", not is_bound or bool(overrides)
     for name in added:
-        if takes and not all(_takes(each, name) for each in takes):
+        if overrides and not all(_accepts_name(each, name) for each in overrides):
             yield f"parameter {name} is new, and our method does not accept it", True
-        elif not takes and new[name] is None and not name.startswith("*"):
+        elif not overrides and new[name] is None and not name.startswith("*"):
             yield f"parameter {name} is new and must be given", not is_bound
     for name, default in old.items():
         if name in new and new[name] != default:
@@ -161,20 +161,20 @@ def _split(parameters: Parameters) -> dict[str, str | None]:
     return found
 
 
-def _takes(parameters: Parameters, name: str) -> bool:
+def _accepts_name(parameters: Parameters, name: str) -> bool:
     return name in _split(parameters) or any(each.startswith("**") for each in parameters)
 
 
 def accepts(parameters: Parameters, call: CallShape) -> bool:
     """Says whether a function with these parameters accepts the call."""
     positional, named, required = [], set(), set()
-    is_keyword_only = takes_more = takes_any = False
+    is_keyword_only = has_rest = has_any_keyword = False
     for each in parameters:
         name, is_given, _ = each.partition("=")
         if name.startswith("**"):
-            takes_any = True
+            has_any_keyword = True
         elif name.startswith("*"):
-            is_keyword_only, takes_more = True, takes_more or len(name) > 1
+            is_keyword_only, has_rest = True, has_rest or len(name) > 1
         elif name != "/":
             named.add(name)
             if not is_keyword_only:
@@ -182,10 +182,10 @@ def accepts(parameters: Parameters, call: CallShape) -> bool:
             if not is_given:
                 required.add(name)
     if call.is_open:
-        return takes_any or set(call.keywords) <= named
+        return has_any_keyword or set(call.keywords) <= named
     given = {*positional[: call.positional], *call.keywords}
-    fits = call.positional <= len(positional) or takes_more
-    return fits and (takes_any or set(call.keywords) <= named) and required <= given
+    fits = call.positional <= len(positional) or has_rest
+    return fits and (has_any_keyword or set(call.keywords) <= named) and required <= given
 
 
 def _calls(before: Fact, now: Fact, ours: list[Parameters]) -> Iterator[tuple[str, bool]]:

@@ -54,7 +54,7 @@ class Declared:
     orders: tuple[Order, ...]
     callers: tuple[Callers, ...]
 
-    def serves(self, place: str) -> bool:
+    def runs_in_server(self, place: str) -> bool:
         """True if one of our source files is part of a running server."""
         return not place.startswith(self.apart)
 

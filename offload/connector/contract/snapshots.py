@@ -27,10 +27,10 @@ Version = tuple[int, int]
 
 @dataclass(frozen=True)
 class Need:
-    """How we use one name of vLLM. ``serves`` is true if a running server uses it, ``calls`` has
+    """How we use one name of vLLM. ``in_server`` is true if a running server uses it, ``calls`` has
     the arguments that we pass, and ``ours`` the methods with which we override it."""
 
-    serves: bool = False
+    in_server: bool = False
     calls: tuple[CallShape, ...] = ()
     ours: tuple[str, ...] = ()
 
@@ -105,7 +105,7 @@ def other_versions(own: PackageSource, version: Version) -> frozenset[str]:
 def _need(uses: list[Use], table: Declared) -> Need:
     running = [use for use in uses if use.how != TYPING]
     return Need(
-        serves=any(table.serves(use.place) for use in running),
+        in_server=any(table.runs_in_server(use.place) for use in running),
         calls=tuple(sorted({use.call for use in running if use.how == CALLED and use.call})),
         ours=tuple(sorted({use.ours for use in running if use.how == OVERRIDDEN})),
     )

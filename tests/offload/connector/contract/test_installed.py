@@ -159,10 +159,10 @@ def planted() -> Checked:
 
 def test_each_break_that_is_planted_in_vllm_is_named_with_its_place() -> None:
     checked = planted()
-    for text, (stops, place) in NAMED.items():
+    for text, (is_fatal, place) in NAMED.items():
         named = [each for each in checked.breaks if str(each).startswith(text)]
         assert named, f"{text}: not named in\n" + "\n".join(map(str, checked.breaks))
-        assert named[0].stops is stops, text
+        assert named[0].is_fatal is is_fatal, text
         assert any(each.startswith(f"{place}:") for each in named[0].places), (text, named[0])
         for each in named[0].places:
             path, _, line = each.rpartition(":")
@@ -174,8 +174,8 @@ def test_a_start_detects_the_breaks_that_stop_the_whole_check() -> None:
     before = same_minor()
     assert stopping(installed(), before) == []
     found = stopping(Edited(installed(), PLANTED), before)
-    for text, (stops, _) in NAMED.items():
-        assert any(str(each).startswith(text) for each in found) is stops, text
+    for text, (is_fatal, _) in NAMED.items():
+        assert any(str(each).startswith(text) for each in found) is is_fatal, text
 
 
 def test_call_orders_read_from_text_equal_those_of_the_parser() -> None:
@@ -296,7 +296,7 @@ def test_the_oldest_kept_version_is_refused_by_its_contract() -> None:
     gone = "vllm.v1.metrics.cache_hit_source:CacheHitSource"
     assert old.facts.get(gone) is None
     assert new.facts[gone] is not None
-    assert new.needs[gone].serves
+    assert new.needs[gone].in_server
 
 
 # -- the command -----------------------------------------------------------------------------
@@ -313,7 +313,7 @@ def test_the_command_imports_neither_vllm_nor_torch() -> None:
     assert ran.returncode == SAME, ran.stderr
     said = json.loads(ran.stdout)
     assert said["breaks"] == []
-    assert said["unkept"] == []
+    assert said["not_in_snapshot"] == []
     assert said["compared"] > 300
 
 

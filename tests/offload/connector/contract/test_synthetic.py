@@ -247,11 +247,11 @@ def test_equal_versions_have_no_breaks(snapshot: Contract) -> None:
 
 @pytest.mark.parametrize("name", PLANTED)
 def test_each_kind_of_break_is_named_with_its_place(snapshot: Contract, name: str) -> None:
-    path, change, text, place, stops = PLANTED[name]
+    path, change, text, place, is_fatal = PLANTED[name]
     found = compared(snapshot, Edited(Texts("vllm", VLLM), {path: (change,)}))
     named = [each for each in found if str(each) == text]
     assert named, f"not named; found {[str(each) for each in found]}"
-    assert named[0].stops is stops
+    assert named[0].is_fatal is is_fatal
     has_gone = text.endswith("is gone")  # found by its name: see test_installed
     assert has_gone or place in named[0].places
 

@@ -16,7 +16,7 @@ def test_no_module_of_a_server_imports_it() -> None:
         if any(name.startswith(PACKAGE) for name in imports_of(path))
     ]
     assert "offload/connector/model/probe.py" in users
-    assert [user for user in users if declared().serves(user)] == []
+    assert [user for user in users if declared().runs_in_server(user)] == []
 
 
 def test_its_names_are_not_needed_by_a_server() -> None:
@@ -25,4 +25,4 @@ def test_its_names_are_not_needed_by_a_server() -> None:
         (0, 32): "vllm.v1.core.kv_cache_utils:get_kv_cache_configs",
         (0, 33): "vllm.v1.core.kv_cache_planning:get_kv_cache_configs",
     }
-    assert not any(load(version).needs[name].serves for version, name in planning.items())
+    assert not any(load(version).needs[name].in_server for version, name in planning.items())
