@@ -6,6 +6,9 @@ exactly the memory that was configured; torch's pinned allocator rounds up to po
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
+
 from tiers.cuda_driver import Driver, DriverError, load_driver
 from tiers.slab.pinning import PinningError
 
@@ -20,36 +23,34 @@ class CudaRegistrar:
 
     def __init__(self, device: int | None = None, driver: Driver | None = None) -> None:
         self._retained: int | None = None
-        try:
+        with _pinning_errors("pinned memory needs CUDA: "):
             self._driver = driver or load_driver()
             context = self._driver.current_context() if device is None else None
             if context is None:
                 handle = self._driver.device(device or 0)
                 context = self._driver.retain_context(handle)
                 self._retained = handle
-        except DriverError as error:
-            raise PinningError(f"pinned memory needs CUDA: {error}") from error
         self._context = context
 
     def register(self, address: int, nbytes: int) -> None:
-        try:
-            with self._driver.within(self._context):
-                self._driver.register(address, nbytes)
-        except DriverError as error:
-            raise PinningError(str(error)) from error
+        with _pinning_errors(), self._driver.within(self._context):
+            self._driver.register(address, nbytes)
 
     def unregister(self, address: int) -> None:
-        try:
-            with self._driver.within(self._context):
-                self._driver.unregister(address)
-        except DriverError as error:
-            raise PinningError(str(error)) from error
+        with _pinning_errors(), self._driver.within(self._context):
+            self._driver.unregister(address)
 
     def close(self) -> None:
         handle, self._retained = self._retained, None
-        if handle is None:
-            return
-        try:
-            self._driver.release_context(handle)
-        except DriverError as error:
-            raise PinningError(str(error)) from error
+        if handle is not None:
+            with _pinning_errors():
+                self._driver.release_context(handle)
+
+
+@contextlib.contextmanager
+def _pinning_errors(prefix: str = "") -> Iterator[None]:
+    """Raise errors of the driver as ``PinningError``."""
+    try:
+        yield
+    except DriverError as error:
+        raise PinningError(f"{prefix}{error}") from error
