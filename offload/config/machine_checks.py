@@ -293,11 +293,11 @@ def _check_space(
     total, free = disk.f_blocks * disk.f_frsize, disk.f_bavail * disk.f_frsize
     reserve = reserve_bytes(tier, total)
     used = _used_bytes(Path(tier.path))
-    bytes_max = max(0, free + used - reserve - taken.get(device, 0))
-    taken[device] = taken.get(device, 0) + max(0, tier.capacity - used)
+    taken_before = taken.get(device, 0)
+    bytes_max = max(0, free + used - reserve - taken_before)
+    taken[device] = taken_before + max(0, tier.capacity - used)
     if tier.capacity > bytes_max:
-        others = taken[device] > tier.capacity - used
-        before = " plus the space for the tiers before it" if others else ""
+        before = " plus the space for the tiers before it" if taken_before else ""
         what = (
             f"{format_size(tier.capacity)} does not fit: {rounded_size(free)} are free, this tier "
             f"already uses {rounded_size(used)}, and a reserve of {rounded_size(reserve)}{before} "

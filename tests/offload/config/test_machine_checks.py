@@ -226,6 +226,19 @@ def test_space_that_a_tier_already_uses_is_not_counted_against_it(tmp_path: Path
     assert list(problems_of(full)) == ["$.tiers[0].capacity"]
 
 
+def test_only_tiers_before_it_are_named_as_taking_a_tiers_space(tmp_path: Path) -> None:
+    """Even if the tier uses more than its capacity, which was larger in the past."""
+    home = tmp_path / "a" / ("0" * 32)
+    home.mkdir(parents=True)
+    (home / "data").write_bytes(bytes(17 * MIB))
+    reserve = "900TiB"
+    found = problems_of(tier(tmp_path / "a", reserve=reserve))
+    assert "must stay free" in found["$.tiers[0].capacity"]
+    assert "the tiers before it" not in found["$.tiers[0].capacity"]
+    found = problems_of(tier(tmp_path / "b"), tier(tmp_path / "a", reserve=reserve))
+    assert "plus the space for the tiers before it" in found["$.tiers[1].capacity"]
+
+
 @pytest.mark.parametrize(
     ("disk", "reserve"), [(10 * GIB, 2 * GIB), (1 << 40, int((1 << 40) * 0.05)), (0, 2 * GIB)]
 )
