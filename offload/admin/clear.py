@@ -31,7 +31,7 @@ class RemovalFilter:
     before_ns: int = 0
     set_aside: bool = False
 
-    def fits(self, namespace: NamespaceFolder) -> bool:
+    def matches(self, namespace: NamespaceFolder) -> bool:
         """Return True if a namespace, or something in it, can match, regardless of age."""
         return (not self.names or namespace.name.startswith(tuple(self.names))) and (
             not self.models or namespace.model in self.models
@@ -87,7 +87,7 @@ def find_removals(namespaces: Sequence[NamespaceFolder], wanted: RemovalFilter) 
         removal = Removal(namespace, size, last_used)
         if namespace.is_trash:
             found.append(removal)
-        elif wanted.fits(namespace):
+        elif wanted.matches(namespace):
             removal.owners = namespace.owners()
             if _find(removal, wanted):
                 found.append(removal)
@@ -141,7 +141,7 @@ def _find_old(removal: Removal, before_ns: int) -> bool:
 def remove(removals: Sequence[Removal], before_ns: int, advance: Callable[[int], None]) -> None:
     """Carry out all removals, and call ``advance`` after each.
 
-    Modifies ``removals``. Raises the errors of ``alone_with``.
+    Modifies ``removals``. Raises the errors of ``exclusive_access``.
     """
     for removal in removals:
         try:

@@ -55,10 +55,15 @@ class FileReader:
             # the most frequent one, because some headers may be damaged
             self.owner = identities.most_common(1)[0][0] if identities else None
             break
-        self.file_bytes = 0
+
+    @property
+    def file_bytes(self) -> int:
+        """Disk space of the records' files. Looks at each of them."""
+        total = 0
         for path in self._files():
             with contextlib.suppress(OSError):  # removed meanwhile
-                self.file_bytes += path.lstat().st_blocks * 512
+                total += path.lstat().st_blocks * 512
+        return total
 
     def _judged_epoch(self) -> int:
         """Return the epoch that the tier itself would use. Raises ``FolderUnusableError``."""

@@ -8,6 +8,7 @@ import json
 import os
 import subprocess
 import sys
+import time
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,7 +20,7 @@ from offload.cli import app
 from offload.namespaces.folders import claim_rank_folder
 from offload.namespaces.manifest import Namespace
 from tests.patience import PATIENCE_S
-from tiers.base import ALIGNMENT
+from tiers.base import ALIGNMENT, Tier
 from tiers.files.tier import FileTier, record_name
 from tiers.lmdb.folder import PAYLOAD_NAME
 from tiers.lmdb.index import LmdbIndex, Manifest, extents_of
@@ -75,19 +76,35 @@ def make_rank_folder(
     return claimed.folder
 
 
+def use_records(root: Path, numbers: Iterable[int], kind: str = "lmdb") -> None:
+    """Claim the folder of rank 0 as a server that starts does, use these records, and close it."""
+    with claim_rank_folder(root, Namespace.of(FIELDS), replica=0, rank=0, engine="t") as claimed:
+        asyncio.run(_use(_tier(claimed.folder, claimed.epoch, kind, 0, {}), list(numbers)))
+
+
+async def _use(tier: Tier, numbers: list[int]) -> None:
+    await tier.open()
+    await tier.touch([key_of(number) for number in numbers])
+    await tier.aclose()
+
+
 async def _fill(
     folder: Path, epoch: int, numbers: list[int], kind: str, rank: int, options: dict[str, Any]
 ) -> None:
-    who: dict[str, Any] = {"namespace": RECORD_NAMESPACE, "rank": rank, "epoch": epoch}
-    tier: Any = FileTier(folder, CAPACITY, **who)
-    if kind == "lmdb":
-        sizes = {"reserve_bytes": 0, "grow_bytes": 1 << 20, "record_bytes": SIZE}
-        tier = LmdbTier(folder, CAPACITY, **who, **sizes, **options)
+    tier = _tier(folder, epoch, kind, rank, options)
     await tier.open()
     keys = [key_of(number) for number in numbers]
     outcomes = await tier.write(keys, [payload_of(key, SIZE) for key in keys])
     assert {outcome.value for outcome in outcomes} <= {"ok"}
     await tier.aclose()
+
+
+def _tier(folder: Path, epoch: int, kind: str, rank: int, options: dict[str, Any]) -> Tier:
+    who: dict[str, Any] = {"namespace": RECORD_NAMESPACE, "rank": rank, "epoch": epoch}
+    if kind == "file":
+        return FileTier(folder, CAPACITY, **who)
+    sizes = {"reserve_bytes": 0, "grow_bytes": 1 << 20, "record_bytes": SIZE}
+    return LmdbTier(folder, CAPACITY, **who, **sizes, **options)
 
 
 def open_index(folder: Path, rank: int = 0) -> LmdbIndex:
@@ -125,6 +142,23 @@ def damage(folder: Path, number: int) -> None:
     else:
         [path] = folder.glob(f"epoch-*/{record_name(key_of(number))}")
         flip(path, ALIGNMENT + 100)
+
+
+def wait_until_open(process: subprocess.Popen[Any], path: Path) -> None:
+    """Wait until a process has opened this file, for example a lock that it is about to take."""
+    end = time.monotonic() + PATIENCE_S
+    while not _has_open(process.pid, path):
+        assert process.poll() is None
+        assert time.monotonic() < end
+        time.sleep(0.01)
+
+
+def _has_open(pid: int, path: Path) -> bool:
+    for fd in os.listdir(f"/proc/{pid}/fd"):
+        with contextlib.suppress(FileNotFoundError):  # closed meanwhile
+            if os.readlink(f"/proc/{pid}/fd/{fd}") == str(path):
+                return True
+    return False
 
 
 @dataclass

@@ -5,25 +5,35 @@ from __future__ import annotations
 import contextlib
 import os
 import shutil
+import signal
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from offload.namespaces.cleanup import make_space
+from offload.namespaces.claims import LOCK_NAME, locked
+from offload.namespaces.cleanup import make_space, remove_namespace
 from offload.namespaces.folders import share_rank_folder
 from offload.namespaces.manifest import Namespace
 from tests.offload.cli.rank_folders import (
     FIELDS,
     OTHER,
+    ROOT,
     SIZE,
     Result,
     kvtiers,
     make_rank_folder,
     open_index,
+    rank_folder_of,
     records_of,
+    use_records,
+    wait_until_open,
     writer,
 )
+from tests.patience import PATIENCE_S
 from tiers.files.tier import record_name
 from tiers.lmdb.index import Changes
 from tiers.lmdb.records.record_table import with_use
@@ -131,6 +141,53 @@ def test_clear_records_by_age(tmp_path: Path, kind: str) -> None:
         assert {p.name for p in folder.glob("epoch-0/*")} == {record_name(key) for key in kept}
     assert kvtiers("verify", tmp_path, "--json").json["rank_folders"][0]["good"] == 6
     assert "nothing matches these options" in clear(tmp_path, "--unused-for", "1d").out
+
+
+@contextlib.contextmanager
+def clearing(root: Path) -> Iterator[subprocess.Popen[str]]:
+    """Removes old records in another process. It is stopped after it has listed them and before it
+    locks the path; inside the context, other processes can do anything."""
+    command = [sys.executable, "-m", "offload.cli", "clear", root, "--unused-for", "1d", "--yes"]
+    pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    with contextlib.ExitStack() as undo:
+        with locked(root):
+            process = undo.enter_context(subprocess.Popen([*command, "--json"], cwd=ROOT, **pipes))
+            undo.callback(process.kill)
+            wait_until_open(process, root / LOCK_NAME)
+            process.send_signal(signal.SIGSTOP)
+            os.waitid(os.P_PID, process.pid, os.WSTOPPED | os.WNOWAIT)
+        yield process
+
+
+def continued(process: subprocess.Popen[str]) -> Result:
+    process.send_signal(signal.SIGCONT)
+    out, err = process.communicate(timeout=PATIENCE_S)
+    return Result(process.returncode, out, err)
+
+
+@pytest.mark.parametrize("kind", ["lmdb", "file"])
+def test_records_that_a_server_uses_after_they_were_listed_stay(tmp_path: Path, kind: str) -> None:
+    make_rank_folder(tmp_path, range(10), kind=kind)
+    grow_old(rank_folder_of(tmp_path), range(3, 7))
+    with clearing(tmp_path) as process:
+        use_records(tmp_path, [4, 5], kind)
+        result = continued(process)
+    [found] = result.json["namespaces"]
+    assert (result.code, found["records"], found["removed"]) == (0, 2, True), result.err
+    assert kvtiers("verify", tmp_path, "--json").json["rank_folders"][0]["good"] == 8
+
+
+def test_a_namespace_that_is_removed_after_its_records_were_listed_stays_away(
+    tmp_path: Path,
+) -> None:
+    """A folder without a manifest would be taken for a damaged namespace by the next server."""
+    grow_old(make_rank_folder(tmp_path, range(10)), range(3, 7))
+    with clearing(tmp_path) as process:
+        assert remove_namespace(tmp_path, NAMES["llama"])
+        result = continued(process)
+    assert (result.code, result.out) == (1, "")
+    assert "rank-0 was removed while the folder was read. Run this again" in result.err
+    assert left(tmp_path) == set()
 
 
 def test_records_of_unknown_age_stay(tmp_path: Path) -> None:
