@@ -38,7 +38,7 @@ from offload.worker.tier_monitor import WatchedTier, close_tier
 from offload.worker.tier_writer import TierWriter
 from offload.worker.unanswered_jobs import Drained, Unanswered
 from tiers.base import Scrubbed, Tier
-from tiers.copy.base import CopyBatch, Ticket, TransferError
+from tiers.copy.base import CopyBatch, TransferError
 
 if TYPE_CHECKING:
     from offload.worker.block_verifier import Verifier
@@ -266,8 +266,8 @@ class Executor:
         for query in plan.queries:
             self._spawn(self._answer_query(query))
         for store in plan.stores:
-            self._accept_store(store, sources[store.job], after)
             unanswered.answered(store.job)
+            self._accept_store(store, sources[store.job], after)
         for write_through in plan.write_throughs:
             self._writers[write_through.tier].write(write_through)
             unanswered.answered(write_through.job)
@@ -282,31 +282,33 @@ class Executor:
             unanswered.begun(load)
 
     def _accept_store(self, store: StoreJob, source: Reading, after: object | None) -> None:
+        """Begin a store, or answer it as failed. Never raises."""
         begins = source.set_running_or_notify_cancel()
-        ticket = self._submit_store(store, after) if begins and not self.degraded else None
-        if ticket is None:
-            if begins:  # no fence must wait for it
-                source.set_result(None)
-            self._answer(store.job, JobResult(failed=True))
+        if begins and not self.degraded and self._submit_store(store, source, after):
             return
-        if ticket.submitted is not None:
-            ticket.submitted.add_done_callback(lambda end: source.will_end_at(end.result()))
-        nbytes = len(store.slots) * self._memory.groups[store.group].chunk_bytes
-        ticket.on_done(partial(self._stored, store.job, source, nbytes, time.perf_counter()))
+        if begins:  # no fence must wait for it
+            source.set_result(None)
+        self._answer(store.job, JobResult(failed=True))
 
-    def _submit_store(self, store: StoreJob, after: object | None) -> Ticket | None:
-        """Submit a store's copy; ``None`` if that fails."""
+    def _submit_store(self, store: StoreJob, source: Reading, after: object | None) -> bool:
+        """Submit a store's copy; False if that fails. After the submission nothing may fail,
+        because the copy may read the blocks until its ticket says otherwise."""
         try:
             self._loads.overwrite(store.slots)
+            nbytes = len(store.slots) * self._memory.groups[store.group].chunk_bytes
             batch = CopyBatch(
                 store.group,
                 np.asarray(store.blocks, dtype=np.int64).reshape(len(store.slots), -1),
                 np.asarray(store.slots, dtype=np.int64),
             )
-            return self._engine.submit_store([batch], after)
+            ticket = self._engine.submit_store([batch], after)
         except Exception as error:  # the job must be answered, whatever the engine raises
             self._degrade(f"a store could not be submitted: {error!r}")
-            return None
+            return False
+        if ticket.submitted is not None:
+            ticket.submitted.add_done_callback(lambda end: source.will_end_at(end.result()))
+        ticket.on_done(partial(self._stored, store.job, source, nbytes, time.perf_counter()))
+        return True
 
     def _stored(
         self,
@@ -389,9 +391,10 @@ class Executor:
         sources: Mapping[int, Reading],
         fail_fills: Callable[[Sequence[LoadJob]], object],
     ) -> None:
-        """Fail the jobs that nothing else will answer; runs on either thread. No fence waits for
-        ``sources``, the readings of their stores. ``fail_fills`` fails the fills of their loads, so
-        that no other load joins them or waits for their parts."""
+        """Fail the jobs that nothing else will answer; runs on either thread. None of their stores
+        has begun, and no fence waits for ``sources``, the readings of these stores. ``fail_fills``
+        fails the fills of their loads, so that no other load joins them or waits for their
+        parts."""
         for job in unanswered.jobs:
             if job in sources and sources[job].set_running_or_notify_cancel():
                 sources[job].set_result(None)

@@ -311,6 +311,19 @@ async def test_a_plan_that_cannot_be_carried_out_is_answered_as_failed() -> None
         assert rank.executor.degraded
 
 
+async def test_a_store_of_an_unknown_group_leaves_no_job_unanswered() -> None:
+    """An engine finds out only after it has accepted the copy."""
+    async with rank_with() as rank:
+        unknown = StoreJob(1, 7, [1], [0])
+        plan = StepPlan(stores=(unknown, store(2, [2], [1])), loads=(load(3, [0], [9]),))
+        rank.executor.post(plan)
+        done = await rank.turn()
+        assert done.report.results.keys() == {1, 2, 3}
+        assert done.report.results[1].failed
+        assert done.finished == {"r3"}
+        assert not rank.executor.copy_pause.is_copying, "a fence would wait for the store"
+
+
 async def test_an_impossible_copy_is_a_failed_job() -> None:
     async with rank_with() as rank:
         rank.executor.post(StepPlan(stores=(store(1, [BLOCKS + 5], [0]),)))
