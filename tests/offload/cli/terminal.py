@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import array
 import contextlib
 import fcntl
 import os
@@ -23,9 +24,10 @@ CTRL_C = b"\x03"
 class Terminal:
     """One program whose input and output are this terminal."""
 
-    def __init__(self, process: subprocess.Popen[bytes], keys: int) -> None:
-        self._process = process
+    def __init__(self, process: subprocess.Popen[bytes], keys: int, name: str) -> None:
+        self.process = process
         self._keys = keys
+        self._name = name
         self.shown = ""
 
     def wait_for(self, text: str) -> None:
@@ -37,12 +39,25 @@ class Terminal:
     def press(self, keys: bytes) -> None:
         os.write(self._keys, keys)
 
+    def wait_until_read(self) -> None:
+        """Wait until the program has read everything that was pressed."""
+        end = time.monotonic() + PATIENCE_S
+        count = array.array("i", [1])
+        screen = os.open(self._name, os.O_RDWR | os.O_NOCTTY)
+        try:
+            while count[0]:
+                fcntl.ioctl(screen, termios.FIONREAD, count)
+                assert time.monotonic() < end
+                time.sleep(0.01)
+        finally:
+            os.close(screen)
+
     def end(self) -> int:
         """Read everything up to the end of the program; return its exit code."""
         end = time.monotonic() + PATIENCE_S
         while self._read(end):
             pass
-        return self._process.wait(PATIENCE_S)
+        return self.process.wait(PATIENCE_S)
 
     def _read(self, end: float) -> bool:
         """Read the next output; return ``False`` at the end."""
@@ -70,9 +85,10 @@ def on_a_terminal(*words: object) -> Iterator[Terminal]:
         start_new_session=True,
         preexec_fn=lambda: fcntl.ioctl(0, termios.TIOCSCTTY, 0),
     )
+    name = os.ttyname(screen)
     os.close(screen)
     try:
-        yield Terminal(process, keys)
+        yield Terminal(process, keys, name)
     finally:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, 9)

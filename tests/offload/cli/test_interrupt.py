@@ -3,6 +3,8 @@ behind."""
 
 from __future__ import annotations
 
+import os
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -10,13 +12,37 @@ from pathlib import Path
 import pytest
 
 from offload import cli
+from offload.namespaces.claims import LOCK_NAME, locked
+from offload.namespaces.folders import claim_rank_folder
+from offload.namespaces.manifest import Namespace
 from policies.simulation.trace import TraceWriter
 from policies.testing import synthetic_trace
-from tests.offload.cli.rank_folders import ROOT, make_rank_folder
+from tests.offload.cli.rank_folders import (
+    FIELDS,
+    ROOT,
+    damage,
+    kvtiers,
+    make_rank_folder,
+    records_of,
+    wait_until_open,
+)
 from tests.offload.cli.terminal import CTRL_C, on_a_terminal
+from tests.offload.cli.test_crafted_exports import MANIFEST, SIZE, STORE, frame, record
 from tests.offload.cli.test_top import Server, serving
+from tiers.offline import archive as portable
 
 TRACEBACK = "Traceback"
+
+
+def whole_records(root: Path) -> int:
+    """The number of records below a path, all of which are intact."""
+    result = kvtiers("verify", root, "--json")
+    if "contains no records" in result.err:
+        return 0
+    found = result.json["rank_folders"]
+    records = sum(one["records"] for one in found)
+    assert (result.code, sum(one["good"] for one in found)) == (0, records), result.out
+    return int(records)
 
 
 def test_interrupting_top() -> None:
@@ -55,6 +81,144 @@ def test_interrupting_verify_at_one_byte_per_second(tmp_path: Path) -> None:
         terminal.wait_for("rank-0")
         terminal.press(CTRL_C)
         assert terminal.end() == 130
+    assert TRACEBACK not in terminal.shown
+
+
+def test_interrupting_verify_before_it_removes_damaged_records(tmp_path: Path) -> None:
+    folder = make_rank_folder(tmp_path, range(3))
+    damage(folder, 1)
+    with locked(tmp_path), on_a_terminal("verify", tmp_path) as terminal:
+        wait_until_open(terminal.process, tmp_path / LOCK_NAME)
+        terminal.press(CTRL_C)
+        assert terminal.end() == 130
+    assert TRACEBACK not in terminal.shown
+    assert len(records_of(folder)) == 3
+
+
+def test_interrupting_clear_before_it_removes_anything(tmp_path: Path) -> None:
+    make_rank_folder(tmp_path, range(3))
+    with locked(tmp_path), on_a_terminal("clear", tmp_path, "--all", "--yes") as terminal:
+        terminal.wait_for("removing")
+        wait_until_open(terminal.process, tmp_path / LOCK_NAME)
+        terminal.press(CTRL_C)
+        assert terminal.end() == 130
+    assert TRACEBACK not in terminal.shown
+    assert whole_records(tmp_path) == 3
+
+
+@pytest.mark.parametrize("existing", [None, b"of an earlier export"])
+def test_interrupting_export_leaves_only_an_earlier_file(
+    tmp_path: Path, existing: bytes | None
+) -> None:
+    make_rank_folder(tmp_path / "kv", range(3))
+    file = tmp_path / "out.kvt"
+    if existing is not None:
+        file.write_bytes(existing)
+    options = ["--rate", "1", "--overwrite"]
+    with on_a_terminal("export", tmp_path / "kv", file, *options) as terminal:
+        terminal.wait_for("export")
+        assert [path.name for path in tmp_path.glob("*.part")] == ["out.kvt.part"]
+        terminal.press(CTRL_C)
+        assert terminal.end() == 130
+    assert TRACEBACK not in terminal.shown
+    assert {path.name for path in tmp_path.iterdir()} == {"kv"} | (
+        {"out.kvt"} if existing else set()
+    )
+    assert existing is None or file.read_bytes() == existing
+
+
+def exported(root: Path, records: int) -> Path:
+    """An export with small records, which take long to import for their size."""
+    file = root / "in.kvt"
+    with file.open("wb") as out:
+        out.write(portable.MAGIC + frame("M", MANIFEST) + frame("S", STORE))
+        for number in range(records):
+            out.write(record(number, SIZE))
+        out.write(frame("E", {"records": records}))
+    return file
+
+
+@pytest.mark.parametrize(("kind", "count"), [("lmdb", 10_000), ("file", 3_000)])
+def test_an_interrupted_import_can_be_repeated(tmp_path: Path, kind: str, count: int) -> None:
+    """It is interrupted at the first sign of progress, because a busy machine may show no other."""
+    file, root = exported(tmp_path, count), tmp_path / "kv"
+    options = ["--type", kind, "--capacity", "1GiB"]
+    with on_a_terminal("import", file, root, *options) as terminal:
+        terminal.wait_for("import")
+        terminal.press(CTRL_C)
+        assert terminal.end() == 130
+    assert TRACEBACK not in terminal.shown
+    if root.exists():
+        assert whole_records(root) < count
+    assert kvtiers("import", file, root, *options).code == 0
+    assert whole_records(root) == count
+
+
+def test_interrupting_import_while_another_process_locks_the_path(tmp_path: Path) -> None:
+    file, root = exported(tmp_path, 1), tmp_path / "kv"
+    root.mkdir(mode=0o700)
+    options = ["--capacity", "16MiB"]
+    with locked(root), on_a_terminal("import", file, root, *options) as terminal:
+        wait_until_open(terminal.process, root / LOCK_NAME)
+        terminal.press(CTRL_C)
+        assert terminal.end() == 130
+    assert TRACEBACK not in terminal.shown
+    assert [path.name for path in root.iterdir()] == [LOCK_NAME]
+
+
+@pytest.mark.parametrize("command", ["top", "inspect"])
+def test_interrupting_a_wait_for_a_server_that_does_not_answer(
+    tmp_path: Path, command: str
+) -> None:
+    make_rank_folder(tmp_path, range(3))
+    with socket.create_server(("127.0.0.1", 0)) as mute:
+        address = f"127.0.0.1:{mute.getsockname()[1]}"
+        words = ["top", address] if command == "top" else ["inspect", tmp_path, "--server", address]
+        with on_a_terminal(*words) as terminal:
+            terminal.wait_for("has not answered")
+            terminal.press(CTRL_C)
+            assert terminal.end() == 130
+    assert TRACEBACK not in terminal.shown
+
+
+def test_interrupting_plan(tmp_path: Path) -> None:
+    options = ["--token-bytes", "128KiB", "--cpu", "8GiB", "--mix", "users=500,turns=20"]
+    with on_a_terminal("plan", *options) as terminal:
+        terminal.wait_for("simulated requests")
+        terminal.press(CTRL_C)
+        assert terminal.end() == 130
+    assert TRACEBACK not in terminal.shown
+
+
+def test_interrupting_why_while_it_reads(tmp_path: Path) -> None:
+    pipe = tmp_path / "requests.jsonl"
+    os.mkfifo(pipe)
+    with on_a_terminal("why", pipe) as terminal, pipe.open("wb"):  # waits for the reader
+        terminal.press(CTRL_C)
+        assert terminal.end() == 130
+    assert TRACEBACK not in terminal.shown
+
+
+def test_interrupting_check_while_it_reads() -> None:
+    with on_a_terminal("check", "-") as terminal:
+        terminal.press(b"{\n")
+        terminal.wait_for("{\r\n")  # the echo: the terminal has taken it in
+        terminal.wait_until_read()
+        terminal.press(CTRL_C)
+        assert terminal.end() == 130
+    assert TRACEBACK not in terminal.shown
+
+
+def test_interrupting_serve_while_it_waits_for_another_server(tmp_path: Path) -> None:
+    root, model = tmp_path / "kv", tmp_path / "model"
+    model.mkdir()
+    (model / "config.json").write_text("{}")
+    with claim_rank_folder(root, Namespace.of(FIELDS), replica=0, rank=0, engine="e"):
+        tiers = ["--kv-cpu", "16MiB", "--kv-disk", f"{root}:16MiB"]
+        with on_a_terminal("serve", model, *tiers) as terminal:
+            terminal.wait_for("for it to end")
+            terminal.press(CTRL_C)
+            assert terminal.end() == 130
     assert TRACEBACK not in terminal.shown
 
 
