@@ -71,7 +71,7 @@ class VerifyResult:
         """Set the reason why the folder could not be read to its end, unless one is known."""
         self.problem = self.problem or problem
 
-    def see_owner(self) -> None:
+    def note_owner(self) -> None:
         """Record the process that uses the folder, if there is one."""
         owner = self.rank_folder.owner()
         self.owner_pid = owner.pid if owner else None

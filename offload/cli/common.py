@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from rich.console import Console
     from rich.progress import Progress
 
+    from offload.admin.verify import RateLimit
     from offload.namespaces.inventory import NamespaceFolder
 
 
@@ -43,6 +44,18 @@ Folder = Annotated[
 ]
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
 KeyFile = Annotated[str, typer.Option(help="Key file, if the records are encrypted.")]
+
+LIVE_RATE = "100MiB"
+"""Default rate if a server uses the folder, because the server needs the disk."""
+ReadRate = Annotated[
+    str,
+    typer.Option(
+        help=(
+            "Maximum bytes per second to read, e.g. 200MiB; 0 means no limit. (default: "
+            f"{LIVE_RATE} if a server uses the folder, else no limit)"
+        )
+    ),
+]
 
 _DURATION = re.compile(r"([0-9]+(?:\.[0-9]+)?)(s|m|h|d|w)", re.ASCII)
 _SECONDS = {"s": 1, "m": 60, "h": 3600, "d": 86_400, "w": 604_800}
@@ -216,6 +229,15 @@ def guarded_work(command: str) -> Iterator[None]:
     finally:
         signal.signal(signal.SIGTSTP, before)
         signal.signal(signal.SIGTERM, ended_before)
+
+
+def rate_limit(bytes_per_s: int, *, is_used: bool) -> RateLimit:
+    """The limit for reading a folder; a negative rate stands for the default."""
+    from offload.admin.verify import RateLimit
+
+    if bytes_per_s < 0:
+        bytes_per_s = parse_size(LIVE_RATE) if is_used else 0
+    return RateLimit(bytes_per_s)
 
 
 def _end(_number: int, _frame: object) -> None:

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
-import importlib.metadata
 from collections.abc import Mapping
 
+from offload.cli import installed_vllm
 from offload.cli.numbers import share_text, size_text
 from offload.cli.vllm_flags import has_flag
 from offload.config.machine_checks import MEMORY_LEFT_SHARE
@@ -24,10 +23,7 @@ VARIABLE = "VLLM_CPU_KVCACHE_SPACE"
 
 def is_cpu_build() -> bool:
     """True if the installed vLLM is a build for its CPU platform."""
-    for name in ("vllm", "vllm-cpu"):
-        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
-            return "cpu" in name + importlib.metadata.version(name)
-    return False
+    return "cpu" in installed_vllm()
 
 
 def memory_warning(

@@ -14,14 +14,15 @@ from offload.cli.common import (
     Folder,
     KeyFile,
     Problems,
+    ReadRate,
     give_up,
     guarded_work,
     make_app,
     print_json,
     progress_bar,
+    rate_limit,
 )
 from offload.cli.numbers import size_text
-from offload.cli.verify import LIVE_RATE
 
 if TYPE_CHECKING:
     from offload.admin.export import Exported
@@ -36,15 +37,7 @@ def export(
     file: Annotated[Path, typer.Argument(help="File to write.")],
     namespace: Annotated[str, typer.Option(help="Beginning of the namespace's name.")] = "",
     model: Annotated[str, typer.Option(help="Model's name.")] = "",
-    rate: Annotated[
-        str,
-        typer.Option(
-            help=(
-                "Maximum bytes per second to read, e.g. 200MiB; 0 means no limit. (default: "
-                f"{LIVE_RATE} if a server uses the folder, else no limit)"
-            )
-        ),
-    ] = "",
+    rate: ReadRate = "",
     key_file: KeyFile = "",
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace the file.")] = False,
     as_json: AsJson = False,
@@ -104,11 +97,8 @@ def _write(
     chosen: NamespaceFolder, file: Path, overwrite: bool, rate: int, key_file: str
 ) -> list[Exported]:
     from offload.admin.export import ExportFileError, export_file, export_namespace
-    from offload.admin.verify import RateLimit
-    from offload.sizes import parse_size
 
-    if rate < 0:
-        rate = parse_size(LIVE_RATE) if chosen.owners() else 0
+    limit = rate_limit(rate, is_used=bool(chosen.owners()))
     with contextlib.ExitStack() as undo:
         rank_folders = []
         for rank_folder in chosen.rank_folders:
@@ -131,7 +121,7 @@ def _write(
             chosen,
             rank_folders,
             out,
-            rate_limit=RateLimit(rate),
+            rate_limit=limit,
             advance=lambda count: bar.advance(task, count),
         )
 

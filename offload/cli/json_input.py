@@ -9,8 +9,8 @@ from typing import Any
 
 from offload.cli.common import Problems
 from offload.cli.numbers import size_text
+from offload.cli.path_hints import CONFIG_BYTES_MAX
 
-CHECKED_BYTES_MAX = 1 << 20
 FILE_OR_JSON = "FILE|JSON"
 NAME_A_FILE = "Name a file with a configuration"
 
@@ -62,16 +62,16 @@ def _without_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 def _read(problems: Problems, where: str, shown: str) -> str | None:
     try:
         if where == "-":
-            found = sys.stdin.buffer.read(CHECKED_BYTES_MAX + 1)
+            found = sys.stdin.buffer.read(CONFIG_BYTES_MAX + 1)
         else:
             count = len(problems)
             problems.file(Path(where), f"{NAME_A_FILE}, or give the JSON itself.", shown)
             if len(problems) > count:
                 return None
             with Path(where).open("rb") as file:
-                found = file.read(CHECKED_BYTES_MAX + 1)
-        if len(found) > CHECKED_BYTES_MAX:
-            what = f"is larger than {size_text(CHECKED_BYTES_MAX)}"
+                found = file.read(CONFIG_BYTES_MAX + 1)
+        if len(found) > CONFIG_BYTES_MAX:
+            what = f"is larger than {size_text(CONFIG_BYTES_MAX)}"
             problems.add(shown, what, f"{NAME_A_FILE}.")
             return None
         return found.decode("utf-8")

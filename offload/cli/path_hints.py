@@ -16,7 +16,6 @@ _ADDRESS = re.compile(
     r"(?:[a-z]+:/{1,2})?(?P<host>[\w.-]+|\[[0-9A-Fa-f:.]+\]):[0-9]{1,5}", re.ASCII
 )
 CONFIG_BYTES_MAX = 1 << 20
-
 STORE = "is the address of a Mooncake store: the commands that read records need a folder"
 INSTEAD = (
     "Its master's page shows its contents (http://{host}:9003/metrics/summary, unless the master "

@@ -11,11 +11,13 @@ from offload.cli.common import (
     Folder,
     KeyFile,
     Problems,
+    ReadRate,
     guarded_work,
     make_app,
     print_json,
     print_line,
     progress_bar,
+    rate_limit,
     screen,
 )
 from offload.cli.numbers import size_text
@@ -28,8 +30,6 @@ if TYPE_CHECKING:
 
 app = make_app()
 
-LIVE_RATE = "100MiB"
-"""Default rate if a server uses the folder, because the server needs the disk."""
 REMARK_LINES_MAX = 20
 """Maximum number of lines below the table, for all folders together; remarks about a whole folder
 come first."""
@@ -38,15 +38,7 @@ come first."""
 @app.command()
 def verify(
     folder: Folder,
-    rate: Annotated[
-        str,
-        typer.Option(
-            help=(
-                "Maximum bytes per second to read, e.g. 200MiB; 0 means no limit. (default: "
-                f"{LIVE_RATE} if a server uses the folder, else no limit)"
-            )
-        ),
-    ] = "",
+    rate: ReadRate = "",
     check_only: Annotated[bool, typer.Option("--check-only", help="Remove nothing.")] = False,
     key_file: KeyFile = "",
     as_json: AsJson = False,
@@ -67,7 +59,7 @@ def verify(
     with guarded_work("verify"), progress_bar(is_bytes=True) as bar:
         namespaces = [namespace for namespace in namespaces if namespace.is_served]
         results = [
-            _one(rank_folder, bytes_per_s, key_file, check_only, bar)
+            _verify_folder(rank_folder, bytes_per_s, key_file, check_only, bar)
             for namespace in namespaces
             for rank_folder in namespace.rank_folders
         ]
@@ -82,7 +74,7 @@ def verify(
     raise SystemExit(0 if ok else 1)
 
 
-def _one(
+def _verify_folder(
     rank_folder: RankFolder, rate: int, key_file: str, check_only: bool, bar: Progress
 ) -> VerifyResult:
     """Check one rank folder. An error does not prevent the others from being checked."""
@@ -100,17 +92,15 @@ def _one(
     if not check_only:
         repair(result, key_file)
     else:
-        result.see_owner()
+        result.note_owner()
     return result
 
 
 def _scrub(result: VerifyResult, rate: int, key_file: str, bar: Progress) -> None:
-    from offload.admin.verify import RateLimit, scrub
-    from offload.sizes import parse_size
+    from offload.admin.verify import scrub
 
     rank_folder = result.rank_folder
-    if rate < 0:
-        rate = parse_size(LIVE_RATE) if rank_folder.owner() else 0
+    limit = rate_limit(rate, is_used=rank_folder.owner() is not None)
     verdict, reader = rank_folder.judge(key_file)
     result.judge(verdict)
     if reader is None:
@@ -121,7 +111,7 @@ def _scrub(result: VerifyResult, rate: int, key_file: str, bar: Progress) -> Non
         scrub(
             result,
             reader,
-            rate_limit=RateLimit(rate),
+            rate_limit=limit,
             advance=lambda count: bar.advance(task, count),
         )
     finally:

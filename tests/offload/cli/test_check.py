@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from offload.cli.json_input import CHECKED_BYTES_MAX
+from offload.cli.path_hints import CONFIG_BYTES_MAX
 from offload.config.kv_transfer_config import NAME, transfer_config
 from tests.offload.cli.rank_folders import ROOT, kvtiers
 
@@ -87,7 +87,7 @@ def test_bad_input_is_reported(where: str, words: str) -> None:
 
 def test_a_file_that_is_too_large_is_not_cut(tmp_path: Path) -> None:
     file = tmp_path / "large.json"
-    file.write_text(json.dumps(GOOD) + " " * CHECKED_BYTES_MAX)
+    file.write_text(json.dumps(GOOD) + " " * CONFIG_BYTES_MAX)
     found = kvtiers("check", file)
     assert (found.code, found.out) == (2, "")
     assert f"{file}: is larger than 1MiB. Name a file with a configuration." in found.err
