@@ -39,7 +39,7 @@ from bench.tiers_optional import OPTIONAL, available
 from bench.tiers_systems import SYSTEMS as BUILT_IN
 from bench.tiers_systems import Arena, Memory, RawDisk, System
 from offload.planner.write_through import QueueSettings
-from offload.worker.limits import ExecutorLimits
+from offload.worker.executor_limits import ExecutorLimits
 from offload.worker.tier_monitor import CALLS_MAX
 
 SYSTEMS = BUILT_IN | available()

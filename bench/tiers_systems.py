@@ -27,7 +27,7 @@ import numpy as np
 from numpy.random import default_rng  # a later import can swallow a Ctrl-C
 
 from offload.planner.write_through import QueueSettings
-from offload.worker.limits import ExecutorLimits
+from offload.worker.executor_limits import ExecutorLimits
 from offload.worker.read_turns import ReadTurns
 from offload.worker.tier_monitor import CALLS_MAX
 from tiers.base import Buffer, ReadOutcome, Tier, WriteOutcome

@@ -28,6 +28,8 @@ from tiers.folders.folder import sync_folder, try_flock
 from tiers.offline.archive import Record, write_about, write_magic, write_record
 from tiers.offline.offline_folder import Checker, OfflineFolder, RecordHealth
 
+EXPORT_FORMAT = 1
+
 
 class ExportFileError(OffloadError):
     """An export cannot be written to this file now."""
@@ -79,9 +81,6 @@ def _take(file: IO[bytes], part: Path) -> None:
         )
 
 
-FORMAT = 1
-
-
 @dataclass(slots=True)
 class Exported:
     """Counts of one rank's records. Three kinds of records were left out: ``damaged`` ones,
@@ -111,7 +110,7 @@ def export_namespace(
     write_about(
         file,
         "M",
-        {"format": FORMAT, "namespace": namespace.name, "fields": namespace.fields},
+        {"format": EXPORT_FORMAT, "namespace": namespace.name, "fields": namespace.fields},
     )
     found = [_export_folder(one, reader, file, rate_limit, advance) for one, reader in rank_folders]
     write_about(file, "E", {"records": sum(one.records for one in found)})

@@ -13,7 +13,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import IO, Any
 
-from offload.admin.export import FORMAT
+from offload.admin.export import EXPORT_FORMAT
 from offload.errors import NamespaceError
 from offload.namespaces.folders import (
     OnDamage,
@@ -54,9 +54,6 @@ class Target:
     compress: bool = False
 
 
-OWN = ("replica", "rank", "refused", "damaged", "left")
-
-
 @dataclass(slots=True)
 class Imported:
     """The result for one rank.
@@ -79,8 +76,9 @@ class Imported:
 
     def to_json(self) -> dict[str, Any]:
         """Plain values."""
-        own = {name: getattr(self, name) for name in OWN}
-        return {**own, **asdict(self.counts)}
+        found = asdict(self)
+        counts = found.pop("counts")
+        return {**found, **counts}
 
 
 class Import:
@@ -99,8 +97,8 @@ class Import:
             raise NamespaceError(
                 self.problem or "its first frame is damaged, so its namespace is unknown"
             )
-        if about.get("format") != FORMAT:
-            raise NamespaceError(f"its format is {about.get('format')!r}, not {FORMAT}")
+        if about.get("format") != EXPORT_FORMAT:
+            raise NamespaceError(f"its format is {about.get('format')!r}, not {EXPORT_FORMAT}")
         try:
             self.namespace = Namespace.of(about["fields"])
             dump_manifest(self.namespace)  # raises if the fields do not fit into a manifest
@@ -148,7 +146,7 @@ class Import:
             rank_folder = RankFolder(
                 replica_dir / f"rank-{rank}", self.namespace.name, replica, rank
             )
-            result.refused = _Maker(rank_folder, about, self._target, about["epoch"]).problem
+            result.refused = _TierMaker(rank_folder, about, self._target, about["epoch"]).problem
         if result.refused:
             result.left = sum(1 for _record in self._records(result))
             return result
@@ -164,7 +162,7 @@ class Import:
         )
         with claimed:
             rank_folder = RankFolder(claimed.folder, self.namespace.name, replica, rank)
-            maker = _Maker(rank_folder, about, self._target, claimed.epoch)
+            maker = _TierMaker(rank_folder, about, self._target, claimed.epoch)
             result.refused = maker.problem
             records = self._records(result)
             if not maker.problem:
@@ -193,7 +191,7 @@ def _is_sound(record: Record) -> bool:
     return 0 < len(record.key) <= KEY_BYTES_MAX and record.payload.nbytes > 0
 
 
-class _Maker:
+class _TierMaker:
     """Decides whether an export fits a rank folder, and makes the tier that receives it.
 
     A tier drops or moves aside records that do not fit its settings; here that is a ``problem``.

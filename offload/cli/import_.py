@@ -75,7 +75,7 @@ def import_(
     problems.refuse("import")
     target = Target(folder.absolute(), type, capacity_bytes, key_file, compress)
     with guarded_work("import"):
-        source, found = _read(file, target)
+        source, found = _import_file(file, target)
     _report(source, found, as_json)
 
 
@@ -98,7 +98,7 @@ def _check_folder(problems: Problems, folder: Path) -> None:
         problems.add(str(folder), what.removeprefix(f"{folder} "), fix)
 
 
-def _read(file: Path, target: Target) -> tuple[Import, list[Imported]]:
+def _import_file(file: Path, target: Target) -> tuple[Import, list[Imported]]:
     from offload.admin.import_ import Import
     from offload.errors import NamespaceError
 

@@ -114,7 +114,7 @@ def serve(
     problems.refuse("serve", code if len(problems) == 1 else WRONG_USAGE)
     command = [*VLLM, model, *added, *context.args]
     if added:
-        _say(f"added {shlex.join(added)}")
+        _print_line(f"added {shlex.join(added)}")
     if dry_run:
         print(shlex.join(["vllm", *command[len(VLLM) - 1 :]]))
         return
@@ -144,7 +144,7 @@ def flags_to_add(
         fix = "Give one of them, or put the tiers into the JSON."
         problems.add(TRANSFER, f"is given together with {' and '.join(given.names)}", fix)
     if has_own and not given.names:
-        _say_unused(environment)
+        _warn_of_unused_variables(environment)
         problems += transfer_problems(flags)
         return []
     wanted = tiers_wanted(given.cpu, given.disks, environment, problems)
@@ -152,33 +152,33 @@ def flags_to_add(
         add_options(wanted, read_object(problems, given.extra, EXAMPLE, EXTRA_OPTION), problems)
     transfer = transfer_config(wanted.extra)
     try:  # wait for folders in use only if the server can start
-        loaded = check_transfer(transfer, None if problems else Patience(_say))
+        loaded = check_transfer(transfer, None if problems else Patience(_print_line))
     except ConfigError as error:
         problems += [replace(one, where=wanted.name(one.where)) for one in error.problems]
     if problems:
         return []
-    _say_memory(flags, loaded[0].config.cpu.capacity, environment)
+    _warn_of_memory(flags, loaded[0].config.cpu.capacity, environment)
     hashing = [] if has_flag(flags, HASH) or has_flag(flags, FILE) else [HASH, STABLE_HASH]
     return [TRANSFER, json.dumps(transfer), *hashing]
 
 
-def _say_unused(environment: Mapping[str, str]) -> None:
+def _warn_of_unused_variables(environment: Mapping[str, str]) -> None:
     for name in (CPU_VARIABLE, DISK_VARIABLE):
         if environment.get(name):
-            _say(f"{name} is ignored because {TRANSFER} or {FILE} is given")
+            _print_line(f"{name} is ignored because {TRANSFER} or {FILE} is given")
 
 
-def _say_memory(flags: list[str], capacity: int, environment: Mapping[str, str]) -> None:
+def _warn_of_memory(flags: list[str], capacity: int, environment: Mapping[str, str]) -> None:
     """Warn now if vLLM's share of the memory does not fit: vLLM would refuse only after half a
     minute."""
     from offload.cli.cpu_platform import is_cpu_build, memory_warning
     from offload.config.memory_limits import memory_limit
 
     if is_cpu_build() and (line := memory_warning(flags, capacity, environment, memory_limit())):
-        _say(line)
+        _print_line(line)
 
 
-def _say(line: str) -> None:
+def _print_line(line: str) -> None:
     print(f"kvtiers serve: {line}", file=sys.stderr, flush=True)
 
 

@@ -270,7 +270,7 @@ def _file_system_problem(tier: TierConfig, existing: Path, where: str) -> Proble
 
 def _holder_problem(tier: TierConfig, where: str, is_ours: IsOurs) -> Problem | None:
     for owner in live_owners(tier.path):
-        if not is_ours(owner) and not (owner.shares and tier.shared):
+        if not is_ours(owner) and not (owner.is_sharing and tier.shared):
             what = f"{tier.path} is in use by pid {owner.pid}"
             what += "" if owner.is_here else " of another container or machine"
             what += f" ({owner.engine})" if owner.engine else ""

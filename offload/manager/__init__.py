@@ -197,7 +197,7 @@ class OffloadManager:
         ended = self._loads[request] = self._loop.create_future()
         # A read that hangs writes into slots, not blocks, so a cancelled caller does not wait for
         # it.
-        if await settled(ended, lambda: self._executor.leave(request)):
+        if await settled(ended, lambda: self._executor.abandon_load(request)):
             return hit
         self._check_open()
         bad = result.result().bad if result.done() else frozenset()

@@ -110,7 +110,7 @@ class StepReport:
         """True if the report contains nothing."""
         return not (self.results or self.tiers or self.answers or self.usable)
 
-    def see(self, tier: int, rank: int, seen: Observed) -> None:
+    def add_observed(self, tier: int, rank: int, seen: Observed) -> None:
         """Add a rank's observation of a tier."""
         mine = self.tiers.get((tier, rank))
         self.tiers[tier, rank] = mine.merge(seen) if mine else seen
@@ -124,7 +124,7 @@ class StepReport:
         usable = self.usable | other.usable
         report = StepReport(merged, dict(self.tiers), dict(self.answers), usable)
         for (tier, rank), seen in other.tiers.items():
-            report.see(tier, rank, seen)
+            report.add_observed(tier, rank, seen)
         for number, answer in other.answers.items():
             report.answers[number] = merged_answer(report.answers.get(number), answer)
         return report

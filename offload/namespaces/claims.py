@@ -42,14 +42,14 @@ _FOLDER = re.compile(r"[0-9a-f]{32}|quarantine-[0-9a-f-]+|(replica|rank)-[0-9]+"
 class Owner:
     """A process that uses a folder at present.
 
-    ``pid`` and ``engine`` are what that process wrote about itself; ``shares`` means that others
-    may use the folder as well.
+    ``pid`` and ``engine`` are what that process wrote about itself; ``is_sharing`` means that
+    others may use the folder as well.
     """
 
     folder: str
     pid: int
     engine: str
-    shares: bool = False
+    is_sharing: bool = False
     is_here: bool = True
     """False if ``pid`` is a number in another container or on another machine."""
 
@@ -214,7 +214,7 @@ def _engine(file: Path) -> Owner | None:
     if seen is None:
         return None
     place = "" if seen.is_here else "on another machine"
-    return Owner(str(file.parent.parent), seen.pid, place, shares=True, is_here=seen.is_here)
+    return Owner(str(file.parent.parent), seen.pid, place, is_sharing=True, is_here=seen.is_here)
 
 
 def _settled_owner(fd: int, path: Path) -> Owner:
@@ -238,11 +238,11 @@ def _read_owner(fd: int, path: Path) -> Owner:
     """Read the owner's entry: a JSON object in our claims, only a pid in the tiers' locks."""
     try:
         found = json.loads(os.pread(fd, 4096, 0))
-        shares = ".sharer-" in path.name
+        is_sharing = ".sharer-" in path.name
         if isinstance(found, int):
             return Owner(str(path.parent), found, "")
         is_here = found["machine"] == _machine() if "machine" in found else True
-        return Owner(str(path.parent), int(found["pid"]), str(found["engine"]), shares, is_here)
+        return Owner(str(path.parent), int(found["pid"]), str(found["engine"]), is_sharing, is_here)
     except (ValueError, TypeError, KeyError, RecursionError):
         return Owner(str(path.parent), 0, "")
 

@@ -21,12 +21,12 @@ LOOK_EVERY_S = 0.25
 class Patience:
     """One time limit of half a minute for all waits of a process; it starts with the first wait.
 
-    ``say`` gets a line at once and then every few seconds. ``wait`` and ``repeat`` block, so vLLM's
-    threads must not call them while they serve.
+    ``report`` gets a line at once and then every few seconds. ``wait`` and ``repeat`` block, so
+    vLLM's threads must not call them while they serve.
     """
 
-    def __init__(self, say: Callable[[str], None]) -> None:
-        self._say = say
+    def __init__(self, report: Callable[[str], None]) -> None:
+        self._report = report
         self._until = self._next_line = 0.0
 
     def wait(self, what: str) -> bool:
@@ -37,7 +37,7 @@ class Patience:
         if left <= 0:
             return False
         if now >= self._next_line:
-            self._say(f"{what}: waiting up to {left:.0f} s for it to end")
+            self._report(f"{what}: waiting up to {left:.0f} s for it to end")
             self._next_line = now + LINE_EVERY_S
         time.sleep(min(LOOK_EVERY_S, left))
         return True

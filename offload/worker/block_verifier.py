@@ -8,9 +8,9 @@ between: fences, copies, slots, tiers, and restarts.
 Two requests may compute the same chunk with different bytes (the kernels depend on the shape of the
 batch), so a key can have several digests. A load is correct if it matches one of them.
 
-Ownership: `before_step` and `after_step` run on the thread that drives the model runner; the rest
-belongs to the executor's loop. Digests are passed, in the order in which they were made, to one
-thread, which alone owns the table and the file.
+Ownership: `before_step` and `after_step` run on the model-runner thread; the rest belongs to the
+executor's loop. Digests are passed, in the order in which they were made, to one thread, which
+alone owns the table and the file.
 """
 
 from __future__ import annotations
@@ -240,7 +240,7 @@ class Verifier:
         self._reading = threading.Lock()
         self._asleep = False
 
-    # -- the driver's thread -----------------------------------------------------------------
+    # -- model-runner thread ---------------------------------------------------------------------
 
     def before_step(self, plan: StepPlan) -> None:
         """Digest the chunks that were complete before this step, whose forward pass may overwrite
@@ -292,7 +292,7 @@ class Verifier:
                 error,
             )
 
-    # -- the loop ----------------------------------------------------------------------------
+    # -- event loop thread -----------------------------------------------------------------------
 
     def start(self, post: Callable[..., object]) -> None:
         """Begin; ``post`` is the loop's ``call_soon_threadsafe``."""
@@ -338,7 +338,7 @@ class Verifier:
             return frozenset()
         return await self._thread.run(self._compare, items, has_ended)
 
-    # -- the thread --------------------------------------------------------------------------
+    # -- digest thread ---------------------------------------------------------------------------
 
     def _enter(self, found: Sequence[tuple[DigestJob, torch.Tensor]], event: Any) -> None:
         if event is not None:

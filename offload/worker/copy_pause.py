@@ -1,9 +1,9 @@
 """Keeps every copy away from the KV cache while vLLM sleeps and has unmapped it.
 
-Part of the executor. ``begin`` and ``end`` belong to the thread that drives vLLM's model runner,
-which posts no plan in between. This thread and the loop share the states of loads and stores, which
-are safe to share (`offload.worker.open_loads`, `offload.worker.fences`): whichever thread
-comes second sees what the first one did, so no copy begins after ``begin`` has looked.
+Part of the executor. ``begin`` and ``end`` belong to the model-runner thread, which posts no plan
+in between. This thread and the loop share the states of loads and stores, which are safe to share
+(`offload.worker.open_loads`, `offload.worker.fences`): whichever thread comes second sees what the
+first one did, so no copy begins after ``begin`` has looked.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ class CopyPause:
 
     def begin(self, timeout_s: float) -> None:
         """End all access to the KV cache before returning. Copies in progress complete. Stores and
-        loads that have not begun to copy fail. Loads whose end the driver has not seen fail as
-        well, because their blocks lose their content. Idempotent.
+        loads that have not begun to copy fail. Loads whose end the model-runner thread has not seen
+        fail as well, because their blocks lose their content. Idempotent.
 
         Raises ``TransferError`` if a copy has not ended within ``timeout_s``; the KV cache must
         then stay mapped, and can be used as before.

@@ -1,9 +1,9 @@
 """The executor: carries out plans on one rank.
 
 Ownership. `accept` and the methods that it calls run on one asyncio loop and own the tasks, the
-fills and the tier writers. `post`, `fence` and `drain` belong to the thread that drives vLLM's
-model runner (or to the loop itself, in one process) and own `_fences` and `_open`. Plans reach the
-loop by ``call_soon_threadsafe``, and answers return in a deque; there is no lock.
+fills and the tier writers. `post`, `fence` and `drain` belong to the model-runner thread (or to the
+loop itself, in one process) and own `_fences` and `_open`. Plans reach the loop by
+``call_soon_threadsafe``, and answers return in a deque; there is no lock.
 
 Every job is answered exactly once, even if it fails, hangs or cannot be understood.
 """
@@ -26,9 +26,9 @@ from offload.messages.plan import LoadJob, PresenceQuery, StepPlan, StoreJob
 from offload.messages.report import JobResult, Observed, PresenceReply, StepReport
 from offload.telemetry.counters import WorkerStats
 from offload.worker.copy_pause import CopyPause
+from offload.worker.executor_limits import ExecutorLimits
 from offload.worker.fences import Fences, Reading
 from offload.worker.idle_scrub import IdleScrub, ScrubLimits
-from offload.worker.limits import ExecutorLimits
 from offload.worker.loads import LoadTask, RankLoads
 from offload.worker.open_loads import OpenLoad, OpenLoads
 from offload.worker.presence_queries import PresenceQueries
@@ -73,18 +73,18 @@ class Executor:
         self._tiers = tuple(tiers)
         self._seen: deque[tuple[int, Observed]] = deque()
         watched = [
-            WatchedTier(tier, self.limits.tier_timeout_s, partial(self._see, number))
+            WatchedTier(tier, self.limits.tier_timeout_s, partial(self._add_observed, number))
             for number, tier in enumerate(self._tiers)
         ]
         self._loads = RankLoads(memory, watched, self.limits, self.stats, verifier)
         for number, tier in enumerate(self._tiers):
-            tier.on_loss(partial(self._lose, number))
+            tier.on_loss(partial(self._add_loss, number))
         self._writers = [TierWriter(tier, memory, self.stats) for tier in watched]
         self._scrubs = [
             IdleScrub(watched[n], bounds, partial(self._take_scrubbed, n))
             for n, bounds in (scrubs or {}).items()
         ]
-        self._presence_queries = PresenceQueries(self._tiers, self._writers, self._see)
+        self._presence_queries = PresenceQueries(self._tiers, self._writers, self._add_observed)
         self._answers: deque[tuple[int, PresenceReply]] = deque()
         self._results: deque[tuple[int, JobResult]] = deque()
         self._ended: deque[tuple[int, bool]] = deque()
@@ -96,7 +96,7 @@ class Executor:
         self._loop: asyncio.AbstractEventLoop | None = None
         self._on_result: Callable[[], None] = lambda: None
 
-    # -- the driver's thread -----------------------------------------------------------------
+    # -- model-runner thread ---------------------------------------------------------------------
 
     def post(self, plan: StepPlan, *, refused: str = "") -> None:
         """Pass a plan to the loop, after the step's forward pass was submitted. Never waits.
@@ -185,7 +185,7 @@ class Executor:
         fenced = self._fences.reading
         while self._results:
             job, result = self._results.popleft()
-            results[job] = self._fences.answered(job, result) if job in fenced else result
+            results[job] = self._fences.end_store(job, result) if job in fenced else result
         self._watch_loop()
         self.stats.copies_failed(sum(self._engine.failures().values()))
         ended = self._open.take_ended() if self._open.by_job else []
@@ -198,7 +198,7 @@ class Executor:
         report = StepReport(results, answers=answers, usable=usable)
         while self._seen:
             tier, seen = self._seen.popleft()
-            report.see(tier, self.rank, seen)
+            report.add_observed(tier, self.rank, seen)
         return Drained(finished, failed, report)
 
     @property
@@ -341,13 +341,13 @@ class Executor:
         self._answers.append((query.number, await self._presence_queries.answer(query)))
         self._on_result()
 
-    def leave(self, request: str) -> None:
+    def abandon_load(self, request: str) -> None:
         """Abandon this request's load: it ends as soon as none of its copies is under way.
 
         Call this on the loop.
         """
         assert self._loop is not None
-        self._loop.call_soon(self._loads.leave, request)  # after the plan that contains the load
+        self._loop.call_soon(self._loads.abandon, request)  # after the plan that contains the load
 
     def _load_ended(self, load: LoadTask, task: asyncio.Future[None]) -> None:
         """End a load whose task was cancelled or has failed.
@@ -374,7 +374,7 @@ class Executor:
         body.add_done_callback(self._tasks.discard)
         await task.wait_in_time(body, self.limits.load_timeout_s)
         if not body.done():
-            if not task.left.done():
+            if not task.abandoned.done():
                 task.give_up(late=True)
             await task.copies_ended()
             self._end_load(task.job, is_ok=False)
@@ -409,7 +409,7 @@ class Executor:
         self._ended.append((job, is_ok))
         self._on_result()
 
-    def _see(self, tier: int, seen: Observed) -> None:
+    def _add_observed(self, tier: int, seen: Observed) -> None:
         self._seen.append((tier, seen))
         self._on_result()
 
@@ -418,11 +418,11 @@ class Executor:
         if found.damaged:
             text = "kvtiers: tier %d: %d damaged records found and removed"
             logger.warning(text, tier, len(found.damaged))
-            self._see(tier, Observed(damaged=frozenset(found.damaged)))
+            self._add_observed(tier, Observed(damaged=frozenset(found.damaged)))
 
-    def _lose(self, tier: int) -> None:
+    def _add_loss(self, tier: int) -> None:
         self.stats.lost(tier)
-        self._see(tier, Observed(losses=1))
+        self._add_observed(tier, Observed(losses=1))
 
     def _answer(self, job: int, result: JobResult) -> None:
         self._results.append((job, result))

@@ -3,8 +3,7 @@
 On a GPU the step waits only until the store is submitted. From then on the GPU itself keeps the
 order: later launches of the model wait for the end of the copy.
 
-Belongs to the thread that drives vLLM's model runner. The loop and the copy lanes only complete the
-futures.
+Belongs to the model-runner thread. The loop and the copy lanes only complete the futures.
 """
 
 from __future__ import annotations
@@ -122,7 +121,7 @@ class Fences:
                 self.reading[job].cancel()
                 self._poisoned.add(job)
 
-    def answered(self, job: int, result: JobResult) -> JobResult:
+    def end_store(self, job: int, result: JobResult) -> JobResult:
         """End a store, and return the result that may be reported for it."""
         self.reading.pop(job, None)
         self._missed.discard(job)

@@ -18,7 +18,7 @@ import numpy as np
 from offload.messages.plan import IN_SLAB, STAGED, LoadItem, LoadJob
 from offload.messages.report import JobResult
 from offload.telemetry.counters import WorkerStats
-from offload.worker.limits import ExecutorLimits
+from offload.worker.executor_limits import ExecutorLimits
 from offload.worker.open_loads import OpenLoad
 from offload.worker.rank_memory import RankMemory
 from offload.worker.read_turns import ReadTurns
@@ -126,11 +126,11 @@ class RankLoads:
         for slot in task.slots_ahead:
             self._ahead.pop(slot, None)
 
-    def leave(self, request: str) -> None:
+    def abandon(self, request: str) -> None:
         """Abandon this request's load."""
         for task in self._open.values():
             if task.request == request:
-                task.leave()
+                task.abandon()
 
     def cancel_all(self) -> None:
         """Give up all open loads, because the cache was reset."""
@@ -166,10 +166,10 @@ class RankLoads:
                 for turns in self._reads:
                     turns.hurry(item.slot)
 
-    def pass_by(self, slots: Collection[int]) -> None:
+    def release_waiting(self, slots: Collection[int]) -> None:
         """Give up the reads ahead into these slots that have not had their turn."""
         for turns in self._reads:
-            turns.pass_by(slots)
+            turns.release_waiting(slots)
 
 
 class LoadTask:
@@ -199,7 +199,7 @@ class LoadTask:
         self._clock_begins: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._began = time.perf_counter()
         self._running = 0
-        self._abandoned = False
+        self._is_given_up = False
         self._late = False
         self._bad: set[bytes] = set()
         self._lost: set[bytes] = set()
@@ -209,7 +209,7 @@ class LoadTask:
         self._copying = 0
         self._no_copies = asyncio.Event()
         self._no_copies.set()
-        self.left: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self.abandoned: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         """Done when the load was abandoned."""
 
     def add(self, job: LoadJob) -> None:
@@ -255,8 +255,10 @@ class LoadTask:
 
     async def wait_in_time(self, body: asyncio.Future[JobResult], timeout_s: float) -> None:
         """Wait until the load's ``body`` has ended, or the load was abandoned or is late."""
-        while not (body.done() or self.left.done()) and (left_s := self.time_left(timeout_s)) > 0:
-            events: set[asyncio.Future[Any]] = {body, self.left}
+        while (
+            not (body.done() or self.abandoned.done()) and (left_s := self.time_left(timeout_s)) > 0
+        ):
+            events: set[asyncio.Future[Any]] = {body, self.abandoned}
             if self._waits_for_turn:  # the time left becomes shorter when this ends
                 events.add(self._clock_begins)
             await asyncio.wait(events, timeout=left_s, return_when=asyncio.FIRST_COMPLETED)
@@ -269,19 +271,19 @@ class LoadTask:
         """Start no further copy into the request's GPU blocks, because the request no longer waits
         (``late``: because it has waited too long). A read ahead that never had its turn is not
         late."""
-        self._abandoned = True
+        self._is_given_up = True
         self._late = self._late or (late and not self._waits_for_turn)
         if self.is_ahead:
-            self._loads.pass_by(self.slots_ahead)
+            self._loads.release_waiting(self.slots_ahead)
         elif late:
             self._loads.stats.load_timed_out()
         self._news.set()
 
-    def leave(self) -> None:
+    def abandon(self) -> None:
         """Abandon the load, so that its request does not wait for reads."""
         self.give_up()
-        if not self.left.done():
-            self.left.set_result(None)
+        if not self.abandoned.done():
+            self.abandoned.set_result(None)
 
     async def run(self) -> JobResult:
         """Restore every item; never raises. The time of a read ahead counts from its turn on."""
@@ -292,7 +294,7 @@ class LoadTask:
                 self._news.clear()
                 if self._new:
                     parts += self._start()
-                if self._is_whole or self._abandoned:
+                if self._is_whole or self._is_given_up:
                     break
             for outcome in [one for part in parts for one in await part]:
                 if outcome is not None:
@@ -309,7 +311,7 @@ class LoadTask:
         return JobResult(
             bad=frozenset(self._bad),
             lost=frozenset(self._lost),
-            failed=self._failed or self._abandoned,
+            failed=self._failed or self._is_given_up,
             seconds=seconds,
             corrupt=frozenset(self._corrupt),
             late=self._late,
@@ -406,7 +408,7 @@ class LoadTask:
         self, tier: int, items: Sequence[LoadItem], slots: Sequence[int]
     ) -> list[ReadOutcome]:
         loads, memory = self._loads, self._loads.memory
-        if self._abandoned:
+        if self._is_given_up:
             return [ReadOutcome.BUSY] * len(items)
         sizes = [memory.groups[item.group].record_bytes for item in items]
         views = [memory.slab.slot_view(slot, size) for slot, size in zip(slots, sizes, strict=True)]
@@ -430,7 +432,7 @@ class LoadTask:
     async def _copy(self, items: Sequence[LoadItem], slots: Sequence[int] | None = None) -> None:
         """Copy slots into GPU blocks, unless the request has ended or the load is a probe without
         blocks."""
-        if not items or not items[0].blocks or self._abandoned:
+        if not items or not items[0].blocks or self._is_given_up:
             return
         if slots is None:
             slots = [item.slot for item in items]

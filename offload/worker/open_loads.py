@@ -30,13 +30,13 @@ class OpenLoad:
     """A load whose end has not yet been reported to its request.
 
     Two threads use this object without a lock. ``submit`` belongs to the loop, which adds a copy
-    before it checks whether the load has ended. Everything else belongs to the driver, which ends a
-    load before it checks for copies. The thread that comes second sees what the other one did, so
-    no copy begins in blocks that no longer belong to the request.
+    before it checks whether the load has ended. Everything else belongs to the model-runner thread,
+    which ends a load before it checks for copies. The thread that comes second sees what the other
+    one did, so no copy begins in blocks that no longer belong to the request.
 
-    ``is_ok`` is ``None`` until the load has ended. ``due`` is the time at which the driver gives it
-    up (monotonic seconds); it is ``None`` while the scheduler still has to send parts, because its
-    steps may take any time.
+    ``is_ok`` is ``None`` until the load has ended. ``due`` is the time at which the model-runner
+    thread gives it up (monotonic seconds); it is ``None`` while the scheduler still has to send
+    parts, because its steps may take any time.
     """
 
     __slots__ = ("_copies", "due", "is_ok", "request")
@@ -69,7 +69,7 @@ class OpenLoad:
 
 
 class OpenLoads:
-    """The loads of a rank, for the driver's thread.
+    """The loads of a rank, for the model-runner thread.
 
     They are kept ``by_job`` because a request's name may be reused before the first load under that
     name has ended here.

@@ -18,8 +18,8 @@ class RankHealth:
     ``degraded`` is the reason why it stores nothing at present; ``is_stalled`` means that the loop
     has not answered a ping.
 
-    Ownership: the loop and the driver may call ``degrade``; ``_note_turn`` belongs to the loop,
-    everything else to the driver. Times are in monotonic seconds.
+    Ownership: the loop and the model-runner thread may call ``degrade``; ``_note_turn`` belongs to
+    the loop, everything else to the model-runner thread. Times are in monotonic seconds.
     """
 
     def __init__(self) -> None:

@@ -52,7 +52,7 @@ class ReadTurns:
         try:
             await read.turn
             yield
-            if read in self._running:  # otherwise it was passed by, and has read nothing
+            if read in self._running:  # otherwise it was released, and has read nothing
                 self._calls.ended(loop.time() - read.began)
         finally:
             for reads in (self._running, self._awaited, self._ahead):
@@ -88,7 +88,7 @@ class ReadTurns:
                 self._begin()
                 return
 
-    def pass_by(self, slots: Collection[int]) -> None:
+    def release_waiting(self, slots: Collection[int]) -> None:
         """Release the reads into these slots that wait for their turn: they are no longer needed
         and will read nothing."""
         for queue in (self._ahead, self._awaited):

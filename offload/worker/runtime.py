@@ -21,7 +21,7 @@ from offload.layout.keys import GROUP_BYTES, groups_of, joined
 from offload.messages.report import RankState, RankTier
 from offload.namespaces.manifest import Namespace
 from offload.worker.executor import Executor
-from offload.worker.limits import ExecutorLimits
+from offload.worker.executor_limits import ExecutorLimits
 from offload.worker.rank_memory import RankMemory
 from offload.worker.tier_factory import scrub_limits
 from offload.worker.tier_monitor import close_tier

@@ -11,7 +11,7 @@ import numpy as np
 
 from offload.messages.plan import StepPlan
 from offload.worker.executor import Executor
-from offload.worker.limits import ExecutorLimits
+from offload.worker.executor_limits import ExecutorLimits
 from offload.worker.rank_memory import RankMemory
 from offload.worker.unanswered_jobs import Drained
 from tests.sim.content import LAYERS, REGIONS, SLOT_BYTES, chunk, page
@@ -68,8 +68,8 @@ class Rank:
         return cls(number, device, slab, executor, tiers, [delayed for _, delayed in stacks])
 
     async def fence(self, plan: StepPlan, patient: bool) -> None:
-        """Wait for the fenced stores as the driver's thread would, in virtual time; an impatient
-        driver reaches the fence's timeout at once."""
+        """Wait for the fenced stores as the model-runner thread would, in virtual time; an
+        impatient caller reaches the fence's timeout at once."""
         fences = self.executor._fences
         loop = asyncio.get_running_loop()
         deadline = loop.time() + FENCE_S

@@ -160,8 +160,8 @@ def test_stores_that_have_not_begun_fail_and_others_end_first() -> None:
     assert futures[1].done()
     assert futures[2].cancelled()
     assert sleep.reason
-    assert not fences.answered(1, JobResult()).failed
-    assert fences.answered(2, JobResult()).failed
+    assert not fences.end_store(1, JobResult()).failed
+    assert fences.end_store(2, JobResult()).failed
     sleep.end()
     assert not sleep.reason
 

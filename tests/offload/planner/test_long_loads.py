@@ -268,7 +268,7 @@ def test_a_tier_that_begins_to_fail_is_not_read_for_the_rest() -> None:
     bed.cpu.clear()
     first = bed.load()
     failing = StepReport()
-    failing.see(0, 0, Observed(reads_failed=3))
+    failing.add_observed(0, 0, Observed(reads_failed=3))
     bed.planner.complete(failing)
     assert not bed.planner.health[0].reads.closed
     is_cut(bed, first)

@@ -61,7 +61,7 @@ def wanted(*numbers: int, block: int = 1) -> ChunkBatch:
 
 def report_seen(planner: Planner, tier: int = 0, rank: int = 0, **seen: Any) -> None:
     report = StepReport()
-    report.see(tier, rank, Observed(**seen))
+    report.add_observed(tier, rank, Observed(**seen))
     planner.complete(report)
 
 

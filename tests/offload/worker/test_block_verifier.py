@@ -290,7 +290,7 @@ async def test_a_request_keeps_its_blocks_until_all_were_compared() -> None:
             load = LoadJob(2, "r2", [item], part, part == 1)
             rank.executor.post(StepPlan(loads=(load,)))
             await rank.turn()
-        rank.executor.leave("r2")
+        rank.executor.abandon_load("r2")
         for key in KEYS[:2]:
             assert not (await rank.turn()).finished, "its blocks are being compared"
             held.may_compare[key].set()
@@ -304,8 +304,8 @@ async def test_a_request_keeps_its_blocks_until_all_were_compared() -> None:
 async def test_blocks_of_a_load_that_was_given_up_are_not_compared(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """The driver gives up a load without the loop. Its request ends, and vLLM computes the block
-    again while the copy that came too late is still to be compared."""
+    """The model-runner thread gives up a load without the loop. Its request ends, and vLLM computes
+    the block again while the copy that came too late is still to be compared."""
     clock = Clock.replace(offload.worker.executor, monkeypatch)
     async with rank_that_holds_comparisons() as (rank, held):
         load = LoadJob(2, "r2", [LoadItem(KEYS[0], 0, (9,), 0, IN_SLAB)])

@@ -115,7 +115,7 @@ async def most_reads(seconds: float, *, passed_by: int = 0) -> int:
     await asyncio.sleep(0)
     rest = [asyncio.ensure_future(passed(CALLS_MIN + slot)) for slot in range(passed_by)]
     await asyncio.sleep(0)
-    turns.pass_by(range(CALLS_MIN, CALLS_MIN + passed_by))
+    turns.release_waiting(range(CALLS_MIN, CALLS_MIN + passed_by))
     more = [asyncio.ensure_future(read(slot)) for slot in range(1000, 1000 + 4 * CALLS_MAX)]
     await asyncio.gather(*held, *rest, *more)
     return most

@@ -1,4 +1,4 @@
-"""The executor's guarantees to its driver: it answers every job once, and observes fences and
+"""The executor's guarantees to its caller: it answers every job once, and observes fences and
 deadlines."""
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from offload.messages.plan import (
 )
 from offload.worker.block_verifier import Verifier
 from offload.worker.executor import Executor
+from offload.worker.executor_limits import ExecutorLimits
 from offload.worker.fences import Reading
-from offload.worker.limits import ExecutorLimits
 from offload.worker.rank_memory import RankMemory
 from offload.worker.staging import Staging
 from offload.worker.unanswered_jobs import Drained

@@ -15,8 +15,8 @@ import pytest
 from offload.layout.registration import GroupCaches, register_kv_caches
 from offload.messages.plan import StepPlan, StoreJob
 from offload.worker.executor import Executor
+from offload.worker.executor_limits import ExecutorLimits
 from offload.worker.fences import Reading
-from offload.worker.limits import ExecutorLimits
 from offload.worker.rank_memory import RankMemory
 from offload.worker.unanswered_jobs import Drained
 from tests.libcuda import Cuda, strict_cuda

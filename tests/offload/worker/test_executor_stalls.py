@@ -126,8 +126,8 @@ async def test_an_abandoned_load_copies_nothing_when_the_loop_continues(clock: C
 async def test_a_blocked_loop_costs_a_request_at_most_its_deadline(
     clock: Clock,
 ) -> None:
-    """The driver gives up the loop's loads, and if the loop continues, it copies nothing for
-    them."""
+    """The model-runner thread gives up the loop's loads, and if the loop continues, it copies
+    nothing for them."""
     async with rank_with() as rank:
         await stored(rank)
         before = rank.caches["layers.0"].clone()
@@ -290,8 +290,10 @@ async def test_stores_continue_when_the_loop_does(clock: Clock) -> None:
         assert not (await rank.turn()).report.results[3].failed
 
 
-async def test_answers_of_the_driver_itself_do_not_show_that_the_loop_runs(clock: Clock) -> None:
-    """While the loop is blocked, the driver itself refuses loads, and continues to do so."""
+async def test_answers_of_the_model_runner_thread_do_not_show_that_the_loop_runs(
+    clock: Clock,
+) -> None:
+    """While the loop is blocked, the model-runner thread keeps refusing loads by itself."""
     async with rank_with() as rank:
         rank.executor.post(StepPlan(loads=(LoadJob(1, "r1", (MISSING_CHUNK,)),)))
         pass_deadlines(clock, rank)

@@ -220,8 +220,8 @@ async def test_a_part_that_cannot_be_posted_ends_the_load(monkeypatch: pytest.Mo
 
 
 async def test_a_loop_that_is_blocked_between_parts(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The driver ends the load after its last part; when the loop runs again, the load ends there
-    too."""
+    """The model-runner thread ends the load after its last part; when the loop runs again, the load
+    ends there too."""
     monkeypatch.setattr(executor_module, "LOOP_STALL_S", 0.0)
     tier = MemoryTier(1 << 20)
     async with rank_with(tier, load_timeout_s=0.0) as rank:

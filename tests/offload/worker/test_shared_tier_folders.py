@@ -43,7 +43,7 @@ def test_servers_share_a_folder_and_exclude_others(
     [two] = places(path, type=kind, shared=True).specs()
     assert one.folder == two.folder
     assert one.capacity_bytes == two.capacity_bytes
-    assert [owner.shares for owner in live_owners(path)] == [True, True]
+    assert [owner.is_sharing for owner in live_owners(path)] == [True, True]
     with pytest.raises(TierUnavailableError, match='Give this server "shared": true'):
         places(path, type=kind).specs()
     assert not remove_namespace(path, NAMESPACE.name)

@@ -128,7 +128,7 @@ def test_a_tier_that_begins_empty_is_counted(
         with OracleEngine(MODELS["full"], Conditions(slots=20), tmp_path / str(count), 3) as world:
             scraped = Scraped(world)
             live(world, 30)
-            world.executor._lose(0)  # and once while the server runs
+            world.executor._add_loss(0)  # and once while the server runs
             live(world, 30)
             scraped.take()
             page = scraped.page()
