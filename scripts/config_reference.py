@@ -6,7 +6,8 @@
 from __future__ import annotations
 
 from offload.config.fields import REQUIRED, Field, show
-from offload.config.options import CPU_FIELDS, TIER_FIELDS, TIER_TYPES, TOP_FIELDS
+from offload.config.options import CPU_FIELDS, TIER_FIELDS, TOP_FIELDS
+from offload.config.tier_types import TIER_TYPES
 
 
 def tables() -> str:

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from offload.config.memory_limits import MemoryLimit, is_relative, memory_limit
-from offload.config.options import ADMIT_ALL, TIER_TYPES
+from offload.config.options import ADMIT_ALL
 from offload.config.path_checks import path_problem
 from offload.config.schema import (
     NO_DISK_TIER,
@@ -28,6 +28,7 @@ from offload.config.schema import (
     draft_config,
 )
 from offload.config.tier_capacity import smallest_share
+from offload.config.tier_types import TIER_TYPES
 from offload.errors import ConfigError, Problem
 from offload.namespaces.claims import Owner, live_owners
 from offload.namespaces.wait_for_owners import Patience
@@ -41,7 +42,6 @@ from policies.registry import (
 from tiers.base import ALIGNMENT
 from tiers.folders.folder import NETWORK_FILE_SYSTEMS, file_system_of
 from tiers.io.codec import KeyFileError, read_key_file
-from tiers.mooncake.client import why_not
 
 T = TypeVar("T")
 
@@ -322,10 +322,12 @@ def _smallest_capacity(tier: TierConfig) -> int:
 
 def _check_extras(tier: TierConfig, where: str, problems: list[Problem]) -> None:
     problems += _only_in_lmdb(tier, where)
-    if tier.type == "mooncake" and (missing := why_not()):
-        package = "mooncake-transfer-engine-non-cuda==0.3.13.post1"
-        fix = f"See docs/guides/share.md. Run: pip install {package}"
-        problems.append(Problem(f"{where}.type", f"needs the package mooncake: {missing}", fix))
+    tier_type = TIER_TYPES.get(tier.type)
+    needed = tier_type.package if tier_type else None
+    if needed and (reason := needed.why_unusable()):
+        what = f"needs the package {needed.name}: {reason}"
+        fix = f"See {needed.guide}. Run: pip install {needed.requirement}"
+        problems.append(Problem(f"{where}.type", what, fix))
     if tier.compression == "zstd" and importlib.util.find_spec("zstandard") is None:
         fix = "Run: pip install zstandard"
         problems.append(Problem(f"{where}.compression", "needs the package zstandard", fix))

@@ -26,10 +26,9 @@ from offload.config.options import (
     ELSEWHERE_TOP,
     LRU,
     TIER_FIELDS,
-    TIER_TYPES,
     TOP_FIELDS,
-    TierType,
 )
+from offload.config.tier_types import TIER_TYPES, TierType
 from offload.errors import ConfigError, Problem
 from offload.sizes import GIB, KIB, MIB, format_size, rounded_size
 

@@ -26,7 +26,8 @@ class TierSpec:
     """One lower tier of one rank.
 
     It contains the tier's place in the configuration, its name in logs and metrics, its folder, its
-    share of the capacity in bytes, and the identity that its records must have.
+    share of the capacity in bytes, and the identity that its records must have. ``folder`` means
+    nothing for a tier in a store.
 
     ``claim`` holds the folder; a tier without it stays closed after its medium has failed. ``make``
     creates a tier that no configured type describes. ``notice`` is the description of its records
@@ -46,6 +47,12 @@ class TierSpec:
     make: Callable[[], Tier] | None = None
     notice: Notice | None = None
     set_aside: int = 0
+
+    @property
+    def description(self) -> str:
+        """Names the tier in messages: its place in the configuration, and its folder or the address
+        of its store."""
+        return f"{self.where} ({self.config.options.get('master') or self.folder})"
 
     def renewed(self, epoch: int) -> TierSpec:
         """Claim the folder again for a tier that has reached this ``epoch``. The capacity stays the
@@ -73,15 +80,14 @@ def make_tier(spec: TierSpec, record_bytes: int, memory: range | None = None) ->
     ``record_bytes`` is the smallest payload that it will get; ``memory`` contains the addresses
     that payloads are read into and written from.
     """
-
-    def make_again(epoch: int) -> Tier:
-        return _MAKERS[spec.config.type](spec.renewed(epoch), record_bytes)
-
     if spec.make is not None:
         return spec.make()
-    if spec.config.type == "mooncake":
-        return _mooncake(spec, memory)
-    tier = _MAKERS[spec.config.type](spec, record_bytes)
+    make = _MAKERS[spec.config.type]
+
+    def make_again(epoch: int) -> Tier:
+        return make(spec.renewed(epoch), record_bytes, memory)
+
+    tier = make(spec, record_bytes, memory)
     if spec.claim is None:
         return tier
     is_strict = spec.config.recovery == Recovery.STRICT.value
@@ -89,7 +95,7 @@ def make_tier(spec: TierSpec, record_bytes: int, memory: range | None = None) ->
     return reopening(tier, make_again, spec.claim.keep_epoch, spec.epoch, is_strict=is_strict)
 
 
-def _lmdb(spec: TierSpec, record_bytes: int) -> Tier:
+def _lmdb(spec: TierSpec, record_bytes: int, _memory: range | None) -> Tier:
     config = spec.config
     options = LmdbOptions(
         namespace=spec.namespace,
@@ -109,7 +115,7 @@ def _lmdb(spec: TierSpec, record_bytes: int) -> Tier:
     return LmdbTier(*where, options=options)
 
 
-def _file(spec: TierSpec, record_bytes: int) -> Tier:
+def _file(spec: TierSpec, _record_bytes: int, _memory: range | None) -> Tier:
     make = SharedFileTier if spec.config.shared else FileTier
     return make(
         spec.folder,
@@ -135,7 +141,7 @@ def mooncake_settings(config: TierConfig, segment_bytes: int) -> MooncakeSetting
     )
 
 
-def _mooncake(spec: TierSpec, memory: range | None) -> Tier:
+def _mooncake(spec: TierSpec, _record_bytes: int, memory: range | None) -> Tier:
     """Create a Mooncake tier. The tier reconnects to its master by itself, so it needs no
     reopening."""
     return MooncakeTier(
@@ -149,4 +155,10 @@ def _mooncake(spec: TierSpec, memory: range | None) -> Tier:
     )
 
 
-_MAKERS: dict[str, Callable[[TierSpec, int], Tier]] = {"lmdb": _lmdb, "file": _file}
+_MAKERS: dict[str, Callable[[TierSpec, int, range | None], Tier]] = {
+    "lmdb": _lmdb,
+    "file": _file,
+    "mooncake": _mooncake,
+}
+"""Creates a tier of each type (``offload.config.tier_types``). The arguments are those of
+``make_tier``."""

@@ -13,9 +13,9 @@ from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
-from offload.config.options import TIER_TYPES
 from offload.config.schema import OffloadConfig, TierConfig, tier_names
 from offload.config.tier_capacity import SMALL_FILES_BYTES
+from offload.config.tier_types import TIER_TYPES
 from offload.errors import ConfigError, Problem, TierUnavailableError
 from offload.geometry.folder_source import (
     OtherReplica,

@@ -62,15 +62,6 @@ class MooncakeSettings:
     host: str = ""
 
 
-def why_not() -> str:
-    """Return why Mooncake cannot be used here, or "" if it can. Loads its libraries."""
-    try:
-        importlib.import_module("mooncake.store")
-    except ImportError as error:  # the package or a system library may be missing
-        return str(error)
-    return ""
-
-
 class MooncakeClient:
     """A connection to a store. ``memory`` is the address range from which records are usually
     written; it is registered once. Raises ``TierIoError`` if the store cannot be joined."""

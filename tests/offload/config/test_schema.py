@@ -20,14 +20,7 @@ from hypothesis import strategies as st
 
 from offload.config.fields import REQUIRED, Field, PolicyConfig, choice
 from offload.config.memory_limits import MemoryLimit
-from offload.config.options import (
-    CPU_FIELDS,
-    TIER_FIELDS,
-    TIER_TYPES,
-    TOP_FIELDS,
-    TierType,
-    register_tier_type,
-)
+from offload.config.options import CPU_FIELDS, TIER_FIELDS, TOP_FIELDS
 from offload.config.schema import (
     CPU_CAPACITY_MAX,
     CPU_CAPACITY_MIN,
@@ -40,6 +33,7 @@ from offload.config.schema import (
     slot_counts,
 )
 from offload.config.tier_capacity import check_capacity
+from offload.config.tier_types import TIER_TYPES, TierType, register_tier_type
 from offload.errors import ConfigError
 from offload.sizes import GIB, MIB
 from tests.scripts import load_script

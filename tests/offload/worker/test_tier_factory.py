@@ -12,6 +12,7 @@ import pytest
 
 from offload.config.schema import OffloadConfig, parse_config, tier_names
 from offload.config.tier_capacity import SMALL_FILES_BYTES, check_capacity
+from offload.config.tier_types import TIER_TYPES
 from offload.worker import tier_factory
 from offload.worker.tier_factory import TierSpec, make_tier
 from tiers.base import ReadOutcome, WriteOutcome
@@ -50,6 +51,10 @@ async def read_one(tier: Any, key: bytes) -> tuple[ReadOutcome, Any]:
     outcome = (await tier.read([key], [into]))[0]
     await tier.aclose()
     return outcome, into
+
+
+def test_every_type_of_tier_can_be_created() -> None:
+    assert tier_factory._MAKERS.keys() == TIER_TYPES.keys()
 
 
 def test_options_reach_the_tier(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
