@@ -7,7 +7,7 @@ The caller owns the result and closes it; until everything is open, an exit stac
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -67,14 +67,17 @@ async def open_rank(
     shares: int = 1,
     namespace: Namespace | None = None,
     verifier: Verifier | None = None,
+    on_opening: Callable[[int], object] = lambda _number: None,
 ) -> OpenRank:
     """Open the tiers and make the executor; ``undo`` receives a callback that closes each tier.
 
-    Raises ``ConfigError`` for a tier whose configured capacity is too small, and
-    ``TierUnavailableError`` for anything else that a tier raises.
+    Calls ``on_opening`` with a tier's position in ``tiers`` before it opens this tier. Raises
+    ``ConfigError`` for a tier whose configured capacity is too small, and ``TierUnavailableError``
+    for anything else that a tier raises.
     """
     states = []
-    for unopened in tiers:
+    for number, unopened in enumerate(tiers):
+        on_opening(number)
         undo.push_async_callback(close_tier, unopened.tier, UNDO_TIMEOUT_S)
         states.append(await _open_tier(unopened, memory))
     limits = ExecutorLimits(config.load_timeout_s, config.fence_timeout_s, config.tier_timeout_s)

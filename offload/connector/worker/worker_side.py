@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import os
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, wait
 from contextlib import AsyncExitStack, ExitStack
 from pathlib import Path
@@ -106,8 +106,10 @@ class WorkerSide:
         tiers = [self._make_tier(spec, memory) for spec in specs]
         self._loop = EventLoopThread()
         undo.callback(self._stop_loop)
-        opening = self._loop.start(self._open(memory, tiers))
-        self._state = state = _opened(opening, [f"{spec.where} ({spec.folder})" for spec in specs])
+        opening = Opening([spec.description for spec in specs])
+        self._state = state = opening.wait_for(
+            self._loop.start(self._open(memory, tiers, opening.begin))
+        )
         logger.info(
             "kvtiers: rank %d: %d slots of %s in the CPU tier%s",
             self._rank,
@@ -121,7 +123,12 @@ class WorkerSide:
         tier = make_tier(spec, memory.record_bytes, memory.addresses)
         return UnopenedTier(tier, spec.where, spec.name, f"{spec.where}.capacity", spec.set_aside)
 
-    async def _open(self, memory: RankMemory, tiers: Sequence[UnopenedTier]) -> RankState:
+    async def _open(
+        self,
+        memory: RankMemory,
+        tiers: Sequence[UnopenedTier],
+        on_opening: Callable[[int], object],
+    ) -> RankState:
         async with AsyncExitStack() as undo:
             rank = await open_rank(
                 self._config,
@@ -132,6 +139,7 @@ class WorkerSide:
                 shares=self._shares,
                 namespace=self._namespace,
                 verifier=self._verifier,
+                on_opening=on_opening,
             )
             undo.pop_all()
         self._executor = rank.executor
@@ -247,18 +255,34 @@ class WorkerSide:
         return {name: value for name, value in new.items() if value}
 
 
-def _opened(opening: Future[RankState], tiers: Sequence[str]) -> RankState:
-    """Wait until the tiers are open. Opening takes seconds per million records, and longer on a
-    slow disk; a disk that hangs never answers."""
-    names, limit_s = ", ".join(tiers), float(os.environ.get(OPEN_TIMEOUT, OPEN_TIMEOUT_S))
-    end = time.monotonic() + limit_s
-    while not wait([opening], min(OPEN_WARNING_S, max(0.0, end - time.monotonic()))).done:
-        if time.monotonic() >= end:
-            opening.cancel()
-            raise TierUnavailableError(
-                f"kvtiers: {names} did not open within {limit_s:g} s. If the disk works, it needs "
-                f"more time: increase {OPEN_TIMEOUT}, or remove the records (kvtiers clear)"
-            )
-        text = "kvtiers: still opening %s; waiting for at most %g s (%s)"
-        logger.warning(text, names, limit_s, OPEN_TIMEOUT)
-    return opening.result()
+class Opening:
+    """The opening of a rank's tiers, one after another. Names the one that takes long.
+
+    Opening takes seconds per million records, and longer on a slow disk; a disk that hangs never
+    answers. ``begin`` is called on the loop's thread, ``wait_for`` on another one.
+    """
+
+    def __init__(self, tiers: Sequence[str]) -> None:
+        """``tiers`` describes each tier for messages."""
+        self._tiers = tiers
+        self._current = "the tiers"
+
+    def begin(self, number: int) -> None:
+        """Record that this tier is opened from now on."""
+        self._current = self._tiers[number]
+
+    def wait_for(self, state: Future[RankState]) -> RankState:
+        """Wait until all tiers are open. Raises ``TierUnavailableError`` if that takes too long."""
+        limit_s = float(os.environ.get(OPEN_TIMEOUT, OPEN_TIMEOUT_S))
+        end = time.monotonic() + limit_s
+        while not wait([state], min(OPEN_WARNING_S, max(0.0, end - time.monotonic()))).done:
+            if time.monotonic() >= end:
+                state.cancel()
+                raise TierUnavailableError(
+                    f"kvtiers: the tiers did not open within {limit_s:g} s: {self._current} is "
+                    "still opening. If the disk works, it needs more time: increase "
+                    f"{OPEN_TIMEOUT}, or remove the records (kvtiers clear)"
+                )
+            text = "kvtiers: still opening %s; waiting for at most %g s (%s)"
+            logger.warning(text, self._current, limit_s, OPEN_TIMEOUT)
+        return state.result()

@@ -126,6 +126,30 @@ def test_a_tier_that_opens_slowly_is_waited_for(
     one.shutdown()
 
 
+def test_only_the_tier_that_is_opening_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The first tier is open, and the second one waits for its disk."""
+    monkeypatch.setattr(worker_side, "OPEN_WARNING_S", 0.01)
+    one = worker()
+    slow = replace(
+        file_tier(tmp_path / "slow"),
+        where="$.tiers[1]",
+        make=lambda: HeldTier(lambda: "$.tiers[1]" in caplog.text),
+    )
+    one.register(registration(), [file_tier(tmp_path / "quick"), slow])
+    assert f"still opening $.tiers[1] ({tmp_path / 'slow'});" in caplog.text
+    assert not [line for line in caplog.messages if "quick" in line and "slow" in line]
+    one.shutdown()
+
+
+def test_a_store_is_named_by_its_address() -> None:
+    table = {"type": "mooncake", "master": "10.0.0.1:50051"}
+    config = parse_config({"cpu": {"capacity": "1MiB"}, "tiers": [table]})
+    spec = TierSpec("$.tiers[0]", "mooncake", config.tiers[0], Path(), 0, NAMESPACE, 0, 0)
+    assert spec.description == "$.tiers[0] (10.0.0.1:50051)"
+
+
 def test_a_share_that_is_too_small_is_reported_with_its_place(
     tmp_path: Path, slabs: list[HostSlab]
 ) -> None:
