@@ -50,6 +50,8 @@ RESERVE_MIN = 2 * GIB
 MEMORY_LEFT_SHARE = 0.125
 """The part of the memory limit that the CPU tier must leave to everything else."""
 NAME_BYTES_MAX = 255
+HUGE_PAGES = Path("/sys/kernel/mm/transparent_hugepage/enabled")
+"""The kernel's setting of transparent huge pages, in brackets: ``always [madvise] never``."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,7 +121,9 @@ def load_config(extra: Mapping[str, Any] | None, is_ours: IsOurs = nobody) -> Lo
     return LoadedConfig(config, tuple(_notes(extra or {}, config)), found.warnings)
 
 
-def check_machine(config: OffloadConfig, is_ours: IsOurs = nobody) -> Findings:
+def check_machine(
+    config: OffloadConfig, is_ours: IsOurs = nobody, huge_pages: Path = HUGE_PAGES
+) -> Findings:
     """Check a configuration against this machine. Raises nothing."""
     problems: list[Problem] = []
     warnings: list[Problem] = []
@@ -131,6 +135,7 @@ def check_machine(config: OffloadConfig, is_ours: IsOurs = nobody) -> Findings:
         if tier.path and not _check_folder(tier, f"{where}.path", is_ours, problems, warnings):
             _check_space(tier, where, taken, problems)
         _check_extras(tier, where, problems)
+    warnings.extend(_huge_pages_off(config, huge_pages))
     problems.extend(_recordings(config))
     if config.wait_for_reads != "never" and not config.look_ahead:
         what = f'"{config.wait_for_reads}" has no effect, because look_ahead is 0'
@@ -172,6 +177,25 @@ def _check_memory(
             "memory that are available now"
         )
         warnings.append(Problem(where, what, "Lower it, or stop other programs that use memory."))
+
+
+def _huge_pages_off(config: OffloadConfig, setting: Path) -> Iterator[Problem]:
+    """Warn if the CPU tier cannot get huge pages: direct I/O then pins each page of 4 KiB."""
+    direct = [
+        f"$.tiers[{index}]"
+        for index, tier in enumerate(config.tiers)
+        if tier.type == "lmdb" and tier.options.get("direct_io") != "off"
+    ]
+    try:
+        is_off = b"[never]" in setting.read_bytes()
+    except OSError:  # a kernel without this setting
+        return
+    if is_off and direct:
+        what = (
+            "transparent huge pages are off, so this tier takes 1.5 to 1.9 times the processor "
+            "time per GB"
+        )
+        yield Problem(direct[0], what, f"Run as root: echo madvise > {setting}")
 
 
 def _policies(config: OffloadConfig) -> Iterator[Problem]:

@@ -257,12 +257,40 @@ def test_the_default_reserve_is_a_share_with_a_floor(disk: int, reserve: int) ->
     not SHM.is_dir() or file_system_of(SHM) != "tmpfs", reason="needs /dev/shm on tmpfs"
 )
 def test_tmpfs_is_a_warning() -> None:
-    found = check_machine(parse_config(extra(tier(SHM / "kvtiers-test"))))
+    found = check_machine(parse_config(extra(tier(SHM / "kvtiers-test"))), huge_pages=SHM)
     assert found.problems == ()
     assert [str(warning) for warning in found.warnings] == [
         "$.tiers[0].path: /dev/shm/kvtiers-test is tmpfs: it uses memory and is lost at a reboot. "
         "Use a folder on a disk."
     ]
+
+
+@pytest.mark.parametrize(
+    ("setting", "options", "warns"),
+    [
+        ("always madvise [never]\n", {}, True),
+        ("always [madvise] never\n", {}, False),
+        ("[always] madvise never\n", {}, False),
+        (None, {}, False),
+        ("always madvise [never]\n", {"direct_io": "off"}, False),
+        ("always madvise [never]\n", {"type": "file"}, False),
+    ],
+)
+def test_a_machine_without_huge_pages_is_a_warning(
+    tmp_path: Path, setting: str | None, options: dict[str, str], warns: bool
+) -> None:
+    enabled = tmp_path / "enabled"
+    if setting is not None:
+        enabled.write_text(setting)
+    config = parse_config(extra(tier(tmp_path / "kv", **options)))
+    found = check_machine(config, huge_pages=enabled)
+    assert found.problems == ()
+    expected = [
+        "$.tiers[0]: transparent huge pages are off, so this tier takes 1.5 to 1.9 times the "
+        f"processor time per GB. Run as root: echo madvise > {enabled}"
+    ]
+    about = [str(warning) for warning in found.warnings if "huge pages" in warning.what]
+    assert about == (expected if warns else [])
 
 
 HOLD = """
