@@ -9,7 +9,7 @@ import pytest
 
 from tests.scripts import load_script
 
-TO_THE_DISK_MAX, BACK_MAX = (48, 302), (54, 355)
+TO_THE_DISK_MAX, BACK_MAX = (49, 302), (55, 355)
 """The numbers of modules and of changes of module, of which the second varies with the number of
 steps. Lower them when the code allows."""
 

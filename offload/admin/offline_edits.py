@@ -25,7 +25,7 @@ from tiers.offline.offline_folder import (
     OfflineFolder,
     RecordHealth,
 )
-from tiers.offline.remove import forget_files, forget_in_lmdb
+from tiers.offline.remove import remove_files, remove_from_lmdb
 
 KEYS_PER_LOCK = 10_000
 """Number of records that are checked and removed under one lock; takes a fraction of a second."""
@@ -120,9 +120,9 @@ def _remove(
         finally:
             reader.close()
         if isinstance(reader, FileReader):
-            forget_files(reader, keys)
+            remove_files(reader, keys)
         elif keys:
-            forget_in_lmdb(rank_folder.folder, reader.owner, keys)
+            remove_from_lmdb(rank_folder.folder, reader.owner, keys)
     return len(keys)
 
 

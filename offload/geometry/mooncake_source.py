@@ -241,7 +241,7 @@ class MooncakeView:
 
 
 class MooncakeSource:
-    """See the module's docstring. A ``tiers.adapters.remote_read_only.LookingSource``."""
+    """See the module's docstring. A ``tiers.adapters.remote_read_only.RemoteSource``."""
 
     def __init__(self, view: MooncakeView) -> None:
         """Raises ``TierIoError`` if the store cannot be joined."""

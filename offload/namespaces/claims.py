@@ -3,7 +3,7 @@
 A claim ends with its process, for whatever reason the process ends. The claim's file stays and
 names the last holder, for messages. Two other kinds of files count as claims: the tiers'
 ``owner.lock`` files, and the files of engines that share a folder without locks, by which these
-engines show that they are alive (``tiers.files.members``).
+engines show that they are alive (``tiers.files.engines``).
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from offload.errors import NamespaceError, TierUnavailableError
-from tiers.files.members import FOLDER as ENGINES
-from tiers.files.members import engine_files, machine, seen_alive
+from tiers.files.engines import FOLDER as ENGINES
+from tiers.files.engines import engine_files, machine, seen_alive
 from tiers.folders.folder import LOCK_NAME as TIER_LOCK_NAME
 from tiers.folders.folder import MEMBERS_MAX, try_flock
 

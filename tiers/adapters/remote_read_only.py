@@ -27,7 +27,7 @@ LOOK_S = 60.0
 SOURCE_CLOSE_TIMEOUT_S = 5.0
 
 
-class LookingSource(RecordSource, Protocol):
+class RemoteSource(RecordSource, Protocol):
     """A source that several threads may call at once, and that finds other engines later."""
 
     def refresh(self) -> None:
@@ -38,11 +38,11 @@ class LookingSource(RecordSource, Protocol):
 class RemoteReadOnlyTier(SharedReadOnlyTier):
     """See the module's docstring."""
 
-    def __init__(self, open_source: Callable[[], LookingSource]) -> None:
+    def __init__(self, open_source: Callable[[], RemoteSource]) -> None:
         """``open_source`` runs in a thread when the tier is opened."""
         super().__init__(self._opened)
         self._open_source = open_source
-        self._source: LookingSource | None = None
+        self._source: RemoteSource | None = None
         self._calls: TimedCalls | None = None
         self._lookers: DaemonThreads | None = None
         self._looking: asyncio.Task[None] | None = None

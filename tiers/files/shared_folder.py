@@ -2,7 +2,7 @@
 
     <folder>/shared             marks it, so that no exclusive tier takes it
     <folder>/medium             32 hex digits
-    <folder>/engines/           see ``files.members``
+    <folder>/engines/           see ``files.engines``
     <folder>/epoch-0/           the records of all engines with the weights of the model's files
     <folder>/epoch-<n>/         the records of one engine with other weights; n is random
     <folder>/gone-<hex>/        a folder that is being removed
@@ -35,8 +35,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from tiers.base import ALIGNMENT, Buffer, Key, ReadOutcome, TierIoError, WriteOutcome
+from tiers.files.engines import Announced, FolderEngines, engine_name
 from tiers.files.exclusive_folder import EPOCH_NAME, MEDIUM_NAME, SHARED_NAME
-from tiers.files.members import Announced, LiveEngines, engine_name
 from tiers.files.record_files import PREFIX, READ, Entry, RecordFiles, by_use
 from tiers.folders.folder import LOCK_NAME, FolderError, prepare, try_flock
 from tiers.io.direct_io import pages_for
@@ -91,7 +91,7 @@ class SharedFolder(RecordFiles):
             undo.callback(super().close)
             self._take_over()
             self.medium = self._stored_medium()
-            self.engines = LiveEngines(self._fd, engine_name(), capacity_bytes)
+            self.engines = FolderEngines(self._fd, engine_name(), capacity_bytes)
             undo.callback(self.engines.close)
             self.epoch = COMMON
             self.engines.announce(COMMON)

@@ -29,10 +29,10 @@ from tiers.base import (
     WriteOutcome,
     stored_keys,
 )
-from tiers.files.members import TOUCH_S
+from tiers.files.engines import TOUCH_S
 from tiers.files.shared_folder import COMMON, SharedFolder
 from tiers.files.tier import RecordFileTier
-from tiers.folders.folder_tier import Ending
+from tiers.folders.folder_tier import Stoppable
 from tiers.io.resets import Resets
 from tiers.io.threads import DaemonThreads
 from tiers.record import UseClock, check_records
@@ -177,5 +177,5 @@ class SharedFileTier(RecordFileTier[SharedFolder], SharedTier):
     async def _end_work(self) -> None:
         self._renewing.cancel()
 
-    def _threads_in_use(self) -> Sequence[Ending]:
+    def _threads_in_use(self) -> Sequence[Stoppable]:
         return (self._threads, self._storing, self._calls)

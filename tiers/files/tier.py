@@ -28,7 +28,7 @@ from tiers.base import (
     stored_keys,
 )
 from tiers.files.exclusive_folder import EPOCH_NAME, Entry, ExclusiveFolder, record_name
-from tiers.folders.folder_tier import Ending, FolderTier, Open
+from tiers.folders.folder_tier import Files, FolderTier, Stoppable
 from tiers.io.direct_io import pages_for
 from tiers.io.threads import DaemonThreads, settled
 from tiers.record import NO_NAMESPACE, Identity, UseClock, check_identity, check_records
@@ -36,7 +36,7 @@ from tiers.record import NO_NAMESPACE, Identity, UseClock, check_identity, check
 __all__ = ["EPOCH_NAME", "FileTier", "record_name"]
 
 
-class RecordFileTier(FolderTier[Open]):
+class RecordFileTier(FolderTier[Files]):
     """The common part of the exclusive and the shared tier of one file per record."""
 
     def __init__(
@@ -56,7 +56,7 @@ class RecordFileTier(FolderTier[Open]):
         self._wanted_epoch = epoch
         self._depth = depth
 
-    def _begin(self, files: Open, undo: ExitStack) -> None:
+    def _begin(self, files: Files, undo: ExitStack) -> None:
         self._serial = 0
         self._counts = dict.fromkeys(("written", "read_ok", "read_miss", "read_corrupt"), 0)
         self._threads = DaemonThreads("tier-file", self._depth)
@@ -253,5 +253,5 @@ class FileTier(RecordFileTier[ExclusiveFolder]):
         if self._reclaiming is not None:
             await asyncio.wait([self._reclaiming])
 
-    def _threads_in_use(self) -> Sequence[Ending]:
+    def _threads_in_use(self) -> Sequence[Stoppable]:
         return (self._threads,)

@@ -28,18 +28,18 @@ class OpenFiles(Protocol):
         """Release everything. Call it only when nothing uses the files any more. Blocks."""
 
 
-class Ending(Protocol):
+class Stoppable(Protocol):
     """Threads that use the open files."""
 
     def stop(self) -> None:
         """Finish the queued work and end the threads. Blocks as long as a thread hangs."""
 
 
-Open = TypeVar("Open", bound=OpenFiles)
+Files = TypeVar("Files", bound=OpenFiles)
 T = TypeVar("T")
 
 
-class FolderTier(Tier, Generic[Open]):
+class FolderTier(Tier, Generic[Files]):
     """A tier over one folder. See the module's docstring."""
 
     def __init__(self, folder: Path, close_timeout_s: float | None = None) -> None:
@@ -48,20 +48,20 @@ class FolderTier(Tier, Generic[Open]):
         when they end."""
         self._folder = folder
         self._close_timeout_s = close_timeout_s
-        self._files: Open | None = None
+        self._files: Files | None = None
         self._closing: asyncio.Task[None] | None = None
         self._counts: dict[str, int] = {}
 
     # -- parts that each tier defines -------------------------------------------------------
 
     @abstractmethod
-    def _begin(self, files: Open, undo: ExitStack) -> None:
+    def _begin(self, files: Files, undo: ExitStack) -> None:
         """Create everything that works on the opened files. Register the end of started threads
         with ``undo``, in case a later step fails. Raises ``RuntimeError`` if no thread can be
         started."""
 
     @abstractmethod
-    def _threads_in_use(self) -> Sequence[Ending]:
+    def _threads_in_use(self) -> Sequence[Stoppable]:
         """Return the threads that end before the files are closed, in this order."""
 
     async def _end_work(self) -> None:
@@ -73,7 +73,7 @@ class FolderTier(Tier, Generic[Open]):
 
     # -- opening ---------------------------------------------------------------------------
 
-    async def _open_in_thread(self, make: Callable[..., Open], *arguments: object) -> Open:
+    async def _open_in_thread(self, make: Callable[..., Files], *arguments: object) -> Files:
         """Open the files in a thread and begin to work on them. On failure, raises ``TierIoError``
         and leaves nothing open."""
         if self._files is not None:
@@ -110,7 +110,7 @@ class FolderTier(Tier, Generic[Open]):
 
     # -- being open ------------------------------------------------------------------------
 
-    def _open_files(self) -> Open:
+    def _open_files(self) -> Files:
         """Return the open files. Raises ``TierClosedError`` and ``TierIoError``."""
         if self._files is None or self._closing is not None:
             raise TierClosedError(f"the tier in {self._folder} is not open")
@@ -131,7 +131,7 @@ class FolderTier(Tier, Generic[Open]):
             ) from failure
 
     @contextmanager
-    def _working(self) -> Iterator[Open]:
+    def _working(self) -> Iterator[Files]:
         """Wrap every public call: check the tier, and let ``aclose`` wait for active calls."""
         files = self._open_files()
         self._active += 1
@@ -167,7 +167,7 @@ class FolderTier(Tier, Generic[Open]):
             # continues although no caller waits for it any more
             await asyncio.shield(self._closing)
 
-    async def _close(self, files: Open) -> None:
+    async def _close(self, files: Files) -> None:
         try:
             if self._active:
                 self._idle = asyncio.get_running_loop().create_future()
@@ -188,7 +188,7 @@ class FolderTier(Tier, Generic[Open]):
             closing.result()
 
 
-def _close_files(files: OpenFiles, *threads: Ending) -> None:
+def _close_files(files: OpenFiles, *threads: Stoppable) -> None:
     for each in threads:
         each.stop()
     files.close()

@@ -4,8 +4,8 @@ Both are off by default. Neither ever makes a record longer: a payload that comp
 shrink is stored unchanged, and the tag of an encrypted record is in its header.
 
 Compression separates the high and low bytes of 16-bit numbers (the exponents of a KV cache repeat,
-its mantissas do not) and passes them to zstd. If it saves less than ``WORTH`` on average over
-``TRIAL`` records, it pauses for ``PAUSE`` records.
+its mantissas do not) and passes them to zstd. If it saves less than ``SAVING_MIN`` on average over
+``TRIAL_RECORDS``, it pauses for ``PAUSE_RECORDS``.
 
 Encryption is AES-256-GCM with a random nonce per record and with header and key as associated data.
 A record that was tampered with, moved to another key or copied from another namespace cannot be
@@ -23,12 +23,13 @@ import os
 import re
 import stat
 import threading
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
 
 from tiers.base import ALIGNMENT, Buffer, Key, TierIoError
-from tiers.io.direct_io import pages_for
+from tiers.io.direct_io import Scratch, pages_for
 from tiers.record import (
     COMPRESSED,
     ENCRYPTED,
@@ -47,9 +48,9 @@ from tiers.record import (
 )
 
 MASTER_KEY_BYTES = 32
-WORTH = 0.05
-TRIAL = 16
-PAUSE = 1024
+SAVING_MIN = 0.05
+TRIAL_RECORDS = 16
+PAUSE_RECORDS = 1024
 _LEVEL = 1
 
 
@@ -233,6 +234,20 @@ class Codec:
         return True
 
 
+class CodecScratch:
+    """Scratch memory for encoded payloads, one part per payload."""
+
+    def __init__(self, codec: Codec, scratch: Scratch, payloads: Sequence[Buffer]) -> None:
+        total = sum(codec.scratch_bytes(data.nbytes) for data in payloads)
+        self._codec = codec
+        self._left = scratch.for_codec(total) if total else scratch.data[:0]
+
+    def take(self, payload_bytes: int) -> Buffer:
+        size = self._codec.scratch_bytes(payload_bytes)
+        taken, self._left = self._left[:size], self._left[size:]
+        return taken
+
+
 class BytePlanes:
     """Splits bytes into planes for zstd, and pauses while compression saves too little."""
 
@@ -255,9 +270,9 @@ class BytePlanes:
         saving = 1 - len(small) / payload.nbytes
         self._saved += saving
         self._tried += 1
-        if self._tried >= TRIAL:
-            if self._saved / self._tried < WORTH:
-                self._pause = PAUSE
+        if self._tried >= TRIAL_RECORDS:
+            if self._saved / self._tried < SAVING_MIN:
+                self._pause = PAUSE_RECORDS
             self._tried, self._saved = 0, 0.0
         return small if pages_for(len(small)) < pages_for(payload.nbytes) else None
 

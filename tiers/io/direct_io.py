@@ -15,22 +15,19 @@ import ctypes
 import errno
 import mmap
 import os
-import threading
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import numpy as np
 
 from tiers.base import ALIGNMENT, Buffer
+from tiers.io.device_queue import DeviceQueue
 from tiers.io.extents import Extents
 
 IOV_MAX = 1024
 _Transfer = Callable[[int, Sequence[Buffer], int], int]
 SCRATCH_BYTES = 1 << 20
 IO_DEPTH_MAX = 1024
-WRITES_BESIDE_READS_MAX = 1
-"""Maximum number of writes in progress while reads are in progress: requests wait for reads, but
-not for writes. So reads that never pause slow writes down, but do not stop them."""
 
 
 def pages_for(byte_count: int) -> int:
@@ -60,55 +57,6 @@ class DiskIo:
         """Return the bytes that an ordinary user may still write to the file system of ``fd``."""
         found = os.fstatvfs(fd)
         return found.f_bavail * found.f_frsize
-
-
-class DeviceQueue:
-    """Limits the reads and the writes at a device: ``depth`` of each kind, but only
-    ``WRITES_BESIDE_READS_MAX`` writes while reads are in progress or waiting.
-
-    Every job passes through it twice, with cold caches. So both limits share one lock.
-    """
-
-    def __init__(self, depth: int) -> None:
-        self._depth = depth
-        self._writes_beside_reads = min(depth, WRITES_BESIDE_READS_MAX)
-        self._reads = self._reading = self._writing = 0  # ``_reads`` includes those that wait
-        self._lock = threading.Lock()
-        self._read_may_begin = threading.Condition(self._lock)
-        self._write_may_begin = threading.Condition(self._lock)
-
-    def begin_read(self) -> None:
-        """Wait for a place, and count a read as in progress."""
-        with self._lock:
-            self._reads += 1
-            while self._reading >= self._depth:
-                self._read_may_begin.wait()
-            self._reading += 1
-
-    def end_read(self) -> None:
-        """Count a read as ended."""
-        with self._lock:
-            self._reads -= 1
-            self._reading -= 1
-            self._read_may_begin.notify()
-            if not self._reads:
-                self._write_may_begin.notify_all()
-
-    def begin_write(self) -> None:
-        """Wait until a write may begin, and count it as in progress."""
-        with self._lock:
-            while not self._is_write_allowed():
-                self._write_may_begin.wait()
-            self._writing += 1
-
-    def end_write(self) -> None:
-        """Count a write as ended."""
-        with self._lock:
-            self._writing -= 1
-            self._write_may_begin.notify()
-
-    def _is_write_allowed(self) -> bool:
-        return self._writing < (self._writes_beside_reads if self._reads else self._depth)
 
 
 class PayloadFile:
@@ -159,7 +107,7 @@ class PayloadFile:
         """Write all views consecutively. Lets reads go first."""
         self._queue.begin_write()
         try:
-            self._whole(self._io.pwritev, views, offset)
+            self._move_all(self._io.pwritev, views, offset)
         finally:
             self._queue.end_write()
 
@@ -167,11 +115,11 @@ class PayloadFile:
         """Fill all views. Reaching the end of the file also raises ``OSError``."""
         self._queue.begin_read()
         try:
-            self._whole(self._io.preadv, views, offset)
+            self._move_all(self._io.preadv, views, offset)
         finally:
             self._queue.end_read()
 
-    def _whole(self, call: _Transfer, views: Sequence[Buffer], offset: int) -> None:
+    def _move_all(self, call: _Transfer, views: Sequence[Buffer], offset: int) -> None:
         wanted = sum(view.nbytes for view in views)
         while wanted:
             moved = call(self.fd, views, offset)
@@ -205,14 +153,14 @@ def _without(views: Sequence[Buffer], done: int) -> list[Buffer]:
 class Scratch:
     """Aligned memory of one I/O thread, faulted in once. It grows and never shrinks.
 
-    ``Mover`` copies through ``at_least``; ``codec`` is separate memory for encoded payloads.
+    ``Mover`` copies through ``at_least``; ``for_codec`` is separate memory for encoded payloads.
     """
 
     def __init__(self, size_bytes: int = SCRATCH_BYTES) -> None:
         self.data = self._new(size_bytes)
         self._codec: Scratch | None = None
 
-    def codec(self, size_bytes: int) -> Buffer:
+    def for_codec(self, size_bytes: int) -> Buffer:
         """Like ``at_least``, but from separate memory."""
         if self._codec is None:
             self._codec = Scratch(ALIGNMENT)

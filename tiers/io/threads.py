@@ -229,17 +229,17 @@ class IoJob(Protocol):
         """Report the result; called when the job counts as finished. Must not raise."""
 
 
-class Counted(Protocol):
-    """A job of a ``Together``, with the number of its records."""
+class CountedJob(Protocol):
+    """A job of a ``JobGroup``, with the number of its records."""
 
     @property
     def records(self) -> int: ...
 
 
-J = TypeVar("J", bound=Counted)
+J = TypeVar("J", bound=CountedJob)
 
 
-class Together(Generic[J]):
+class JobGroup(Generic[J]):
     """Jobs of one call, which report together: each message to the event loop wakes the loop's
     thread, which costs more than a small job.
 
@@ -248,7 +248,7 @@ class Together(Generic[J]):
     call while the device still works.
     """
 
-    def __init__(self, post: Callable[[Together[J]], None], call: Call, records: int) -> None:
+    def __init__(self, post: Callable[[JobGroup[J]], None], call: Call, records: int) -> None:
         """``records`` is the total number of records. Any thread may call ``post``."""
         self.call = call
         self._post = post

@@ -13,8 +13,8 @@ from typing import Any, TypeVar
 from tiers.base import TierIoError
 from tiers.io.threads import DaemonThreads
 
-ASK_TIMEOUT_S = 2.0
-ASKING_MAX = 8
+ANSWER_TIMEOUT_S = 2.0
+UNANSWERED_CALLS_MAX = 8
 """Maximum number of calls that have not returned, including those that wait for a thread. A further
 call fails at once."""
 
@@ -28,26 +28,26 @@ class TimedCalls:
     def __init__(self, name: str, count: int, store: str) -> None:
         self._threads = DaemonThreads(name, count)
         self._store = store
-        self._asking = 0
+        self._unanswered = 0
 
     async def call(self, function: Callable[..., T], *arguments: Any) -> T:
         """Return the result of ``function``. Raises whatever the function raises, and
         ``TierIoError`` if it does not return in time or too many calls are unanswered."""
-        if self._asking >= ASKING_MAX:
+        if self._unanswered >= UNANSWERED_CALLS_MAX:
             raise TierIoError(f"earlier calls to {self._store} have not returned yet")
-        asking = self._threads.run(function, *arguments)
-        self._asking += 1
-        asking.add_done_callback(self._answered)
-        done, _ = await asyncio.wait([asking], timeout=ASK_TIMEOUT_S)
+        answer = self._threads.run(function, *arguments)
+        self._unanswered += 1
+        answer.add_done_callback(self._end)
+        done, _ = await asyncio.wait([answer], timeout=ANSWER_TIMEOUT_S)
         if not done:
             raise TierIoError(f"{self._store} does not answer")
-        return asking.result()
+        return answer.result()
 
     def stop(self) -> None:
         """End the threads. Blocks as long as a call hangs."""
         self._threads.stop()
 
-    def _answered(self, asking: asyncio.Future[T]) -> None:
-        self._asking -= 1
-        if not asking.cancelled():
-            asking.exception()  # otherwise asyncio logs an exception that was never retrieved
+    def _end(self, answer: asyncio.Future[T]) -> None:
+        self._unanswered -= 1
+        if not answer.cancelled():
+            answer.exception()  # otherwise asyncio logs an exception that was never retrieved

@@ -1,10 +1,11 @@
 """The allocations of the payload file: the extents that each record owns, and who uses them.
 
-    free --allocate--> held --adopt--> present --forget--> held --freed--> free
-                       held --freed--> free               (never named by a transaction)
+    free --allocate--> held --adopt--> present --hold--> held --free--> free
+                       held --free--> free               (never named by a transaction)
+                                       present --free_present--> free
 
-An allocation that a read is using when it is ``freed`` is parked and becomes free with the last
-``release``. ``forget`` is called when a record leaves the index in memory, ``freed`` when the
+An allocation that a read is using when it is freed is parked and becomes free with the last
+``release``. ``hold`` is called when a record leaves the index in memory, ``free`` when the
 transaction that deletes it is durable: in between the allocation must not be written.
 
 The event loop's thread owns this; it knows nothing about keys.
@@ -59,11 +60,11 @@ class Allocations:
         _, rest = clip(extents, pages)
         self._map.release(rest)
 
-    def forget(self, extents: Extents) -> None:
+    def hold(self, extents: Extents) -> None:
         """Hold the allocation of a record that was removed from memory, but is still on disk."""
         self._held[extents[0].start] = extents
 
-    def freed(self, extents: Extents) -> None:
+    def free(self, extents: Extents) -> None:
         """Free this held allocation: no durable transaction refers to it any more."""
         start = extents[0].start
         if start in self._leases:
@@ -72,9 +73,9 @@ class Allocations:
             del self._held[start]
             self._map.release(extents)
 
-    def cleared(self) -> None:
-        """Free all allocations except those held for pending writes: no durable transaction refers
-        to them."""
+    def free_present(self) -> None:
+        """Free the allocations of all present records: no durable transaction refers to them. Those
+        that are held stay held."""
         for start, (_count, extents) in self._leases.items():
             if start not in self._held:
                 self._held[start] = self._parked[start] = extents
@@ -96,7 +97,7 @@ class Allocations:
         del self._leases[start]
         parked = self._parked.pop(start, None)
         if parked is not None:
-            self.freed(parked)
+            self.free(parked)
 
     def check(self, present: list[Extents]) -> None:
         """Raise ``AssertionError`` unless present, held and free extents tile the file."""

@@ -190,11 +190,11 @@ class CommitThread:
                 self._apply(batch[half:])
                 return
             for put in named:
-                put.end(WriteOutcome.FULL)
+                put.note_outcome(WriteOutcome.FULL)
             self._apply([change for change in batch if not isinstance(change, Put)])
             return
         for put in named:
-            put.commit()
+            put.note_committed()
 
 
 def _merge(batch: list[Change], epoch: int) -> tuple[Changes, list[Put]]:

@@ -41,7 +41,7 @@ class LmdbContents:
         self.committer = committer
         self.counts = {"deleted": 0}
         self._loop = asyncio.get_running_loop()
-        self._leaving: dict[Remove | Clear, asyncio.Future[None]] = {}
+        self._removals: dict[Remove | Clear, asyncio.Future[None]] = {}
         self._touched: set[Key] = set()
         self._touch_timer: asyncio.TimerHandle | None = None
         self._change = self._loop.create_future()
@@ -63,7 +63,7 @@ class LmdbContents:
         extents = self.allocations.allocate(pages_for(payload_bytes))
         if extents is None:
             return None
-        put = filling[key] = Put(key, b"", epoch, payload_bytes, extents)
+        put = filling[key] = Put(key, epoch, payload_bytes, extents)
         return put
 
     def end_write(self, put: Put) -> None:
@@ -75,10 +75,10 @@ class LmdbContents:
             self.allocations.adopt(put.extents, put.stored_pages)
         elif put.is_named:
             # after a reset, the allocation becomes free once the reset is durable
-            put.end(WriteOutcome.FAILED)
-            self._leave(Remove([], [put.extents]))
+            put.note_outcome(WriteOutcome.FAILED)
+            self._submit(Remove([], [put.extents]))
         else:
-            self.allocations.freed(put.extents)
+            self.allocations.free(put.extents)
 
     # -- removing ----------------------------------------------------------------------------
 
@@ -90,12 +90,12 @@ class LmdbContents:
             value = self.records.pop(key)
             if value is not None:
                 extents = extents_of(value)
-                self.allocations.forget(extents)
+                self.allocations.hold(extents)
                 gone.append(key)
                 allocations.append(extents)
         self.counts["deleted"] += len(gone)
         if gone:
-            self._leave(Remove(gone, allocations))
+            self._submit(Remove(gone, allocations))
 
     async def reset(self, epoch: int) -> None:
         """Delete everything and begin this epoch, or the next one if that is greater. Durable on
@@ -104,10 +104,10 @@ class LmdbContents:
         self.records.clear()
         self.filling = {}
         self._touched.clear()
-        await settled(self._leave(Clear(self.epoch)))
+        await settled(self._submit(Clear(self.epoch)))
 
-    def _leave(self, change: Remove | Clear) -> asyncio.Future[None]:
-        done = self._leaving[change] = self._loop.create_future()
+    def _submit(self, change: Remove | Clear) -> asyncio.Future[None]:
+        done = self._removals[change] = self._loop.create_future()
         self.committer.submit([change])
         return done
 
@@ -115,17 +115,17 @@ class LmdbContents:
         """Record that a removal was committed, or that the commit thread has failed."""
         if self.committer.failure is None:
             if isinstance(change, Clear):
-                self.allocations.cleared()
+                self.allocations.free_present()
             else:
                 for extents in change.allocations:
-                    self.allocations.freed(extents)
-        self._leaving.pop(change).set_result(None)
+                    self.allocations.free(extents)
+        self._removals.pop(change).set_result(None)
 
     async def wait_for_space(self) -> bool:
         """Wait for a change if allocations will become free. Returns False if none will."""
-        if not self._leaving and not self.allocations.is_waiting:
+        if not self._removals and not self.allocations.is_waiting:
             return False
-        if self._leaving:
+        if self._removals:
             self.committer.hurry()
         await asyncio.wait([self._change])
         return True

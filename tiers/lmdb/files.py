@@ -44,7 +44,7 @@ def payload_capacity_bytes(capacity_bytes: int, record_bytes: int = 64 << 10) ->
     return check_capacity(limits, RECORD_INDEX_BYTES, SMALL_FILES_BYTES)
 
 
-class OpenLmdbFiles:
+class LmdbFilesBase:
     """The common part of the open files of an exclusive and of a shared tier.
 
     ``pages_max`` and ``records_max`` limit all processes together. ``was_quarantined`` is True if
@@ -82,7 +82,7 @@ class OpenLmdbFiles:
         return gain if gain >= pages else 0
 
 
-class LmdbFiles(OpenLmdbFiles):
+class LmdbFiles(LmdbFilesBase):
     """The open files of one tier. ``recovered`` is the content of the index and ``found_epoch`` its
     epoch."""
 

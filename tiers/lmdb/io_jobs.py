@@ -3,18 +3,18 @@
 One kind of job seals and writes payloads, the other reads and verifies them.
 
 A job owns its buffers while it runs and never raises. A write job passes its records to the commit
-thread. The read jobs of one call report to the event loop together, with an outcome per record.
+thread. The read jobs of one call report to the event loop together, with a result per record.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
-from tiers.base import Buffer, Key, ReadOutcome, WriteOutcome
+from tiers.base import Buffer, Key, WriteOutcome
 from tiers.folders.folder import DISK_FULL
-from tiers.io.codec import Codec
+from tiers.io.codec import Codec, CodecScratch
 from tiers.io.direct_io import Mover, PayloadFile, Scratch, pages_for
 from tiers.io.extents import Extents, clip
 from tiers.lmdb.index import header_of, pack_value
@@ -38,10 +38,11 @@ class Put:
     then an I/O thread, then the commit thread, then the event loop's again."""
 
     key: Key
-    value: bytes
     epoch: int
     payload_bytes: int
     extents: Extents
+    value: bytes = b""
+    """The record's entry in the index, once it is encoded."""
     stored_pages: int = 0
     """The number of pages that the encoded record takes."""
     outcome: WriteOutcome = WriteOutcome.FAILED
@@ -54,22 +55,24 @@ class Put:
         """Set the extents for its payload, and the epoch with which to seal it."""
         self.extents, self.epoch = extents, epoch
 
-    def encode(self, stored_bytes: int) -> Extents:
-        """Set the length of the encoded payload. Returns the extents that it needs."""
-        self.stored_pages = pages_for(stored_bytes)
-        return clip(self.extents, self.stored_pages)[0]
+    def encode(
+        self, codec: Codec, payload: Buffer, use: int, into: Buffer
+    ) -> tuple[Extents, Buffer]:
+        """Encode the payload, in ``into`` if it changes, and make the record's entry with this time
+        of use. Returns the extents that the encoded payload needs, and the encoded payload."""
+        header, stored = codec.encode(self.key, self.epoch, payload, into)
+        self.stored_pages = pages_for(stored.nbytes)
+        extents, _ = clip(self.extents, self.stored_pages)
+        self.value = pack_value(use, header, extents)
+        return extents, stored
 
-    def seal(self, value: bytes) -> None:
-        """Set the record's entry in the index."""
-        self.value = value
-
-    def commit(self) -> None:
+    def note_committed(self) -> None:
         """Record that a committed transaction contains the entry."""
         self.is_named = True
         self.outcome = WriteOutcome.OK
 
-    def end(self, outcome: WriteOutcome) -> None:
-        """Set its outcome."""
+    def note_outcome(self, outcome: WriteOutcome) -> None:
+        """Record the outcome. It may still be downgraded until the waiting calls get it."""
         self.outcome = outcome
 
 
@@ -94,7 +97,7 @@ class WriteJob:
             # The waiting call must get any exception, and the thread must not end.
             is_full = isinstance(error, OSError) and error.errno in DISK_FULL
             for put in self.puts:
-                put.end(WriteOutcome.FULL if is_full else WriteOutcome.FAILED)
+                put.note_outcome(WriteOutcome.FULL if is_full else WriteOutcome.FAILED)
         else:
             self.is_written = True
 
@@ -106,29 +109,19 @@ class WriteJob:
         mover = Mover(self.file, scratch, writing=True)
         buffers = CodecScratch(self.codec, scratch, [] if self.codec.is_plain else self.data)
         for put, data, use in zip(self.puts, self.data, self.uses, strict=True):
-            encoded = buffers.take(data.nbytes)
-            header, stored = self.codec.encode(put.key, put.epoch, data, encoded)
-            extents = put.encode(stored.nbytes)
-            put.seal(pack_value(use, header, extents))
-            mover.add(extents, stored)
+            mover.add(*put.encode(self.codec, data, use, buffers.take(data.nbytes)))
         mover.flush()
 
 
-@dataclass(slots=True, eq=False)
-class ReadItem:
-    """One record to read: its entry in the index, and its buffer."""
+class ReadItem(NamedTuple):
+    """One record to read: its entry in the index, its extents, its buffer, and the key's position
+    in its call."""
 
     key: Key
     value: bytes
     extents: Extents
     into: Buffer
     position: int
-    """The key's position in its call."""
-    outcome: ReadOutcome = ReadOutcome.CORRUPT
-
-    def end(self, outcome: ReadOutcome) -> None:
-        """Set its outcome."""
-        self.outcome = outcome
 
 
 def _ignore(_job: ReadJob) -> None:
@@ -139,17 +132,25 @@ def _ignore(_job: ReadJob) -> None:
 class ReadJob:
     """Reads records of one epoch. ``io_errors`` counts failed system calls."""
 
-    items: list[ReadItem]
+    items: Sequence[ReadItem]
     epoch: int
     codec: Codec
     file: PayloadFile
     report: Callable[[ReadJob], None] = _ignore
     io_errors: int = 0
+    _is_intact: list[bool] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self._is_intact = [False] * len(self.items)
 
     @property
     def records(self) -> int:
         """The number of its records."""
         return len(self.items)
+
+    def results(self) -> Iterator[tuple[ReadItem, bool]]:
+        """Return every record, with True if its payload was read and matches its entry."""
+        return zip(self.items, self._is_intact, strict=True)
 
     def notify(self) -> None:
         """Report the end."""
@@ -160,12 +161,13 @@ class ReadJob:
         try:
             self._read_all(scratch)
         except Exception:
-            # the call needs an answer and the thread must continue: all records count as CORRUPT
+            # the call needs an answer and the thread must continue: the other records count as
+            # damaged
             self.io_errors += 1
 
     def _read_all(self, scratch: Scratch) -> None:
         try:
-            self._move(self.items, scratch)
+            self._move(0, len(self.items), scratch)
         except OSError:
             self.io_errors += 1
             self._read_each(scratch)
@@ -173,14 +175,15 @@ class ReadJob:
     def _read_each(self, scratch: Scratch) -> None:
         """Read the records one by one after a failure, so that one bad record does not fail the
         rest of its job."""
-        for item in self.items:
+        for number in range(len(self.items)):
             try:
-                self._move([item], scratch)
+                self._move(number, number + 1, scratch)
             except OSError:
                 self.io_errors += 1
 
-    def _move(self, items: Sequence[ReadItem], scratch: Scratch) -> None:
+    def _move(self, start: int, stop: int, scratch: Scratch) -> None:
         mover = Mover(self.file, scratch, writing=False)
+        items = self.items[start:stop]
         coded = [item.into for item in items if flags_of(header_of(item.value))]
         buffers = CodecScratch(self.codec, scratch, coded)
         found = []
@@ -190,20 +193,7 @@ class ReadJob:
             mover.add(item.extents, encoded[: min(stored_bytes_of(header), item.into.nbytes)])
             found.append((item, header, encoded))
         mover.flush()
-        for item, header, encoded in found:
-            if self.codec.decode(header, item.key, self.epoch, encoded, item.into):
-                item.end(ReadOutcome.OK)
-
-
-class CodecScratch:
-    """Scratch memory for encoded payloads, one part per payload."""
-
-    def __init__(self, codec: Codec, scratch: Scratch, payloads: Sequence[Buffer]) -> None:
-        total = sum(codec.scratch_bytes(data.nbytes) for data in payloads)
-        self._codec = codec
-        self._left = scratch.codec(total) if total else scratch.data[:0]
-
-    def take(self, payload_bytes: int) -> Buffer:
-        size = self._codec.scratch_bytes(payload_bytes)
-        taken, self._left = self._left[:size], self._left[size:]
-        return taken
+        for number, (item, header, encoded) in enumerate(found, start):
+            self._is_intact[number] = self.codec.decode(
+                header, item.key, self.epoch, encoded, item.into
+            )

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from tiers.base import Buffer, Key, ReadOutcome
-from tiers.io.threads import Call, IoThreads, Together, from_threads, settled
+from tiers.io.threads import Call, IoThreads, JobGroup, from_threads, settled
 from tiers.lmdb.contents import LmdbContents
 from tiers.lmdb.files import LmdbFiles
 from tiers.lmdb.index import extents_of, payload_bytes_of, start_of
@@ -48,7 +48,7 @@ class LmdbReads:
         found = self._find(call, keys, into)
         call.expect_answers(len(found))
         self._queued += len(found)
-        self._submit(Together(self._post, call, len(found)), found, keys, into)
+        self._submit(JobGroup(self._post, call, len(found)), found, keys, into)
         call.begun()
         await settled(call.done)
         return call.outcomes
@@ -72,7 +72,7 @@ class LmdbReads:
 
     def _submit(
         self,
-        reading: Together[ReadJob],
+        reading: JobGroup[ReadJob],
         found: Sequence[_Found],
         keys: Sequence[Key],
         into: Sequence[Buffer],
@@ -93,7 +93,7 @@ class LmdbReads:
                 submit(ReadJob(items, epoch, files.codec, files.file, reading.end))
                 items, size = [], 0
 
-    def _end(self, reading: Together[ReadJob]) -> None:
+    def _end(self, reading: JobGroup[ReadJob]) -> None:
         for job in reading.take():
             self._end_job(job, reading.call)
         self._contents.notify_waiting()
@@ -104,19 +104,20 @@ class LmdbReads:
         counts["io_errors"] += job.io_errors
         damaged = []
         is_current = job.epoch == contents.epoch
-        for item in job.items:
+        for item, is_intact in job.results():
             self._queued_bytes -= item.into.nbytes
             contents.allocations.release(item.extents)
+            outcome = ReadOutcome.OK if is_intact else ReadOutcome.CORRUPT
             if not is_current:
-                item.end(ReadOutcome.MISS)
-            if item.outcome is ReadOutcome.OK:
+                outcome = ReadOutcome.MISS
+            if outcome is ReadOutcome.OK:
                 counts["read_ok"] += 1
                 counts["read_bytes"] += item.into.nbytes
             else:
-                counts[f"read_{item.outcome.value}"] += 1
+                counts[f"read_{outcome.value}"] += 1
                 if is_current and self._is_still_there(item):
                     damaged.append(item.key)
-            call.answer(item.position, item.outcome)
+            call.answer(item.position, outcome)
         call.answered(job.records)
         contents.forget(damaged)  # makes room for an intact copy
 

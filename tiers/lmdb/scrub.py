@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tiers.base import ALIGNMENT, Buffer, Key, ReadOutcome, Scrubbed
+from tiers.base import ALIGNMENT, Buffer, Key, Scrubbed
 from tiers.io.direct_io import Scratch, pages_for
 from tiers.io.threads import IoThreads, from_threads, settled
 from tiers.lmdb.contents import LmdbContents
@@ -168,11 +168,9 @@ class LmdbScrub:
         """Read the records and return those that are damaged."""
         if not items:
             return []
-        for item in items:
-            item.end(ReadOutcome.CORRUPT)
-        job = ReadJob(list(items), epoch, self._files.codec, self._files.file)
+        job = ReadJob(items, epoch, self._files.codec, self._files.file)
         await self._in_thread(job.run)
-        return [item for item in items if item.outcome is not ReadOutcome.OK]
+        return [item for item, is_intact in job.results() if not is_intact]
 
     def _can_read(self, scratch: Scratch) -> bool:
         try:

@@ -40,7 +40,7 @@ from tiers.base import (
     TierInfo,
     WriteOutcome,
 )
-from tiers.folders.folder_tier import Ending, FolderTier
+from tiers.folders.folder_tier import FolderTier, Stoppable
 from tiers.io.direct_io import DiskIo, pages_for
 from tiers.io.threads import IoThreads, from_threads
 from tiers.lmdb.commit_thread import Change, Clear, CommitThread, Remove
@@ -124,7 +124,7 @@ class LmdbTier(FolderTier[LmdbFiles]):
     async def _end_work(self) -> None:
         self._contents.flush_touches()
 
-    def _threads_in_use(self) -> Sequence[Ending]:
+    def _threads_in_use(self) -> Sequence[Stoppable]:
         return (self._read_threads, self._write_threads, self._committer)
 
     # -- information about the tier -----------------------------------------------------------

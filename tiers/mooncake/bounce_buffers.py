@@ -31,7 +31,7 @@ all reads fail."""
 
 
 @dataclass(slots=True)
-class Lent:
+class LentBuffer:
     """Parts of one buffer. ``is_over`` is True once no more bytes will move to or from them."""
 
     parts: list[Buffer]
@@ -58,17 +58,17 @@ class BounceBuffers:
         self.given_up: list[Buffer] = []
 
     @contextmanager
-    def lend(self, sizes: Sequence[int]) -> Iterator[Lent]:
+    def lend(self, sizes: Sequence[int]) -> Iterator[LentBuffer]:
         """Lend parts of these sizes in one buffer. The buffer is reused if ``is_over`` is True at
         the end. Raises ``TierIoError``."""
         if not sizes:
-            yield Lent([])
+            yield LentBuffer([])
             return
         if sum(buffer.nbytes for buffer in self.given_up) > GIVEN_UP_MAX:
             raise TierIoError("too many transfers were abandoned; restart the server to continue")
         buffer = self._buffer(sum(sizes))
         starts = np.cumsum([0, *sizes])
-        lent = Lent([buffer[at : at + size] for at, size in zip(starts, sizes, strict=False)])
+        lent = LentBuffer([buffer[at : at + size] for at, size in zip(starts, sizes, strict=False)])
         try:
             yield lent
         finally:
@@ -78,7 +78,7 @@ class BounceBuffers:
                 self.given_up.append(buffer)
                 self._unregister(buffer.ctypes.data)
 
-    def ended(self, lent: Lent, codes: Sequence[int], untouched: Sequence[int]) -> None:
+    def note_ended(self, lent: LentBuffer, codes: Sequence[int], untouched: Sequence[int]) -> None:
         """Record that the call has ended with these codes, negative for failures. ``untouched`` are
         the codes of errors that occur before anything is transferred."""
         is_late = time.monotonic() - lent.since >= GIVEN_UP_AFTER_S

@@ -6,8 +6,8 @@ slot; the other detects that and takes the next one. Documents are never changed
 
 Documents are pinned, so the store does not evict them, and are replicated if there are several
 segments. A document is lost with its last replica, or when the master loses its state, so its
-author checks it regularly (``Keeper``). For every day on which an author checks a document, it also
-stores a sign of life, which the store may evict.
+author checks it regularly (``NoticeKeeper``). For every day on which an author checks a document,
+it also stores a sign of life, which the store may evict.
 """
 
 from __future__ import annotations
@@ -45,12 +45,12 @@ class Posted(NamedTuple):
 
 
 class Notice(NamedTuple):
-    """A document and its board. ``heard`` is called once, in a thread, with all documents that are
-    on the board."""
+    """A document and its board. ``on_found`` is called once, in a thread, with all documents that
+    are on the board."""
 
     board: str
     content: bytes
-    heard: Callable[[Sequence[Posted]], None] = lambda _all: None
+    on_found: Callable[[Sequence[Posted]], None] = lambda _all: None
 
 
 def slots_of(board: str) -> list[str]:
@@ -103,7 +103,7 @@ def post(client: MooncakeClient, board: str, content: bytes) -> bool:
         tried.add(free[0])  # if the slot is not ours now, another engine was faster
 
 
-class Keeper:
+class NoticeKeeper:
     """Keeps a notice posted. It belongs to the event loop's thread; calls of the store run in a
     separate thread, because access to another engine's memory may hang."""
 
@@ -112,7 +112,7 @@ class Keeper:
         self._client = client
         self._wake = asyncio.Event()
         self._is_posted = True
-        self._was_heard = False
+        self._was_reported = False
         self.posted = asyncio.Event()
         self.threads = DaemonThreads("tier-mooncake-keep", 1)
         self._task = asyncio.create_task(self._keep())
@@ -140,11 +140,11 @@ class Keeper:
 
     def _post(self) -> bool:
         """Post the notice, in the thread."""
-        board, content, heard = self._notice
+        board, content, on_found = self._notice
         is_posted = post(self._client, board, content)
-        if not self._was_heard:
-            self._was_heard = True
-            heard(read_boards(self._client, [board])[0])
+        if not self._was_reported:
+            self._was_reported = True
+            on_found(read_boards(self._client, [board])[0])
         return is_posted
 
     def _log(self, is_posted: bool) -> None:

@@ -135,8 +135,8 @@ class MooncakeClient:
             codes = self._store.batch_put_from_multi_buffers(
                 [names[n] for n in fresh], *_parts(headers.parts, buffers)
             )
-            self._header_buffers.ended(headers, codes, NOT_TAKEN)
-            self._payload_buffers.ended(copies, codes, NOT_TAKEN)
+            self._header_buffers.note_ended(headers, codes, NOT_TAKEN)
+            self._payload_buffers.note_ended(copies, codes, NOT_TAKEN)
         for n, code in zip(fresh, _checked(codes), strict=True):
             if code != 0:
                 outcomes[n] = WriteOutcome.FULL if code == NO_SPACE else WriteOutcome.FAILED
@@ -170,7 +170,7 @@ class MooncakeClient:
         with self._payload_buffers.lend([*sizes, *[HEADER_STEP] * len(sizes)]) as lent:
             payloads, headers = lent.parts[: len(sizes)], lent.parts[len(sizes) :]
             codes = self._store.batch_get_into_multi_buffers(names, *_parts(headers, payloads))
-            self._payload_buffers.ended(lent, codes, ABSENT)
+            self._payload_buffers.note_ended(lent, codes, ABSENT)
             for n, code in enumerate(_checked(codes)):
                 if code != HEADER_BYTES + sizes[n]:
                     outcomes.append(self._failed(names[n], code, sizes[n]))

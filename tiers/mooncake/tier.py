@@ -36,7 +36,7 @@ from tiers.base import (
 )
 from tiers.io.threads import DaemonThreads, in_thread, settled
 from tiers.io.timed_calls import TimedCalls
-from tiers.mooncake.bulletin import POST_TIMEOUT_S, Keeper, Notice
+from tiers.mooncake.bulletin import POST_TIMEOUT_S, Notice, NoticeKeeper
 from tiers.mooncake.client import CALL_RECORDS_MAX, MooncakeClient, MooncakeSettings
 from tiers.record import (
     HEADER_BYTES,
@@ -76,7 +76,7 @@ class MooncakeTier(SharedTier):
         self._memory = memory
         self._count = threads
         self._notice = notice
-        self._keeper: Keeper | None = None
+        self._keeper: NoticeKeeper | None = None
         self._client: MooncakeClient | None = None
         self._on_loss: Callable[[], None] = lambda: None
         self._is_failing = False
@@ -179,7 +179,7 @@ class MooncakeTier(SharedTier):
 
     async def _post(self, notice: Notice) -> None:
         """Post the notice and keep it posted."""
-        self._keeper = Keeper(notice, self._check_open())
+        self._keeper = NoticeKeeper(notice, self._check_open())
         try:
             with contextlib.suppress(TimeoutError):  # the keeper keeps trying
                 await asyncio.wait_for(self._keeper.posted.wait(), POST_TIMEOUT_S)

@@ -128,7 +128,7 @@ class LmdbReader:
         last: bytes | None = None
         while True:
             with self._begin(self._records) as txn, txn.cursor() as cursor:
-                self._see_epoch(txn)
+                self._read_epoch(txn)
                 there = cursor.first() if last is None else cursor.set_range(last)
                 if there and cursor.key() == last:
                     there = cursor.next()
@@ -138,35 +138,33 @@ class LmdbReader:
             last = items[-1][0]
             # Sorted by extents, so that reading all payloads passes through the file once.
             count = len(items)
-            items = sorted((item for item in items if self._exists(item[1])), key=_place)
-            yield [_found(key, value) for key, value in items]
+            items = sorted((item for item in items if self._is_current(item[1])), key=_first_page)
+            yield [_listed(key, value) for key, value in items]
             if count < SCANNED_AT_ONCE:
                 return
 
     def find(self, key: Key) -> ListedRecord | None:
         with self._begin(self._records) as txn:
-            self._see_epoch(txn)
+            self._read_epoch(txn)
             value = txn.get(key)
-        return _found(key, value) if value is not None and self._exists(value) else None
+        return _listed(key, value) if value is not None and self._is_current(value) else None
 
-    def _exists(self, value: bytes) -> bool:
+    def _is_current(self, value: bytes) -> bool:
         """Return True if a record is of this epoch. A shared tier may contain records of engines
         with other weights; only those engines may use them, so they are not listed."""
         return not self.is_shared or epoch_of(value) == self.epoch
 
-    def _see_epoch(self, txn: Any) -> None:
+    def _read_epoch(self, txn: Any) -> None:
         self.epoch = int.from_bytes(txn.get(b"epoch", db=self._meta) or b"", "little")
 
     def load(self, found: Sequence[ListedRecord], into: Sequence[Buffer]) -> list[bool]:
         items = [
-            ReadItem(one.key, bytes(USE_BYTES) + one.mark, _runs(one), data, position)
+            ReadItem(one.key, bytes(USE_BYTES) + one.mark, _extents(one), data, position)
             for position, (one, data) in enumerate(zip(found, into, strict=True))
         ]
-        good = [False] * len(items)
-        ReadJob(items, self.epoch, self._codec, self._file).run(self._scratch)
-        for item in items:
-            good[item.position] = item.outcome.value == "ok"
-        return good
+        job = ReadJob(items, self.epoch, self._codec, self._file)
+        job.run(self._scratch)
+        return [is_intact for _, is_intact in job.results()]
 
     def close(self) -> None:
         """Idempotent."""
@@ -174,7 +172,7 @@ class LmdbReader:
         self._file.close()
 
 
-def _found(key: bytes, value: bytes) -> ListedRecord:
+def _listed(key: bytes, value: bytes) -> ListedRecord:
     """Decode one entry of the index; the fields are zero if kvtiers did not write it."""
     if len(value) < EXTENTS_AT or (len(value) - EXTENTS_AT) % EXTENT_BYTES:
         return ListedRecord(key, 0, 0, 0, False, value[USE_BYTES:])
@@ -190,13 +188,13 @@ def _found(key: bytes, value: bytes) -> ListedRecord:
     )
 
 
-def _place(item: tuple[bytes, bytes]) -> bytes:
+def _first_page(item: tuple[bytes, bytes]) -> bytes:
     """Return the first page of a record as bytes that sort in the same order as the page
     numbers."""
     return item[1][EXTENTS_AT + 7 : EXTENTS_AT - 1 : -1]
 
 
-def _runs(found: ListedRecord) -> Any:
+def _extents(found: ListedRecord) -> Any:
     return extents_of(bytes(USE_BYTES) + found.mark)
 
 

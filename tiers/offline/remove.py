@@ -19,7 +19,7 @@ REMOVED_AT_ONCE = 4096
 """Number of keys per transaction."""
 
 
-def forget_in_lmdb(folder: Path, owner: Identity, keys: Sequence[Key]) -> None:
+def remove_from_lmdb(folder: Path, owner: Identity, keys: Sequence[Key]) -> None:
     """Remove records from an LMDB tier's index, durably. Their extents are free at the next open.
 
     Raises ``IndexUnusableError`` or ``OSError``. No reader may be open in this process.
@@ -32,7 +32,7 @@ def forget_in_lmdb(folder: Path, owner: Identity, keys: Sequence[Key]) -> None:
         index.close()
 
 
-def forget_files(reader: FileReader, keys: Sequence[Key]) -> None:
+def remove_files(reader: FileReader, keys: Sequence[Key]) -> None:
     """Remove records of a file tier. Raises ``OSError``."""
     for key in keys:
         with contextlib.suppress(FileNotFoundError):

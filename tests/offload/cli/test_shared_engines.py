@@ -23,7 +23,7 @@ from tests.offload.cli.rank_folders import (
     kvtiers,
     make_rank_folder,
 )
-from tiers.files.members import CLOCKS_NS, SILENT_NS
+from tiers.files.engines import CLOCKS_NS, SILENT_NS
 
 ENGINE = """
 import asyncio, sys

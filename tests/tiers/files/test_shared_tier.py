@@ -18,7 +18,7 @@ from tests.patience import PATIENCE_S
 from tests.tiers.shared.contract import SharedTierContract
 from tiers.base import ReadOutcome, Tier, TierIoError, WriteOutcome
 from tiers.files import record_files
-from tiers.files.members import LiveEngines, engine_name
+from tiers.files.engines import FolderEngines, engine_name
 from tiers.files.record_files import record_name
 from tiers.files.shared_folder import SharedFolder
 from tiers.files.shared_tier import SharedFileTier
@@ -204,7 +204,7 @@ async def test_a_repeated_reset_removes_the_old_records_for_the_others(
         await put(one, [key_of(0)], SIZE)
         with monkeypatch.context() as patched:
             if at == "announce":
-                patched.setattr(LiveEngines, "announce", _fails)
+                patched.setattr(FolderEngines, "announce", _fails)
             else:
                 patched.setattr(f"tiers.files.shared_folder.os.{at}", _fails)
             for _ in range(2):
@@ -358,7 +358,7 @@ def _fail_for(patched: pytest.MonkeyPatch, call: str, name: str) -> None:
             raise OSError(errno.EIO, "planted")
         return real(path, *rest, **options)
 
-    patched.setattr(f"tiers.files.members.os.{call}", failing)
+    patched.setattr(f"tiers.files.engines.os.{call}", failing)
 
 
 def _fails(*_arguments: object, **_options: object) -> None:
@@ -392,7 +392,7 @@ async def test_records_of_changed_weights_are_not_adopted(tmp_path: Path) -> Non
 
 def test_a_reused_pid_is_another_process(tmp_path: Path) -> None:
     fd = os.open(tmp_path, os.O_RDONLY)
-    living = LiveEngines(fd, engine_name())
+    living = FolderEngines(fd, engine_name())
     living.announce(0)
     machine, pid, start, _rest = living.name.split("-")
     assert living.is_alive(living.name)

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from tiers.base import Buffer, ReadOutcome, Tier, TierIoError, WriteOutcome
-from tiers.io.codec import PAUSE, TRIAL, BytePlanes, Codec, KeyRing
+from tiers.io.codec import PAUSE_RECORDS, TRIAL_RECORDS, BytePlanes, Codec, KeyRing
 from tiers.lmdb.tier import LmdbTier
 from tiers.record import ENCRYPTED, Identity, flags_of, parse
 from tiers.testing import (
@@ -123,10 +123,10 @@ def test_compression_pauses_when_it_does_not_pay_and_tries_again() -> None:
     planes = BytePlanes()
     noise = np.random.default_rng(1).integers(0, 256, 8192, np.uint8)
     good = bfloat16_like(65_536)
-    for _ in range(TRIAL):
+    for _ in range(TRIAL_RECORDS):
         assert planes.compress(noise) is None
     assert planes.compress(good) is None, "compression must have stopped"
-    for _ in range(PAUSE - 1):
+    for _ in range(PAUSE_RECORDS - 1):
         planes.compress(good)
     assert planes.compress(good) is not None, "compression must be tried again"
 
@@ -144,7 +144,7 @@ def tier_at(folder: Path, **options: object) -> LmdbTier:
     return LmdbTier(folder / "tier", CAPACITY, **{"reserve_bytes": 0, **options})
 
 
-async def test_rotation_and_wrong_keys(tmp_path: Path) -> None:
+async def test_rotation_and_wrong_keys(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """The old key still reads; without the right key, or without any key, a record is a miss."""
     old, new = new_key(), new_key()
     keys = [key_of(n) for n in range(6)]

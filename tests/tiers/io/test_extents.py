@@ -95,9 +95,9 @@ def test_an_extent_is_free_only_after_commit_and_last_read() -> None:
     allocations.adopt(extents, 4)
     allocations.lease(extents)
     allocations.lease(extents)
-    allocations.forget(extents)
+    allocations.hold(extents)
     assert allocations.allocate(1) is None, "the transaction is not durable yet"
-    allocations.freed(extents)
+    allocations.free(extents)
     assert allocations.allocate(1) is None, "two reads are under way"
     allocations.release(extents)
     assert allocations.allocate(1) is None, "one read is under way"
@@ -115,7 +115,7 @@ def test_clearing_frees_all_but_reads_and_writes_under_way() -> None:
     allocations.adopt(present, 2)
     allocations.adopt(being_read, 2)
     allocations.lease(being_read)
-    allocations.cleared()
+    allocations.free_present()
     allocations.check([])
     assert allocations.used_pages == 4
     allocations.release(being_read)

@@ -10,7 +10,8 @@ from pathlib import Path
 
 from tests.patience import PATIENCE_S
 from tiers.base import Buffer
-from tiers.io.direct_io import DeviceQueue, DiskIo, PayloadFile
+from tiers.io.device_queue import DeviceQueue
+from tiers.io.direct_io import DiskIo, PayloadFile
 from tiers.testing import aligned
 
 WRITES = 4

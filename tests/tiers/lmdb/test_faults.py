@@ -24,7 +24,8 @@ import pytest
 
 from tests.patience import PATIENCE_S, turns
 from tiers.base import Buffer, ReadOutcome, TierIoError, WriteOutcome
-from tiers.io.direct_io import DeviceQueue, DiskIo
+from tiers.io.device_queue import DeviceQueue
+from tiers.io.direct_io import DiskIo
 from tiers.lmdb.index import Changes, LmdbIndex
 from tiers.lmdb.tier import SPARE_THREADS, LmdbTier
 from tiers.testing import aligned, assert_holds, fetch, key_of, payload_of, put

@@ -10,7 +10,7 @@ from pathlib import Path
 from tests.patience import PATIENCE_S
 from tiers.base import ALIGNMENT, Buffer, ReadOutcome, WriteOutcome
 from tiers.io.direct_io import DiskIo
-from tiers.io.threads import REPORTED_MIN, Call, Together
+from tiers.io.threads import REPORTED_MIN, Call, JobGroup
 from tiers.lmdb.tier import LmdbTier
 from tiers.testing import aligned, assert_holds, key_of, put
 
@@ -91,16 +91,16 @@ async def test_jobs_report_when_as_much_has_ended_as_is_left() -> None:
     records."""
     reported: list[list[int]] = []
 
-    def post(whole: Together[Job]) -> None:
+    def post(whole: JobGroup[Job]) -> None:
         reported.append([job.records for job in whole.take()])
 
-    whole = Together(post, Call(None, 0), 8 * REPORTED_MIN)
+    whole = JobGroup(post, Call(None, 0), 8 * REPORTED_MIN)
     for _ in range(16):
         whole.end(Job(REPORTED_MIN // 2))
     half = REPORTED_MIN // 2
     assert reported == [[half] * 8, [half] * 4, [half] * 2, [half] * 2]
     reported.clear()
-    few = Together(post, Call(None, 0), 3)
+    few = JobGroup(post, Call(None, 0), 3)
     for _ in range(3):
         few.end(Job(1))
     assert reported == [[1, 1, 1]]

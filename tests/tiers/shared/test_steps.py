@@ -214,9 +214,8 @@ def put_of(changes: WriteTransaction, files: SharedLmdbFiles, own_epoch: int | N
     (extents,), (use,) = reserved.allocations, reserved.uses
     assert extents is not None
     header = prefix(Identity(), KEY, reserved.epoch, SIZE) + bytes(16)
-    made = Put(KEY, pack_value(use, header, extents), reserved.epoch, SIZE, extents)
-    made.stored_pages = 3
-    return made
+    value = pack_value(use, header, extents)
+    return Put(KEY, reserved.epoch, SIZE, extents, value, stored_pages=3)
 
 
 async def test_an_extent_reused_by_another_process_is_not_published(tier: SharedLmdbTier) -> None:

@@ -29,8 +29,8 @@ class CommitClient:
     """The event loop's side of the queue. Belongs to the loop on which it was made; any thread may
     call ``post`` and ``submit_then``."""
 
-    def __init__(self, commits: SharedCommits) -> None:
-        self.commits = commits
+    def __init__(self, thread: SharedCommitThread) -> None:
+        self._thread = thread
         self._loop = asyncio.get_running_loop()
         self._call = from_threads(_call)
 
@@ -46,7 +46,7 @@ class CommitClient:
             if not done.done():
                 done.set_result(result if error is None else None)
 
-        self.commits.submit(CommitRequest(change, lambda *found: self.post(settle, *found)))
+        self._thread.submit(CommitRequest(change, lambda *found: self.post(settle, *found)))
         return done
 
     def submit_then(
@@ -62,7 +62,7 @@ class CommitClient:
             if call is not None:
                 self.post(call, error is None)
 
-        self.commits.submit(CommitRequest(change, end, flushes))
+        self._thread.submit(CommitRequest(change, end, flushes))
 
 
 def _call(function: Callable[..., object], *arguments: object) -> None:
@@ -71,7 +71,7 @@ def _call(function: Callable[..., object], *arguments: object) -> None:
 
 FLUSH_GATHER_S = 0.002
 """A transaction that flushes payloads waits this long for more changes."""
-ASKED_MAX = 64
+CHANGES_PER_COMMIT_MAX = 64
 
 
 @dataclass(slots=True, eq=False)
@@ -86,7 +86,7 @@ class CommitRequest:
     error: Exception | None = None
 
 
-class SharedCommits:
+class SharedCommitThread:
     """The commit thread. ``failure`` is the reason why the index can no longer be written, or
     ``None``. It is never cleared."""
 
@@ -95,7 +95,7 @@ class SharedCommits:
         self._index = index
         self._number = number
         self._flush = flush
-        self._asked: queue.SimpleQueue[CommitRequest | None] = queue.SimpleQueue()
+        self._requests: queue.SimpleQueue[CommitRequest | None] = queue.SimpleQueue()
         self.failure: Exception | None = None
         self.commits = self.sync_failures = 0
         self._thread = threading.Thread(target=self._run, name="tier-commit", daemon=True)
@@ -103,11 +103,11 @@ class SharedCommits:
 
     def submit(self, request: CommitRequest) -> None:
         """Queue a change. Any thread may call."""
-        self._asked.put(request)
+        self._requests.put(request)
 
     def stop(self) -> None:
         """Carry out the queued changes and end the thread. Blocks until it has ended."""
-        self._asked.put(None)
+        self._requests.put(None)
         self._thread.join()
 
     def _run(self) -> None:
@@ -115,7 +115,7 @@ class SharedCommits:
         while not is_stopping:
             batch, is_stopping = self._collect()
             if batch:
-                self._do(batch)
+                self._carry_out(batch)
             for request in batch:
                 request.post(request.result, request.error)
 
@@ -124,10 +124,10 @@ class SharedCommits:
         them."""
         batch: list[CommitRequest] = []
         deadline = 0.0
-        while len(batch) < ASKED_MAX:
+        while len(batch) < CHANGES_PER_COMMIT_MAX:
             try:
-                wait_s = deadline - time.monotonic()
-                request = self._asked.get(timeout=max(0.0, wait_s)) if batch else self._asked.get()
+                wait_s = max(0.0, deadline - time.monotonic()) if batch else None
+                request = self._requests.get(timeout=wait_s)
             except queue.Empty:
                 break
             if request is None:
@@ -137,7 +137,7 @@ class SharedCommits:
             batch.append(request)
         return batch, False
 
-    def _do(self, batch: list[CommitRequest]) -> None:
+    def _carry_out(self, batch: list[CommitRequest]) -> None:
         if any(request.flushes for request in batch):
             try:
                 self._flush()

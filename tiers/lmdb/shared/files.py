@@ -22,7 +22,7 @@ import lmdb
 from tiers.base import ALIGNMENT, TierIoError
 from tiers.folders.folder import MEMBERS_MAX
 from tiers.io.direct_io import DiskIo, PayloadFile
-from tiers.lmdb.files import OpenLmdbFiles
+from tiers.lmdb.files import LmdbFilesBase
 from tiers.lmdb.folder import (
     PAYLOAD_NAME,
     keep_good,
@@ -36,7 +36,7 @@ from tiers.lmdb.records.record_table import USE_BYTES, with_use
 from tiers.lmdb.recovery.recover import Expected, Recovered
 from tiers.lmdb.shared.free_extents import put_free_extents
 from tiers.lmdb.shared.index import SHARED_RECORD_INDEX_BYTES, SharedIndex, State
-from tiers.lmdb.shared.members import Member, opening
+from tiers.lmdb.shared.members import Member, opening_lock
 from tiers.lmdb.shared.transaction import changing
 
 logger = logging.getLogger(__name__)
@@ -57,7 +57,7 @@ def _twin_hint() -> str:
     )
 
 
-class SharedLmdbFiles(OpenLmdbFiles):
+class SharedLmdbFiles(LmdbFilesBase):
     """The open files of one process. ``own_epoch`` is ``None`` while the process works under the
     common epoch. ``dropped`` counts damaged records that were dropped."""
 
@@ -70,7 +70,7 @@ class SharedLmdbFiles(OpenLmdbFiles):
         small."""
         super().__init__(folder, capacity_bytes, options, io)
         self.dropped = 0
-        with contextlib.ExitStack() as undo, opening(folder):
+        with contextlib.ExitStack() as undo, opening_lock(folder):
             self.member = Member(folder)
             undo.callback(self.member.release)
             try:

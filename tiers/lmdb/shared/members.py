@@ -25,7 +25,7 @@ _FLAGS = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
 
 
 @contextlib.contextmanager
-def opening(folder: Path) -> Iterator[None]:
+def opening_lock(folder: Path) -> Iterator[None]:
     """Let only one process at a time open the folder. Raises ``FolderError``."""
     fd = _open(folder / OPENING_NAME)
     try:
@@ -39,7 +39,7 @@ def opening(folder: Path) -> Iterator[None]:
 
 
 class Member:
-    """This process as one of those that share a folder. Create it inside ``opening``."""
+    """This process as one of those that share a folder. Create it inside ``opening_lock``."""
 
     def __init__(self, folder: Path) -> None:
         """Raises ``FolderError`` if an exclusive tier uses the folder, or too many processes share

@@ -8,6 +8,7 @@ If its entry is unchanged, the record is read once more; if that fails too, it i
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
@@ -36,16 +37,15 @@ class SharedReadJob:
     index: SharedIndex
     codec: Codec
     file: PayloadFile
-    done: Callable[[], None] = lambda: None
+    ended: asyncio.Future[None]
+    """Completed on the event loop when the job has run."""
+    post: Callable[..., None]
+    """Calls a function on the event loop, from any thread."""
     outcomes: list[ReadOutcome] = field(default_factory=list)
     uses: list[int] = field(default_factory=list)
     damaged: list[tuple[Key, bytes]] = field(default_factory=list)
     io_errors: int = 0
     failure: Exception | None = None
-
-    def when_done(self, done: Callable[[], None]) -> None:
-        """Call ``done`` when the job has run. Any thread may call this."""
-        self.done = done
 
     def run(self, scratch: Scratch) -> None:
         """Read and verify all records."""
@@ -57,7 +57,8 @@ class SharedReadJob:
             self.failure = error
 
     def notify(self) -> None:
-        self.done()
+        """Complete ``ended``."""
+        self.post(self.ended.set_result, None)
 
     def _read(self, scratch: Scratch) -> None:
         left = list(range(len(self.keys)))
@@ -90,9 +91,9 @@ class SharedReadJob:
         job.run(scratch)
         self.io_errors += job.io_errors
         again = []
-        for item in items:
+        for item, is_intact in job.results():
             number, mark = item.position, item.value[USE_BYTES:]
-            if item.outcome is ReadOutcome.OK:
+            if is_intact:
                 self.outcomes[number] = ReadOutcome.OK
                 self.uses[number] = int.from_bytes(item.value[:USE_BYTES], "big")
             elif failed.get(number) == mark:

@@ -40,13 +40,13 @@ from tiers.base import (
     TierIoError,
     WriteOutcome,
 )
-from tiers.folders.folder_tier import Ending, FolderTier
+from tiers.folders.folder_tier import FolderTier, Stoppable
 from tiers.io.direct_io import DiskIo, pages_for
 from tiers.io.resets import Resets
 from tiers.io.threads import DaemonThreads, IoThreads, settled
 from tiers.lmdb.io_jobs import job_bytes
 from tiers.lmdb.options import TOUCH_FLUSH_S, LmdbOptions
-from tiers.lmdb.shared.commit_thread import CommitClient, SharedCommits
+from tiers.lmdb.shared.commit_thread import CommitClient, SharedCommitThread
 from tiers.lmdb.shared.files import SharedLmdbFiles
 from tiers.lmdb.shared.reads import SharedReadJob
 from tiers.lmdb.shared.writes import SharedWrites
@@ -116,20 +116,20 @@ class SharedLmdbTier(FolderTier[SharedLmdbFiles], SharedTier):
         undo.callback(self._read_threads.stop)
         self._lookups = DaemonThreads("tier-lookup", 2)
         undo.callback(self._lookups.stop)
-        self._commits = SharedCommits(files.index, files.member.number, files.file.sync)
-        undo.callback(self._commits.stop)
-        self._client = CommitClient(self._commits)
+        self._committer = SharedCommitThread(files.index, files.member.number, files.file.sync)
+        undo.callback(self._committer.stop)
+        self._client = CommitClient(self._committer)
         self._writes = SharedWrites(files, self._client, self._options, self._low_watermark)
         self._write_counts = self._writes.counts
 
     def _index_failure(self) -> Exception | None:
-        return self._commits.failure
+        return self._committer.failure
 
     async def _end_work(self) -> None:
         self._flush_touches()
 
-    def _threads_in_use(self) -> Sequence[Ending]:
-        return (self._read_threads, self._writes.threads, self._lookups, self._commits)
+    def _threads_in_use(self) -> Sequence[Stoppable]:
+        return (self._read_threads, self._writes.threads, self._lookups, self._committer)
 
     async def _lookup(self, function: Callable[..., T], *arguments: object) -> T:
         """Look something up in the index. Raises ``TierIoError``."""
@@ -162,8 +162,8 @@ class SharedLmdbTier(FolderTier[SharedLmdbFiles], SharedTier):
         files = self._files
         if files is not None:
             counts["direct_io"] = int(files.file.direct)
-            counts["commits"] = self._commits.commits
-            counts["sync_failures"] = self._commits.sync_failures
+            counts["commits"] = self._committer.commits
+            counts["sync_failures"] = self._committer.sync_failures
         return counts
 
     def check(self) -> None:
@@ -193,9 +193,11 @@ class SharedLmdbTier(FolderTier[SharedLmdbFiles], SharedTier):
             outcomes = [ReadOutcome.MISS] * len(keys)
             self._reads_queued += len(keys)
             try:
-                ended = [self._run(job) for job in jobs]
-                if ended:
-                    await settled(asyncio.ensure_future(asyncio.wait(ended)))
+                for job in jobs:
+                    self._read_threads.submit(job)
+                if jobs:
+                    ended = asyncio.wait([job.ended for job in jobs])
+                    await settled(asyncio.ensure_future(ended))
             finally:
                 self._reads_queued -= len(keys)
             for job in jobs:
@@ -211,20 +213,16 @@ class SharedLmdbTier(FolderTier[SharedLmdbFiles], SharedTier):
     ) -> list[SharedReadJob]:
         size_max = job_bytes(self._options, sum(data.nbytes for data in into))
         rest = (self._own_epoch, files.index, files.codec, files.file)
+        post = self._client.post
         jobs: list[SharedReadJob] = []
         start = size = 0
         for stop, (_key, data) in enumerate(zip(keys, into, strict=True), 1):
             size += data.nbytes
             if size >= size_max or stop == len(into):
-                jobs.append(SharedReadJob(keys[start:stop], into[start:stop], start, *rest))
+                part = (keys[start:stop], into[start:stop], start, *rest)
+                jobs.append(SharedReadJob(*part, self._loop.create_future(), post))
                 start, size = stop, 0
         return jobs
-
-    def _run(self, job: SharedReadJob) -> asyncio.Future[None]:
-        done: asyncio.Future[None] = self._loop.create_future()
-        job.when_done(lambda: self._client.post(done.set_result, None))
-        self._read_threads.submit(job)
-        return done
 
     def _end_read(self, job: SharedReadJob, outcomes: list[ReadOutcome]) -> None:
         if job.failure is not None:
@@ -246,7 +244,7 @@ class SharedLmdbTier(FolderTier[SharedLmdbFiles], SharedTier):
 
     async def delete(self, keys: Sequence[Key]) -> None:
         with self._working():
-            await self._writes.ended(keys)
+            await self._writes.wait_for(keys)
             own_epoch = self._own_epoch
             gone = await settled(
                 self._client.submit(lambda changes: changes.remove(keys, own_epoch))

@@ -120,7 +120,7 @@ class WriteTransaction:
         """Make records visible, whose payloads must have been flushed, and set their outcomes."""
         epoch = self._epoch(own_epoch)
         for put in puts:
-            put.end(self._publish(put, epoch))
+            put.note_outcome(self._publish(put, epoch))
 
     def _publish(self, put: Put, epoch: int) -> WriteOutcome:
         if not self._end_intent(put.extents):

@@ -67,7 +67,7 @@ class SharedWrites:
         for position, (key, data) in enumerate(zip(keys, buffers, strict=True)):
             put = self.filling.get(key)
             if put is None:
-                put = self.filling[key] = Put(key, b"", 0, data.nbytes, ())
+                put = self.filling[key] = Put(key, 0, data.nbytes, ())
                 own.append((put, data))
             call.expect(put.waiters, position)
         # A task, so that it continues when this call is cancelled.
@@ -79,7 +79,7 @@ class SharedWrites:
             await settled(filling)
         return call.outcomes
 
-    async def ended(self, keys: Sequence[Key]) -> None:
+    async def wait_for(self, keys: Sequence[Key]) -> None:
         """Wait until pending writes of these keys have ended."""
         filling = [put for key in keys if (put := self.filling.get(key)) is not None]
         if filling:
@@ -93,13 +93,13 @@ class SharedWrites:
         """Allocate extents for the records and write them. Settle records that get no extents as
         ``FULL``."""
         try:
-            left = await self._place_all(own, own_epoch)
+            left = await self._write_all(own, own_epoch)
         except Exception:  # waiting callers need an answer after any failure
             self._settle([record for record in own if record[0].waiters], WriteOutcome.FAILED)
             raise
         self._settle(left, WriteOutcome.FULL)
 
-    async def _place_all(self, own: list[Record], own_epoch: int | None) -> list[Record]:
+    async def _write_all(self, own: list[Record], own_epoch: int | None) -> list[Record]:
         """Write all records for which there is space, or for which space can be freed. Returns the
         rest."""
         pages_max, epochs_ended = self._files.pages_max - 1, self._epochs_ended
@@ -208,7 +208,7 @@ class SharedWrites:
     def _end_write(self, puts: list[Put], is_done: bool) -> None:
         for put in puts:
             if not is_done:
-                put.end(WriteOutcome.FAILED)
+                put.note_outcome(WriteOutcome.FAILED)
             self._settle([(put, None)], put.outcome)
 
     def _settle(self, records: Sequence[tuple[Put, Buffer | None]], outcome: WriteOutcome) -> None:

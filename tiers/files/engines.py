@@ -98,7 +98,7 @@ def seen_alive(file: Path) -> LiveEngine | None:
     return LiveEngine(pid, is_here) if silent_ns < SILENT_NS + CLOCKS_NS else None
 
 
-class LiveEngines:
+class FolderEngines:
     """The engines of one folder; one of them is this process. Blocks; any thread may call."""
 
     def __init__(self, folder_fd: int, name: str, capacity_bytes: int = 0) -> None:
