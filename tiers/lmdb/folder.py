@@ -145,12 +145,14 @@ def keep_good(index: LmdbIndex, expected: Expected, *, strict: bool) -> Recovere
     """Recover the content of the index, without records that are damaged or belong to another
     server. Those are deleted, or with ``strict`` they raise ``IndexUnusableError``."""
     found = recover(index.tables(), expected)
+    why = "are incomplete or belong to another server"
+    if found.without_key:
+        key = "were stored without this encryption key" if expected.key_ids else "are encrypted"
+        why = f"are incomplete, belong to another server, or {key}"
     if found.bad and strict:
-        what = f"{len(found.bad)} records are incomplete or belong to another server"
-        raise IndexUnusableError(what)
+        raise IndexUnusableError(f"{len(found.bad)} records {why}")
     if found.bad:
-        text = "kvtiers: dropped %d records in %s that are incomplete or belong to another server"
-        logger.warning(text, len(found.bad), index.path)
+        logger.warning("kvtiers: dropped %d records in %s that %s", len(found.bad), index.path, why)
         index.apply_in_parts(Changes(edits=dict.fromkeys(found.bad)))
     return found
 

@@ -162,6 +162,8 @@ async def test_rotation_and_wrong_keys(tmp_path: Path, caplog: pytest.LogCapture
 
     tier = tier_at(tmp_path, key_file=key_file(tmp_path / "keys", new))
     assert (await tier.open()).record_count == 3
+    assert "dropped 3 records" in caplog.text
+    assert "or were stored without this encryption key" in caplog.text
     await assert_misses(tier, keys[:3], 9000)
     await assert_holds(tier, keys[3:], 9000)
     assert await put(tier, keys[:3], 9000) == [WriteOutcome.OK] * 3
@@ -169,6 +171,7 @@ async def test_rotation_and_wrong_keys(tmp_path: Path, caplog: pytest.LogCapture
 
     tier = tier_at(tmp_path)
     assert (await tier.open()).record_count == 0
+    assert "or are encrypted" in caplog.text
     await tier.aclose()
     for key in keys:
         assert payload_of(key, 9000).tobytes()[:64] not in raw

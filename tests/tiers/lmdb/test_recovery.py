@@ -134,6 +134,7 @@ async def test_records_beyond_the_end_are_forgotten_and_the_others_kept(
     assert (await tier.open()).record_count == 10
     assert tier.stats()["dropped_at_open"] == 20
     assert "20 records in " in caplog.text
+    assert "encrypt" not in caplog.text
     await tier.aclose()
     tier = tier_at(tmp_path)
     assert (await tier.open()).record_count == 10

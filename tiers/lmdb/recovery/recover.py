@@ -32,12 +32,14 @@ _Rows = npt.NDArray[np.int64]
 @dataclass(frozen=True, slots=True)
 class Recovered:
     """The good ``records``, the ``free`` extents, the ``bad`` keys, which must be deleted, and the
-    next time of use."""
+    next time of use. ``without_key`` counts the bad records that only the encryption key makes
+    bad."""
 
     records: RecordMap
     free: list[Extent]
     bad: list[Key]
     next_use: int
+    without_key: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +65,7 @@ def recover(found: Iterable[RecordTable], expected: Expected) -> Recovered:
             tables.append(table)
         else:
             bad += table.keys()
-    good, starts, ends, last_use = _check(tables, expected)
+    good, starts, ends, last_use, without_key = _check(tables, expected)
     if (starts[1:] < ends[:-1]).any():
         _drop_members(tables, good)
         starts, ends = _extents_of(tables, good)
@@ -71,7 +73,7 @@ def recover(found: Iterable[RecordTable], expected: Expected) -> Recovered:
         if not mask.all():
             bad += table.keys(~mask)
     free = _free_extents(starts, ends, expected.file_pages)
-    return Recovered(RecordMap(tables, good), free, bad, last_use + 1)
+    return Recovered(RecordMap(tables, good), free, bad, last_use + 1, without_key)
 
 
 def _parts(table: RecordTable) -> Iterator[tuple[slice, npt.NDArray[Any]]]:
@@ -84,19 +86,23 @@ def _parts(table: RecordTable) -> Iterator[tuple[slice, npt.NDArray[Any]]]:
 
 def _check(
     tables: Sequence[RecordTable], expected: Expected
-) -> tuple[list[_Mask], _Rows, _Rows, int]:
+) -> tuple[list[_Mask], _Rows, _Rows, int, int]:
     """Determine which records are good on their own, ignoring overlaps, their extents (starts and
-    ends), and the latest time of use."""
+    ends), the latest time of use, and how many records would be good with another encryption
+    key."""
     good = [np.empty(table.count, np.bool_) for table in tables]
     extents = _ExtentList(sum(table.count * table.extent_count for table in tables))
-    last_use = 0
+    last_use = without_key = 0
     for table, mask in zip(tables, good, strict=True):
         for part, fields in _parts(table):
-            mask[part] = fits = _fits(fields, expected)
+            fits, has_key = _fits(fields, expected), _has_key(fields, expected.key_ids)
+            without_key += int(np.count_nonzero(fits & ~has_key))
+            fits &= has_key
+            mask[part] = fits
             chosen = fields if fits.all() else fields[fits]
             extents.add(chosen["extents"])
             last_use = max(last_use, int(chosen["use"].astype(np.int64).max(initial=0)))
-    return good, *extents.sorted(), last_use
+    return good, *extents.sorted(), last_use, without_key
 
 
 def _extents_of(tables: Sequence[RecordTable], good: Sequence[_Mask]) -> tuple[_Rows, _Rows]:
@@ -157,8 +163,19 @@ def _firsts(tables: Sequence[RecordTable]) -> list[int]:
     return list(accumulate((table.count for table in tables[:-1]), initial=0))[: len(tables)]
 
 
+def _has_key(fields: npt.NDArray[Any], key_ids: frozenset[bytes]) -> _Mask:
+    """Return which records are encrypted with one of these keys, or without keys, which are not
+    encrypted."""
+    has_key: _Mask = (fields["flags"] & ENCRYPTED != 0) == bool(key_ids)
+    if key_ids:
+        known = [int.from_bytes(key_id, "little") for key_id in key_ids]
+        has_key &= np.isin(fields["key_id"], known)
+    return has_key
+
+
 def _fits(fields: npt.NDArray[Any], expected: Expected) -> _Mask:
-    """Return which records are of this format, identity and epoch, with pages inside the file."""
+    """Return which records are of this format, identity and epoch, with pages inside the file.
+    Ignores encryption."""
     one, two = np.frombuffer(expected.identity.namespace, "<u8").tolist()
     good: _Mask = fields["magic"] == int.from_bytes(MAGIC, "little")
     good &= fields["version"] == VERSION
@@ -166,10 +183,6 @@ def _fits(fields: npt.NDArray[Any], expected: Expected) -> _Mask:
     good &= fields["namespace"][:, 0] == one
     good &= fields["namespace"][:, 1] == two
     good &= fields["epoch"] == expected.epoch
-    good &= (fields["flags"] & ENCRYPTED != 0) == bool(expected.key_ids)
-    if expected.key_ids:
-        known = [int.from_bytes(key_id, "little") for key_id in expected.key_ids]
-        good &= np.isin(fields["key_id"], known)
     extents = fields["extents"]
     total = np.zeros(fields.size, np.uint64)
     for number in range(extents.shape[1]):  # by columns: row by row, this takes ten times as long
