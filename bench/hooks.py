@@ -173,7 +173,7 @@ class Bed:
     def fill_and_wait(self, clock: Clock) -> list[Any]:
         """Fill the CPU tier, and let requests wait whose chunks are the oldest in it. Returns the
         requests; the clock gets the time of each arrival, with the step's plan."""
-        from offload.planner.wanted_soon import WANTED_CHUNKS_MAX
+        from offload.planner.look_ahead.wanted_soon import WANTED_CHUNKS_MAX
         from policies.base import EntryInfo
 
         capacity = self.planner.cpu.space.capacity

@@ -59,6 +59,8 @@ ORDER = (
     "offload.telemetry",
     "offload.index",
     "offload.planner",
+    "offload.planner.look_ahead",
+    "offload.planner.planner offload.planner.build",
     "offload.requests",
     "offload.geometry",
     "offload.worker",

@@ -22,10 +22,10 @@ from offload.planner.context import PlannerContext
 from offload.planner.jobs import Job, JobKind, JobTable
 from offload.planner.load_sources import LoadSources
 from offload.planner.loads import LoadPlanner
-from offload.planner.look_ahead import LookAhead
+from offload.planner.look_ahead.look_ahead import LookAhead
+from offload.planner.look_ahead.read_waits import NEVER, ReadWaits
 from offload.planner.pending_deletes import PendingDeletes
 from offload.planner.presence import PresenceCache, SharedLimits
-from offload.planner.read_waits import NEVER, ReadWaits
 from offload.planner.recency import Recency, RequestUses
 from offload.planner.step_budget import (
     TAKE_IN_COST,

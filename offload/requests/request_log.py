@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from offload.planner.ahead_use import NOT_READ_AHEAD, AheadUse
+from offload.planner.look_ahead.ahead_use import NOT_READ_AHEAD, AheadUse
 from offload.requests.miss_reasons import Miss, Reason
 
 

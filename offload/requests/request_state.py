@@ -7,9 +7,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from offload.planner.ahead_use import NOT_READ_AHEAD, AheadUse
 from offload.planner.jobs import LoadTokens
 from offload.planner.load_or_recompute import ShortenReason
+from offload.planner.look_ahead.ahead_use import NOT_READ_AHEAD, AheadUse
 from offload.planner.own_chunks import OwnChunks
 from offload.planner.presence import PendingLookup
 from offload.requests.lookup_cache import PartialLookup

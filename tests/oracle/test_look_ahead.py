@@ -14,7 +14,7 @@ from vllm import SamplingParams
 from vllm.v1.request import Request, RequestStatus
 
 from offload.planner.load_or_recompute import SAMPLES_MIN, LoadOrRecompute
-from offload.planner.look_ahead import AHEAD_FLYING_MAX
+from offload.planner.look_ahead.look_ahead import AHEAD_FLYING_MAX
 from offload.requests.request_identity import RequestIdentity
 from policies.registry import make_policy
 from policies.simulation import trace

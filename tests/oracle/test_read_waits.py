@@ -16,7 +16,7 @@ from vllm.v1.request import RequestStatus
 
 from offload.connector.scheduler.request_spans import attributes_of
 from offload.planner.load_or_recompute import SAMPLES_MIN, LoadOrRecompute, ShortenReason
-from offload.planner.read_waits import TOTAL_S
+from offload.planner.look_ahead.read_waits import TOTAL_S
 from offload.requests.miss_reasons import Reason
 from tests.oracle.clock import TIMED
 from tests.oracle.models import MODELS

@@ -12,9 +12,9 @@ import pytest
 from vllm.tracing import is_tracing_available
 
 from offload.connector.scheduler.request_spans import AHEAD, RequestSpans, attributes_of
-from offload.planner.ahead_use import AheadUse
 from offload.planner.jobs import Job
 from offload.planner.loads import LoadPlanner
+from offload.planner.look_ahead.ahead_use import AheadUse
 from offload.requests.lookup import Lookups
 from offload.requests.miss_reasons import Miss, Reason
 from offload.requests.request_log import LoggedRequest

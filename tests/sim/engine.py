@@ -14,7 +14,7 @@ from offload.index.chunk_batch import ChunkBatch
 from offload.layout.keys import CPU
 from offload.messages.plan import StepPlan
 from offload.messages.report import StepReport
-from offload.planner.read_waits import TOTAL_S, Action, BlockDemand
+from offload.planner.look_ahead.read_waits import TOTAL_S, Action, BlockDemand
 from offload.requests.lookup_cache import PartialLookup
 from tests.sim.content import (
     BLOCKS_PER_POSITION,

@@ -29,9 +29,9 @@ from offload.layout.keys import CPU
 from offload.layout.prefix_match import PrefixMatcher
 from offload.messages.plan import StepPlan
 from offload.messages.report import StepReport
-from offload.planner.ahead_use import NOT_READ_AHEAD
+from offload.planner.look_ahead.ahead_use import NOT_READ_AHEAD
+from offload.planner.look_ahead.read_waits import Action
 from offload.planner.planner import Planner
-from offload.planner.read_waits import Action
 from offload.planner.step_budget import EXPIRED_MAX
 from offload.requests.lookup import Lookups
 from offload.requests.request_log import RequestLog

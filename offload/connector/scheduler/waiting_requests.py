@@ -18,10 +18,10 @@ from typing import TYPE_CHECKING, Any
 
 from offload.index.chunk_batch import ChunkBatch
 from offload.layout.keys import CPU
-from offload.planner.ahead_use import NOT_READ_AHEAD, AheadUse
+from offload.planner.look_ahead.ahead_use import NOT_READ_AHEAD, AheadUse
+from offload.planner.look_ahead.read_waits import Action, BlockDemand
 from offload.planner.planner import Planner
 from offload.planner.presence import PendingLookup
-from offload.planner.read_waits import Action, BlockDemand
 from offload.planner.step_budget import MATCHED_AGAIN_REQUESTS_MAX, MATCHED_REQUESTS_MAX
 from offload.requests.lookup import Lookups
 from offload.requests.request_state import RequestState

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from offload.namespaces.manifest import Namespace
-from offload.planner.ahead_use import AheadUse
+from offload.planner.look_ahead.ahead_use import AheadUse
 from offload.requests.miss_reasons import Miss, Reason
 from offload.requests.request_file import RequestFile
 from offload.requests.request_log import LoggedRequest

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from itertools import repeat
 
 from offload.index.tier_index import TierIndex
-from offload.planner.ahead_requests import AheadRequest
+from offload.planner.look_ahead.ahead_requests import AheadRequest
 from offload.planner.step_budget import AHEAD_WANTED_REQUESTS_MAX
 
 WANTED_SHARE = 0.5

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from offload.index.chunk_batch import GroupInfo
 from offload.layout.keys import group_of
-from offload.planner.ahead_requests import AheadRequest, StallWatch
+from offload.planner.look_ahead.ahead_requests import AheadRequest, StallWatch
 from offload.planner.step_budget import AHEAD_HEIRS_MAX
 
 COUNTED = ("read", "used", "late", "wasted")

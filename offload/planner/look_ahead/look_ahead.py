@@ -22,7 +22,10 @@ from offload.index.chunk_batch import ChunkBatch
 from offload.index.retention import Evict
 from offload.layout.keys import CPU, group_of
 from offload.messages.plan import LoadItem, LoadJob
-from offload.planner.ahead_requests import (
+from offload.planner.context import PlannerContext
+from offload.planner.jobs import Job, JobKind
+from offload.planner.load_sources import LoadSources
+from offload.planner.look_ahead.ahead_requests import (
     AheadRequest,
     ChunkCursor,
     OpenRequests,
@@ -30,23 +33,20 @@ from offload.planner.ahead_requests import (
     order_of,
     position_in,
 )
-from offload.planner.ahead_use import (
+from offload.planner.look_ahead.ahead_use import (
     NOT_READ_AHEAD,
     AheadCounts,
     AheadUse,
     HeldChunks,
     ReadProgress,
 )
-from offload.planner.context import PlannerContext
-from offload.planner.jobs import Job, JobKind
-from offload.planner.load_sources import LoadSources
+from offload.planner.look_ahead.wanted_soon import WantedSoon
 from offload.planner.step_budget import (
     AHEAD_LEAVES,
     AHEAD_OPEN_REQUESTS_MAX,
     AHEAD_REQUEST_CHUNKS_MAX,
     EVICT_COST,
 )
-from offload.planner.wanted_soon import WantedSoon
 
 AHEAD_BATCH = 16
 """Number of chunks of one job: as many as a worker reads at a time."""

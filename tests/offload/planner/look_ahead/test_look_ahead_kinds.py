@@ -8,12 +8,12 @@ import pytest
 
 from offload.index.request_options import RequestHints
 from offload.index.retention import Evict
-from offload.planner import look_ahead
+from offload.planner.look_ahead import look_ahead
 from offload.planner.step_budget import AHEAD_OPEN_REQUESTS_MAX
 from policies import hints
+from tests.offload.planner.look_ahead.test_look_ahead import Queue, fill
+from tests.offload.planner.look_ahead.test_look_ahead_tiers import slower_than_computing
 from tests.offload.planner.simulated_ranks import key_of
-from tests.offload.planner.test_look_ahead import Queue, fill
-from tests.offload.planner.test_look_ahead_tiers import slower_than_computing
 
 LOW = RequestHints(stored={hints.PRIORITY: hints.LOW})
 FILLED = range(200, 240)

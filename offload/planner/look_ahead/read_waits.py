@@ -16,7 +16,7 @@ from offload.layout.keys import CPU
 from offload.planner.context import PlannerContext
 from offload.planner.load_or_recompute import ShortenReason
 from offload.planner.load_sources import LoadSources
-from offload.planner.look_ahead import LookAhead
+from offload.planner.look_ahead.look_ahead import LookAhead
 from offload.planner.step_budget import READ_WAIT_REQUESTS_MAX
 
 AUTO, ALWAYS, NEVER = CHOICES = ("auto", "always", "never")

@@ -6,11 +6,11 @@ import pytest
 
 from offload.index.request_options import Controls
 from offload.messages.report import Observed, StepReport
-from offload.planner import look_ahead
 from offload.planner.circuit_breaker import BreakerState
 from offload.planner.load_or_recompute import RETRY_S, SAMPLES_MIN
+from offload.planner.look_ahead import look_ahead
+from tests.offload.planner.look_ahead.test_look_ahead import Queue, fill
 from tests.offload.planner.simulated_ranks import key_of
-from tests.offload.planner.test_look_ahead import Queue, fill
 
 
 def test_a_tier_whose_reads_hang_takes_nothing_from_another(

@@ -11,9 +11,9 @@ import pytest
 from offload.index.request_options import Controls
 from offload.layout.keys import CPU
 from offload.messages.report import JobResult, Observed, StepReport
-from offload.planner import look_ahead, read_waits
 from offload.planner.load_or_recompute import SAMPLES_MIN, ShortenReason
-from offload.planner.read_waits import (
+from offload.planner.look_ahead import look_ahead, read_waits
+from offload.planner.look_ahead.read_waits import (
     ALWAYS,
     AUTO,
     STUCK_ASKS,
@@ -25,8 +25,8 @@ from offload.planner.read_waits import (
     decide,
 )
 from offload.planner.tier_health import HealthLimits, TierHealths
+from tests.offload.planner.look_ahead.test_look_ahead import Queue, batch
 from tests.offload.planner.simulated_ranks import key_of
-from tests.offload.planner.test_look_ahead import Queue, batch
 
 LIMIT_S = 10.0
 SCARCE, AMPLE = (

@@ -13,8 +13,8 @@ from offload.index.request_options import RequestHints
 from offload.index.tier_index import TierIndex
 from offload.messages.plan import LoadJob
 from offload.messages.report import JobResult, StepReport
-from offload.planner import ahead_requests, look_ahead
-from offload.planner.ahead_use import NOT_READ_AHEAD, AheadUse
+from offload.planner.look_ahead import ahead_requests, look_ahead
+from offload.planner.look_ahead.ahead_use import NOT_READ_AHEAD, AheadUse
 from offload.planner.planner import Planner, PlannerSettings
 from offload.planner.tier_health import TierHealths
 from policies import hints
