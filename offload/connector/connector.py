@@ -106,8 +106,8 @@ class KvTiersConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  
         self.serving: Serving | None = None
         self._gpu_cache = GpuCache()
         self._worker: WorkerSide | None = None
-        self._watch: AdapterWatch | None = None
-        self._weights: WeightsWatch | None = None
+        self._adapter_watch: AdapterWatch | None = None
+        self._weights_watch: WeightsWatch | None = None
         self._drained_meta: OffloadWorkerMetadata | None = None
         if is_worker:
             self._prepare_worker(vllm_config)
@@ -125,11 +125,11 @@ class KvTiersConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  
         )
         if self._setup.can_sleep:
             layers = vllm_config.compilation_config.static_forward_context
-            self._weights = WeightsWatch(LoadedWeights(layers).digest)
+            self._weights_watch = WeightsWatch(LoadedWeights(layers).digest)
             follow_sleep()
         if vllm_config.lora_config is not None:
-            self._watch = AdapterWatch(vllm_config.lora_config)
-            self._watch.begin()
+            self._adapter_watch = AdapterWatch(vllm_config.lora_config)
+            self._adapter_watch.begin()
 
     # -- class methods that vLLM calls -----------------------------------------------------------
 
@@ -180,8 +180,8 @@ class KvTiersConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  
         if self._worker is not None:
             registration = self._setup.register(kv_caches)
             self._worker.register(registration, self._setup.tier_specs())
-            if self._weights is not None:
-                self._weights.begin()
+            if self._weights_watch is not None:
+                self._weights_watch.begin()
 
     def wait_until_pinned(self, timeout_s: float) -> bool:
         """Wait until this worker can use its whole CPU tier, which is pinned in the background.
@@ -191,8 +191,9 @@ class KvTiersConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  
     def unregister_kv_caches(self) -> None:
         """Prepare for vLLM unmapping the KV cache. Raises if a copy does not end: vLLM then refuses
         to sleep, instead of unmapping memory that the copy still uses."""
-        if self._worker is not None and self._worker.fall_asleep() and self._weights is not None:
-            self._weights.fell_asleep()
+        fell_asleep = self._worker is not None and self._worker.fall_asleep()
+        if fell_asleep and self._weights_watch is not None:
+            self._weights_watch.fell_asleep()
 
     @guarded(lambda: None)
     def restore_kv_caches(self) -> None:
@@ -231,14 +232,14 @@ class KvTiersConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  
     @guarded(lambda: None)
     def wait_for_save(self) -> None:
         if self._worker is not None:
-            self._worker.post(_plan_of(self._connector_metadata), refused=self._distrust())
+            self._worker.post(_plan_of(self._connector_metadata), refused=self._refusal_reason())
 
-    def _distrust(self) -> str:
+    def _refusal_reason(self) -> str:
         """Return the reason why none of the plan's copies may run, or an empty string."""
         meta = self._connector_metadata
         if not isinstance(meta, OffloadMetadata) or not meta.adapters:
             return ""
-        if self._watch is not None and self._watch.agrees(meta.adapters):
+        if self._adapter_watch is not None and self._adapter_watch.agrees(meta.adapters):
             return ""
         return "a LoRA adapter was loaded again with other content"
 
@@ -253,8 +254,8 @@ class KvTiersConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  
         drained = self._worker.drain(_plan_of(self._connector_metadata).idle)
         try:
             counters = self._worker.counters(self.faults.times())
-            adapters = self._watch.take() if self._watch is not None else {}
-            weights = self._answer()
+            adapters = self._adapter_watch.take() if self._adapter_watch is not None else {}
+            weights = self._weights_answer()
         except Exception as error:  # the results of jobs must still be sent
             self.faults.note("drain", error)
             counters, adapters, weights = {}, {}, None
@@ -264,11 +265,11 @@ class KvTiersConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  
             finished_recving=drained.finished, failed_recving=drained.failed
         )
 
-    def _answer(self) -> WeightsAnswer | None:
+    def _weights_answer(self) -> WeightsAnswer | None:
         """Answer this step's question about the weights, if there is one."""
         meta = self._connector_metadata
         question = meta.question if isinstance(meta, OffloadMetadata) else 0
-        return self._weights.answer(question) if self._weights is not None else None
+        return self._weights_watch.answer(question) if self._weights_watch is not None else None
 
     def build_connector_worker_meta(self) -> KVConnectorWorkerMetadata | None:
         meta, self._drained_meta = self._drained_meta, None
@@ -347,7 +348,7 @@ class KvTiersConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  
     ) -> dict[CacheHitSource, int]:
         if self.serving is None or num_external_tokens == 0:
             return {}
-        host, disk = self.serving.side.sources(request, num_external_tokens)
+        host, disk = self.serving.side.hit_sources(request, num_external_tokens)
         counts = {CacheHitSource.HOST: host, CacheHitSource.DISK: disk}
         return {source: tokens for source, tokens in counts.items() if tokens}
 
@@ -371,20 +372,20 @@ class KvTiersConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  
         if self.serving is None:
             return
         side, meta = self.serving.side, connector_output.kv_connector_worker_meta
-        known = isinstance(meta, OffloadWorkerMetadata)
+        is_ours = isinstance(meta, OffloadWorkerMetadata)
         # This must precede the planner's commit of anything that was stored in the meantime.
-        if known and meta.adapters:
+        if is_ours and meta.adapters:
             side.adapters_loaded(meta.adapters)
-        if known and meta.weights is not None:
+        if is_ours and meta.weights is not None:
             self.serving.resets.answered(meta.weights)
         if connector_output.invalid_block_ids:  # of another connector in a MultiConnector
             side.load_failed_elsewhere()
         side.update(
-            meta.report if known else None,
+            meta.report if is_ours else None,
             connector_output.finished_recving or (),
             connector_output.failed_recving or (),
         )
-        if known:
+        if is_ours:
             self.serving.metrics.add_worker_counters(meta.counters)
 
     @guarded(lambda: (False, None))

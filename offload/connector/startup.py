@@ -191,7 +191,7 @@ class ServerSetup:
         registration = page_regions(self.layout, self.kv_cache_config, kv_caches)
         form = _form_of(self.kv_cache_config.num_blocks, kv_caches, self._kernels(kv_caches))
         self._records = hashlib.blake2b(self.namespace.digest + form, digest_size=16).digest()
-        self._geometry = self._describe(kv_caches, registration)
+        self._geometry = self._describe_geometry(kv_caches, registration)
         return registration
 
     def _kernels(self, kv_caches: Mapping[str, LayerTensors]) -> dict[str, str]:
@@ -205,7 +205,7 @@ class ServerSetup:
                 found[name] = ""
         return found
 
-    def _describe(
+    def _describe_geometry(
         self, kv_caches: Mapping[str, LayerTensors], registration: Registration
     ) -> Geometry | None:
         """Describe this worker's records for engines with another geometry.
@@ -264,7 +264,7 @@ class ServerSetup:
         path = self.config.record_trace
         if path is None:
             return None
-        return TraceRecorder(self._own(path), recorded_group(self.layout).chunk_tokens)
+        return TraceRecorder(self._replica_path(path), recorded_group(self.layout).chunk_tokens)
 
     def request_log(self) -> RequestLog:
         """The log of this server's lookups, which also writes a file and sends spans if that is
@@ -272,14 +272,14 @@ class ServerSetup:
         sinks: list[Sink] = []
         records_max, path = self.config.recent_requests, self.config.record_requests
         if path is not None:
-            sinks.append(RequestFile(self._own(path), records_max, self.namespace.name))
+            sinks.append(RequestFile(self._replica_path(path), records_max, self.namespace.name))
         if self.vllm_config.observability_config.otlp_traces_endpoint:
             from offload.connector.scheduler.request_spans import RequestSpans
 
             sinks.append(RequestSpans(self.layout.hash_tokens))
         return RequestLog(records_max, *sinks)
 
-    def _own(self, path: str) -> str:
+    def _replica_path(self, path: str) -> str:
         """A path for this data-parallel replica alone."""
         if self.vllm_config.parallel_config.data_parallel_size == 1:
             return path

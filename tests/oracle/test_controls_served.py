@@ -158,7 +158,7 @@ def test_pinned_chunks_survive_later_requests(tmp_path: Path) -> None:
         report = serve(world, "b", PROMPT, session="s")
         assert report["loaded_tokens"] == {"cpu": 24}
         world.change_weights()
-        assert world.connector.serving.side._endings.pins.used()["cpu"] == 0
+        assert world.connector.serving.side._finished_requests.pins.used()["cpu"] == 0
         world.drain()
         world.check_idle()
 
@@ -170,7 +170,7 @@ def test_a_pin_ends_when_its_time_is_over(tmp_path: Path, monkeypatch: pytest.Mo
     clock.monotonic = lambda: began + ahead
     monkeypatch.setattr(scheduler_side, "time", clock)
     with OracleEngine(MODELS["full"], Conditions(slots=24, tier=False), tmp_path, 1) as world:
-        pins = world.connector.serving.side._endings.pins
+        pins = world.connector.serving.side._finished_requests.pins
         serve(world, "a", PROMPT, pin_s=600)
         assert pins.used()["cpu"] == 6, "a quarter of 24 slots"
         ahead = 599.0

@@ -276,7 +276,7 @@ def test_a_request_whose_load_failed_computes_although_others_keep_loading(
             ask(world, f"first {number}", prompt)
         world.drain()
         world.forget_locally()
-        unseen = world.connector.serving.side._unseen
+        unfinished = world.connector.serving.side._unfinished_loads
         ask(world, "cold", cold)
         lose(world, "cold")
         steps = 0
@@ -285,7 +285,7 @@ def test_a_request_whose_load_failed_computes_although_others_keep_loading(
                 ask(world, f"hot {steps}", hot.pop(), tokens=1)
                 world.step()
                 steps += 1
-                assert unseen._open, "some load must always be open in this test"
+                assert unfinished._open, "some load must always be open in this test"
         assert "cold" not in world.scheduler.requests, (
             f"other requests were served for {steps} steps"
         )
@@ -311,13 +311,13 @@ def test_which_requests_a_failed_load_waits_for() -> None:
     loads = UnfinishedLoads()
     for name in "abc":
         loads.begin(name)
-    loads.seen("b")
+    loads.ended("b")
     assert loads.must_wait("b", 0.0)
     loads.begin("d")
-    loads.seen("a")
+    loads.ended("a")
     loads.begin("a")  # once more: the wait does not include this request
     assert loads.must_wait("b", 1.0), "request c was waiting before"
-    loads.seen("c")
+    loads.ended("c")
     assert not loads.must_wait("b", 2.0)
     assert loads.must_wait("e", 3.0)
     assert loads.must_wait("e", 3.0 + 0.9 * UNFINISHED_WAIT_S)

@@ -111,7 +111,7 @@ class Backlog(OracleEngine):
 def only_waiting_requests(served: OracleEngine) -> None:
     """Check that look-ahead concerns no request that runs, loads or has ended."""
     names = served.planner.look_ahead._requests.keys()
-    names |= served.connector.serving.side._waiting._waiting.keys()
+    names |= served.connector.serving.side._waiting_requests._waiting.keys()
     waits = {RequestStatus.WAITING, RequestStatus.PREEMPTED}
     found = {name: served.scheduler.requests[name].status for name in names}
     assert set(found.values()) <= waits, found
@@ -382,7 +382,7 @@ def test_a_preempted_request_is_read_for_first(tmp_path: Path) -> None:
         served.begin(prompts_of(PROMPTS, TOKENS), reads_per_step=0)
         served.step()
         request = served.scheduler.requests["again5"]
-        side(served)._waiting.add(side(served).admit(request), request, preempted=True)
+        side(served)._waiting_requests.add(side(served).admit(request), request, preempted=True)
         served.step()
         ahead = served.planner.look_ahead
         names = [want.request for want in ahead.queue]

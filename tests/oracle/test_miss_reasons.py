@@ -398,7 +398,7 @@ def _recorded_at_each_lookup(patch: pytest.MonkeyPatch) -> None:
     def twice(self: Any, request: Any, computed: int) -> Any:
         found = lookup(self, request, computed)
         self.admit(request).lookup.note_logged(None)
-        self._explain(request, 0)
+        self._note_accepted(request, 0)
         self.admit(request).lookup.note_logged(None)
         return found
 

@@ -278,7 +278,7 @@ def test_a_preempted_request_does_not_wait_again(world: World) -> None:
     with world("always") as served:
         served.begin(prompts_of(2, TOKENS), reads_per_step=1)
         request = served.scheduler.requests["again0"]
-        side(served)._waiting.add(side(served).admit(request), request, preempted=True)
+        side(served)._waiting_requests.add(side(served).admit(request), request, preempted=True)
         served.step()
         assert request.status is RequestStatus.WAITING_FOR_REMOTE_KVS
         assert list(served.planner.read_waits._waits) == ["again1"]

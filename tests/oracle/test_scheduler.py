@@ -18,7 +18,7 @@ import pytest
 from vllm.v1.request import RequestStatus
 
 from offload.connector.connector import OffloadConnector
-from offload.connector.scheduler.block_tables import WantedChunks
+from offload.connector.scheduler.block_tables import ChunkBatches
 from offload.connector.scheduler.scheduler_side import SchedulerSide
 from offload.connector.scheduler.store_progress import StoreProgress
 from offload.connector.startup import ServerSetup
@@ -194,15 +194,15 @@ def _a_token_too_early(patch: pytest.MonkeyPatch) -> None:
 
 def _states_by_position(patch: pytest.MonkeyPatch) -> None:
     """Each state is stored, but not loaded, under the boundary before the correct one."""
-    store, wanted = StoreProgress.boundary_state, WantedChunks.chunks
+    store, of_chunks = StoreProgress.boundary_state, ChunkBatches.of_chunks
 
     def shifted(self: Any, state: Any, index: int, chunks: range, table: Any) -> Any:
         before = max(0, chunks.start - 1)
-        return wanted(self, state, index, range(before, before + 1), table)
+        return of_chunks(self, state, index, range(before, before + 1), table)
 
     def by_position(self: Any, state: Any, request: Any, offers: Any) -> None:
         with pytest.MonkeyPatch.context() as inner:
-            inner.setattr(WantedChunks, "chunks", shifted)
+            inner.setattr(ChunkBatches, "of_chunks", shifted)
             store(self, state, request, offers)
 
     patch.setattr(StoreProgress, "boundary_state", by_position)

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from offload.connector.scheduler.block_tables import BlockTables, WantedChunks
+from offload.connector.scheduler.block_tables import BlockTables, ChunkBatches
 from offload.planner.jobs import JobKind
 from tests.oracle.models import MODELS
 from tests.oracle.serving import Conditions, OracleEngine
@@ -140,7 +140,7 @@ def test_a_fault_that_may_have_hidden_a_fence_fails_every_open_store(
         if hook == "build_connector_meta":
             monkeypatch.setattr(BlockTables, "rewritten", broken)
         else:
-            monkeypatch.setattr(WantedChunks, "of_load", broken)
+            monkeypatch.setattr(ChunkBatches, "of_load", broken)
             ask(world, "loading", PROMPT)
         world.drain()
         assert world.connector.faults.by_hook == {hook: 1}

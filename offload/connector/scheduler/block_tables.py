@@ -62,8 +62,8 @@ class BlockTables:
             yield copy.dst_block_id
 
 
-class WantedChunks:
-    """Makes a ``ChunkBatch`` from request state and block tables of one model."""
+class ChunkBatches:
+    """Makes a ``ChunkBatch`` of a request's chunks and the blocks that its table has for them."""
 
     def __init__(self, layout: ModelLayout, matcher: PrefixMatcher) -> None:
         self._layout = layout
@@ -77,7 +77,7 @@ class WantedChunks:
         tokens: range,
     ) -> list[ChunkBatch]:
         """The chunks of each group to load for ``tokens``, without chunks outside the table."""
-        wanted: list[ChunkBatch] = []
+        batches: list[ChunkBatch] = []
         block_ranges = self._matcher.block_ranges(tokens.start, tokens.stop)
         for index, group in enumerate(self._layout.groups):
             chunks, inside = chunk_ranges[index], block_ranges[index]
@@ -91,14 +91,14 @@ class WantedChunks:
                     for at in range(first, last)
                 ]
                 flags = [max(row) >= 0 for row in zip(*[iter(table)] * size, strict=True)]
-                found = self.chunks(identity, index, chunks, table).chosen(flags)
+                found = self.of_chunks(identity, index, chunks, table).chosen(flags)
             else:
-                found = self.chunks(identity, index, chunks, table)
+                found = self.of_chunks(identity, index, chunks, table)
             if found:
-                wanted.append(found)
-        return wanted
+                batches.append(found)
+        return batches
 
-    def chunks(
+    def of_chunks(
         self, identity: RequestIdentity, index: int, chunks: range, table: Sequence[int]
     ) -> ChunkBatch:
         """Chunks of one group that lie in these blocks."""
@@ -112,7 +112,7 @@ class WantedChunks:
             identity.origin,
         )
 
-    def final(
+    def of_final(
         self, identity: RequestIdentity, index: int, first: int, end: int, table: Sequence[int]
     ) -> ChunkBatch:
         """Chunks ``[first, end)`` that are still in the table; null blocks (id 0) have been
@@ -121,7 +121,7 @@ class WantedChunks:
         size = group.chunk_blocks
         last = min(end, len(table) // size)
         part = table[first * size : last * size]
-        found = self.chunks(identity, index, range(first, max(first, last)), part)
+        found = self.of_chunks(identity, index, range(first, max(first, last)), part)
         if group.kind == FULL and 0 not in part:
             return found
         reachable = self._matcher.reachable

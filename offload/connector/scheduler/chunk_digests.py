@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
-from offload.connector.scheduler.block_tables import WantedChunks
+from offload.connector.scheduler.block_tables import ChunkBatches
 from offload.index.chunk_batch import ChunkBatch
 from offload.layout.groups import STATE, ModelLayout
 from offload.messages.plan import DigestJob
@@ -23,9 +23,9 @@ if TYPE_CHECKING:
 class ChunkDigests:
     """Collects the digests of the coming step. Runs on the scheduler's thread."""
 
-    def __init__(self, layout: ModelLayout, wanted: WantedChunks) -> None:
+    def __init__(self, layout: ModelLayout, batches: ChunkBatches) -> None:
         self._layout = layout
-        self._wanted = wanted
+        self._batches = batches
         self._next: dict[str, list[int]] = {}  # by request: the first open chunk of each group
         self._late: list[DigestJob] = []
         self._early: list[DigestJob] = []
@@ -70,7 +70,7 @@ class ChunkDigests:
             end = min(max(0, settled) // group.chunk_tokens, len(state.identity.keys[index]))
             if end > first[index]:
                 table = tables[group.group]
-                batch = self._wanted.final(state.identity, index, first[index], end, table)
+                batch = self._batches.of_final(state.identity, index, first[index], end, table)
                 self._add(batch, early=ended)
                 first[index] = end
 

@@ -34,7 +34,7 @@ class MetricsCollector:
         self._side = side
         self._faults = faults
         self._sent: dict[str, float] = {}
-        self._worker: dict[str, float] = {}
+        self._worker_counters: dict[str, float] = {}
         self._set_aside_at: dict[str, float] = {}
         self._unit_bytes = unit_bytes(ranks)
         self._copy_gauges = copy_gauges(ranks)
@@ -50,17 +50,17 @@ class MetricsCollector:
                 name = f"{metric}:{tier}"
             if metric == "set_aside":
                 self._set_aside_at[f"set_aside_timestamp_seconds:{tier}"] = time.time()
-            self._worker[name] = self._worker.get(name, 0) + value
+            self._worker_counters[name] = self._worker_counters.get(name, 0) + value
 
     def collect(self, others: Mapping[str, float]) -> OffloadStats | None:
         """Return the numbers that changed, including the ``others``; ``None`` if none did."""
-        data: dict[str, float] = self._worker
-        self._worker = {}
+        data: dict[str, float] = self._worker_counters
+        self._worker_counters = {}
         self._add_differences(data, self._totals() | dict(others))
         if data or time.monotonic() - self._gauges_at > GAUGE_PERIOD_S:
             if time.monotonic() - self._gauges_at > GAUGE_PERIOD_S:
                 self._gauges_at = time.monotonic()
-                self._add_differences(data, self._steady())
+                self._add_differences(data, self._counters_of_steps())
                 data |= self._faults.take_slowest()
             data |= self._gauges()
         return OffloadStats(data=data) if data else None
@@ -82,7 +82,7 @@ class MetricsCollector:
             totals |= side.log.totals()
         return totals
 
-    def _steady(self) -> dict[str, float]:
+    def _counters_of_steps(self) -> dict[str, float]:
         """Counters that grow at every step; they are published about once a second."""
         lookups = self._side.lookups
         counts = {"lookups": lookups.count, "lookup_seconds": lookups.seconds}

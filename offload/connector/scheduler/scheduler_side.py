@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from offload.connector.guard import Faults
 from offload.connector.model.adapters import Loaded
-from offload.connector.scheduler.block_tables import BlockTables, WantedChunks
+from offload.connector.scheduler.block_tables import BlockTables, ChunkBatches
 from offload.connector.scheduler.chunk_digests import ChunkDigests
 from offload.connector.scheduler.finished_requests import FinishedRequests
 from offload.connector.scheduler.live_requests import LiveRequests
@@ -76,19 +76,19 @@ class SchedulerSide:
         self.log = log or RequestLog()
         self.is_held = False
         self._faults = faults
-        self._unseen = UnfinishedLoads()
-        self._clock = PrefillRate(planner.health.computed)
-        self._moved_at = time.monotonic()
+        self._unfinished_loads = UnfinishedLoads()
+        self._prefill_rate = PrefillRate(planner.health.computed)
+        self._progress_at = time.monotonic()
         self._tables = BlockTables(layout)
-        self._others = OtherLoads(self._tables)
+        self._other_loads = OtherLoads(self._tables)
         matcher = PrefixMatcher(layout)
-        self._wanted = WantedChunks(layout, matcher)
-        self._digests = ChunkDigests(layout, self._wanted) if verify else None
-        self._stores = StoreProgress(layout, matcher, self._wanted, planner, self._digests)
-        self._endings = FinishedRequests(layout, planner, max_pinned_share)
-        computing = self._clock.left_tokens
+        self._batches = ChunkBatches(layout, matcher)
+        self._digests = ChunkDigests(layout, self._batches) if verify else None
+        self._store_progress = StoreProgress(layout, matcher, self._batches, planner, self._digests)
+        self._finished_requests = FinishedRequests(layout, planner, max_pinned_share)
+        computing = self._prefill_rate.left_tokens
         self.lookups = Lookups(matcher, planner, self.log, namespace_differences, computing)
-        self._waiting = WaitingRequests(
+        self._waiting_requests = WaitingRequests(
             planner,
             self.lookups,
             gpu_cache or GpuCache(),
@@ -107,8 +107,8 @@ class SchedulerSide:
             live = self.requests.admit(request)
             if live is None:
                 return None
-            self._stores.begin(live.state)
-            self._waiting.add(live.state, request)
+            self._store_progress.begin(live.state)
+            self._waiting_requests.add(live.state, request)
         return live.state
 
     def _state(self, request: Request) -> RequestState:
@@ -130,21 +130,25 @@ class SchedulerSide:
         state = self.admit(request)
         if state is None:
             return None
-        self._unseen.seen(request.request_id)
-        self._others.asked(request.request_id, computed_tokens)
+        self._unfinished_loads.ended(request.request_id)
+        self._other_loads.asked(request.request_id, computed_tokens)
         if state.outcome.failures:
-            return None if self._unseen.must_wait(request.request_id, time.monotonic()) else 0
+            return (
+                None
+                if self._unfinished_loads.must_wait(request.request_id, time.monotonic())
+                else 0
+            )
         if self.is_held:
             return 0
-        action = self._ask_waits(state, request)
+        action = self._next_action(state, request)
         if action is Action.WAIT:
             state.lookup.begin(computed_tokens, time.perf_counter())
             return None
         return self.lookups.look_up(state, request, computed_tokens, action.shorten_reason)
 
-    def _ask_waits(self, state: RequestState, request: Request) -> Action:
+    def _next_action(self, state: RequestState, request: Request) -> Action:
         try:
-            return self._waiting.decide(state, request, time.monotonic())
+            return self._waiting_requests.decide(state, request, time.monotonic())
         except Exception as error:  # must not cost the request its hit
             self._faults.note("look_ahead", error)
             return Action.BEGIN
@@ -153,18 +157,18 @@ class SchedulerSide:
         self, request: Request, block_ids: tuple[list[int], ...], external_tokens: int
     ) -> None:
         """Plan a load if ``external_tokens`` > 0; vLLM has allocated its blocks."""
-        self._unseen.forget(request.request_id)
-        self._others.allocated(request, block_ids, external_tokens)
+        self._unfinished_loads.forget(request.request_id)
+        self._other_loads.allocated(request, block_ids, external_tokens)
         if external_tokens <= 0:
-            self._waits_no_more(request)  # before its entry in the log is final
-            self._explain(request, external_tokens)
+            self._end_wait(request)  # before its entry in the log is final
+            self._note_accepted(request, external_tokens)
             live = self.requests.by_name.get(request.request_id)
             if live is not None and not live.state.outcome.has_first_token:
                 computed = max(request.num_computed_tokens, live.state.lookup.start)
-                self._clock.accepted(request, computed)
+                self._prefill_rate.accepted(request, computed)
             return
-        self._explain(request, external_tokens)
-        self._unseen.begin(request.request_id)
+        self._note_accepted(request, external_tokens)
+        self._unfinished_loads.begin(request.request_id)
         try:
             load = self._plan_load(self._state(request), block_ids, external_tokens)
         except Exception:
@@ -172,19 +176,19 @@ class SchedulerSide:
             self.planner.stores.distrust()
             self.planner.loads.plan_failed(request.request_id)
             raise
-        self._waits_no_more(request, load)
+        self._end_wait(request, load)
 
-    def _waits_no_more(self, request: Request, load: Sequence[ChunkBatch] = ()) -> None:
+    def _end_wait(self, request: Request, load: Sequence[ChunkBatch] = ()) -> None:
         """Handle a request that no longer waits, because ``load`` was planned for it."""
         try:
-            ahead = self._waiting.remove(request.request_id, time.monotonic(), load)
+            ahead = self._waiting_requests.remove(request.request_id, time.monotonic(), load)
             live = self.requests.by_name.get(request.request_id)
             if live is not None and ahead != NOT_READ_AHEAD:
                 live.state.lookup.note_read_ahead(ahead)
         except Exception as error:  # must not fail the load, nor the end of the request
             self._faults.note("look_ahead", error)
 
-    def _explain(self, request: Request, external_tokens: int) -> None:
+    def _note_accepted(self, request: Request, external_tokens: int) -> None:
         try:
             self.lookups.accepted(self._state(request), request, external_tokens)
         except Exception as error:  # a failure to write the log must not fail the load
@@ -197,11 +201,11 @@ class SchedulerSide:
         end = start + external_tokens
         self.planner.stores.fence(self._tables.beyond(block_ids, start))
         chunks = self.lookups.load_ranges(state, end)
-        wanted = self._wanted.of_load(state.identity, block_ids, chunks, range(start, end))
-        state.outcome.begin_load(self.planner.loads.plan(state.identity.request, wanted))
-        self._stores.load_planned(state, chunks)
-        self._moved_at = time.monotonic()
-        return wanted
+        load = self._batches.of_load(state.identity, block_ids, chunks, range(start, end))
+        state.outcome.begin_load(self.planner.loads.plan(state.identity.request, load))
+        self._store_progress.load_planned(state, chunks)
+        self._progress_at = time.monotonic()
+        return load
 
     def finished(self, request: Request, block_ids: tuple[list[int], ...]) -> dict[str, Any] | None:
         """Store the missing chunks of a request that ends; vLLM is about to free its blocks.
@@ -209,10 +213,10 @@ class SchedulerSide:
         Returns the report to the client, if the client sent controls or hints.
         """
         state = self.requests.end(request.request_id)
-        self._unseen.forget(request.request_id)
-        unfilled = self._others.end(request.request_id)
-        self._clock.ended(request, time.monotonic())
-        self._waits_no_more(request)
+        self._unfinished_loads.forget(request.request_id)
+        filled_tokens = self._other_loads.end(request.request_id)
+        self._prefill_rate.ended(request, time.monotonic())
+        self._end_wait(request)
         if state is None:
             return None
         self.lookups.forget(state)
@@ -223,16 +227,16 @@ class SchedulerSide:
             limit = min(request.num_computed_tokens, request.num_tokens)
             if state.lookup.is_promised:  # vLLM has counted the hit, but the load has not begun
                 limit = min(limit, state.lookup.start)
-            limit = min(limit, unfilled)
+            limit = min(limit, filled_tokens)
             if self._digests is not None:
                 self._digests.completed(state, request, limit, block_ids, ended=True)
-            self._stores.ended(state, request, limit, block_ids)
-            pinned_tokens = self._endings.ended(state, request, limit, time.monotonic())
+            self._store_progress.ended(state, request, limit, block_ids)
+            pinned_tokens = self._finished_requests.ended(state, request, limit, time.monotonic())
         if not state.identity.client_asked:
             return None
-        return self._endings.report(state, pinned_tokens)
+        return self._finished_requests.report(state, pinned_tokens)
 
-    def sources(self, request: Request, external_tokens: int) -> tuple[int, int]:
+    def hit_sources(self, request: Request, external_tokens: int) -> tuple[int, int]:
         """The number of loaded tokens that come from the CPU tier and from lower tiers."""
         live = self.requests.by_name.get(request.request_id)
         if live is None:
@@ -248,10 +252,10 @@ class SchedulerSide:
         """The plan with all work for the workers in this step."""
         idle = output.total_num_scheduled_tokens == 0
         try:
-            self._endings.advance()
+            self._finished_requests.advance()
             self.lookups.advance()
             if not self.is_held:
-                self._waiting.advance(time.monotonic())
+                self._waiting_requests.advance(time.monotonic())
         except Exception as error:  # even after an error, the step's plan must be sent
             self._faults.note("lookup", error)
         try:
@@ -267,14 +271,14 @@ class SchedulerSide:
 
     def _prepare(self, output: SchedulerOutput) -> None:
         now = time.monotonic()
-        self._clock.step_begins()
+        self._prefill_rate.step_begins()
         self.planner.tick(now)
-        self._endings.pins.tick(now, EXPIRED_MAX)
+        self._finished_requests.pins.tick(now, EXPIRED_MAX)
         for request_id in output.preempted_req_ids or ():
             self._preempted(request_id, is_scheduled=request_id in output.num_scheduled_tokens)
         # Find the fences first: a store planned below reads blocks that belong to this step.
         self.planner.stores.fence(self._tables.rewritten(output))
-        self.planner.stores.give_up(self._others.take(output))
+        self.planner.stores.give_up(self._other_loads.take(output))
         if self._digests is not None:
             self._digest_completed(self._digests, output)
         if self.is_held:
@@ -289,10 +293,10 @@ class SchedulerSide:
                 continue
             # Most requests decode inside a chunk in most steps, so there is nothing to do for them.
             state, request = live.state, live.request
-            if not state.outcome.has_first_token and self._clock.scheduled(request, now):
+            if not state.outcome.has_first_token and self._prefill_rate.scheduled(request, now):
                 state.outcome.note_first_token()
             if request.num_computed_tokens + scheduled >= state.stores.ready_at:
-                self._stores.scheduled(output, state, request, scheduled)
+                self._store_progress.scheduled(output, state, request, scheduled)
 
     def _preempted(self, request_id: str, *, is_scheduled: bool) -> None:
         """Handle a preempted request. Unless it runs again in this step, it waits, but runs before
@@ -302,7 +306,7 @@ class SchedulerSide:
             live.state.restart()
             # a load planned in this step has ended the wait
             if not is_scheduled and not live.state.outcome.loading:
-                self._waiting.add(live.state, live.request, preempted=True)
+                self._waiting_requests.add(live.state, live.request, preempted=True)
         if self._digests is not None:
             self._digests.restarted(request_id)
 
@@ -313,7 +317,7 @@ class SchedulerSide:
         for request_id, offers in blocks.boundary_state_offloads.items():
             live = self.requests.by_name.get(request_id)
             if live is not None:
-                self._stores.boundary_state(live.state, live.request, offers)
+                self._store_progress.boundary_state(live.state, live.request, offers)
 
     def _digest_completed(self, digests: ChunkDigests, output: SchedulerOutput) -> None:
         digests.rewritten(self._tables.rewritten(output))
@@ -351,7 +355,7 @@ class SchedulerSide:
             self.planner.loads.request_ended(request_id)
         failures = []
         for request_id in failed:
-            if self._others.is_open(request_id):  # another connector's load, not ours
+            if self._other_loads.is_open(request_id):  # another connector's load, not ours
                 continue
             logger.warning(
                 ("kvtiers: the load of request %s failed; vLLM recomputes its prompt"), request_id
@@ -359,11 +363,11 @@ class SchedulerSide:
             if request_id in by_name:
                 state = by_name[request_id].state
                 state.outcome.fail_load()
-                self._stores.load_failed(state)
+                self._store_progress.load_failed(state)
                 failures.append(state)
         if report is not None and not report.empty:
             if report.results or report.answers:
-                self._moved_at = time.monotonic()
+                self._progress_at = time.monotonic()
             self.planner.tick(time.monotonic())
             self.planner.complete(report)
         self.lookups.ended(ended, failures)
@@ -373,10 +377,10 @@ class SchedulerSide:
     @property
     def pending(self) -> bool:
         """True if the workers have unfinished work that makes progress."""
-        if self._endings.all_reported and not self.planner.busy:
-            self._moved_at = time.monotonic()
+        if self._finished_requests.all_reported and not self.planner.busy:
+            self._progress_at = time.monotonic()
             return False
-        return time.monotonic() - max(self._moved_at, self._stores.planned_at) < STALL_S
+        return time.monotonic() - max(self._progress_at, self._store_progress.planned_at) < STALL_S
 
     def hold(self) -> None:
         """Suspend lookups and stores until ``release`` or ``forget``, because the weights may have
@@ -391,7 +395,7 @@ class SchedulerSide:
     def release(self) -> None:
         """Resume lookups and stores: the weights are the same."""
         self.is_held = False
-        self._waiting.match_again()
+        self._waiting_requests.match_again()
 
     def forget(self) -> None:
         """Forget everything, because the weights have changed: no chunk stored so far may be hit
@@ -399,12 +403,12 @@ class SchedulerSide:
         self.is_held = True  # for good, if this does not end
         self.requests.adapters.forget()
         self.planner.forget_all()
-        self._waiting.match_again()
-        self._endings.clear()
+        self._waiting_requests.match_again()
+        self._finished_requests.clear()
         if self._digests is not None:
             self._digests.clear()
         for live in self.requests.by_name.values():
-            self._stores.weights_changed(live.state, live.request.num_computed_tokens)
+            self._store_progress.weights_changed(live.state, live.request.num_computed_tokens)
         self.is_held = False
 
     def close(self) -> None:
@@ -414,4 +418,4 @@ class SchedulerSide:
 
     def client_pinned(self) -> dict[str, int]:
         """The space that clients have pinned in each tier, in the tier's units."""
-        return self._endings.pins.used()
+        return self._finished_requests.pins.used()

@@ -11,7 +11,7 @@ import time
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from offload.connector.scheduler.block_tables import WantedChunks
+from offload.connector.scheduler.block_tables import ChunkBatches
 from offload.connector.scheduler.chunk_digests import ChunkDigests
 from offload.layout.groups import FULL, STATE, ModelLayout
 from offload.layout.prefix_match import PrefixMatcher, find_gap, present_in
@@ -35,14 +35,14 @@ class StoreProgress:
         self,
         layout: ModelLayout,
         matcher: PrefixMatcher,
-        wanted: WantedChunks,
+        batches: ChunkBatches,
         planner: Planner,
         digests: ChunkDigests | None = None,
     ) -> None:
         self.planned_at = time.monotonic()
         self._layout = layout
         self._matcher = matcher
-        self._wanted = wanted
+        self._batches = batches
         self._planner = planner
         self._digests = digests
         self._index_of = {group.group: index for index, group in enumerate(layout.groups)}
@@ -112,7 +112,7 @@ class StoreProgress:
             known = rest == 0 and 0 < chunk <= len(state.identity.keys[index])
             if known and self._matcher.reachable(group, chunk - 1):
                 last = range(chunk - 1, chunk)
-                batch = self._wanted.chunks(state.identity, index, last, (block,))
+                batch = self._batches.of_chunks(state.identity, index, last, (block,))
                 if self._digests is not None:
                     self._digests.boundary_state(state, index, chunk - 1, batch)
                 self._planner.stores.plan(batch)
@@ -170,7 +170,7 @@ class StoreProgress:
             first = state.stores.next_chunk[index]
             if ended and first < end:
                 end = min(end, first + LOOK_AT_END_MAX)
-                rest = self._wanted.final(state.identity, index, first, end, table)
+                rest = self._batches.of_final(state.identity, index, first, end, table)
                 self._planner.stores.late_stores.add(rest, state.stores.own)
 
     def _store_up_to(
@@ -195,7 +195,7 @@ class StoreProgress:
             last = min(end, first + piece)
             last = min(last, loaded.start) if first < loaded.start else last
             seen += last - first
-            batch = self._wanted.final(state.identity, index, first, last, table)
+            batch = self._batches.of_final(state.identity, index, first, last, table)
             stores.continue_at(index, last)
             if not batch:
                 continue

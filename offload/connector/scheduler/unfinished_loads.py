@@ -27,8 +27,9 @@ class UnfinishedLoads:
         self._count += 1
         self._open[request] = self._count
 
-    def seen(self, request: str) -> None:
-        """Record that vLLM has been notified that this request's load has ended."""
+    def ended(self, request: str) -> None:
+        """Record that vLLM knows that this request's load has ended: it looks the request up
+        again."""
         self._open.pop(request, None)
 
     def forget(self, request: str) -> None:

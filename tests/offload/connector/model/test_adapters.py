@@ -183,7 +183,7 @@ def test_a_request_is_looked_up_again_a_few_times() -> None:
 @pytest.fixture
 def world(tmp_path: Path) -> Iterator[OracleEngine]:
     with OracleEngine(MODELS["full"], Conditions(slots=100), tmp_path, 1) as made:
-        made.worker._watch = AdapterWatch(LoRAConfig())
+        made.worker._adapter_watch = AdapterWatch(LoRAConfig())
         yield made
         made.check_idle()
 
@@ -203,7 +203,7 @@ def serve(world: OracleEngine, name: str, lora: LoRARequest) -> LoggedRequest:
 
 
 def loaded_by_worker(world: OracleEngine, lora: LoRARequest) -> None:
-    watch = world.worker._watch
+    watch = world.worker._adapter_watch
     assert watch is not None
     watch.load(lora, lambda: None)
 
@@ -236,7 +236,7 @@ def test_copies_for_a_reloaded_adapter_are_refused(world: OracleEngine, tmp_path
     make_adapter(tmp_path / "one", b"two")
     loaded_by_worker(world, lora)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(world.worker._watch, "take", dict)
+        patch.setattr(world.worker._adapter_watch, "take", dict)
         record = serve(world, "b", lora)
     assert record.hit_tokens == 64
     assert (record.loaded, record.miss.reason) == ({}, Reason.LOAD_FAILED)

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from offload.connector.scheduler.block_tables import BlockTables, WantedChunks
+from offload.connector.scheduler.block_tables import BlockTables, ChunkBatches
 from offload.layout.groups import FULL, STATE, GroupLayout, ModelLayout
 from offload.layout.prefix_match import PrefixMatcher
 
@@ -69,7 +69,7 @@ def test_a_load_skips_the_blocks_outside_its_hit(hit: range, blocks: list[int]) 
     layout = ModelLayout(100, 4, 8, (GroupLayout(0, FULL, 4, 2, ("full",)),))
     identity: Any = SimpleNamespace(keys=[[b"a", b"b", b"c"]], origin=None)
     chunks = range(hit.start // 8, 3)
-    wanted = WantedChunks(layout, PrefixMatcher(layout))
-    (found,) = wanted.of_load(identity, [[10, 11, 12, 13, 14, 15]], [chunks], hit)
+    batches = ChunkBatches(layout, PrefixMatcher(layout))
+    (found,) = batches.of_load(identity, [[10, 11, 12, 13, 14, 15]], [chunks], hit)
     assert list(found.blocks) == blocks
     assert list(found.keys) == [b"a", b"b", b"c"][chunks.start :]
