@@ -75,6 +75,7 @@ ORDER = (
     "offload.connector.scheduler",
     "offload.connector.startup_checks",
     "offload.connector.startup offload.connector.doctor",
+    "offload.connector.serving",
     "offload.connector.cache_policy offload.connector.secondary_tier",
     "offload.connector.connector",
     "offload.connector offload.connector.plugin",

@@ -10,8 +10,7 @@ once at start-up may raise: a clear error at start is better than a fault while 
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -26,7 +25,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 )
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
-from offload.config.schema import draft_config, tier_names
+from offload.config.schema import draft_config
 from offload.connector.compat import follow_sleep
 from offload.connector.guard import Faults, guarded
 from offload.connector.handshake import (
@@ -36,24 +35,17 @@ from offload.connector.handshake import (
     WeightsAnswer,
 )
 from offload.connector.log import adopt_vllm_logging
-from offload.connector.model.adapters import AdapterBook, AdapterWatch
+from offload.connector.model.adapters import AdapterWatch
 from offload.connector.model.loaded_weights import LoadedWeights
-from offload.connector.scheduler.cache_resets import CacheResets
-from offload.connector.scheduler.kv_events import KvEvents
-from offload.connector.scheduler.live_requests import LiveRequests
-from offload.connector.scheduler.metrics_collector import MetricsCollector
-from offload.connector.scheduler.pending_epochs import PendingEpochs
 from offload.connector.scheduler.prometheus import OffloadPromMetrics, OffloadStats
-from offload.connector.scheduler.scheduler_side import SchedulerSide
 from offload.connector.scheduler.waiting_requests import GpuCache
-from offload.connector.startup import ServerSetup, agreed_namespace
+from offload.connector.serving import Serving, begin_serving
+from offload.connector.startup import ServerSetup
 from offload.connector.worker.weights_watch import WeightsWatch
 from offload.connector.worker.worker_side import WorkerSide
 from offload.errors import OffloadError
 from offload.messages.plan import StepPlan
 from offload.messages.report import RankState
-from offload.planner.build import make_planner
-from offload.planner.work_limits import WorkLimits
 
 if TYPE_CHECKING:
     import torch
@@ -68,17 +60,6 @@ if TYPE_CHECKING:
     from vllm.v1.request import Request
 
 logger = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True, slots=True)
-class Serving:
-    """The parts of the scheduler's process, which exist once all workers are ready. ``events`` is
-    ``None`` if vLLM publishes no KV events."""
-
-    side: SchedulerSide
-    resets: CacheResets
-    metrics: MetricsCollector
-    events: KvEvents | None
 
 
 class KvTiersConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  # vllm is untyped here
@@ -283,37 +264,7 @@ class KvTiersConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  
         # vLLM registers the same caches again whenever it wakes up.
         if self._worker is None and self.serving is None:
             ranks = [_state_of(meta) for _, meta in sorted(metadata.items())]
-            self._setup.adopt(agreed_namespace(self._setup.namespace, ranks))
-            self.serving = self._begin_serving(ranks)
-
-    def _begin_serving(self, ranks: Sequence[RankState]) -> Serving:
-        setup, config, layout = self._setup, self._setup.config, self._setup.layout
-        limits = WorkLimits.of_server(config, ranks, setup.kv_cache_config.num_blocks)
-        planner = make_planner(config, layout.groups, ranks, limits)
-        events = KvEvents(layout, planner) if setup.publishes_events else None
-        requests = LiveRequests(
-            layout,
-            AdapterBook(len(ranks)),
-            require_salt=config.require_salt,
-            recorder=setup.recorder(),
-            tiers=tier_names(config),
-        )
-        side = SchedulerSide(
-            layout,
-            planner,
-            requests,
-            self.faults,
-            log=setup.request_log(),
-            gpu_cache=self._gpu_cache,
-            namespace_differences=setup.namespace_differences(planner.lower),
-            max_pinned_share=config.max_pinned_share,
-            verify=config.verify == "device",
-            by_priority=setup.runs_by_priority,
-        )
-        on_disk = setup.tier_epochs()
-        epochs = PendingEpochs(len(config.lower), on_disk.begin, take_back_one=on_disk.take_back)
-        resets = CacheResets(side, epochs, len(ranks), can_sleep=setup.can_sleep)
-        return Serving(side, resets, MetricsCollector(side, ranks, self.faults), events)
+            self.serving = begin_serving(self._setup, ranks, self._gpu_cache, self.faults)
 
     def bind_kv_cache_manager(self, kv_cache_manager: KVCacheManager) -> None:
         super().bind_kv_cache_manager(kv_cache_manager)
