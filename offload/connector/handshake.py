@@ -24,7 +24,7 @@ class OffloadMetadata(KVConnectorMetadata):  # type: ignore[misc]  # vllm is unt
     plan: StepPlan
     adapters: Mapping[AdapterName, bytes] = field(default_factory=dict)
     question: int = 0
-    """Number of the question about the weights (`offload.connector.scheduler.sleep_hold`); 0 for
+    """Number of the question about the weights (`offload.connector.scheduler.cache_resets`); 0 for
     none."""
 
 

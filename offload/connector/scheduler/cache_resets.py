@@ -1,8 +1,15 @@
 """Carries out vLLM's resets: the tiers forget their content, or are held until it is known whether
 the weights have changed.
 
-Separate from `offload.connector.scheduler.scheduler_side`, because it concerns weights and disks
-instead of requests. `offload.connector.scheduler.sleep_hold` decides about a server that can sleep.
+vLLM resets every cache before it sleeps, in the same way as after new weights. After a sleep the
+content of the tiers is still valid; after new weights it must be forgotten. So a reset of a server
+that can sleep first suspends the tiers: nothing is looked up or stored. The next step that computes
+asks every worker whether its weights are unchanged, and how often it slept. If the weights are
+unchanged and every reset belonged to a sleep, the tiers resume with their content; otherwise they
+forget it. `offload.connector.worker.weights_watch` is the workers' half of this.
+
+New epochs are begun at the reset in either case, for a server that starts after this one was
+killed; they are taken back if the weights turn out to be the same.
 """
 
 from __future__ import annotations
@@ -12,9 +19,37 @@ import logging
 from offload.connector.handshake import WeightsAnswer
 from offload.connector.scheduler.pending_epochs import PendingEpochs
 from offload.connector.scheduler.scheduler_side import SchedulerSide
-from offload.connector.scheduler.sleep_hold import SleepHold
 
 logger = logging.getLogger(__name__)
+
+
+class HeldResets:
+    """The resets of a server that can sleep, until an answer decides what they mean. Owned by the
+    scheduler's thread."""
+
+    def __init__(self) -> None:
+        self.question = 1
+        """The question sent with every step that computes; 0 for none. The first question makes the
+        workers note the weights under which they begin to store."""
+        self._asked = 1
+        self._resets = 0
+
+    def reset(self) -> None:
+        """Record that vLLM has reset its caches."""
+        self._resets += 1
+        self._asked += 1
+        self.question = self._asked
+
+    def answered(self, answer: WeightsAnswer, ranks: int) -> bool | None:
+        """Process an answer. Returns whether the tiers can keep their content; ``None`` if no reset
+        waits for this answer."""
+        if answer.question != self.question:
+            return None
+        self.question = 0
+        resets, self._resets = self._resets, 0
+        if not resets:
+            return None
+        return answer.is_same and answer.ranks == ranks and answer.sleeps == resets
 
 
 class CacheResets:
@@ -27,18 +62,18 @@ class CacheResets:
         self.epochs = epochs
         self._side = side
         self._ranks = ranks
-        self._hold = SleepHold() if can_sleep else None
+        self._held = HeldResets() if can_sleep else None
 
     @property
     def question(self) -> int:
         """The question about the weights for a step that computes; 0 for none."""
-        return self._hold.question if self._hold is not None else 0
+        return self._held.question if self._held is not None else 0
 
     def reset(self) -> bool:
         """Invalidate every tier, because the weights may have changed. Returns ``False`` if the
         disk of a tier did not answer in time."""
-        if self._hold is not None:
-            self._hold.reset()
+        if self._held is not None:
+            self._held.reset()
             self._side.hold()
             return self.epochs.reset()
         self._side.forget()
@@ -49,10 +84,10 @@ class CacheResets:
     def answered(self, answer: WeightsAnswer) -> None:
         """Process the workers' answer, which shows whether the resets since the previous one
         changed the weights."""
-        may_go_on = self._hold.answered(answer, self._ranks) if self._hold is not None else None
-        if may_go_on is None:
+        keeps_content = self._held.answered(answer, self._ranks) if self._held is not None else None
+        if keeps_content is None:
             return
-        if may_go_on:
+        if keeps_content:
             logger.info(
                 "kvtiers: the weights are the same as before the sleep: the tiers keep "
                 "their content"

@@ -1,6 +1,6 @@
 """Answers whether a worker still has the weights that it had before it slept.
 
-This is the workers' half of `offload.connector.scheduler.sleep_hold`.
+This is the workers' half of `offload.connector.scheduler.cache_resets`.
 """
 
 from __future__ import annotations

@@ -20,8 +20,8 @@ from offload.connector import compat
 from offload.connector.compat import worker_sleep
 from offload.connector.handshake import OffloadWorkerMetadata, WeightsAnswer
 from offload.connector.model.loaded_weights import LoadedWeights
+from offload.connector.scheduler.cache_resets import HeldResets
 from offload.connector.scheduler.pending_epochs import PendingEpochs
-from offload.connector.scheduler.sleep_hold import SleepHold
 from offload.connector.worker.weights_watch import WeightsWatch
 from offload.messages.plan import StoreJob
 from offload.messages.report import JobResult, StepReport
@@ -35,16 +35,16 @@ from tests.patience import PATIENCE_S
 from tiers.copy.base import TransferError
 
 
-def asked(hold: SleepHold, *, sleeps: int, same: bool, ranks: int = 2) -> bool | None:
-    return hold.answered(WeightsAnswer(hold.question, ranks, sleeps, same), 2)
+def asked(held: HeldResets, *, sleeps: int, same: bool, ranks: int = 2) -> bool | None:
+    return held.answered(WeightsAnswer(held.question, ranks, sleeps, same), 2)
 
 
 def test_a_reset_of_a_sleep_keeps_the_tiers_if_the_weights_are_the_same() -> None:
-    hold = SleepHold()
-    assert asked(hold, sleeps=0, same=False) is None  # the first answer only records the weights
-    hold.reset()
-    assert asked(hold, sleeps=1, same=True) is True
-    assert hold.question == 0
+    held = HeldResets()
+    assert asked(held, sleeps=0, same=False) is None  # the first answer only records the weights
+    held.reset()
+    assert asked(held, sleeps=1, same=True) is True
+    assert held.question == 0
 
 
 @pytest.mark.parametrize(
@@ -57,18 +57,18 @@ def test_a_reset_of_a_sleep_keeps_the_tiers_if_the_weights_are_the_same() -> Non
     ],
 )
 def test_any_other_reset_clears_the_tiers(resets: int, answer: dict[str, Any]) -> None:
-    hold = SleepHold()
+    held = HeldResets()
     for _ in range(resets):
-        hold.reset()
-    assert asked(hold, **answer) is False
+        held.reset()
+    assert asked(held, **answer) is False
 
 
 def test_an_answer_to_an_older_question_is_ignored() -> None:
-    hold = SleepHold()
-    old = WeightsAnswer(hold.question, 2, 1, is_same=True)
-    hold.reset()
-    assert hold.answered(old, 2) is None
-    assert asked(hold, sleeps=1, same=True) is True
+    held = HeldResets()
+    old = WeightsAnswer(held.question, 2, 1, is_same=True)
+    held.reset()
+    assert held.answered(old, 2) is None
+    assert asked(held, sleeps=1, same=True) is True
 
 
 def test_the_weights_are_unchanged_only_if_every_rank_says_so() -> None:
