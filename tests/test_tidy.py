@@ -70,7 +70,7 @@ ORDER = (
     "offload.connector.compat offload.connector.contract",
     "offload.connector.log offload.connector.guard offload.connector.vllm_cli",
     "offload.connector.model",
-    "offload.connector.handshake",
+    "offload.connector.metadata",
     "offload.connector.worker",
     "offload.connector.scheduler",
     "offload.connector.startup_checks",

@@ -28,13 +28,13 @@ from vllm.v1.metrics.cache_hit_source import CacheHitSource
 from offload.config.schema import draft_config
 from offload.connector.compat import follow_sleep
 from offload.connector.guard import Faults, guarded
-from offload.connector.handshake import (
+from offload.connector.log import adopt_vllm_logging
+from offload.connector.metadata import (
     OffloadHandshake,
     OffloadMetadata,
     OffloadWorkerMetadata,
     WeightsAnswer,
 )
-from offload.connector.log import adopt_vllm_logging
 from offload.connector.model.adapters import AdapterWatch
 from offload.connector.model.loaded_weights import LoadedWeights
 from offload.connector.scheduler.prometheus import OffloadPromMetrics, OffloadStats

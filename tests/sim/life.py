@@ -118,7 +118,7 @@ class ServerLife(Engine):
         self._give_back(request)
         request.stale = False
         self.waiting.insert(0, request)
-        self.planner.read_waits.begin(request.name)
+        self.planner.read_waits.exempt(request.name)
         self.events["preempted"] += 1
         request.place = -self.events["preempted"]
         self._enter(request)

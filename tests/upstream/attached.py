@@ -93,7 +93,7 @@ def _right_output(output: Any, num_requests: int, expected_num_scheduled_tokens:
 def _let_plan(scheduler: Any) -> None:
     """Pass the data that workers send at start-up, and report each store as they do."""
     from offload.connector.connector import OffloadConnector
-    from offload.connector.handshake import OffloadHandshake
+    from offload.connector.metadata import OffloadHandshake
     from offload.messages.report import RankState
 
     connector = scheduler.connector
@@ -149,7 +149,7 @@ def _output(failed: dict[int, bool]) -> Any:
     """The output of workers that have done these jobs."""
     from vllm.v1.outputs import KVConnectorOutput
 
-    from offload.connector.handshake import OffloadWorkerMetadata
+    from offload.connector.metadata import OffloadWorkerMetadata
     from offload.messages.report import JobResult, StepReport
 
     done = {job: JobResult(failed=has_failed) for job, has_failed in failed.items()}

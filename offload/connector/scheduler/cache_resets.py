@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import logging
 
-from offload.connector.handshake import WeightsAnswer
+from offload.connector.metadata import WeightsAnswer
 from offload.connector.scheduler.pending_epochs import PendingEpochs
 from offload.connector.scheduler.scheduler_side import SchedulerSide
 

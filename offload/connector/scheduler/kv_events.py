@@ -67,7 +67,7 @@ class KvEvents:
     def __init__(self, layout: ModelLayout, planner: Planner) -> None:
         self.lost = 0
         self._groups = {group.group: group for group in layout.groups}
-        self._owners = [index.name for index in planner.lower]
+        self._tier_names = [index.name for index in planner.lower]
         self._indexes = {CPU: planner.cpu, **dict(enumerate(planner.lower))}
         self._changes: deque[_ChangedKeys] = deque()
         self._waiting = 0
@@ -171,7 +171,7 @@ class KvEvents:
         )
 
     def _owner(self, tier: int) -> str | None:
-        return None if tier == CPU else self._owners[tier]
+        return None if tier == CPU else self._tier_names[tier]
 
 
 def _medium(tier: int) -> str:

@@ -103,7 +103,7 @@ class WaitingRequests:
             return
         self._names.add(request.request_id)
         if preempted:
-            self._planner.read_waits.begin(request.request_id)
+            self._planner.read_waits.exempt(request.request_id)
         read = state.identity.origin.controls.read
         if state.identity.no_load or (read is not None and CPU not in read):
             return

@@ -8,7 +8,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 
-from offload.connector.handshake import WeightsAnswer
+from offload.connector.metadata import WeightsAnswer
 
 logger = logging.getLogger(__name__)
 

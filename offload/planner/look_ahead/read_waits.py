@@ -243,7 +243,7 @@ class ReadWaits:
         self.seconds += waited_s
         self._ended[request] = action, waited_s
 
-    def begin(self, request: str) -> None:
+    def exempt(self, request: str) -> None:
         """Let this request run without a wait: it was preempted, and has waited already."""
         self._ended[request] = Action.BEGIN, 0.0
 

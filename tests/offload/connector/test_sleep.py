@@ -18,7 +18,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.multi_connector import MultiCo
 
 from offload.connector import compat
 from offload.connector.compat import worker_sleep
-from offload.connector.handshake import OffloadWorkerMetadata, WeightsAnswer
+from offload.connector.metadata import OffloadWorkerMetadata, WeightsAnswer
 from offload.connector.model.loaded_weights import LoadedWeights
 from offload.connector.scheduler.cache_resets import HeldResets
 from offload.connector.scheduler.pending_epochs import PendingEpochs

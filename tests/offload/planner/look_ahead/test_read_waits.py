@@ -254,7 +254,7 @@ def test_a_request_that_ends_leaves_nothing() -> None:
 
 def test_a_preempted_request_does_not_wait_again() -> None:
     waits = Waits(ALWAYS)
-    waits.waits.begin("one")
+    waits.waits.exempt("one")
     waits.wait("one", range(10), 1)
     assert waits.decide("one") is Action.BEGIN
 
