@@ -132,7 +132,7 @@ class Lookups:
         now = time.monotonic()
         wait = state.lookup.wait
         if wait is None or shared.is_stale(wait, now):
-            end = self._wanted_end(state, request, start)
+            end = self._limits(state, request, start).start
             wait = self._query_chunks(state, range(start, end), now)
             state.lookup.note_query(wait)
         return shared.check_wait(wait, now)
@@ -153,7 +153,7 @@ class Lookups:
         state.identity.extend(request.block_hashes)
         allowance = self._planner.budget.lookups
         size = min(group.chunk_tokens for group in self._matcher.layout.groups)
-        end = self._wanted_end(state, request, start)
+        end = self._limits(state, request, start).start
         end = min(end, start + size * allowance.chunks)
         allowance.take((end - start) // size)
         return self._query_chunks(state, range(start, end), now)
@@ -183,15 +183,9 @@ class Lookups:
         patience_s = planner.health.load_timeout_s if has_read else lookup.patience_s
         return now - lookup.refused_s < patience_s
 
-    def _wanted_end(self, state: RequestState, request: Prompt, start: int) -> int:
-        """The end of the longest prefix that the request's options allow to load, in tokens, if
-        vLLM holds its first ``start`` tokens."""
-        possible = self._restorable(request, start)
-        tokens_max = state.identity.origin.controls.max_load_tokens
-        return possible if tokens_max is None else min(possible, start + tokens_max)
-
-    def _restorable(self, request: Prompt, start: int) -> int:
-        """The most tokens that can be restored if vLLM holds the first ``start`` tokens.
+    def _limits(self, state: RequestState, request: Prompt, start: int) -> range:
+        """From the longest prefix that the request's options allow to load to the longest that can
+        be restored, in tokens, if vLLM holds the first ``start`` tokens.
 
         vLLM samples from the output of the last token, and computes that token again if everything
         was restored. If only the last block is missing, it is computed: that takes the same one
@@ -199,7 +193,10 @@ class Lookups:
         """
         tokens = request.num_tokens
         whole = self._restores_whole and tokens - start > self._alignment
-        return tokens if whole else tokens - 1
+        possible = tokens if whole else tokens - 1
+        tokens_max = state.identity.origin.controls.max_load_tokens
+        allowed = possible if tokens_max is None else min(possible, start + tokens_max)
+        return range(allowed, possible)
 
     def load_ranges(self, state: RequestState, end_tokens: int) -> tuple[range, ...]:
         """Return the chunks of each group to load for a hit that ends at this token.
@@ -218,7 +215,7 @@ class Lookups:
         start: int,
         shorten_reason: ShortenReason = ShortenReason.NOTHING,
     ) -> Hit:
-        end = self._wanted_end(state, request, start)
+        end = self._limits(state, request, start).start
         if shorten_reason is ShortenReason.NOTHING:
             hit = self._search.longest(state, start, end)
         else:
@@ -234,7 +231,7 @@ class Lookups:
         hit.
         """
         state.identity.extend(request.block_hashes)
-        limit = self._wanted_end(state, request, start)
+        limit = self._limits(state, request, start).start
         end = self._search_ahead.longest(state, start, limit).end_tokens
         return None if end is None else self._batches(state, self._matcher.load_ranges(start, end))
 
@@ -256,8 +253,7 @@ class Lookups:
         lookup.accept()
         if lookup.logged is not None:
             return
-        wanted_end = self._wanted_end(state, request, lookup.start)
-        limits = range(wanted_end, self._restorable(request, lookup.start))
+        limits = self._limits(state, request, lookup.start)
         wanted = max(0, limits.stop // self._alignment * self._alignment - lookup.start)
         is_used = not (state.identity.no_load or lookup.refused)
         hit = min(lookup.hit_end_tokens - lookup.start, external_tokens) if is_used else 0
@@ -276,7 +272,8 @@ class Lookups:
             lookup_s=time.perf_counter() - lookup.asked_s,
             trace_headers=request.trace_headers,
         )
-        self._planner.stats.missed(wanted - hit)
+        if wanted != hit:
+            self._planner.stats.missed(wanted - hit)
         lookup.note_logged(logged)
         self.log.add(logged)
         if not hit:

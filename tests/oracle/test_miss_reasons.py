@@ -397,9 +397,10 @@ def _recorded_at_each_lookup(patch: pytest.MonkeyPatch) -> None:
 
     def twice(self: Any, request: Any, computed: int) -> Any:
         found = lookup(self, request, computed)
-        self.admit(request).lookup.note_logged(None)
-        self._note_accepted(request, 0)
-        self.admit(request).lookup.note_logged(None)
+        state = self.admit(request)
+        state.lookup.note_logged(None)
+        self._note_accepted(state, request, 0)
+        state.lookup.note_logged(None)
         return found
 
     patch.setattr(SchedulerSide, "lookup", twice)

@@ -85,7 +85,7 @@ class ChunkBatches:
             first, last = chunks.start * size, chunks.stop * size
             table = block_ids[group.group][first:last]
             is_whole = len(table) == last - first and first >= inside.start and last <= inside.stop
-            if not is_whole or min(table, default=1) <= 0:
+            if not (is_whole and all(table)):  # some blocks are null (id 0)
                 table = [
                     table[at - first] or -1 if at in inside and at - first < len(table) else -1
                     for at in range(first, last)

@@ -157,24 +157,26 @@ class SchedulerSide:
         self, request: Request, block_ids: tuple[list[int], ...], external_tokens: int
     ) -> None:
         """Plan a load if ``external_tokens`` > 0; vLLM has allocated its blocks."""
-        self._unfinished_loads.forget(request.request_id)
+        name = request.request_id
         self._other_loads.allocated(request, block_ids, external_tokens)
         if external_tokens <= 0:
+            self._unfinished_loads.forget(name)
             self._end_wait(request)  # before its entry in the log is final
-            self._note_accepted(request, external_tokens)
-            live = self.requests.by_name.get(request.request_id)
-            if live is not None and not live.state.outcome.has_first_token:
-                computed = max(request.num_computed_tokens, live.state.lookup.start)
+            state = self._state(request)
+            self._note_accepted(state, request, external_tokens)
+            if not state.outcome.has_first_token:
+                computed = max(request.num_computed_tokens, state.lookup.start)
                 self._prefill_rate.accepted(request, computed)
             return
-        self._note_accepted(request, external_tokens)
-        self._unfinished_loads.begin(request.request_id)
+        self._unfinished_loads.begin(name)
         try:
-            load = self._plan_load(self._state(request), block_ids, external_tokens)
+            state = self._state(request)
+            self._note_accepted(state, request, external_tokens)
+            load = self._plan_load(state, block_ids, external_tokens)
         except Exception:
             # The request now waits for a load, so it must get a result. Its fence may be missing.
             self.planner.stores.distrust()
-            self.planner.loads.plan_failed(request.request_id)
+            self.planner.loads.plan_failed(name)
             raise
         self._end_wait(request, load)
 
@@ -182,15 +184,16 @@ class SchedulerSide:
         """Handle a request that no longer waits, because ``load`` was planned for it."""
         try:
             ahead = self._waiting_requests.remove(request.request_id, time.monotonic(), load)
-            live = self.requests.by_name.get(request.request_id)
-            if live is not None and ahead != NOT_READ_AHEAD:
-                live.state.lookup.note_read_ahead(ahead)
+            if ahead is not NOT_READ_AHEAD:
+                live = self.requests.by_name.get(request.request_id)
+                if live is not None:
+                    live.state.lookup.note_read_ahead(ahead)
         except Exception as error:  # must not fail the load, nor the end of the request
             self._faults.note("look_ahead", error)
 
-    def _note_accepted(self, request: Request, external_tokens: int) -> None:
+    def _note_accepted(self, state: RequestState, request: Request, external_tokens: int) -> None:
         try:
-            self.lookups.accepted(self._state(request), request, external_tokens)
+            self.lookups.accepted(state, request, external_tokens)
         except Exception as error:  # a failure to write the log must not fail the load
             self._faults.note("explain", error)
 
