@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import hashlib
 import itertools
+from collections import Counter
 from collections.abc import Iterable, Sequence
+from operator import itemgetter
 
 import numpy as np
 import numpy.typing as npt
@@ -29,6 +31,14 @@ def group_suffix(group: int) -> bytes:
 def group_of(key: bytes) -> int:
     """The group a key belongs to."""
     return int.from_bytes(key[-GROUP_BYTES:], "big")
+
+
+_suffix_of = itemgetter(slice(-GROUP_BYTES, None))
+
+
+def count_groups(keys: Iterable[bytes]) -> dict[int, int]:
+    """The number of keys of each group. Avoids a Python call per key."""
+    return {group_of(suffix): count for suffix, count in Counter(map(_suffix_of, keys)).items()}
 
 
 def groups_of(column: KeyColumn) -> npt.NDArray[np.uint32]:

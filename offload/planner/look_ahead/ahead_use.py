@@ -3,12 +3,13 @@ of them it used."""
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import repeat
 
 from offload.index.chunk_batch import GroupInfo
-from offload.layout.keys import group_of
+from offload.layout.keys import count_groups
 from offload.planner.look_ahead.ahead_requests import AheadRequest, StallWatch
 from offload.planner.step_budget import AHEAD_HEIRS_MAX
 
@@ -73,14 +74,13 @@ class AheadCounts:
     def used(self, keys: Collection[bytes], late: Collection[bytes]) -> AheadUse:
         """Count the chunks of a request's load that were read ahead; those in ``late`` are still
         being read."""
-        saved_s = 0.0
-        for key in keys:
-            took_s = self._took_s.pop(key, 0.0)
-            saved_s += 0.0 if key in late else took_s
+        if not keys:
+            return NOT_READ_AHEAD
+        for key in late:  # the request had to wait for these
+            self._took_s.pop(key, 0.0)
+        saved_s = sum(map(self._took_s.pop, keys, repeat(0.0)))
         self.saved_s += saved_s
-        self._count("used", keys)
-        self._count("late", late)
-        return AheadUse(self._tokens(keys), self._tokens(late), saved_s)
+        return AheadUse(self._count("used", keys), self._count("late", late), saved_s)
 
     def wasted(self, reads: Mapping[bytes, str]) -> None:
         """Count chunks as wasted, in total and for the requests that they were read for."""
@@ -92,7 +92,7 @@ class AheadCounts:
     def take_wasted(self, request: str) -> int:
         """The number of tokens wasted for this request since the previous call."""
         wasted = self._wasted.pop(request, None)
-        return self._tokens(wasted) if wasted else 0
+        return self._tokens(self._by_group(wasted)) if wasted else 0
 
     def forget(self) -> None:
         """Forget the chunks and requests, and keep the totals."""
@@ -104,17 +104,25 @@ class AheadCounts:
         found: dict[str, float] = {f"ahead_{what}_bytes": n for what, n in self._bytes.items()}
         return found | {"ahead_saved_seconds": self.saved_s}
 
-    def _count(self, what: str, keys: Collection[bytes]) -> None:
+    def _count(self, what: str, keys: Collection[bytes]) -> int:
+        """Count chunks; returns their tokens."""
         if not keys:
-            return
+            return 0
         self.chunks[what] += len(keys)
-        for group, count in Counter(map(group_of, keys)).items():
+        groups = self._by_group(keys)
+        for group, count in groups.items():
             self._bytes[what] += self._ranks * count * self._groups[group].footprints[0]
+        return self._tokens(groups)
 
-    def _tokens(self, keys: Iterable[bytes]) -> int:
-        counts = Counter(map(group_of, keys))
-        tokens = (n * self._groups[group].chunk_tokens for group, n in counts.items())
-        return max(tokens, default=0)
+    def _by_group(self, keys: Collection[bytes]) -> Mapping[int, int]:
+        """The number of these chunks in each group."""
+        if len(self._groups) == 1:
+            return dict.fromkeys(self._groups, len(keys))
+        return count_groups(keys)
+
+    def _tokens(self, groups: Mapping[int, int]) -> int:
+        """The tokens of this number of chunks of each group, in the group with the most tokens."""
+        return max(count * self._groups[group].chunk_tokens for group, count in groups.items())
 
 
 class HeldChunks:
@@ -156,7 +164,8 @@ class HeldChunks:
         for key in used:
             del self.owners[key]
         use = self._counts.used(used, late)
-        self._pass_on(owner, owner.read - used, now)
+        if rest := owner.read - used:
+            self._pass_on(owner, rest, now)
         return use
 
     def keep(self, owner: AheadRequest, keys: frozenset[bytes], now: float) -> None:

@@ -8,7 +8,15 @@ import pickle
 from hypothesis import given
 from hypothesis import strategies as st
 
-from offload.layout.keys import chunk_keys, group_of, groups_of, joined, pack_keys, unpack_keys
+from offload.layout.keys import (
+    chunk_keys,
+    count_groups,
+    group_of,
+    groups_of,
+    joined,
+    pack_keys,
+    unpack_keys,
+)
 from tiers.base import stored_keys
 
 one_length = st.integers(1, 40).flatmap(
@@ -35,6 +43,8 @@ def test_groups_and_adapters_share_no_key() -> None:
     assert len({key for mine in keys for key in mine}) == len(owners) * len(HASHES)
     assert [group_of(mine[0]) for mine in keys] == [group for group, _ in owners]
     assert keys[1] == chunk_keys(HASHES, 0, 1, identity=b"one"), "it is the same in each process"
+    flat = [key for mine in keys for key in mine]
+    assert count_groups(flat) == {0: 3 * len(HASHES), 1: 3 * len(HASHES), 256: 3 * len(HASHES)}
 
 
 @given(keys=one_length | lengths_of_all_kinds)

@@ -11,10 +11,11 @@ from offload.index.capacity import ByteCapacity, SlotCapacity
 from offload.index.chunk_batch import ChunkBatch, GroupInfo, RequestOrigin
 from offload.index.request_options import RequestHints
 from offload.index.tier_index import TierIndex
+from offload.layout.keys import group_suffix
 from offload.messages.plan import LoadJob
 from offload.messages.report import JobResult, StepReport
 from offload.planner.look_ahead import ahead_requests, look_ahead
-from offload.planner.look_ahead.ahead_use import NOT_READ_AHEAD, AheadUse
+from offload.planner.look_ahead.ahead_use import NOT_READ_AHEAD, AheadCounts, AheadUse
 from offload.planner.planner import Planner, PlannerSettings
 from offload.planner.tier_health import TierHealths
 from policies import hints
@@ -133,6 +134,14 @@ def test_bytes_are_those_of_all_ranks() -> None:
     queue.wait("one", range(10), 1)
     queue.step()
     assert queue.planner.totals()["ahead_read_bytes"] == 2 * 10 * SIZE
+
+
+def test_the_tokens_are_those_of_the_group_with_the_most() -> None:
+    groups = {0: GroupInfo("full", 16, (SIZE,)), 1: GroupInfo("window", 32, (2 * SIZE,))}
+    counts = AheadCounts(groups, ranks=1)
+    keys = {*map(key_of, range(3)), *(bytes([n]) + group_suffix(1) for n in range(2))}
+    assert counts.used(keys, set()) == AheadUse(tokens=2 * 32)
+    assert counts.totals()["ahead_used_bytes"] == (3 + 2 * 2) * SIZE
 
 
 def test_a_load_that_still_waits_for_its_read_is_late() -> None:
