@@ -7,8 +7,7 @@ from collections import Counter, deque
 from collections.abc import Callable, Collection, Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from itertools import chain, compress, repeat
-from operator import not_
+from itertools import chain, compress, filterfalse, repeat
 
 from offload.index.chunk_batch import ChunkBatch, joined
 from offload.layout.keys import CPU
@@ -32,7 +31,7 @@ class PlannedPart:
     fills: Sequence[bytes]
     infos: Sequence[EntryInfo]
     pins: Sequence[Pins]
-    counts: Counter[tuple[int, int]]
+    counts: Mapping[tuple[int, int], int]
     cost: int
 
 
@@ -47,6 +46,22 @@ class _Promotion:
 
 
 _NOTHING_PROMOTED = _Promotion({}, (), 0)
+
+
+def _columns_of(
+    batches: Sequence[ChunkBatch],
+) -> tuple[Sequence[bytes], Sequence[int], Sequence[int], Sequence[int]]:
+    """The keys, groups, blocks and widths of all these chunks, as in ``Columns``."""
+    if len(batches) == 1:  # mostly
+        (only,) = batches
+        return only.keys, [only.group] * len(only), only.blocks, [only.width]
+    widths = chain.from_iterable([batch.width] * len(batch) for batch in batches)
+    return (
+        [*chain.from_iterable(batch.keys for batch in batches)],
+        [*chain.from_iterable([batch.group] * len(batch) for batch in batches)],
+        [*chain.from_iterable(batch.blocks for batch in batches)],
+        one_width([*widths]),
+    )
 
 
 class LoadSources:
@@ -104,19 +119,19 @@ class LoadSources:
         self, batches: Sequence[ChunkBatch], read: frozenset[int] | None
     ) -> dict[int, int]:
         """Estimate, from a sample, how many tokens of these chunks each tier would provide."""
-        counts: Counter[tuple[int, int]] = Counter()
+        counts: dict[tuple[int, int], int] = {}
         tiers = [t for t in range(CPU, len(self._lower)) if read is None or t in read]
         for batch in batches:
             left = sample = batch.keys[:: -(-len(batch) // SAMPLED_CHUNKS)]
             rest = len(batch)
             for tier in tiers[:-1]:
                 resident = (self._cpu if tier == CPU else self._lower[tier]).resident
-                held = list(map(resident.__contains__, left))
-                left = list(compress(left, map(not_, held)))
-                counts[batch.group, tier] = len(batch) * held.count(True) // len(sample)
-                rest -= counts[batch.group, tier]
+                absent = list(filterfalse(resident.__contains__, left))
+                chunks = len(batch) * (len(left) - len(absent)) // len(sample)
+                counts[batch.group, tier] = chunks
+                left, rest = absent, rest - chunks
             counts[batch.group, tiers[-1]] = rest  # only for chunks that a lookup has found
-        return self.tokens(+counts)
+        return self.tokens(counts)
 
     def take(
         self, job: int, batches: Sequence[ChunkBatch], read: frozenset[int] | None, *, later: bool
@@ -125,12 +140,7 @@ class LoadSources:
         far as slots are free. Does nothing and returns ``None`` if one of the chunks is in no tier.
         If the chunks are taken ``later`` than they were looked up, it also does so if one of them
         is in a tier that has begun to fail."""
-        keys = (
-            batches[0].keys
-            if len(batches) == 1
-            else [*chain.from_iterable(r.keys for r in batches)]
-        )
-        groups = [*chain.from_iterable([batch.group] * len(batch) for batch in batches)]
+        keys, groups, blocks, widths = _columns_of(batches)
         slots, tiers = self._find(keys, read)
         used = set(tiers)
         if later and any(t != IN_SLAB and not self._health[t].reads.closed for t in used):
@@ -143,18 +153,8 @@ class LoadSources:
             slots = list(promoted.slots.values())
         elif promoted.slots:
             slots = list(map(promoted.slots.get, keys, slots))
-        columns = Columns(
-            keys,
-            groups,
-            batches[0].blocks
-            if len(batches) == 1
-            else [*chain.from_iterable(r.blocks for r in batches)],
-            one_width([*chain.from_iterable([batch.width] * len(batch) for batch in batches)]),
-            slots,
-            tiers,
-        )
         return PlannedPart(
-            columns,
+            Columns(keys, groups, blocks, widths, slots, tiers),
             fills=tuple(promoted.slots),
             infos=promoted.infos,
             pins=pins,
@@ -299,15 +299,16 @@ class LoadSources:
         deque(map(self.promoting.pop, keys, repeat(None)), maxlen=0)
 
     @staticmethod
-    def _count(groups: Sequence[int], tiers: Sequence[int]) -> Counter[tuple[int, int]]:
+    def _count(groups: Sequence[int], tiers: Sequence[int]) -> Mapping[tuple[int, int], int]:
         if len(alone := set(groups)) > 1:
             return Counter(zip(groups, tiers, strict=True))
-        return Counter({(g, tier): tiers.count(tier) for g in alone for tier in set(tiers)})
+        return {(g, tier): tiers.count(tier) for g in alone for tier in set(tiers)}
 
     def tokens(self, counts: Mapping[tuple[int, int], int]) -> dict[int, int]:
         """Tokens by source tier, counted for the group with the most tokens."""
         found: dict[int, dict[int, int]] = {}
         for (group, tier), chunks in counts.items():
-            tokens = chunks * self._groups[group].chunk_tokens
-            found.setdefault(group, {})[CPU if tier == IN_SLAB else tier] = tokens
+            if chunks:
+                tokens = chunks * self._groups[group].chunk_tokens
+                found.setdefault(group, {})[CPU if tier == IN_SLAB else tier] = tokens
         return max(found.values(), key=lambda by_tier: sum(by_tier.values()), default={})

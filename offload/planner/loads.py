@@ -7,9 +7,10 @@ planned. The load fails if a chunk is lost or forgotten, or if its tier becomes 
 
 from __future__ import annotations
 
-from collections import Counter, deque
-from collections.abc import Collection, Hashable, Iterable, Sequence
+from collections import deque
+from collections.abc import Collection, Hashable, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from itertools import chain
 
 from offload.index.chunk_batch import UNKNOWN, ChunkBatch, RequestOrigin
@@ -48,7 +49,7 @@ class _Load(Job):
     read: frozenset[int] | None = None
     at: int = 0
     parts: int = 0
-    counts: Counter[tuple[int, int]] = field(default_factory=Counter)
+    counts: dict[tuple[int, int], int] = field(default_factory=dict)
     before: dict[int, int] = field(default_factory=dict)
 
     def take(self, chunks_max: int) -> list[ChunkBatch]:
@@ -66,6 +67,19 @@ class _Load(Job):
         return taken
 
 
+class _HeldLoad:
+    """The chunks of one load. The set is made when it is first searched: most loads are planned
+    before that."""
+
+    def __init__(self, batches: Sequence[ChunkBatch]) -> None:
+        self._batches = batches
+
+    @cached_property
+    def keys(self) -> frozenset[bytes]:
+        """The keys of all chunks."""
+        return frozenset(chain.from_iterable(batch.keys for batch in self._batches))
+
+
 class LoadHolds:
     """Chunks that loads are about to use, by the job of the load. Owned by the load planner.
 
@@ -74,25 +88,25 @@ class LoadHolds:
     """
 
     def __init__(self) -> None:
-        self._held: dict[int, frozenset[bytes]] = {}
+        self._held: dict[int, _HeldLoad] = {}
 
     def __len__(self) -> int:
         """The number of loads that hold chunks."""
         return len(self._held)
 
     def __contains__(self, key: object) -> bool:
-        for keys in self._held.values():  # noqa: SIM110  # half the time of any()
-            if key in keys:
+        for load in self._held.values():  # noqa: SIM110  # half the time of any()
+            if key in load.keys:
                 return True
         return False
 
     def isdisjoint(self, keys: Collection[Hashable]) -> bool:
         """True if no load holds any of these chunks."""
-        return all(held.isdisjoint(keys) for held in self._held.values())
+        return all(load.keys.isdisjoint(keys) for load in self._held.values())
 
-    def hold(self, owner: int, keys: Iterable[bytes]) -> None:
+    def hold(self, owner: int, batches: Sequence[ChunkBatch]) -> None:
         """Hold these chunks until ``release``."""
-        self._held[owner] = frozenset(keys)
+        self._held[owner] = _HeldLoad(batches)
 
     def holds(self, owner: int) -> bool:
         """True if this load holds chunks."""
@@ -140,22 +154,22 @@ class LoadPlanner:
 
     def ended(self, job: Job, now: float) -> None:
         """Finish a load that every rank has answered."""
-        failed = job.answer.failed or bool(job.answer.bad)
-        tokens = job.tokens_by_tier
+        answer, tokens = job.answer, job.tokens_by_tier
+        failed = answer.failed or bool(answer.bad)
         if job.tokens is not None:
-            job.tokens.ended(job.answer.seconds)
+            job.tokens.ended(answer.seconds)
         self._stats.loaded(tokens, failed=failed)
         if failed:
-            self._failed.append((job.request, job.answer))
+            self._failed.append((job.request, answer))
         slowest = max(tokens, default=CPU)
         # The time is that of the whole load, and is attributed to the tier that provided most of
         # it.
         if slowest != CPU and 2 * tokens[slowest] >= sum(tokens.values()):
-            if job.answer.late:
-                self._health[slowest].too_late(tokens[slowest], job.answer.seconds, now)
+            if answer.late:
+                self._health[slowest].too_late(tokens[slowest], answer.seconds, now)
             elif not failed:
                 before = job.before.get(slowest, 0) if isinstance(job, _Load) else 0
-                self._health[slowest].loaded(tokens[slowest], job.answer.seconds, now, before)
+                self._health[slowest].loaded(tokens[slowest], answer.seconds, now, before)
         if self._waited_for.get(job.request) is job:
             self.request_ended(job.request)
 
@@ -202,12 +216,11 @@ class LoadPlanner:
             rest=list(batches),
             read=batches[0].origin.controls.read if batches else None,
         )
-        at_once = not self.queue and load.chunks <= min(self._allowance.left, LOAD_PART_MAX)
-        if at_once:
+        if not self.queue and load.chunks <= min(self._allowance.left, LOAD_PART_MAX):
             self._plan_part(load, load.chunks)
         else:
             load.tokens.set(self._sources.expected(batches, load.read))
-            self.held.hold(load.job, chain.from_iterable(batch.keys for batch in batches))
+            self.held.hold(load.job, batches)
             self._allowance.take(int(load.chunks * ACCEPTED_COST))
             self.queue.append(load)
         self._jobs.open(load)
@@ -252,7 +265,8 @@ class LoadPlanner:
         load.fills += part.fills
         load.infos += part.infos
         load.pins += part.pins
-        load.counts.update(part.counts)
+        for name, chunks in part.counts.items():
+            load.counts[name] = load.counts.get(name, 0) + chunks
         if not load.rest:
             load.tokens.set(self._sources.tokens(load.counts))
             self._stats.planned(load.tokens.by_tier)
