@@ -27,6 +27,8 @@ class JobKind(enum.Enum):
     PROBE = "probe"
     AHEAD = "read ahead"
 
+    __hash__ = object.__hash__  # members are singletons; ``Enum``'s hash is a Python function
+
 
 @dataclass(slots=True, eq=False)
 class LoadTokens:
@@ -145,13 +147,13 @@ class JobTable:
     def close(self, job_id: int) -> Job:
         """Remove a job, whatever its answers."""
         job = self._jobs.pop(job_id)
-        blocks = set(job.blocks)
-        found = list(map(self._readers.pop, blocks))
-        if found.count((job_id,)) < len(found):
-            for block, readers in zip(blocks, found, strict=True):
-                others = tuple(reader for reader in readers if reader != job_id)
-                if others:
-                    self._readers[block] = others
+        if blocks := set(job.blocks):
+            found = list(map(self._readers.pop, blocks))
+            if found.count((job_id,)) < len(found):
+                for block, readers in zip(blocks, found, strict=True):
+                    others = tuple(reader for reader in readers if reader != job_id)
+                    if others:
+                        self._readers[block] = others
         return job
 
     def answer(self, job_id: int, result: JobResult) -> Job | None:

@@ -134,6 +134,12 @@ class Planner:
         )
         self.deferred = DeferredWork(self.budget)
         self.now = 0.0
+        self._ended = {
+            JobKind.STORE: self._stored,
+            JobKind.LOAD: self._loaded,
+            JobKind.PROBE: self._probed,
+            JobKind.AHEAD: self._read_ahead,
+        }
         self._reset = False
         self._epochs: dict[int, int] = {}
 
@@ -222,12 +228,6 @@ class Planner:
 
     def complete(self, report: StepReport) -> None:
         """Process the work that workers have finished, as far as the step's budget allows."""
-        ended = {
-            JobKind.STORE: self._stored,
-            JobKind.LOAD: self._loaded,
-            JobKind.PROBE: self._probed,
-            JobKind.AHEAD: self._read_ahead,
-        }
         if report.usable and self._slots is not None:
             self._slots.take_in(report.usable)
         for (tier, rank), seen in report.tiers.items():
@@ -246,7 +246,7 @@ class Planner:
                 if job is not None and job.kind is JobKind.WRITE_THROUGH:
                     written.append(job)
                 elif job is not None:
-                    ended[job.kind](job)
+                    self._ended[job.kind](job)
             except Exception as error:  # one bad answer must not affect the others
                 errors.append(error)
         if written:
@@ -283,8 +283,8 @@ class Planner:
         """Release the chunks of a job that has read from the tiers; forget the lost ones."""
         for piece in self.sources.release(job, self.budget.piece_chunks, self._filled):
             self.deferred.add(*piece)
-        lost, corrupt = job.answer.lost, job.answer.corrupt
-        self.deferred.add(len(lost), partial(self.forget, lost, corrupt))
+        if lost := job.answer.lost:
+            self.deferred.add(len(lost), partial(self.forget, lost, job.answer.corrupt))
 
     def _probed(self, job: Job) -> None:
         self.probes.ended(job, self.now)

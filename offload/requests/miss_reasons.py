@@ -49,6 +49,8 @@ class Reason(enum.Enum):
     LOAD_FAILED = "load_failed"
     UNANSWERED = "unanswered"
 
+    __hash__ = object.__hash__  # members are singletons; ``Enum``'s hash is a Python function
+
 
 MEANINGS: dict[Reason, str] = {
     Reason.COMPLETE: "nothing was missing",
