@@ -24,7 +24,7 @@ RANDOM_BITS = 30
 
 def draw_epoch() -> int:
     """Draw an epoch of a shared tier for weights that only this engine is known to have. The epoch
-    is higher than the engine's earlier epochs and differs from those of all other engines.
+    differs from those of all other engines.
 
     It consists of the seconds since 1970, random bits, and a one. So it is odd, as are all epochs
     of changed weights, and never 0, which is the epoch of the model's files.
@@ -55,6 +55,7 @@ class TierEpochs:
             if tier not in self._shared
         }
         self._before: dict[int, int] = {}
+        self._drawn = dict.fromkeys(self._shared, 0)
         self._namespace = namespace
         self._replica = replica
 
@@ -69,7 +70,10 @@ class TierEpochs:
         if tier >= len(self._paths):
             return READ_ONLY_EPOCH
         if tier in self._shared:
-            return draw_epoch()
+            # The clock alone does not make epochs grow: several begin within a second, and the
+            # clock can be set back.
+            self._drawn[tier] = max(draw_epoch(), self._drawn[tier] + 2)
+            return self._drawn[tier]
         path = self._paths[tier]
         replica_dir = replica_folder(path, self._namespace, self._replica)
         if not replica_dir.parent.is_dir():

@@ -142,10 +142,11 @@ class ReopeningTier(Tier, Generic[Wrapped]):
 
     async def reset(self, epoch: int) -> None:
         """See ``Tier.reset``. A failed reset may be repeated and then still means the same
-        epoch."""
+        epoch. If the tier has reached ``epoch`` already, a later one with the same parity
+        begins."""
         if self._reset_due != epoch:
             self._reset_due = epoch
-            self._wanted_epoch = max(epoch, self._wanted_epoch + 1)
+            self._wanted_epoch = _as_odd(max(epoch, self._wanted_epoch + 1), epoch)
         await self._try(self._begin_epoch)
         self._reset_due = None
 

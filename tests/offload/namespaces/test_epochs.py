@@ -217,3 +217,17 @@ def test_epochs_of_shared_tiers_are_unique_and_never_that_of_the_files(
     later = time.time() + 10.0
     monkeypatch.setattr(time, "time", lambda: later)
     assert draw_epoch() > max(drawn)
+
+
+def test_epochs_of_one_engine_grow_even_if_its_clock_is_set_back(
+    paths: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Several of them begin within a second."""
+    epochs = TierEpochs(paths, NAMESPACE, 0, shared=[0, 1])
+    drawn = [epochs.begin(0) for _ in range(50)]
+    earlier = time.time() - 3600.0
+    monkeypatch.setattr(time, "time", lambda: earlier)
+    drawn += [epochs.begin(0) for _ in range(50)]
+    assert drawn == sorted(set(drawn))
+    assert all(epoch % 2 == 1 for epoch in drawn)
+    assert epochs.begin(1) < drawn[0], "each tier has epochs of its own"

@@ -63,6 +63,17 @@ async def filled(path: Path, *, version: int = 0, kind: str = "lmdb", epoch: int
     release(spec)
 
 
+async def stored_in(epoch: int, path: Path) -> None:
+    """A server that has stored ``KEYS`` in this epoch and ended."""
+    [spec] = places(path).specs()
+    tier = make_tier(spec, 4096)
+    await tier.open()
+    await tier.reset(epoch)
+    await put(tier, KEYS, SIZE)
+    await tier.aclose()
+    release(spec)
+
+
 # -- epochs ----------------------------------------------------------------------------------
 
 
@@ -123,13 +134,7 @@ async def test_a_tier_that_begins_empty_remembers_changed_weights(tmp_path: Path
     """The weights were changed, so the epoch is odd; then another disk came back. Records stored
     from now on must not look like those of a server with the weights of the files."""
     path, other = tmp_path / "kv", tmp_path / "other"
-    [spec] = places(other).specs()
-    returning = make_tier(spec, 4096)
-    await returning.open()
-    await returning.reset(1)
-    await put(returning, KEYS, SIZE)
-    await returning.aclose()
-    release(spec)
+    await stored_in(1, other)
     tier = tier_at(path)
     await tier.open()
     assert bump(path) == 1
@@ -144,12 +149,43 @@ async def test_a_tier_that_begins_empty_remembers_changed_weights(tmp_path: Path
     await tier.aclose()
 
 
+async def test_a_reset_that_the_tier_has_reached_by_itself_remembers_changed_weights(
+    tmp_path: Path,
+) -> None:
+    """Another disk came back, of a later epoch. The scheduler began an epoch there, and before the
+    reset arrived, an earlier operation opened the tier: it begins empty, under the same epoch. The
+    reset then has to begin one more, which must not be that of a server with the weights of the
+    files."""
+    path, other = tmp_path / "kv", tmp_path / "other"
+    await stored_in(5, other)
+    [spec] = places(path).specs()
+    tier = make_tier(spec, 4096)
+    await tier.open()
+    assert bump(path) == 1
+    await tier.reset(1)
+    os.rename(path, tmp_path / "away")
+    await fail(tier)
+    os.rename(other, path)
+    begun = bump(path)
+    await tier.touch(KEYS)
+    await put(tier, KEYS[:2], SIZE)
+    assert epoch_at(path) == begun == 7
+    await tier.reset(begun)
+    assert await put(tier, KEYS, SIZE) == [WriteOutcome.OK] * len(KEYS)
+    await tier.aclose()
+    release(spec)
+    tier = tier_at(path)
+    await tier.open()
+    assert await all_keys(tier) == [], "records of weights that are in no file"
+    await tier.aclose()
+
+
 async def test_the_epoch_file_is_never_behind_a_tier(tmp_path: Path) -> None:
     """This includes a reset to an epoch that the tier has already had."""
     path = tmp_path / "kv"
     tier = tier_at(path)
     await tier.open()
-    for asked, epoch in ((3, 3), (1, 4), (4, 5), (9, 9)):
+    for asked, epoch in ((3, 3), (1, 5), (4, 6), (9, 9)):
         await tier.reset(asked)
         assert tier.stats()["epoch"] == epoch_at(path) == epoch
     await tier.aclose()

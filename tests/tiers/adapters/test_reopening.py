@@ -109,7 +109,7 @@ async def test_a_repeated_reset_after_a_failure_means_the_same_epoch(disk: Disk)
     await put(disk.tier, KEYS, SIZE)
     await disk.tier.reset(5)  # another one
     await assert_misses(disk.tier, KEYS, SIZE)
-    assert disk.kept == disk.tier.stats()["epoch"] == 6
+    assert disk.kept == disk.tier.stats()["epoch"] == 7
 
 
 async def test_nothing_is_stored_under_an_epoch_that_cannot_be_recorded(disk: Disk) -> None:
@@ -262,3 +262,21 @@ async def test_a_repeated_reset_of_a_tier_that_was_reset_before_keeps_others_rec
     await tier.reset(7)
     await assert_misses(tier, KEYS, SIZE)
     await assert_holds(other, KEYS, SIZE)
+
+
+async def test_a_tier_that_was_reset_does_not_return_to_the_records_of_the_files(
+    shared: tuple[SharedReopeningTier, Tier], tmp_path: Path
+) -> None:
+    """The second of two resets may have the lower number: the clock was set back."""
+    tier, other = shared
+    await tier.reset(9)
+    await tier.reset(7)
+    await put(other, KEYS, SIZE)
+    (tmp_path / "tier").rename(tmp_path / "away")
+    with pytest.raises(TierIoError):
+        await put(tier, NEW, SIZE)
+    (tmp_path / "away").rename(tmp_path / "tier")
+    await assert_misses(tier, KEYS, SIZE)
+    assert tier.reopenings == 1
+    assert await put(tier, NEW, SIZE) == [WriteOutcome.OK] * len(NEW)
+    await assert_misses(other, NEW, SIZE)
