@@ -303,7 +303,8 @@ class LmdbIndex:
     def keys_after(self, key: Key | None, count: int) -> list[Key]:
         """Return the next ``count`` keys after ``key``, which need not exist (``None``: from the
         first key on). Uses a separate transaction, so it may run concurrently with everything
-        except ``close``."""
+        except ``close``. Raises ``OSError`` and ``lmdb.Error``."""
+        self._file.check()
         with self._env.begin(db=self._records) as txn, txn.cursor() as cursor:
             found = cursor.first() if key is None else cursor.set_range(key)
             if found and cursor.key() == key:

@@ -66,12 +66,13 @@ class LmdbReader:
             if is_new(folder):
                 raise IndexUnusableError("nothing has been stored yet")
             check_file(folder)
-        self._inode = _inode(self._path)
+        *self._inode, _ = _seen(self._path)
+        self._length = 0
         try:
             with contextlib.ExitStack() as undo:
                 self._env = _open(folder)
                 undo.callback(self._env.close)
-                _check_length(self._path, self._env)
+                self._length = _checked_length(self._path, self._env)
                 self._meta = self._env.open_db(b"meta", create=False)
                 self._records = self._env.open_db(b"records", create=False)
                 check_partner(folder, self._read_meta())
@@ -112,8 +113,11 @@ class LmdbReader:
     @contextlib.contextmanager
     def _begin(self, database: Any) -> Iterator[Any]:
         """Begin a short read transaction on the current index."""
-        if _inode(self._path) != self._inode:
+        *inode, length = _seen(self._path)
+        if inode != self._inode:
             raise FolderChangedError(f"{self.folder} was replaced by its owner")
+        if length < self._length:  # an access to a missing page would kill this process
+            raise FolderChangedError(f"the index in {self.folder} was truncated")
         try:
             with self._env.begin(db=database) as txn:
                 yield txn
@@ -198,12 +202,13 @@ def _extents(found: ListedRecord) -> Any:
     return extents_of(bytes(USE_BYTES) + found.mark)
 
 
-def _inode(path: Path) -> tuple[int, int]:
+def _seen(path: Path) -> tuple[int, int, int]:
+    """Return device, inode and length of a file; zeros if there is none."""
     try:
         found = os.stat(path)
     except FileNotFoundError:
-        return (0, 0)
-    return found.st_dev, found.st_ino
+        return (0, 0, 0)
+    return found.st_dev, found.st_ino, found.st_size
 
 
 def _check_user(folder: Path) -> None:
@@ -228,9 +233,10 @@ def _open(folder: Path) -> Any:
     return env
 
 
-def _check_length(path: Path, env: Any) -> None:
-    """Check the file's length: if its last page is missing, the first access to that page would
+def _checked_length(path: Path, env: Any) -> int:
+    """Return the file's length. If its last page is missing, the first access to that page would
     kill this process."""
-    needed = (env.info()["last_pgno"] + 1) * ALIGNMENT
-    if os.stat(path).st_size < needed:
-        raise IndexUnusableError(f"it has {os.stat(path).st_size} bytes of {needed}")
+    needed, found = (env.info()["last_pgno"] + 1) * ALIGNMENT, os.stat(path).st_size
+    if found < needed:
+        raise IndexUnusableError(f"it has {found} bytes of {needed}")
+    return found

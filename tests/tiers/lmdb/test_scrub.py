@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import errno
 import json
+import subprocess
+import sys
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
@@ -23,6 +25,7 @@ from tiers.lmdb.scrub import KEYS_AT_ONCE, MARK_NAME, LmdbScrub
 from tiers.lmdb.tier import LmdbTier
 from tiers.testing import all_keys, assert_holds, assert_misses, fetch, key_of, payload_of, put
 
+ROOT = Path(__file__).resolve().parents[3]
 SIZE = 8192
 COUNT = 3 * KEYS_AT_ONCE + 7
 KEYS = [key_of(number) for number in range(COUNT)]
@@ -206,6 +209,29 @@ async def test_a_failing_medium_loses_no_record(tmp_path: Path) -> None:
         "the scrub continues at the same position"
     )
     await tier.aclose()
+
+
+CUT = """
+import asyncio, os, sys
+from pathlib import Path
+from tests.tiers.lmdb.test_scrub import SIZE, WEEK, filled
+
+async def main(folder):
+    tier = await filled(folder)
+    os.truncate(folder / "tier" / "data.mdb", 2 * 4096)
+    print((await tier.scrub(SIZE, WEEK)).trouble, flush=True)
+    os._exit(0)
+
+asyncio.run(main(Path(sys.argv[1])))
+"""
+
+
+def test_a_scrub_of_a_truncated_index_does_not_end_the_server(tmp_path: Path) -> None:
+    """LMDB would read a page that is missing, which ends the process."""
+    command = [sys.executable, "-c", CUT, str(tmp_path)]
+    child = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert child.returncode == 0, f"{child.returncode} {child.stderr}"
+    assert "was truncated while in use" in child.stdout
 
 
 async def test_a_single_wrong_read_is_not_damage(

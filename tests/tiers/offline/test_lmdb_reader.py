@@ -153,6 +153,32 @@ async def test_a_file_shorter_than_its_index_is_refused(tmp_path: Path) -> None:
             LmdbReader(tmp_path / "tier", is_owned=is_owned)
 
 
+CUT = """
+import os, sys
+from pathlib import Path
+from tiers.offline.lmdb_reader import LmdbReader
+from tiers.offline.offline_folder import FolderChangedError
+from tiers.testing import key_of
+folder = Path(sys.argv[1])
+reader = LmdbReader(folder, is_owned=True)
+assert reader.find(key_of(1)) is not None
+os.truncate(folder / "data.mdb", 2 * 4096)
+try:
+    reader.find(key_of(1))
+except FolderChangedError as error:
+    print(error)
+"""
+
+
+def test_a_file_that_is_truncated_later_is_detected(tmp_path: Path) -> None:
+    """Servers read the folders of other servers in this way."""
+    asyncio.run(fill(tmp_path / "tier"))
+    command = [sys.executable, "-c", CUT, str(tmp_path / "tier")]
+    child = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert child.returncode == 0, f"{child.returncode} {child.stderr}"
+    assert "was truncated" in child.stdout
+
+
 async def test_a_new_epoch_of_a_file_tier_is_detected(tmp_path: Path) -> None:
     tier = FileTier(tmp_path / "tier", CAPACITY)
     await tier.open()
