@@ -157,6 +157,7 @@ def _about(rank_folder: RankFolder, reader: OfflineFolder, record_bytes: int) ->
         "replica": rank_folder.replica,
         "rank": rank_folder.rank,
         "kind": reader.kind,
+        "is_shared": reader.is_shared,
         "epoch": reader.epoch,
         "records_of": owner.namespace.hex() if owner else "",
         "record_bytes": record_bytes,

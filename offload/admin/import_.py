@@ -224,9 +224,17 @@ class _TierMaker:
             if isinstance(reader, LmdbReader) and reader.limits:
                 self._record_bytes = reader.limits.record_bytes
             owner = reader.owner
+            is_shared = reader.is_shared
             sealed = {record.is_sealed for batch in reader.batches() for record in batch}
         finally:
             reader.close()
+        # Only in a folder that one engine used, odd epochs are those of changed weights. In a
+        # shared folder, engines with the files' weights use any epoch as their common one.
+        if is_shared and self._about["epoch"] % 2 and not self._about.get("is_shared"):
+            return (
+                "its records were computed with weights that are in no file, and the engines that "
+                "share the folder there have those of the files"
+            )
         if owner is not None and owner.namespace != self._records_of:
             return "the records there have another layout: other attention kernels wrote them"
         if True in sealed and not self._target.key_file:
