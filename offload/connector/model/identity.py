@@ -46,6 +46,9 @@ if TYPE_CHECKING:
 _SPEC_LEFT_OUT = frozenset({"kv_cache_specs", "num_speculative_blocks"})
 TENSORS_SHOWN = 32
 _SNAPSHOT = re.compile(r".*/models--([^/]+)/snapshots/[^/]+/?")
+_VECTORS = re.compile("amx|avx|bf16|dot|fhm|fma|fp16|i8mm|neon|sme|sve")
+"""Names in ``torch.cpu.get_capabilities`` of what computes; others are about encryption, bits or
+caches."""
 _LONG_ROPE = ("longrope", '"su"')
 _LOADER_HARMLESS = (
     "enable_multithread_load num_threads concurrency memory_limit distributed num_readers "
@@ -237,11 +240,18 @@ def _instructions() -> list[str]:
     capability = current_platform.get_device_capability()
     if capability is not None:
         return [f"sm{capability.major}{capability.minor}"]
-    return [platform.machine(), torch.backends.cpu.get_cpu_capability(), *_matrix_extensions()]
+    return [platform.machine(), torch.backends.cpu.get_cpu_capability(), *_extensions()]
 
 
-def _matrix_extensions() -> list[str]:
-    return ["amx"] if torch.cpu._is_amx_tile_supported() else []
+def _extensions() -> list[str]:
+    """The vector and matrix extensions of the CPU, one by one: vLLM and oneDNN have other kernels
+    for AVX-512 with bfloat16 than without, and for each kind of AMX."""
+    found = torch.cpu.get_capabilities()
+    return sorted(
+        name if value is True else f"{name} {value}"
+        for name, value in found.items()
+        if value and _VECTORS.match(name)
+    )
 
 
 def plain_overrides(model: ModelConfig) -> Any:

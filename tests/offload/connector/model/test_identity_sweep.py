@@ -18,13 +18,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import vllm
 from vllm import config as vllm_configs
 from vllm import envs
 from vllm.model_executor.models import ModelRegistry
 from vllm.model_executor.models.registry import _TEXT_GENERATION_MODELS
 
-from offload.connector.model import cannot_change_kv
+from offload.connector.model import cannot_change_kv, identity
 from offload.connector.model import source_code as model_code
 from offload.connector.model.cannot_change_kv import FILES, FILES_UNLESS_READ, OTHER_VARIABLES
 from offload.connector.model.settings import counting, environment_of
@@ -271,3 +272,26 @@ def test_every_file_of_a_models_folder_counts_or_is_harmless(
         is_harmless = name.startswith(".") or cannot_change_kv.matches(name, harmless)
         assert differing(before, after) == ([] if is_harmless else [name])
         file.write_text(old)
+
+
+def test_every_extension_of_the_cpu_by_which_vllm_chooses_kernels_counts(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """One of them alone may differ between two machines: AMX for float16 came later than AMX."""
+    pattern = re.compile(r"torch\.cpu\.(_is_\w+_supported)")
+    names = {name for text in texts().values() for name in pattern.findall(text)}
+    capabilities = dict(torch.cpu.get_capabilities())
+
+    def seen() -> tuple[list[bool], list[str]]:
+        return [getattr(torch.cpu, name)() for name in sorted(names)], identity._instructions()
+
+    chosen, extensions = seen()
+    tried = 0
+    for name, value in capabilities.items():
+        changed = capabilities | {name: not value}
+        monkeypatch.setattr(torch.cpu, "get_capabilities", lambda changed=changed: changed)
+        found, now = seen()
+        if found != chosen:
+            tried += 1
+            assert now != extensions, name
+    assert tried >= 4
