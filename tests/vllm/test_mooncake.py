@@ -23,6 +23,7 @@ from tests.vllm.other_geometry import (
     show_read_translated,
     show_what_came_later,
 )
+from tests.vllm.patient_store import PATIENT_ENV, be_patient
 from tests.vllm.probes import check, totals
 from tests.vllm.protocol import Prompt
 from tests.vllm.restored import (
@@ -232,8 +233,11 @@ def test_tensor_parallel_sizes_read_each_other_in_a_store(
 
     def started(ranks: int, geometry: str, **others: Any) -> Engine:
         folder, options = made("llama", ranks, tmp_path / "model")
+        options["env"] |= PATIENT_ENV
         log = tmp_path / f"{ranks}-{geometry}.log"
-        return Engine(folder, log=log, connector=connector(geometry, **others), **options)
+        engine = Engine(folder, log=log, connector=connector(geometry, **others), **options)
+        be_patient(engine)
+        return engine
 
     first, second, third = (prompts(2, seed=seed) for seed in (0, 9, 11))
     with one_store(patient_master), started(2, "own") as two:
