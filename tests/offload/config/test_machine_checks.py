@@ -7,7 +7,6 @@ import shutil
 import stat
 import subprocess
 import sys
-import tomllib
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +15,7 @@ import pytest
 from offload.config.machine_checks import check_machine, load_config, reserve_bytes
 from offload.config.memory_limits import MemoryLimit, is_relative, memory_limit
 from offload.config.schema import parse_config
-from offload.config.tier_types import TIER_TYPES, NeededPackage
+from offload.config.tier_types import NeededPackage
 from offload.errors import ConfigError
 from offload.sizes import GIB, MIB
 from tests.offload.config.test_schema import compare
@@ -24,7 +23,6 @@ from tests.patience import PATIENCE_S
 from tiers.folders.folder import file_system_of
 from tiers.io.codec import KeyRing
 
-ROOT = Path(__file__).parent.parent.parent.parent
 SHM = Path("/dev/shm")
 
 
@@ -484,15 +482,6 @@ def test_the_ranks_of_one_server_are_relatives() -> None:
         assert asked.stdout.strip() == "True"
     finally:
         sleeper.communicate(b"\n", timeout=PATIENCE_S)
-
-
-def test_the_package_that_a_message_names_is_that_of_the_extra() -> None:
-    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    extras = project["optional-dependencies"]
-    packages = [each.package for each in TIER_TYPES.values() if each.package]
-    assert packages
-    for package in packages:
-        assert [each.partition(";")[0] for each in extras[package.name]] == [package.requirement]
 
 
 def test_an_unusable_store_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:

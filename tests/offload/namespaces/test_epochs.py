@@ -230,4 +230,4 @@ def test_epochs_of_one_engine_grow_even_if_its_clock_is_set_back(
     drawn += [epochs.begin(0) for _ in range(50)]
     assert drawn == sorted(set(drawn))
     assert all(epoch % 2 == 1 for epoch in drawn)
-    assert epochs.begin(1) < drawn[0], "each tier has epochs of its own"
+    assert epochs.begin(1) < drawn[0], "each tier has its own epochs"
