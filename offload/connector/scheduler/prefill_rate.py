@@ -25,7 +25,9 @@ class PrefillRate:
         self._accepted: list[tuple[Request, int]] = []
 
     def accepted(self, request: Request, computed_tokens: int) -> None:
-        """Record that vLLM will compute the request in the coming step, from this token on."""
+        """Record that vLLM will compute the request in the coming step, from this token on. It may
+        have begun before: it was preempted, or the client has sent more of a streamed prompt."""
+        self._running.pop(request.request_id, None)  # measure again
         self._accepted.append((request, computed_tokens))
 
     def step_begins(self) -> None:
@@ -47,14 +49,21 @@ class PrefillRate:
         Returns whether the request has its first token, after which no further call is needed.
         """
         if request.num_output_tokens:
-            self.ended(request, now)
+            self._finish(request, now)
             return True
         if request.request_id not in self._running:
             self._running[request.request_id] = (now, request.num_computed_tokens, request)
         return False
 
     def ended(self, request: Request, now: float) -> None:
-        """End the measurement: the request has its first token, or will never have one."""
+        """End the measurement, because the request has ended. A streamed prompt ends when its
+        client closes it, long after its last token was computed."""
+        if request.resumable:
+            self._running.pop(request.request_id, None)
+        else:
+            self._finish(request, now)
+
+    def _finish(self, request: Request, now: float) -> None:
         started = self._running.pop(request.request_id, None)
         if started is not None and request.num_output_tokens:
             since, computed, _ = started

@@ -8,9 +8,12 @@ from typing import Any
 from offload.connector.scheduler.prefill_rate import PrefillRate
 
 
-def request(name: str, prompt: int, computed: int = 0, output: int = 0) -> Any:
+def request(
+    name: str, prompt: int, computed: int = 0, output: int = 0, *, resumable: bool = False
+) -> Any:
     return SimpleNamespace(
         request_id=name,
+        resumable=resumable,
         num_prompt_tokens=prompt,
         num_computed_tokens=computed,
         num_output_tokens=output,
@@ -48,3 +51,35 @@ def test_prompts_that_have_begun_are_still_to_be_computed() -> None:
     two.num_computed_tokens = 0
     clock.ended(two, 2.0)
     assert clock.left_tokens() == 0
+
+
+def test_waiting_for_more_of_a_streamed_prompt_is_not_computing() -> None:
+    """Each part gets one token as its answer, and then the request waits for its client."""
+    seen: list[tuple[int, float]] = []
+    clock = PrefillRate(lambda tokens, seconds: seen.append((tokens, seconds)))
+    one = request("a", 1000, resumable=True)
+    clock.accepted(one, 0)
+    clock.step_begins()
+    assert not clock.scheduled(one, 5.0)
+    one.num_computed_tokens, one.num_output_tokens = 1000, 1
+    one.num_prompt_tokens, one.num_output_tokens = 1500, 0
+    clock.accepted(one, 1000)
+    assert clock.left_tokens() == 500
+    clock.step_begins()
+    assert not clock.scheduled(one, 60.0)
+    one.num_computed_tokens, one.num_output_tokens = 1500, 1
+    clock.ended(one, 100.0)
+    assert seen == []
+
+
+def test_a_part_of_a_streamed_prompt_is_measured_from_its_own_first_step() -> None:
+    seen: list[tuple[int, float]] = []
+    clock = PrefillRate(lambda tokens, seconds: seen.append((tokens, seconds)))
+    one = request("a", 1000, resumable=True)
+    clock.scheduled(one, 5.0)
+    one.num_prompt_tokens, one.num_computed_tokens = 1500, 1000
+    clock.accepted(one, 1000)
+    clock.scheduled(one, 60.0)
+    one.num_output_tokens = 1
+    assert clock.scheduled(one, 62.0)
+    assert seen == [(500, 2.0)]
