@@ -196,21 +196,32 @@ class OracleEngine:
         prompt = prompt + [rng.randrange(VOCABULARY) for _ in range(rng.randint(1, 30))]
         prompt = prompt[:120]
         self._names += 1
-        name = f"r{self._names}"
+        self.send(f"r{self._names}", prompt)
+
+    def send(self, name: str, prompt: list[int]) -> Request:
+        """Send a request with this prompt."""
+        rng = self.random
         self._salts[name] = rng.choice([None, None, None, "other"])
-        sampling = SamplingParams(max_tokens=rng.randint(1, 24), ignore_eos=True, temperature=0.0)
-        request = Request(
-            name,
-            prompt,
-            sampling,
-            None,
-            cache_salt=self._salts[name],
-            block_hasher=self._hasher,
-        )
+        request = self.make_request(name, prompt, rng.randint(1, 24))
         # The answer is added as it arrives: a later request may continue the conversation.
         chat = request._all_token_ids if self._conditions.asynchronous else prompt
         self._prompts = [*self._prompts[-7:], chat]
         self.scheduler.add_request(request)
+        return request
+
+    def make_request(
+        self, name: str, prompt: list[int], answer_tokens: int, **options: Any
+    ) -> Request:
+        """Make a request with the salt of its name and these sampling ``options``."""
+        sampling = {"ignore_eos": True, "temperature": 0.0} | options
+        return Request(
+            name,
+            prompt,
+            SamplingParams(max_tokens=answer_tokens, **sampling),
+            None,
+            cache_salt=self._salts[name],
+            block_hasher=self._hasher,
+        )
 
     def abort(self) -> None:
         """Abort a request. With asynchronous scheduling, vLLM may take notice of that only when two
