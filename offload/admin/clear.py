@@ -19,6 +19,7 @@ from offload.namespaces.claims import Owner
 from offload.namespaces.cleanup import NotDeletedError, delete_trash, remove_namespace, usage
 from offload.namespaces.inventory import NamespaceFolder, RankFolder
 from tiers.folders.folder import prepare
+from tiers.offline.offline_folder import FolderChangedError
 
 
 @dataclass(frozen=True, slots=True)
@@ -172,5 +173,8 @@ def _remove(removal: Removal, before_ns: int) -> bool:
         prepare(namespace.folder.parent, allow_network=True)
         return remove_namespace(namespace.folder.parent, namespace.name)
     for rank_folder in removal.old:
-        removal.old[rank_folder] = remove_unused(rank_folder, before_ns)
+        try:
+            removal.old[rank_folder] = remove_unused(rank_folder, before_ns)
+        except FolderChangedError:  # somebody has removed the whole folder in the meantime
+            removal.old[rank_folder] = 0
     return True

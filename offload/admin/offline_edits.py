@@ -28,7 +28,8 @@ from tiers.offline.offline_folder import (
 from tiers.offline.remove import remove_files, remove_from_lmdb
 
 KEYS_PER_LOCK = 10_000
-"""Number of records that are checked and removed under one lock; takes a fraction of a second."""
+"""Number of records that are checked and removed under one lock. In an index of 200,000 records
+this takes a fraction of a second."""
 
 
 class RankFolderInUseError(Exception):

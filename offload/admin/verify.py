@@ -13,7 +13,13 @@ from typing import Any
 
 from offload.admin.offline_edits import RankFolderInUseError, remove_damaged
 from offload.namespaces.inventory import FolderVerdict, RankFolder, Standing
-from tiers.offline.offline_folder import Checker, ListedRecord, OfflineFolder, RecordHealth
+from tiers.offline.offline_folder import (
+    Checker,
+    FolderChangedError,
+    ListedRecord,
+    OfflineFolder,
+    RecordHealth,
+)
 
 
 class RateLimit:
@@ -143,4 +149,6 @@ def repair(result: VerifyResult, key_file: str) -> None:
             result.removed = remove_damaged(result.rank_folder, result.damaged, key_file)
         except RankFolderInUseError as error:  # a server has started in the meantime
             owner = error.owner
+        except FolderChangedError as error:
+            result.fail(f"{error} before its damaged records were")
     result.owner_pid = owner.pid if owner else None

@@ -89,10 +89,13 @@ def _verify_folder(
         result.fail(f"{error} while the folder was read: run this again")
     except (OSError, TierError) as error:
         result.fail(str(error))
-    if not check_only:
-        repair(result, key_file)
-    else:
+    if check_only:
         result.note_owner()
+        return result
+    try:
+        repair(result, key_file)
+    except (OSError, TierError) as error:
+        result.fail(str(error))
     return result
 
 

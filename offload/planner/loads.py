@@ -83,8 +83,8 @@ class _HeldLoad:
 class LoadHolds:
     """Chunks that loads are about to use, by the job of the load. Owned by the load planner.
 
-    Each load has one set, added and released as a whole. This is cheaper than a count per chunk,
-    because the sets are searched only for chunks that are about to be evicted.
+    Each load has one set, made at the first search and released as a whole. This is cheaper than a
+    count per chunk, because the sets are searched only for chunks that are about to be evicted.
     """
 
     def __init__(self) -> None:

@@ -32,6 +32,6 @@ def _wait_for_replies(llm: Any) -> None:
 
 
 def _wait_for_the_store(worker: Any) -> None:
-    timed_calls.ASK_TIMEOUT_S = PATIENCE_S
+    timed_calls.ANSWER_TIMEOUT_S = PATIENCE_S
     for watch in executor(worker)._presence_queries._watches:
         watch._timeout_s = PATIENCE_S

@@ -232,26 +232,23 @@ def _model_name(model: ModelConfig) -> str:
     return snapshot[1].replace("--", "/", 1) if snapshot else name
 
 
-def _instructions() -> list[str]:
+def _instructions() -> dict[str, Any]:
     """The processor features by which vLLM chooses kernels, and which therefore decide the bytes of
-    a page: the CPU's vector and matrix extensions, or the GPU's compute capability."""
+    a page, by name: the CPU's vector and matrix extensions, or the GPU's compute capability."""
     # vLLM queries the management library, because the engine process must not create a context on a
     # GPU.
     capability = current_platform.get_device_capability()
     if capability is not None:
-        return [f"sm{capability.major}{capability.minor}"]
-    return [platform.machine(), torch.backends.cpu.get_cpu_capability(), *_extensions()]
+        return {"compute_capability": f"{capability.major}.{capability.minor}"}
+    kernels = torch.backends.cpu.get_cpu_capability()
+    return {"machine": platform.machine(), "kernels": kernels, **_extensions()}
 
 
-def _extensions() -> list[str]:
+def _extensions() -> dict[str, Any]:
     """The vector and matrix extensions of the CPU, one by one: vLLM and oneDNN have other kernels
     for AVX-512 with bfloat16 than without, and for each kind of AMX."""
     found = torch.cpu.get_capabilities()
-    return sorted(
-        name if value is True else f"{name} {value}"
-        for name, value in found.items()
-        if value and _VECTORS.match(name)
-    )
+    return {name: value for name, value in found.items() if value and _VECTORS.match(name)}
 
 
 def plain_overrides(model: ModelConfig) -> Any:

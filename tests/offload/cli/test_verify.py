@@ -3,6 +3,7 @@ writer."""
 
 from __future__ import annotations
 
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable
@@ -252,6 +253,19 @@ def test_a_server_that_starts_during_verify_keeps_its_index(tmp_path: Path) -> N
         assert (result.removed, result.owner_pid) == (0, live.pid)
         *_, wrong, failures = live.stop()
     assert (wrong, failures) == (0, 0)
+
+
+def test_a_folder_that_is_removed_during_verify_is_reported(tmp_path: Path) -> None:
+    damage(make_rank_folder(tmp_path, range(6)), 2)
+    rank_folder = only_rank_folder(tmp_path)
+    outside = rank_folder.open()
+    result = VerifyResult(rank_folder)
+    scrub(result, outside, rate_limit=RateLimit(0), advance=lambda count: None)
+    outside.close()
+    shutil.rmtree(rank_folder.folder)
+    repair(result, "")
+    assert result.removed == 0
+    assert "was removed before its damaged records were" in result.problem
 
 
 def test_encrypted_records_need_their_key(tmp_path: Path) -> None:
