@@ -246,7 +246,7 @@ def test_other_weights_at_the_same_path_find_nothing(
         assert "are not used, because model.weights.digest differs" in engine.log()
 
 
-SCHEDULER_HOOKS = ["lookup", "finished", "admit", "_plan_load", "sources", "_prepare", "update"]
+SCHEDULER_HOOKS = ["lookup", "finished", "admit", "_plan_load", "hit_sources", "_prepare", "update"]
 """``update`` is last: a report that is lost leaves its jobs open, which costs later hits."""
 
 
