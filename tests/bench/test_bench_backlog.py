@@ -102,7 +102,7 @@ def test_rows_relate_times_to_the_cpu_tier_and_bytes_to_what_was_needed() -> Non
 
 @pytest.mark.parametrize(("took", "verdict"), [(1.1, "met"), (1.3, "MISSED")])
 def test_a_goal_can_be_missed(took: float, verdict: str) -> None:
-    notes = backlog.verdicts(Config(), _batches(FAST | {AHEAD: took}))
+    notes = backlog.verdicts(Config(disk_mb_s=25.0), _batches(FAST | {AHEAD: took}))
     *measured, least, read = notes
     assert len(measured) == len(backlog.MEASURES)
     assert all(verdict in note for note in measured)
