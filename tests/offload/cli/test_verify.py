@@ -240,13 +240,18 @@ def test_damage_beside_a_writer_is_reported_and_left_to_it(tmp_path: Path) -> No
     assert verify(tmp_path)["damaged"] == []
 
 
+def scrubbed_with_damage(root: Path) -> VerifyResult:
+    """The result for a rank folder with a damaged record, before the repair."""
+    damage(make_rank_folder(root, range(6)), 2)
+    result = VerifyResult(only_rank_folder(root))
+    reader = result.rank_folder.open()
+    scrub(result, reader, rate_limit=RateLimit(0), advance=lambda count: None)
+    reader.close()
+    return result
+
+
 def test_a_server_that_starts_during_verify_keeps_its_index(tmp_path: Path) -> None:
-    damage(make_rank_folder(tmp_path, range(6)), 2)
-    rank_folder = only_rank_folder(tmp_path)
-    outside = rank_folder.open()
-    result = VerifyResult(rank_folder)
-    scrub(result, outside, rate_limit=RateLimit(0), advance=lambda count: None)
-    outside.close()
+    result = scrubbed_with_damage(tmp_path)
     assert len(result.damaged) == 1
     with writer(tmp_path) as live:
         repair(result, "")
@@ -256,13 +261,8 @@ def test_a_server_that_starts_during_verify_keeps_its_index(tmp_path: Path) -> N
 
 
 def test_a_folder_that_is_removed_during_verify_is_reported(tmp_path: Path) -> None:
-    damage(make_rank_folder(tmp_path, range(6)), 2)
-    rank_folder = only_rank_folder(tmp_path)
-    outside = rank_folder.open()
-    result = VerifyResult(rank_folder)
-    scrub(result, outside, rate_limit=RateLimit(0), advance=lambda count: None)
-    outside.close()
-    shutil.rmtree(rank_folder.folder)
+    result = scrubbed_with_damage(tmp_path)
+    shutil.rmtree(result.rank_folder.folder)
     repair(result, "")
     assert result.removed == 0
     assert "was removed before its damaged records were" in result.problem
