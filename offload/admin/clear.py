@@ -175,6 +175,8 @@ def _remove(removal: Removal, before_ns: int) -> bool:
     for rank_folder in removal.old:
         try:
             removal.old[rank_folder] = remove_unused(rank_folder, before_ns)
-        except FolderChangedError:  # somebody has removed the whole folder in the meantime
-            removal.old[rank_folder] = 0
+        except FolderChangedError:
+            if rank_folder.folder.is_dir():
+                raise
+            removal.old[rank_folder] = 0  # somebody has removed the whole folder in the meantime
     return True

@@ -10,6 +10,7 @@ import dataclasses
 import importlib
 import inspect
 import pkgutil
+import platform
 import re
 from collections import Counter
 from collections.abc import Iterator, Mapping
@@ -33,6 +34,7 @@ from offload.connector.model.weights_digest import model_files
 from offload.namespaces.manifest import Namespace
 from tests.offload.connector.model import identity_decisions as decided
 from tests.offload.connector.model.tiny_configs import config_of, differing, make_model
+from tests.processor import ISA
 
 ROOT = Path(vllm.__file__).parent
 CLASS_OF = {
@@ -294,5 +296,5 @@ def test_every_extension_of_the_cpu_by_which_vllm_chooses_kernels_counts(
         if found != chosen:
             tried += 1
             assert now != extensions, name
-    if not tried:
-        pytest.skip("no extension of this processor changes the choice alone")
+    if platform.machine() == "x86_64":  # others have other extensions
+        assert tried >= (1 if ISA else 4), "KVTIERS_TEST_ISA fixes all but one of the answers"
