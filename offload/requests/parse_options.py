@@ -21,6 +21,7 @@ The names and meanings of hints are those of ``policies.hints``. They never chan
 from __future__ import annotations
 
 import re
+import reprlib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from difflib import SequenceMatcher
@@ -249,13 +250,29 @@ def _plain(name: str) -> str:
     return re.sub(r"[^a-z0-9]", "", name.lower())
 
 
+class _ShortRepr(reprlib.Repr):
+    """Describes the first few values of a container: to describe all of a client's values may take
+    seconds of vLLM's scheduler thread."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.maxlevel, self.maxlist, self.maxdict = 2, 4, 4
+
+    def repr_dict(self, x: dict[Any, Any], level: int) -> str:
+        return super().repr_dict(dict(islice(x.items(), self.maxdict + 1)), level)
+
+
+_SHORT = _ShortRepr()
+
+
 def show(value: object) -> str:
     """A client's value as one short line of plain characters."""
     try:
-        text = ascii(value[:80] if isinstance(value, str) else value)
+        text = repr(value[:80]) if isinstance(value, str) else _SHORT.repr(value)
     except (ValueError, RecursionError):
         # a number with thousands of digits, or a deeply nested list
         return f"a {type(value).__name__}"
+    text = text.encode("ascii", "backslashreplace").decode()
     return text if len(text) <= 40 else text[:37] + "..."
 
 
@@ -303,11 +320,9 @@ def _tiers(
     if not isinstance(value, Mapping):
         both = _numbers(TIERS, value, tiers, invalid)
         return both, both
-    unknown = [name for name in value if name not in ("read", "write")]
-    invalid.extend(
-        f'{TIERS} has no part {show(name)} (parts: "read", "write")'
-        for name in unknown[:INVALID_MAX]
-    )
+    others = (name for name in value if name not in ("read", "write"))
+    unknown = list(islice(others, INVALID_MAX))
+    invalid.extend(f'{TIERS} has no part {show(name)} (parts: "read", "write")' for name in unknown)
     missing = frozenset[int]() if unknown else None
     read, write = (
         _numbers(f"{TIERS}.{part}", value[part], tiers, invalid) if part in value else missing

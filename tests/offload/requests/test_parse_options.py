@@ -22,6 +22,7 @@ from offload.requests import parse_options
 from offload.requests.parse_options import (
     CONTROL_NAMES,
     INVALID_MAX,
+    KNOWN_NAMES,
     NAMES_MAX,
     parse_controls,
     parse_hints,
@@ -228,6 +229,24 @@ def test_no_json_raises_and_what_is_described_is_short(options: Any) -> None:
     assert all(len(text) < 250 for text in (*rejected, *more))
     assert len(more) <= INVALID_MAX
     assert 0 <= controls.pin_s <= 86_400
+
+
+@pytest.mark.parametrize("inside", [list, lambda values: dict(enumerate(values)), lambda v: [[v]]])
+def test_few_of_many_values_are_looked_at(inside: Any) -> None:
+    """To describe all of them would stop every request of the server for seconds."""
+    shown: list[int] = []
+
+    class Value:
+        def __repr__(self) -> str:
+            shown.append(1)
+            return "0"
+
+    values = inside([Value() for _ in range(10_000)])
+    options: dict[str, Any] = dict.fromkeys(KNOWN_NAMES, values)
+    _, rejected = parse_controls({"kvtiers": options}, TIERS)
+    _, more = parse_hints({"kvtiers": options})
+    assert len(rejected) + len(more) >= len(KNOWN_NAMES) - 1
+    assert len(shown) < 1000
 
 
 def test_thousands_of_names_are_described_briefly() -> None:
