@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from vllm.v1.request import RequestStatus
 
 from offload.connector.scheduler.block_tables import BlockTables, ChunkBatches
 from offload.planner.jobs import JobKind
@@ -149,3 +150,29 @@ def test_a_fault_that_may_have_hidden_a_fence_fails_every_open_store(
         assert world.finished == (2 if hook == "build_connector_meta" else 3)
         assert world.mismatches == []
         world.planner.check()
+
+
+def test_blocks_of_a_load_that_could_not_be_planned_are_not_stored(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """vLLM counts these blocks as computed. The client aborts the request before the load is
+    reported as failed, and meanwhile the tiers have evicted its chunks."""
+    with OracleEngine(MODELS["full"], Conditions(slots=100), tmp_path, 2) as world:
+        keys = stored(world)
+
+        def broken(*_: Any) -> Any:
+            raise RuntimeError("a fault in a hook")
+
+        with monkeypatch.context() as patch:
+            patch.setattr(ChunkBatches, "of_load", broken)
+            request = ask(world, "gone", PROMPT)
+            world.step()
+        assert request.status is RequestStatus.WAITING_FOR_REMOTE_KVS
+        assert request.num_computed_tokens == len(PROMPT)
+        world.planner.cpu.clear()
+        world.planner.lower[0].clear()
+        world.scheduler.finish_requests("gone", RequestStatus.FINISHED_ABORTED)
+        for _ in range(20):
+            world.step()
+        assert all(map(world.planner.cpu.is_absent, keys)), "blocks that were never filled"
+        assert world.connector.faults.by_hook == {"update_state_after_alloc": 1}

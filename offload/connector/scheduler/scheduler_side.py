@@ -29,6 +29,7 @@ from offload.layout.keys import CPU
 from offload.layout.prefix_match import PrefixMatcher
 from offload.messages.plan import StepPlan
 from offload.messages.report import StepReport
+from offload.planner.jobs import LoadTokens
 from offload.planner.look_ahead.ahead_use import NOT_READ_AHEAD
 from offload.planner.look_ahead.read_waits import Action
 from offload.planner.planner import Planner
@@ -177,6 +178,8 @@ class SchedulerSide:
             # The request now waits for a load, so it must get a result. Its fence may be missing.
             self.planner.stores.distrust()
             self.planner.loads.plan_failed(name)
+            if name in self.requests.by_name:  # until the result, nothing is in its blocks
+                self.requests.by_name[name].state.outcome.begin_load(LoadTokens())
             raise
         self._end_wait(request, load)
 
