@@ -30,8 +30,12 @@ COPIED = (
     *("docs/images/*.png", "bench/results/*.md"),
     *("bench/results/*.png", "examples/*.py", "scripts/gpu_box/README.md"),
 )
-FIRST = ("serve", "size-the-tiers", "choose-a-policy", "operate", "misses", "dashboard")
-"""Guides at the head of the menu; the others follow by name."""
+FIRST = (
+    *("serve", "model-families", "size-the-tiers", "measure-your-server"),
+    *("misses", "dashboard", "when-a-disk-dies", "operate", "upgrade", "share"),
+)
+"""Guides at the head of the menu, in the order in which a user needs them: start, observe, repair,
+change. The others follow by name."""
 FOLDER_LINK = re.compile(r"\]\(((?:\.\./)*(?:docs/)?decisions)/?\)")
 
 
@@ -67,10 +71,10 @@ def menu(pages: Path) -> Iterator[dict[str, Any]]:
     guides = {path.stem: path for path in sorted((docs / "guides").glob("*.md"))}
     yield {"kvtiers": "README.md"}
     yield {"Guides": named(*(guides.pop(name) for name in FIRST), *guides.values())}
-    yield {"Reference": named(*sorted((docs / "reference").glob("*.md")))}
+    yield {"Reference": named(*sorted((docs / "reference").glob("*.md")), docs / "versions.md")}
     yield {"Measurements": named(*sorted((pages / "bench/results").glob("*.md")))}
-    inside = [docs / name for name in ("architecture.md", "versions.md", "testing.md")]
-    inside += [docs / "roadmap.md", docs / "decisions/index.md"]
+    inside = [docs / name for name in ("roadmap.md", "architecture.md", "testing.md")]
+    inside += [docs / "decisions/index.md"]
     yield {"Inside": named(*inside, *sorted((docs / "decisions").glob("0*.md")))}
     project = ("CHANGELOG.md", "CONTRIBUTING.md", "SECURITY.md", "scripts/gpu_box/README.md")
     yield {"Project": named(*(pages / name for name in project))}

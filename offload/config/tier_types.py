@@ -105,7 +105,7 @@ register_tier_type(
             ),
             _shared(
                 "Several engines of this machine share `path` and one `capacity`: set it to "
-                "`true` in all of them. See the [guide](../guides/share-on-one-host.md).",
+                "`true` in all of them. See the [guide](../guides/share.md#a-folder).",
             ),
         ),
         needs_local_disk=True,
@@ -119,7 +119,7 @@ register_tier_type(
             _shared(
                 "Several engines, on one or more machines, share `path` on NFS, Lustre, CephFS "
                 "or a local disk: set it to `true` in all of them. `capacity` then applies to "
-                "each namespace. See the [guide](../guides/share-on-one-host.md).",
+                "each namespace. See the [guide](../guides/share.md#a-folder).",
             ),
         ),
     )
@@ -129,7 +129,7 @@ register_tier_type(
         "mooncake",
         "A [Mooncake](https://github.com/kvcache-ai/Mooncake) store that servers of many "
         "machines share; needs the extra `mooncake`. It manages its capacity itself. See the "
-        "guide [Sharing](../guides/share.md).",
+        "[guide](../guides/share.md#a-mooncake-store).",
         (
             Field("master", address(), REQUIRED, "Address of `mooncake_master`."),
             Field(
