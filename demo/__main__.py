@@ -99,7 +99,7 @@ def conclusion(rows: list[Row], compared: Compared) -> str:
     cpu = sum(row.sources.cpu for row in rows)
     disk = sum(row.sources.disk for row in rows if row.phase == "restarted")
     return (
-        f"Shown: {cpu:,} prompt tokens came back from the CPU tier and, after a restart, {disk:,} "
+        f"Result: {cpu:,} prompt tokens came back from the CPU tier and, after a restart, {disk:,} "
         f"from the disk tier; {answers_shown(rows)}, and all {compared.equal:,} restored blocks "
         "have the bytes that were computed."
     )

@@ -81,8 +81,8 @@ def conclusion(rows: list[Row], compared: Compared) -> str:
     """One sentence about the result."""
     found = sum(row.sources.disk for row in rows if row.phase == "second server")
     return (
-        f"Shown: a second server restored {found:,} prompt tokens that only the first had "
-        f"computed, it answered while the store's master was dead, {answers_shown(rows)}, and all "
+        f"Result: a second server restored {found:,} prompt tokens that only the first had "
+        f"computed, and answered while the store's master was dead; {answers_shown(rows)}, and all "
         f"{compared.equal:,} restored blocks have the bytes that were computed."
     )
 

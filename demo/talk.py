@@ -172,8 +172,8 @@ def answers_shown(rows: list[Row]) -> str:
     if equal == len(rows):
         return "every answer has the tokens of vLLM without offloading"
     return (
-        f"{equal} of {len(rows)} answers, those whose prompts had the same cached length as "
-        "without offloading, have the same tokens"
+        f"{equal} of {len(rows)} answers have the tokens of vLLM without offloading (the others "
+        "cannot be compared, because their prompts were cached to another length)"
     )
 
 

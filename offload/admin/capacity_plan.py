@@ -183,7 +183,7 @@ def _prefill(model: ModelSize, machine: Machine, notes: list[str]) -> float | No
         speed = ARITHMETIC_SHARE * machine.gpu_flops / (2 * model.parameters)
         notes.append(
             f"estimated, not measured: computing {speed:,.0f} tokens/s, from "
-            f"{machine.gpu_flops / 1e12:,.0f} TFLOPS at {ARITHMETIC_SHARE:.0%} and "
+            f"{ARITHMETIC_SHARE:.0%} of {machine.gpu_flops / 1e12:,.0f} TFLOPS and "
             f"{model.parameters / 1e9:.1f} billion parameters (for a mixture of experts, give the "
             f"active parameters with --parameters)"
         )

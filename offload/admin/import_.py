@@ -216,7 +216,7 @@ class _TierMaker:
         """Read the state of the folder; returns the reason why it must not be opened, if there is
         one."""
         if self.kind != self._rank_folder.kind:
-            return f"the folder there is of type {self._rank_folder.kind}, not {self.kind}"
+            return f"the target folder is of type {self._rank_folder.kind}, not {self.kind}"
         reader = self._rank_folder.open()
         try:
             self._known_bytes = reader.capacity_bytes
@@ -232,15 +232,15 @@ class _TierMaker:
         # shared folder, engines with the files' weights use any epoch as their common one.
         if is_shared and self._about["epoch"] % 2 and not self._about.get("is_shared"):
             return (
-                "its records were computed with weights that are in no file, and the engines that "
-                "share the folder there have those of the files"
+                "its records were computed with weights that are in no file, but the engines that "
+                "share the target folder use the weights of the files"
             )
         if owner is not None and owner.namespace != self._records_of:
-            return "the records there have another layout: other attention kernels wrote them"
+            return "other attention kernels wrote the target's records, in another layout"
         if True in sealed and not self._target.key_file:
-            return "the records there are encrypted: give --key-file"
+            return "the target's records are encrypted: give --key-file"
         if False in sealed and self._target.key_file:
-            return "the records there are not encrypted: leave --key-file out"
+            return "the target's records are not encrypted: omit --key-file"
         return ""
 
     def _check(self) -> str:

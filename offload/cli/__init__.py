@@ -39,7 +39,7 @@ COMMANDS = {
     "why": ("offload.cli.why", "Show why the last requests missed."),
     "inspect": (
         "offload.cli.inspect",
-        "Show the contents of a tier's folder, in use or not.",
+        "Show the contents of a tier's folder, even one in use.",
     ),
     "verify": ("offload.cli.verify", "Read and check every record; remove damaged ones."),
     "clear": ("offload.cli.clear", "Remove namespaces by name, model or age."),
@@ -49,7 +49,7 @@ COMMANDS = {
     "doctor": ("offload.cli.doctor", "Check whether and how a model can be offloaded."),
     "plan": (
         "offload.cli.plan",
-        "Predict how much tiers of given sizes hold, hit, save and write.",
+        "Predict the hits, savings and writes of tiers of given sizes.",
     ),
     "bench": ("offload.cli.bench", "Run benchmarks, from a checkout."),
     "simulate": ("policies.simulation.cli", "Run eviction policies on request traces."),

@@ -79,7 +79,7 @@ def ask_vllm(model: str, flags: list[str]) -> Report:
     from rich.markup import escape
 
     console = Console(stderr=True)
-    waiting = console.status(f"querying vLLM about {escape(model)}; importing it takes a while")
+    waiting = console.status(f"importing vLLM to ask it about {escape(model)}; this takes a while")
     with _ended_by_ctrl_c(console), waiting if console.is_terminal else contextlib.nullcontext():
         return _examine(model, flags)
 

@@ -76,7 +76,7 @@ def plan(
     token_bytes: TokenBytes = "",
     as_json: AsJson = False,
 ) -> None:
-    """Predict how much tiers of these sizes hold, hit, save and write, and whether loading pays.
+    """Predict how much tiers of these sizes hold, how many tokens hit, and whether loading pays.
 
     All other flags are those of vllm serve. Hit rates come from the simulator; speeds are the ones
     you give, or estimates that are marked as such. Exits with 1 if the model cannot be offloaded or
@@ -303,8 +303,8 @@ def _lines(found: Plan) -> list[str]:
         rate = f" at {asked:,.0f} prompt tokens/s" if asked else ""
         lines.append(f"requests: {found.requests}{rate}")
         lines.append(
-            f"hits: {share_text(found.hit_ratio)} of the prompt tokens, of "
-            f"{share_text(found.hit_ratio_max)} that an infinite cache would have; "
+            f"hits: {share_text(found.hit_ratio)} of the prompt tokens (an infinite cache: "
+            f"{share_text(found.hit_ratio_max)}); "
             f"{share_text(found.compute_saved)} of the arithmetic saved"
         )
     else:

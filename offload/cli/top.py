@@ -57,7 +57,9 @@ def top(
     ] = 2.0,
     once: Annotated[
         bool,
-        typer.Option("--once", help="Show one view and exit; with --interval 0 it has no rates."),
+        typer.Option(
+            "--once", help="Show one view, then exit. With --interval 0 the view has no rates."
+        ),
     ] = False,
     as_json: AsJson = False,
 ) -> None:

@@ -287,10 +287,11 @@ TOP_FIELDS = (
         "record_requests",
         path(),
         None,
-        "File for `kvtiers why`: one line for each of at least the last `recent_requests` "
-        "requests, with the tiers that held its prefix and the reason why the prefix was not "
-        "longer; no content. Lines of the previous server are kept at first. With several "
-        "data-parallel replicas, the number of each is added to the name.",
+        "File for `kvtiers why`: one line per request, for at least the last `recent_requests` "
+        "requests. A line names the tiers that held the prefix, and says why the prefix was not "
+        "longer. It contains no text and no tokens. A restarted server keeps older lines until "
+        "newer ones replace them. With several data-parallel replicas, the number of each is "
+        "added to the name.",
         "off",
     ),
     Field(

@@ -334,5 +334,5 @@ def _check_owner(outside: OfflineFolder, identity: Identity, epoch: int) -> None
         raise NamespaceError(f"{outside.folder} contains other records than its geometry describes")
     if outside.epoch != epoch:
         raise NamespaceError(
-            f"{outside.folder} is of epoch {outside.epoch}, its replica of {epoch}"
+            f"{outside.folder} is of epoch {outside.epoch}, but its replica is of epoch {epoch}"
         )

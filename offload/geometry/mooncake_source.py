@@ -108,7 +108,7 @@ def load_all(posted: Sequence[Posted], warn: Callable[[str], object]) -> list[De
     found = []
     for each in posted:
         try:
-            described = load(each.content, "a notice in the store")
+            described = load(each.content, "a description of an engine in the store")
             found.append(replace(described, is_alive=each.is_alive))
         except NamespaceError as error:
             warn(f"kvtiers: {error}")

@@ -229,7 +229,7 @@ def _head_obstacles(
             f"{where}.heads",
             f"{theirs.heads} on each of {stored.ranks} ranks",
             f"{ours.heads} on each of {now.ranks}",
-            f"these are not the same heads of layer {ours.layer}",
+            f"the heads of layer {ours.layer} are divided differently",
             f"--tensor-parallel-size {stored.ranks}",
         )
 

@@ -332,7 +332,7 @@ class TierIndex:
         if sum(map(len, states)) != len(set.union(*states)):
             problems.append("a key is in two states")
         if not set(self._victims) <= set(self._resident):
-            problems.append("a victim is named that is not resident")
+            problems.append("a victim is not resident")
         if not set(self._pins) <= set.union(*states):
             problems.append("a pinned key is absent")
         if not set(self._doomed) <= set(self._pins):

@@ -247,8 +247,9 @@ class OffloadManager:
         is_settled = await self._ends(self._executor.settle(), timeout_s)
         if not is_settled or self._executor.has_pending_epochs:
             raise TierUnavailableError(
-                "kvtiers: a tier could not be reset durably. This process no longer finds "
-                "its records, but a later one may: delete its folder before it is opened again."
+                "kvtiers: a tier could not be reset durably. This process no longer finds its "
+                "records, but a later process may: delete the tier's folder before you open it "
+                "again."
             )
 
     async def aclose(self, timeout_s: float = 5.0) -> None:

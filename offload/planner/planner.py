@@ -368,4 +368,4 @@ class Planner:
         if storing != (counted := self.stores.storing):
             raise InvariantError(f"planner: {storing} chunks being stored, counted {counted}")
         if not (len(self.jobs) or self.deferred.pieces) and self.cpu.filling_count:
-            raise InvariantError("planner: chunks are being filled and no job is open")
+            raise InvariantError("planner: chunks are being filled although no job is open")

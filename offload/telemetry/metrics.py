@@ -114,10 +114,10 @@ MOVED = {
     ),
     "copy_failures": Metric(
         "Unexpected errors of copies between the GPU and the CPU tier, for example of the CUDA "
-        "driver; the log has their texts. Each fails a store or a load."
+        "driver; the log has their texts. Each one fails a store or a load."
     ),
     "copy_groups": _gauge(
-        "KV cache groups that are copied in this way between the GPU and the CPU tier: batch, "
+        "KV cache groups, by the way they are copied between the GPU and the CPU tier: batch, "
         "kernel or each (GPUs).",
         *("direction", "way"),
     ),
@@ -170,7 +170,7 @@ HEALTH = {
     "prefill_tokens_per_second": _gauge("Measured rate of computing, for break_even."),
     "corrupt_records": _lower("Records of a lower tier that failed verification."),
     "verified_chunks": Metric(
-        "Loaded chunks that were compared with their digests at computation (verify)."
+        "Loaded chunks that equal what was computed, according to their digests (verify)."
     ),
     "differing_chunks": Metric(
         "Loaded chunks that differ from what was computed (verify); their loads have failed."

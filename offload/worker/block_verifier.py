@@ -287,7 +287,7 @@ class Verifier:
         if not self.broken:
             self.broken = True
             logger.error(
-                "kvtiers: verify has stopped: loads are not compared any more, and "
+                "kvtiers: verify has stopped; from now on loaded chunks are not compared, and "
                 "count in unverified_chunks: %r",
                 error,
             )

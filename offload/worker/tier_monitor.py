@@ -146,8 +146,8 @@ class TierMonitor:
             return list(found)
         self._report(failure)
         raise TierIoError(
-            f"the tier was called with {count} keys and did not return as many {kind.__name__}s, "
-            f"but {reprlib.repr(found)}"
+            f"the tier was called with {count} keys and must return one {kind.__name__} for each, "
+            f"but returned {reprlib.repr(found)}"
         )
 
 

@@ -116,18 +116,18 @@ def test_nothing_from_the_cpu_tier_is_a_problem() -> None:
 
 def test_the_last_sentence_states_what_was_shown() -> None:
     assert plain.conclusion(PLAIN, ALL_EQUAL) == (
-        "Shown: 576 prompt tokens came back from the CPU tier and, after a restart, 560 from the "
+        "Result: 576 prompt tokens came back from the CPU tier and, after a restart, 560 from the "
         "disk tier; every answer has the tokens of vLLM without offloading, and all 1,234 restored "
         "blocks have the bytes that were computed."
     )
     assert shared.conclusion(SHARED, ALL_EQUAL) == (
-        "Shown: a second server restored 576 prompt tokens that only the first had computed, it "
-        "answered while the store's master was dead, every answer has the tokens of vLLM without "
+        "Result: a second server restored 576 prompt tokens that only the first had computed, and "
+        "answered while the store's master was dead; every answer has the tokens of vLLM without "
         "offloading, and all 1,234 restored blocks have the bytes that were computed."
     )
     some = [*PLAIN[:2], replace(PLAIN[2], tokens_equal=None)]
     assert (
-        "2 of 3 answers, those whose prompts had the same cached length as without offloading, "
+        "2 of 3 answers have the tokens of vLLM without offloading (the others cannot be compared"
         in (plain.conclusion(some, ALL_EQUAL))
     )
 

@@ -326,7 +326,8 @@ class CudaCopyEngine(CopyEngine):
         for (group, to_slab), choice in self._choices.items():
             shape = shapes[group]
             logger.info(
-                "kvtiers: group %d, %s: %d copies per block of at least %s bytes, by %s%s",
+                "kvtiers: group %d, %s: each block is copied in %d pieces of at least %s bytes, "
+                "by %s%s",
                 group,
                 "store" if to_slab else "load",
                 shape.copies_per_block,

@@ -316,15 +316,15 @@ class SharedFolder(RecordFiles):
         self.capacity_bytes, self._granted = capacity_bytes, 0
         if first == self.engines.name:
             logger.warning(
-                "kvtiers: %s has a capacity of %d bytes from now on, as configured here: the "
-                "engines that used it before have left",
+                "kvtiers: %s now has the capacity configured here, %d bytes, because the engines "
+                "that used it before have left",
                 *(self._path, capacity_bytes),
             )
         else:
             logger.warning(
-                "kvtiers: %s is shared with a capacity of %d bytes, the capacity of the engine "
-                "that joined first; the %d configured here have no effect while that engine uses "
-                "the folder",
+                "kvtiers: %s is shared, and its capacity is that of the engine that joined first, "
+                "%d bytes; the capacity configured here, %d bytes, has no effect while that engine "
+                "uses the folder",
                 *(self._path, capacity_bytes, self._configured_bytes),
             )
 

@@ -132,7 +132,7 @@ class NoticeKeeper:
                 is_there = await self.threads.run(self._post)
                 self._log(is_there)
             except Exception as error:  # any error: the tier works without the notice
-                logger.debug("kvtiers: the notice of this engine could not be posted: %r", error)
+                logger.debug("kvtiers: this engine's description could not be stored: %r", error)
                 is_there = False
             self.posted.set()
             with contextlib.suppress(TimeoutError):
@@ -150,8 +150,8 @@ class NoticeKeeper:
     def _log(self, is_posted: bool) -> None:
         if not is_posted and self._is_posted:
             logger.warning(
-                "kvtiers: the store has no space for the notice of this engine's blocks (%s): "
-                "engines of other geometry do not find them",
+                "kvtiers: the store has no space for the description of this engine (%s), so "
+                "engines with other geometries do not find its blocks",
                 self._notice.board,
             )
         self._is_posted = is_posted

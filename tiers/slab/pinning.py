@@ -30,8 +30,8 @@ def pinning_advice(error: PinningError, total_bytes: int, pinned_bytes: int) -> 
     """The message for a failed registration: numbers, the likely cause, and a remedy."""
     limit, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
     head = (
-        f"cannot pin the CPU tier's memory: {pinned_bytes:,} of {total_bytes:,} bytes are pinned, "
-        f"the next piece failed with: {error}."
+        f"cannot pin the CPU tier's memory: {pinned_bytes:,} of {total_bytes:,} bytes are pinned; "
+        f"pinning the next piece failed with: {error}."
     )
     if limit == resource.RLIM_INFINITY:
         return f"{head} The memlock limit is unlimited; the machine may be short of free memory."

@@ -298,7 +298,7 @@ class HostSlab:
             if not self._pin_fallback:
                 raise SlabError(text) from error
             logger.warning(
-                "kvtiers: %s Continuing with pageable memory for these slots: copies are slow.",
+                "kvtiers: %s These slots use pageable memory instead, so copies are slow.",
                 text,
             )
         else:

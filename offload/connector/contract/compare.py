@@ -199,7 +199,7 @@ def _calls(before: Fact, now: Fact, ours: list[Parameters]) -> Iterator[tuple[st
             yield f"{function} calls it with ({shape}){refused}", not is_fine
     for function in before["from"]:
         if function not in now["from"]:
-            yield f"{function} does not call it any more", False
+            yield f"{function} no longer calls it", False
 
 
 def as_call(shape: str) -> CallShape:

@@ -121,7 +121,7 @@ class PendingEpochs:
         if missing:
             logger.error(
                 "kvtiers: tiers %s have not recorded that the weights have changed. They are not "
-                "used until they have; if the server ends before that, clear their folders",
+                "used until they have recorded it. If the server ends first, clear their folders",
                 missing,
             )
         return not missing

@@ -304,7 +304,7 @@ async def test_invalid_documents_on_the_board_do_no_harm(
             specs = store_specs(master, 1, how="translate", model=model)
             async with opened(specs, 1) as translating:
                 assert await read(translating, KEYS[0], 1) is ReadOutcome.OK
-    assert caplog.text.count("a notice in the store") >= len(rubbish)
+    assert caplog.text.count("a description of an engine in the store") >= len(rubbish)
 
 
 async def test_a_master_that_comes_back_empty(tmp_path: Any, model: str) -> None:

@@ -114,11 +114,12 @@ async def test_each_direction_uses_the_faster_path_and_logs_it(
         world.close()
     lines = [record.getMessage() for record in caplog.records]
     assert lines == [
-        "kvtiers: group 0, store: 2 copies per block of at least 4,096 bytes, by one batched "
-        "driver call (measured: a gather/scatter kernel 13.7 GB/s, one batched driver call "
+        "kvtiers: group 0, store: each block is copied in 2 pieces of at least 4,096 bytes, by one "
+        "batched driver call (measured: a gather/scatter kernel 13.7 GB/s, one batched driver call "
         "12.3 GB/s)",
-        "kvtiers: group 0, load: 2 copies per block of at least 4,096 bytes, by a gather/scatter "
-        "kernel (measured: a gather/scatter kernel 61.4 GB/s, one batched driver call 12.3 GB/s)",
+        "kvtiers: group 0, load: each block is copied in 2 pieces of at least 4,096 bytes, by a "
+        "gather/scatter kernel (measured: a gather/scatter kernel 61.4 GB/s, one batched driver "
+        "call 12.3 GB/s)",
     ]
 
 

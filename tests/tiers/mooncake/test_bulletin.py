@@ -176,4 +176,4 @@ async def test_a_full_store_is_reported_and_does_no_harm(
         await tier.open()
         assert await tier.present([key_of(0)]) == [False]
         await tier.aclose()
-    assert "has no space for the notice of this engine's blocks" in caplog.text
+    assert "has no space for the description of this engine" in caplog.text

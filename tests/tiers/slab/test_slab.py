@@ -366,7 +366,7 @@ def test_a_failed_registration_falls_back_if_configured(caplog: pytest.LogCaptur
     assert slab.pinned_slots == 2
     assert not slab.pinned
     assert registrar.calls == 3, "after one failure there must be no further attempt"
-    assert caplog.text.count("Continuing with pageable memory") == 1
+    assert caplog.text.count("use pageable memory instead") == 1
     slab.close()
     assert not registrar.live
 
@@ -389,8 +389,8 @@ def test_advice_for_a_memlock_limit_names_the_limit_and_the_flags() -> None:
     finally:
         resource.setrlimit(resource.RLIMIT_MEMLOCK, (soft, hard))
     assert text == (
-        "cannot pin the CPU tier's memory: 1,000,000 of 1,000,000,000 bytes are pinned, the next "
-        "piece failed with: cudaHostRegister: out of memory (2). The memlock limit of this "
+        "cannot pin the CPU tier's memory: 1,000,000 of 1,000,000,000 bytes are pinned; pinning "
+        "the next piece failed with: cudaHostRegister: out of memory (2). The memlock limit of this "
         f"process is {limit:,} bytes: raise it with 'ulimit -l unlimited', '--ulimit memlock=-1' "
         "(docker), or 'LimitMEMLOCK=infinity' (systemd), or make the CPU tier smaller."
     )

@@ -173,8 +173,8 @@ class SharedLmdbFiles(LmdbFilesBase):
             raise IndexUnusableError("its payload file belongs to another index")
         if limits != self._limits:
             logger.warning(
-                "kvtiers: %s is shared with a capacity of %d bytes for records of %d and more; "
-                "%d and %d were configured here and have no effect while others use it",
+                "kvtiers: %s is shared; its capacity is %d bytes, its record_bytes %d. The "
+                "values configured here, %d and %d, have no effect while other processes use it",
                 *(self.folder, limits.capacity_bytes, limits.record_bytes),
                 *(self._limits.capacity_bytes, self._limits.record_bytes),
             )
