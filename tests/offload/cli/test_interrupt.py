@@ -274,7 +274,7 @@ def test_interrupting_outside_the_part_that_typer_guards(monkeypatch: pytest.Mon
 def test_interrupting_doctor_while_it_queries_vllm(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text("{}")  # without it, vLLM would not be queried
     with on_a_terminal("doctor", tmp_path) as terminal:
-        terminal.wait_for("querying vLLM")
+        terminal.wait_for("importing vLLM")
         terminal.press(CTRL_C)
         assert terminal.end() == 130
     assert TRACEBACK not in terminal.shown
