@@ -80,8 +80,8 @@ class Removal:
 
 
 def find_removals(namespaces: Sequence[NamespaceFolder], wanted: RemovalFilter) -> list[Removal]:
-    """List the matching data, and remains of earlier removals. Raises whatever opening a folder
-    raises."""
+    """List the matching data, and what earlier removals left behind. Raises whatever opening a
+    folder raises."""
     found = []
     for namespace in namespaces:
         size, last_used = usage(namespace.folder)

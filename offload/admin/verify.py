@@ -69,7 +69,7 @@ class VerifyResult:
     remark: str = ""
 
     def judge(self, verdict: FolderVerdict) -> None:
-        """Set what a server that starts would do with the folder."""
+        """Record what the next server to start would do with the folder."""
         self.standing = verdict.standing.value
         self.problem, self.remark = verdict.problem, verdict.remark
 

@@ -52,8 +52,8 @@ class Capacity(ABC):
         return locations
 
     def take_bytes(self, size: int) -> bool:
-        """Take many locations at once, where a location is simply its size; ``size`` is their sum.
-        Returns ``False``, with nothing taken, if they do not fit or locations are not sizes."""
+        """Take many locations at once in a space whose locations are sizes; ``size`` is their sum.
+        Returns ``False`` and takes nothing if they do not fit, or if the space has slots."""
         return False
 
     @abstractmethod

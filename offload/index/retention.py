@@ -18,7 +18,7 @@ from policies.base import EvictionPolicy
 
 NOTHING: frozenset[bytes] = frozenset()
 PASSED_PER_VICTIM = 8
-"""A search names enough victims that it passes at most about this number of other keys for each."""
+"""A search that passes more than about this number of other keys per victim names more victims."""
 
 
 class Evict(enum.Enum):

@@ -210,8 +210,8 @@ def _scan(present: PresentBatch, _group: int, keys: Sequence[bytes], first: int,
 
 
 class _Tail:
-    """Lowers a bound to the longest prefix that one group can restore of which it needs only the
-    last chunks.
+    """Lowers a bound to the longest prefix that one group can restore, for a group that needs only
+    the last chunks of a prefix.
 
     Bounds only fall, so the presence of each chunk is queried at most once.
     """

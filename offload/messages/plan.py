@@ -234,7 +234,7 @@ def _thawed(chunks: bytes) -> Columns:
     return _PACKED.decode(chunks).unpack()
 
 
-_load_item = partial(tuple.__new__, LoadItem)  # avoids the Python function that names fields
+_load_item = partial(tuple.__new__, LoadItem)  # faster than ``LoadItem``, which calls Python code
 
 
 class Keys(Sequence[bytes]):

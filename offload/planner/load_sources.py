@@ -137,9 +137,9 @@ class LoadSources:
         self, job: int, batches: Sequence[ChunkBatch], read: frozenset[int] | None, *, later: bool
     ) -> PlannedPart | None:
         """Pin these chunks until the job has ended, and reserve slots for chunks of lower tiers, as
-        far as slots are free. Does nothing and returns ``None`` if one of the chunks is in no tier.
-        If the chunks are taken ``later`` than they were looked up, it also does so if one of them
-        is in a tier that has begun to fail."""
+        far as slots are free. Does nothing and returns ``None`` if one of the chunks is in no tier,
+        or if one of them has to come from a tier that has begun to fail since the lookup
+        (``later``: an earlier step has looked the chunks up)."""
         keys, groups, blocks, widths = _columns_of(batches)
         slots, tiers = self._find(keys, read)
         used = set(tiers)

@@ -15,8 +15,8 @@ from offload.planner.step_budget import PROBE_CHUNKS
 
 
 class TierProbes:
-    """Plans probes, and tells the tier's health their results. Owned by the planner; used on its
-    thread.
+    """Plans probes, and reports their results to the health of the tier. Owned by the planner; used
+    on its thread.
 
     ``planned`` are the probes of this step.
     """

@@ -82,8 +82,8 @@ class HitSearch:
         return Hit(None) if known.is_partial else Hit(hit, reason)
 
     def in_cpu_tier(self, state: RequestState, start: int, limit: int, why: ShortenReason) -> Hit:
-        """Find the part of the longest prefix that is in the CPU tier now. ``why`` is the reason
-        for which a request loads no more than that."""
+        """Find the part of the longest prefix that is in the CPU tier now. ``why`` says why a
+        request loads no more than that."""
         known = state.lookup.known
         known.begin()
         hit, near = self._match(state, start, limit), self._match(state, start, limit, CPU)

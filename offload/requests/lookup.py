@@ -184,8 +184,8 @@ class Lookups:
         return now - lookup.refused_s < patience_s
 
     def _limits(self, state: RequestState, request: Prompt, start: int) -> range:
-        """From the longest prefix that the request's options allow to load to the longest that can
-        be restored, in tokens, if vLLM holds the first ``start`` tokens.
+        """Two lengths in tokens, if vLLM holds the first ``start`` tokens: of the longest prefix
+        that the request's options allow, and of the longest that can be restored.
 
         vLLM samples from the output of the last token, and computes that token again if everything
         was restored. If only the last block is missing, it is computed: that takes the same one

@@ -124,8 +124,8 @@ class Explainer:
     ) -> Miss:
         """Explain why the hit of a lookup from ``start`` on ends at ``hit`` tokens.
 
-        ``limits`` goes from the longest hit that the request allows to the longest that its prompt
-        allows, in tokens.
+        ``limits`` are two lengths in tokens: of the longest hit that the request's options allow,
+        and of the longest that its prompt allows.
         """
         now = planner.now
         self._started_s = now if self._started_s is None else self._started_s

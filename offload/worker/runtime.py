@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 UNDO_TIMEOUT_S = 2.0
-"""Time limit for closing a tier after a later step of the start has failed."""
+"""If a step of the start fails, each tier that is already open must close within this time."""
 
 
 @dataclass(frozen=True, slots=True)

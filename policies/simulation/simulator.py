@@ -71,7 +71,8 @@ class Result:
 
     @property
     def ns_per_op(self) -> float:
-        """Mean time in the policy per key stored, touched or evicted. 0 without such keys."""
+        """Mean nanoseconds in the policy for each key that was stored, touched or evicted; 0 if
+        there was none."""
         return self.policy_ns / self.policy_ops if self.policy_ops else 0.0
 
     def count(self, request: Request, hits: int, model: FlopModel) -> None:

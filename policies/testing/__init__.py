@@ -107,7 +107,8 @@ def play(policy: EvictionPolicy, script: str) -> str:
 
 
 class PolicyContract:
-    """Inherit from it, define ``make_policy``, and let pytest collect the class.
+    """The contract of every policy. Inherit from this class, define ``make_policy``, and let pytest
+    collect your class.
 
     The model test makes ``examples`` random runs. With ``shrink``, it searches for the smallest
     failing run.

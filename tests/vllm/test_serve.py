@@ -90,7 +90,7 @@ def test_after_kill_9_in_the_middle_of_storing(
 ) -> None:
     for cycle in range(2):
         with serve(llama, tmp_path, f"killed-{cycle}") as engine:
-            # enough that the first are on disk while the last are stored, however fast both are
+            # so many that the first prompts are on disk before the last ones are stored
             more = prompts(24, seed=cycle + 7)
             for number, prompt in enumerate([*reference.prompts, *more]):
                 engine.submit(str(number), prompt, max_tokens=8)

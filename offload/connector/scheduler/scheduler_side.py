@@ -175,7 +175,7 @@ class SchedulerSide:
             self._note_accepted(state, request, external_tokens)
             load = self._plan_load(state, block_ids, external_tokens)
         except Exception:
-            # The request now waits for a load, so it must get a result. Its fence may be missing.
+            # The request now waits for a load, so that load must end. A fence may be missing.
             self.planner.stores.distrust()
             self.planner.loads.plan_failed(name)
             if name in self.requests.by_name:  # until the result, nothing is in its blocks

@@ -173,7 +173,8 @@ class StallWatch:
     """Finds the waiting requests that others overtake. Owned by ``LookAhead``, whose ``queue`` it
     watches; used on the planner's thread.
 
-    While no request leaves the queue, the running ones take their time, and nobody is overtaken.
+    While no request leaves the queue, the running requests are slow, but none that waits is
+    overtaken.
     """
 
     def __init__(self, queue: Sequence[AheadRequest]) -> None:

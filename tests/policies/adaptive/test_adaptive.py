@@ -78,8 +78,8 @@ def test_is_lru_before_anything_is_learned() -> None:
 
 
 def test_returns_to_lru_when_the_workload_changes() -> None:
-    """First conversations, which density order serves better; then prompts that are sent three
-    times in a row, for which only recency counts."""
+    """The trace begins with conversations, which density order serves better. Then each prompt is
+    sent three times in a row, so that only recency counts."""
     before = _chat(4)
     repeats = [Request(1e6 + turn, 160, ((10**9 + turn // 3 * 10, 10),)) for turn in range(6000)]
     log: list[int] = []

@@ -27,7 +27,7 @@ RECEIVED_BYTES = 1 << 16
 
 
 class InterruptingProxy:
-    """The proxy's process. It forwards every connection to ``master``, at ``address``."""
+    """The proxy's process. It forwards every connection to ``address`` on to ``master``."""
 
     def __init__(self, master: Master) -> None:
         self._master = master
