@@ -31,7 +31,7 @@ COPIED = (
     *("bench/results/*.png", "examples/*.py", "scripts/gpu_box/README.md"),
 )
 FIRST = (
-    *("serve", "model-families", "size-the-tiers", "measure-your-server"),
+    *("serve", "model-families", "size-the-tiers", "look-ahead"),
     *("misses", "dashboard", "when-a-disk-dies", "operate", "upgrade", "share"),
 )
 """Guides at the head of the menu, in the order in which a user needs them: start, observe, repair,

@@ -96,7 +96,7 @@ def line_of_each_row(runs: list[Any]) -> list[str]:
 def test_the_table_of_look_ahead_shows_the_kept_runs() -> None:
     names = ("backlog-of-12-prompts-of-768-tokens", "backlog-of-8-prompts-of-2048-tokens")
     runs = [json.loads((RESULTS / f"{name}.json").read_text(encoding="utf-8")) for name in names]
-    text = chapter("docs/guides/size-the-tiers.md", "Look-ahead")
+    text = chapter("docs/guides/look-ahead.md", "What look-ahead gained")
     table = [line for line in text.splitlines() if line.startswith("| ")]
     assert [f"bench/results/{name}.md)" in table[0] for name in names] == [True, True]
     shown = ["|" + line.partition("|")[2].partition("|")[2] for line in table[1:]]
