@@ -33,8 +33,8 @@ def test_the_docs_show_what_ran() -> None:
 
 @pytest.mark.parametrize("path", sorted(combinations.KEPT.iterdir()), ids=lambda path: path.name)
 def test_kept_results_are_those_of_one_whole_run(path: Path) -> None:
-    """They contain each chosen engine test and have not been edited. Files without a commit are
-    older, and were put together from several runs."""
+    """The kept files contain each chosen engine test and have not been edited. Files without a
+    commit are older, and were put together from several runs."""
     ran = json.loads(path.read_text(encoding="utf-8"))
     assert path.name == f"{ran['vllm']}-{ran['runner']}.json"
     assert set(ran["engines"]) == set(combinations.engines_of(ran["vllm"], ran["runner"]))
@@ -75,7 +75,7 @@ def test_results_that_were_changed_or_are_not_whole_are_not_kept(
 def test_a_run_writes_down_what_it_tested(
     pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """This includes the outcome of a test that fails only in its tear-down."""
+    """The results include the outcome of a test that fails only in its tear-down."""
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
     monkeypatch.setenv("KVTIERS_TEST_RESULTS", str(pytester.path / "results"))
     pytester.path.joinpath("tests/vllm").mkdir(parents=True)
@@ -124,8 +124,8 @@ def test_the_table_names_what_did_not_pass(tmp_path: Path) -> None:
 def test_what_a_machine_lacks_is_named_at_the_end(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """It is named once, even if several runs lack it; ``table`` accepts older files without this
-    entry."""
+    """Each lack is named once, even if several runs have it; ``table`` accepts older files without
+    this entry."""
     ran = {"vllm": "0.32.0", "runner": "v1", "quick": {"passed": 9}, "engines": {}}
     (tmp_path / "old.json").write_text(json.dumps(ran))
     assert combinations.main(["--table", str(tmp_path)]) == 0

@@ -113,7 +113,7 @@ def test_the_examples_are_found() -> None:
 
 
 def test_no_page_tells_pip_to_install_a_package_of_this_name() -> None:
-    """It is on no index, and a stranger could take the name there."""
+    """The package is on no index, and a stranger could take its name there."""
     sources = [*PAGES, ROOT / "Dockerfile"]
     for folder in ("offload", "tiers", "policies", "demo", "bench", "scripts"):
         sources += [*(ROOT / folder).rglob("*.py"), *(ROOT / folder).rglob("*.sh")]

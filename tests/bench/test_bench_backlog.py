@@ -197,8 +197,8 @@ def test_the_kernel_slows_a_process_until_the_end(tmp_path: Path) -> None:
 def test_an_engine_that_is_busy_is_ended_at_once(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """This happens when SIGTERM interrupts the benchmark: nothing waits for the batch that the
-    engine runs."""
+    """SIGTERM interrupts the benchmark in this way: nothing waits for the batch that the engine
+    runs."""
     engine = Engine({}, {}, tmp_path / "log")
     os.kill(engine.process, signal.SIGSTOP)  # it will not answer
 

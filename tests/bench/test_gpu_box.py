@@ -196,7 +196,7 @@ def test_a_report_without_results_says_what_to_give(tmp_path: Path) -> None:
 
 
 def test_no_process_of_a_probe_is_left(tmp_path: Path) -> None:
-    """This includes processes in another session, such as the engines of ``bench serve``."""
+    """Processes in another session, such as the engines of ``bench serve``, are ended too."""
     plan = schedule(tmp_path / "plan.toml", ("leaves", LEAVES_A_CHILD, 60, []))
     child = tmp_path / "child"
     assert box("run", tmp_path / "out", "--schedule", plan, CHILD=str(child)).returncode == 0

@@ -37,7 +37,7 @@ def take_all() -> list[int]:
 
 
 def test_no_port_is_given_twice(monkeypatch: pytest.MonkeyPatch) -> None:
-    """This holds in this process and in others, as long as the first process lives."""
+    """No process, this one or another, gets a port again as long as its first owner lives."""
     first = ports.free_port()
     at = range(first - 60, first + 60)
     monkeypatch.setattr(ports, "_range", lambda: at)

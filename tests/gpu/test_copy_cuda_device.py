@@ -145,7 +145,7 @@ def test_a_store_waits_for_the_kernel_that_writes_its_blocks(device: Device) -> 
 
 
 def test_without_the_event_a_store_reads_too_early(device: Device) -> None:
-    """This shows that the test above can fail: the streams really are independent."""
+    """The test above can fail: the streams really are independent."""
     device.fill([3, 4], 1)
     torch.cuda.synchronize()
     torch.cuda._sleep(LONG_CYCLES)
@@ -180,7 +180,7 @@ def test_a_load_waits_for_the_kernel_that_reads_its_blocks(device: Device) -> No
 
 
 def test_without_the_event_a_load_overwrites_too_early(device: Device) -> None:
-    """This shows that the test above can fail: the load ends while the long kernel still runs."""
+    """The test above can fail: the load ends while the long kernel still runs."""
     assert values_read_before_a_load(device, None) == ({7}, {7})
 
 

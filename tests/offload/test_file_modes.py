@@ -58,7 +58,7 @@ async def test_files_of_a_tier_are_private(tmp_path: Path, kind: str, shared: bo
 @pytest.mark.parametrize("name", ["trace.jsonl", "trace.jsonl.gz"])
 @pytest.mark.parametrize("old", ["none", "open to all", "a link"])
 def test_recordings_are_private(tmp_path: Path, name: str, old: str) -> None:
-    """This holds even if an earlier server has left a file that others may read."""
+    """A recording is private even if an earlier server has left a file that others may read."""
     folder, elsewhere = tmp_path / "recorded", tmp_path / "elsewhere"
     folder.mkdir(0o700)
     path = folder / name

@@ -183,7 +183,7 @@ def test_a_pin_ends_when_its_time_is_over(tmp_path: Path, monkeypatch: pytest.Mo
 
 
 def test_the_hint_pinned_limits_the_number_of_pinned_tokens(tmp_path: Path) -> None:
-    """It covers the first tokens, and never more than the prompt has."""
+    """The pins cover the first tokens of the prompt, and never more than the prompt has."""
     with OracleEngine(MODELS["full"], Conditions(slots=120, tier=False), tmp_path, 1) as world:
         assert serve(world, "a", PROMPT, pin_s=600, pinned=10)["pinned_tokens"] == 8
         other = [7, *PROMPT[1:62]]  # with its answer the request has 64 tokens or more

@@ -257,7 +257,7 @@ def test_an_ended_request_stores_no_more_than_a_step_allows() -> None:
 def test_present_chunks_are_skipped_in_few_pieces(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """This must also hold if other requests have used up nearly all of the step."""
+    """The pieces must be few even if other requests have used up nearly all of the step."""
     server = Server(STEP_CHUNKS)
     request = server.came(server.keys)
     pieces: list[int] = []

@@ -355,7 +355,7 @@ def test_requests_are_matched_in_the_order_in_which_they_will_run(
 def test_chunks_that_were_evicted_meanwhile_are_read_before_their_request_runs(
     tmp_path: Path,
 ) -> None:
-    """They were read when the request was far from the front of the queue."""
+    """The chunks were read when the request was far from the front of the queue."""
     with world(tmp_path, 0.5, slots=300) as served:
         prompts = prompts_of(PROMPTS, TOKENS)
         served.begin(prompts, reads_per_step=8)

@@ -150,7 +150,7 @@ def test_blocks_that_another_connector_may_overwrite_are_not_stored(
 def test_blocks_that_another_connector_could_not_fill_are_not_stored(
     world: TwoConnectors,
 ) -> None:
-    """Their request has already run with them when vLLM learns of the failure."""
+    """The request has already run with these blocks when vLLM learns of the failure."""
     prompt = [95] * (MINE + 8)
     world.other.fails = True
     request = world.ask("other", prompt)

@@ -131,7 +131,7 @@ def test_the_worlds_cover_all_events(asynchronous: bool, tmp_path: Path) -> None
 
 
 def test_results_of_jobs_are_sent_though_counting_fails(tmp_path: Path) -> None:
-    """Otherwise the jobs would stay open, and their chunks could not be used again."""
+    """Without the results, the jobs would stay open, and their chunks could not be used again."""
 
     def fail(_hooks: object) -> None:
         raise RuntimeError("planted")
@@ -155,8 +155,8 @@ def test_results_of_jobs_are_sent_though_counting_fails(tmp_path: Path) -> None:
 def test_every_byte_read_is_right_under_model_runner_v2(
     name: str, seed: int, tmp_path: Path
 ) -> None:
-    """It zeroes and copies blocks before it calls the hook that fences. Since vLLM 0.33, it
-    collects results before the drafter writes and posts the plan afterwards."""
+    """Model Runner V2 zeroes and copies blocks before it calls the hook that fences. Since vLLM
+    0.33, it collects results before the drafter writes and posts the plan afterwards."""
     conditions = dataclasses.replace(conditions_of(name, seed), runner=2)
     with OracleEngine(MODELS[name], conditions, tmp_path, seed) as world:
         live(world)

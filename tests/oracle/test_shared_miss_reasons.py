@@ -21,7 +21,7 @@ from tests.oracle.test_shared import PROMPT, request, two
 def test_a_shared_tier_does_not_reply(
     how: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its content is unknown then, which is different from a chunk that was never stored."""
+    """The tier's content is unknown then, which is different from a chunk that was never stored."""
     may_say = asyncio.Event()
 
     async def silent(self: Any, query: Any) -> PresenceReply:

@@ -209,7 +209,7 @@ print(policy.faults)
 
 
 def test_a_machine_that_stands_still_is_not_the_policys_fault() -> None:
-    """Its process is stopped in the middle of five calls, for longer than a call may take."""
+    """The process is stopped in the middle of five calls, for longer than a call may take."""
     command = [sys.executable, "-c", STOPPED]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as child:
         try:
@@ -342,7 +342,7 @@ def test_hints_that_raise_are_contained() -> None:
 
 @pytest.mark.parametrize("one", ["insert", "remove"])
 def test_a_policy_that_overrides_single_keys_gets_each_of_many(one: str) -> None:
-    """This includes a policy that is faster with many at once."""
+    """The override is called even if the inherited policy is faster with many keys at once."""
     calls: list[object] = []
 
     def override(self: LruPolicy, key: int, what: object) -> None:

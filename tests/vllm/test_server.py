@@ -212,8 +212,8 @@ def test_http_restart_and_kill_9(llama: Path, tmp_path: Path) -> None:
 
 @pytest.mark.skipif(not IS_V2, reason="under V1, the test of a restart shows this and more")
 def test_one_prompt_is_restored_under_v2(llama: Path, tmp_path: Path) -> None:
-    """It is restored in the process that a real server starts for its engine. The next server
-    restores it from the disk, after the first one was killed while it stored."""
+    """The prompt is restored in the process that a real server starts for its engine. The next
+    server restores it from the disk, after the first one was killed while it stored."""
     verify = {"verify": "device", "verify_path": str(tmp_path / "digests")}
     connector = config(tmp_path / "kv", **verify)
     with start(llama, tmp_path, "v2", connector) as server:

@@ -339,7 +339,7 @@ def test_data_that_cannot_be_deleted_counts_at_start(
 
 
 def test_a_link_or_file_in_place_of_a_namespace_is_removed_itself(root: Path) -> None:
-    """They are removed as links and files; the targets of links are not touched."""
+    """Links and files are removed as such; the targets of links are not touched."""
     elsewhere = root.parent / "elsewhere"
     (root / NAMES["llama"]).rename(elsewhere)
     (root / NAMES["llama"]).symlink_to(elsewhere)
@@ -352,7 +352,7 @@ def test_a_link_or_file_in_place_of_a_namespace_is_removed_itself(root: Path) ->
 
 
 def test_files_that_a_tier_moved_aside_are_shown_and_removed(root: Path) -> None:
-    """This also works inside a namespace that a server uses."""
+    """The command also removes such files inside a namespace that a server uses."""
     folder = root / NAMES["llama"] / "replica-0" / "rank-0"
     (folder / "data.mdb").write_bytes(b"x" * 8192)
     make_rank_folder(root, range(2))

@@ -246,7 +246,7 @@ async def share(folder: Path, resets: int) -> None:
 
 
 def test_records_of_changed_weights_are_refused_in_a_shared_folder(tmp_path: Path) -> None:
-    """Its epochs are numbered in another way, and can be equal by chance."""
+    """The epochs of a shared folder are numbered in another way, and can be equal by chance."""
     make_rank_folder(tmp_path / "a", [])
     for _ in range(3):
         bump_epoch(replica_folder(tmp_path / "a", Namespace.of(FIELDS)))

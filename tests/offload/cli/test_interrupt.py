@@ -140,7 +140,8 @@ def exported(root: Path, records: int) -> Path:
 
 @pytest.mark.parametrize(("kind", "count"), [("lmdb", 10_000), ("file", 3_000)])
 def test_an_interrupted_import_can_be_repeated(tmp_path: Path, kind: str, count: int) -> None:
-    """It is interrupted at the first sign of progress, because a busy machine may show no other."""
+    """The import is interrupted at the first sign of progress, because a busy machine may show no
+    other."""
     file, root = exported(tmp_path, count), tmp_path / "kv"
     options = ["--type", kind, "--capacity", "1GiB"]
     with on_a_terminal("import", file, root, *options) as terminal:
@@ -224,7 +225,8 @@ def test_interrupting_serve_while_it_waits_for_another_server(tmp_path: Path) ->
 
 @pytest.mark.parametrize("jobs", [1, 2])
 def test_interrupting_simulate_in_one_process_and_in_several(tmp_path: Path, jobs: int) -> None:
-    """It is interrupted at the first sign of progress, because a busy machine may show no other."""
+    """The command is interrupted at the first sign of progress, because a busy machine may show no
+    other."""
     path = tmp_path / "trace.jsonl"
     with TraceWriter(path, "synthetic", 16) as writer:
         for request in synthetic_trace(7, requests=30_000).requests:

@@ -211,7 +211,7 @@ model_names.wrong_name("a/b", [], {})
 
 
 def test_the_time_for_the_hub_does_not_include_imports() -> None:
-    """Otherwise vLLM would be imported on a slow machine for an impossible name."""
+    """If imports counted, vLLM would be imported on a slow machine for an impossible name."""
     done = subprocess.run(
         [sys.executable, "-c", IMPORTED], cwd=ROOT, capture_output=True, text=True, check=True
     )

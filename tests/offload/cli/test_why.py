@@ -83,7 +83,7 @@ def test_a_file_without_requests(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("text", ["no json", '{"cpu": {}}', "[]", "[" * 100_000, "[" * 9 + "\n"])
 def test_other_files_are_refused(tmp_path: Path, text: str) -> None:
-    """Even if their only line has no end, as a line that is being written."""
+    """A file is refused even if its only line has no end, like a line that is being written."""
     file = tmp_path / "other.json"
     file.write_text(text)
     result = kvtiers("why", file)

@@ -51,7 +51,7 @@ def stable(text: str, **names: object) -> str:
 
 @pytest.mark.parametrize("shared", [False, True])
 def test_a_tier_that_is_too_small_for_its_index_is_refused(tmp_path: Path, shared: bool) -> None:
-    """This happens before a model is loaded; the space for a chunk is checked later."""
+    """The server refuses before a model is loaded; the space for a chunk is checked later."""
     text = problems_of(tier(tmp_path / "kv", capacity="1MiB", shared=shared))
     assert list(text) == ["$.tiers[0].capacity"]
     assert "1MiB is too small for any chunk: the index alone takes 2MiB" in str(text)
@@ -227,7 +227,8 @@ def test_space_that_a_tier_already_uses_is_not_counted_against_it(tmp_path: Path
 
 
 def test_only_tiers_before_it_are_named_as_taking_a_tiers_space(tmp_path: Path) -> None:
-    """Even if the tier uses more than its capacity, which was larger in the past."""
+    """The message is right even if the tier uses more than its capacity, which was larger in the
+    past."""
     home = tmp_path / "a" / ("0" * 32)
     home.mkdir(parents=True)
     (home / "data").write_bytes(bytes(17 * MIB))
@@ -303,8 +304,8 @@ sys.stdin.read()
 
 
 def test_a_path_that_another_server_uses(tmp_path: Path) -> None:
-    """It does not matter which process started it; here it is a child of the process that
-    checks."""
+    """The path is refused whichever process started the server; here it is a child of this
+    process."""
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
     command = [sys.executable, "-c", HOLD, str(tmp_path)]
     with subprocess.Popen(command, **pipes, text=True) as other:

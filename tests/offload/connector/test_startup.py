@@ -58,7 +58,7 @@ def test_each_tensor_of_a_list_of_states_is_part_of_the_identity() -> None:
 def test_the_block_size_in_use_is_logged(
     given: bool, lines: list[str], caplog: pytest.LogCaptureFixture
 ) -> None:
-    """This includes the case that vLLM has replaced the given size by its own, as for hybrid
+    """The size is logged even if vLLM has replaced the given size by its own, as for hybrid
     models."""
     caplog.set_level("INFO")
     geometry: Any = config_of(groups_of(full(32), mamba(64)))

@@ -188,7 +188,7 @@ async def test_a_hybrid_of_other_ranks_is_refused(master: Master, model: str) ->
 async def test_an_engine_that_has_not_run_for_days_causes_no_refusal(
     master: Master, model: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its records are still read if that is exact."""
+    """The engine's records are still read if an exact translation exists."""
     states = {"model": model, "geometry": geometry_of(1, 0, OWN)}
     async with engine(master, 4, model=model):
         pass

@@ -125,8 +125,8 @@ async def test_stores_without_a_description_are_refused(tmp_path: Path) -> None:
 
 
 async def test_stores_to_translate_are_not_removed_for_space(tmp_path: Path) -> None:
-    """They still count towards the capacity: too small a capacity is refused, and without
-    ``translate`` they are removed."""
+    """The stores count towards the capacity: too small a capacity is refused, and without
+    ``translate`` the stores are removed."""
     await write(tmp_path / "kv", 2)
     theirs = tmp_path / "kv" / namespace_of(2).name
     with pytest.raises(ConfigError, match=r"\$.tiers\[0\].capacity.*leaves too little. Give at"):

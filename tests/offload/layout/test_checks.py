@@ -66,8 +66,8 @@ def test_chunks_beside_states_divide_the_states_blocks():
     ("window", "blocks"), [(4095, 8), (255, 8), (254, 4), (127, 4), (90, 2), (20, 1), (0, 1)]
 )
 def test_a_windows_chunk_is_not_larger_than_its_window(window, blocks):
-    """Otherwise its first blocks would be freed before the last one is full, and it would never be
-    stored."""
+    """The first blocks of a larger chunk would be freed before its last block is full, so the chunk
+    would never be stored."""
     groups = (make_group(0, FULL, 32), make_group(1, WINDOW, 32, window_tokens=window))
     layout = build_layout(make_input(*groups, hash_tokens=32, scheduler_tokens=32, chunk_blocks=8))
     assert [group.chunk_blocks for group in layout.groups] == [8, blocks]

@@ -370,7 +370,7 @@ async def test_a_tier_that_does_not_open_leaves_nothing_behind(engine: str) -> N
 
 
 async def test_records_that_fit_no_group_are_deleted_at_start() -> None:
-    """Otherwise each load of them would fail, and no index would count their space."""
+    """If they stayed, each load of them would fail, and no index would count their space."""
     tier = memory()
     await tier.open()
     fitting, others = (

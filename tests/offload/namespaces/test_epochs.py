@@ -156,7 +156,7 @@ os.kill(os.getpid(), signal.SIGKILL)
 def test_a_server_killed_right_after_a_reset_leaves_no_old_records(
     paths: list[str],
 ) -> None:
-    """This also holds while the disk cannot sync. The next server begins another epoch."""
+    """Old records are gone even if the disk cannot sync. The next server begins another epoch."""
     child = subprocess.run(
         [sys.executable, "-c", CHILD, paths[0]],
         stderr=subprocess.PIPE,

@@ -91,7 +91,7 @@ def test_nothing_waits_after_a_change_of_content_that_no_fence_announces() -> No
 
 
 def test_chunks_for_which_no_space_will_be_free_are_given_up() -> None:
-    """Otherwise an idle engine would continue to step without need."""
+    """If the chunks were kept, an idle engine would continue to step without need."""
     planner = make(slots=6)
     planner.cpu.retention.register_client_pins({key_of(n) for n in range(6)})
     planner.stores.late_stores.add(run(0, 10), None)

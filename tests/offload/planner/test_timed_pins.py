@@ -128,7 +128,7 @@ def test_memory_is_bounded_by_the_kept_chunks() -> None:
 
 
 def test_kept_chunks_are_not_skipped_again_at_each_eviction() -> None:
-    """Otherwise LRU would meet all of them before each victim."""
+    """LRU must not meet all of the kept chunks before each victim."""
     bed = Bed(slots=1000, share=0.5)
     bed.put(bed.cpu, *range(1000))
     bed.pins.pin([key(n) for n in range(500)], 600.0, now=0.0)

@@ -246,8 +246,8 @@ def test_an_abandoned_write_is_made_when_its_chunk_is_stored_again() -> None:
 
 
 def test_queued_chunks_that_were_evicted_do_not_pile_up() -> None:
-    """This holds even if the disk takes so long for its first write that none of them is
-    examined."""
+    """The queue stays short even if the disk takes so long for its first write that no queued chunk
+    is examined."""
     line = Line(1e-4)
     for prompt in range(60):
         line.serve(prompt, 60, decodes=2)

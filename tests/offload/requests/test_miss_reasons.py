@@ -48,7 +48,7 @@ def test_memory_is_bounded_by_the_limits() -> None:
 
 @pytest.mark.parametrize("most", [24, 10_000])
 def test_the_cause_of_the_latest_removal_is_found(most: int) -> None:
-    """This is tested with and without a shared part."""
+    """The test runs with and without a shared part."""
     causes = RemovalCauses(most)
     for number, cause in enumerate((Cause.NO_SPACE, Cause.EVICTED, Cause.CORRUPT)):
         causes.note([b"k", b"%d" % number], Removed(cause, 0, float(number)))

@@ -150,7 +150,7 @@ def test_policies_get_all_facts_about_a_chunk_in_every_tier() -> None:
 
 
 def test_the_use_of_a_request_comes_after_its_last_chunk_and_with_its_hints() -> None:
-    """Its last chunks are still being stored when it ends."""
+    """The last chunks of the request are still being stored when it ends."""
     planner, above, below = _planner()
     end = {names.SESSION_END: True}
     planner.stores.plan(_wanted(2, RequestOrigin()))

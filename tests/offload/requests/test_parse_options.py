@@ -140,7 +140,7 @@ def test_similar_names_without_a_privacy_meaning_are_only_reported(params: dict[
     [{"no_stor": True}, {"foo": False}, {"pin_s": 3, "x": 1}, {3: 1}, 3, "no_store", [], True],
 )
 def test_an_unknown_name_in_our_object_stores_nothing(options: Any) -> None:
-    """It may have been intended to prevent storing."""
+    """The client may have intended the unknown name to prevent storing."""
     controls, rejected = parse_controls({"kvtiers": options}, TIERS)
     assert controls.no_store
     assert controls.is_doubtful
@@ -160,8 +160,8 @@ def test_the_nearest_name_is_reported() -> None:
 def test_many_names_of_a_client_are_compared_within_a_limit(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """This runs on vLLM's scheduler thread: the number of comparisons is limited, whatever is
-    sent."""
+    """Names are compared on vLLM's scheduler thread, so the number of comparisons is limited,
+    whatever a client sends."""
     asked: list[str] = []
     monkeypatch.setattr(parse_options, "nearest", lambda name, *_: asked.append(name))
     many = {f"no_storage_at_all_{number}": 1 for number in range(10_000)}

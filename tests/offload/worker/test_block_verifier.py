@@ -176,7 +176,7 @@ def order(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> No
 
 @pytest.mark.usefixtures("order")
 def test_a_reset_voids_all_earlier_digests_even_after_a_restart(tmp_path: Path) -> None:
-    """This covers digests of this engine, of one that ended before, and of one that runs beside
+    """The reset voids digests of this engine, of one that ended before, and of one that runs beside
     it."""
     ended, table, beside = opened(tmp_path), opened(tmp_path), opened(tmp_path)
     ended.enter([b"ended"], entry(1)[None])
@@ -282,8 +282,8 @@ async def rank_that_holds_comparisons() -> AsyncIterator[tuple[Rank, HeldVerifie
 
 
 async def test_a_request_keeps_its_blocks_until_all_were_compared() -> None:
-    """This holds even if the load was abandoned: otherwise the block's next content would be
-    compared."""
+    """The request keeps them even if its load was abandoned: otherwise the next content of a block
+    would be compared."""
     async with rank_that_holds_comparisons() as (rank, held):
         for part in range(2):
             item = LoadItem(KEYS[part], 0, (9 + part,), part, -1)

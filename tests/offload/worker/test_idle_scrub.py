@@ -87,8 +87,8 @@ def test_the_rate_is_kept() -> None:
 
 @pytest.mark.parametrize("seed", range(5))
 def test_nothing_is_scrubbed_while_requests_read_or_have_just_read(seed: int) -> None:
-    """This holds whatever the requests read, and however long it takes; scrubbing continues in
-    between."""
+    """No scrub begins, whatever the requests read and however long they take; scrubbing continues
+    in between."""
     busy: list[tuple[float, float]] = []
 
     async def ask(monitor: TierMonitor) -> None:

@@ -50,7 +50,7 @@ async def test_reads_that_requests_wait_for_go_first(count: int) -> None:
 
 
 async def test_a_read_ahead_does_not_begin_beside_a_read_that_a_request_waits_for() -> None:
-    """It would take part of the device's speed from the other read."""
+    """The read ahead would take part of the device's speed from the other read."""
     reads = Reads(4)
     for number in range(2):
         await reads.begin(f"awaited{number}", number, is_ahead=False)

@@ -181,7 +181,7 @@ async def test_a_reset_that_the_tier_has_reached_by_itself_remembers_changed_wei
 
 
 async def test_the_epoch_file_is_never_behind_a_tier(tmp_path: Path) -> None:
-    """This includes a reset to an epoch that the tier has already had."""
+    """The file is ahead even after a reset to an epoch that the tier has already had."""
     path = tmp_path / "kv"
     tier = tier_at(path)
     await tier.open()
@@ -300,8 +300,8 @@ def mounted(folder: Path) -> Iterator[None]:
 
 
 def test_a_mount_point_without_its_disk_is_not_used(tmp_path: Path) -> None:
-    """This holds even if it contains a folder of the same namespace, left by a start without the
-    disk."""
+    """The mount point is not used even if it contains a folder of the same namespace, left by a
+    start without the disk."""
     mount = tmp_path / "disk"
     mount.mkdir()
     path = mount / "kv"

@@ -28,7 +28,8 @@ async def write_through(rank: Rank, job: int, numbers: list[int], slots: list[in
 
 
 async def test_a_tier_whose_reset_failed_accepts_nothing_and_returns_nothing_old() -> None:
-    """It would return OK for a write of a key that it holds, and keep the old weights' record."""
+    """Such a tier would return OK for a write of a key that it holds, and keep the old weights'
+    record."""
     medium = MemoryTier(1 << 20)
     tier = FailingTier(medium, lambda call: call <= 2, methods={"reset"})
     async with rank_with(tier) as rank:

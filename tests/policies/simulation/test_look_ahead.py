@@ -64,7 +64,7 @@ def test_a_small_upper_tier_has_more_of_what_requests_need(policy: str, lower: f
 @pytest.mark.parametrize("lower", [0.5, 1.0])
 @pytest.mark.parametrize("policy", policy_names())
 def test_hits_of_both_tiers_hardly_change(policy: str, lower: float) -> None:
-    """They can fall a little. Requests begin earlier, some of them before another request has
+    """Hits can fall a little. Requests begin earlier, some of them before another request has
     stored the prefix that they share. And while the upper tier keeps what waiting requests need, it
     evicts other blocks, some of which the lower tier has already dropped."""
     is_keeper = policy in KEEPERS and lower < 1

@@ -297,7 +297,7 @@ def test_protected_keys_are_not_evicted_by_their_own_request() -> None:
 
 
 def test_the_command_starts_without_numpy_and_torch() -> None:
-    """They take longer to import than the rest of the command."""
+    """numpy and torch take longer to import than the rest of the command."""
     program = "import sys, policies.simulation.cli as _; print({'numpy', 'torch'} & {*sys.modules})"
     done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True)
     assert done.stdout == "set()\n", done.stderr

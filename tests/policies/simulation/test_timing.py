@@ -175,8 +175,8 @@ def test_blocks_read_ahead_stay_until_their_request_begins() -> None:
 def test_every_request_is_answered(
     requests: list[Request], upper: int, look_ahead: float, in_flight: int
 ) -> None:
-    """This holds even when the tier is smaller than a prompt; nothing is read twice for one
-    request."""
+    """Every request is answered even when the tier is smaller than a prompt; nothing is read twice
+    for one request."""
     requests.sort(key=lambda request: request.time_s)
     speeds = Speeds(prefill=100, decode=100, read=300, in_flight=in_flight)
     result = run(requests, upper=upper, on_disk=[], look_ahead=look_ahead, speeds=speeds)

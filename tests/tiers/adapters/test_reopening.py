@@ -51,8 +51,8 @@ async def test_a_disk_that_comes_back_is_reused_as_it_was(disk: Disk) -> None:
 
 @pytest.mark.parametrize("epoch", [0, 6, 7, 8])
 async def test_another_disk_begins_empty_and_is_reported(disk: Disk, epoch: int) -> None:
-    """This does not depend on its epoch: a key does not reveal with which weights a record was
-    computed."""
+    """The epoch of the other disk does not matter: a key does not reveal with which weights a
+    record was computed."""
     await disk.tier.reset(7)
     await put(disk.tier, KEYS, SIZE)
     await disk.replace(epoch)
@@ -67,7 +67,7 @@ async def test_another_disk_begins_empty_and_is_reported(disk: Disk, epoch: int)
 
 
 async def test_an_older_copy_with_older_weights_begins_empty(disk: Disk) -> None:
-    """It has the same file id, because it is a snapshot that was restored."""
+    """The copy has the same file id, because it is a snapshot that was restored."""
     shutil.copytree(disk.path, disk.mount / "copy")
     await disk.tier.reset(3)
     await put(disk.tier, KEYS[:2], SIZE)
@@ -96,8 +96,8 @@ async def test_a_few_missing_records_are_misses_and_not_a_loss(disk: Disk) -> No
 
 
 async def test_a_repeated_reset_after_a_failure_means_the_same_epoch(disk: Disk) -> None:
-    """It must not begin a further epoch, which the caller does not know and might use for other
-    weights."""
+    """The repeated reset must not begin a further epoch, which the caller does not know and might
+    use for other weights."""
     disk.unplug()
     for _ in range(2):
         with pytest.raises(TierIoError):

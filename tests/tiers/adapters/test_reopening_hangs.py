@@ -34,7 +34,7 @@ async def disk(
 async def test_a_tier_whose_thread_hung_is_reopened_when_the_thread_has_ended(
     disk: Disk, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It is not reopened earlier, because the thread may still write to the files."""
+    """The tier is not reopened earlier, because the thread may still write to the files."""
     monkeypatch.setattr(reopening, "CLOSE_WAIT_S", 0.01)
     disk.io.gate.clear()
     reading = asyncio.ensure_future(assert_holds(disk.tier, KEYS, SIZE))

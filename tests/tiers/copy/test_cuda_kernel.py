@@ -143,7 +143,8 @@ async def until(is_so: Callable[[], bool]) -> None:
 async def test_a_list_whose_launch_left_no_event_is_kept_until_its_stream_has_run(
     world: SimulatedGpu,
 ) -> None:
-    """Otherwise the launch would do the copies of a later job, before that job may begin."""
+    """If the list were reused, the launch would do the copies of a later job, before that job may
+    begin."""
     launches, waits = (world.cuda.calls(name) for name in ("cuLaunchKernel", "cuStreamSynchronize"))
     world.slot(5)[:] = 9
     old = world.cache.chunk(rows_of(5)[0])

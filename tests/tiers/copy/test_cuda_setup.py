@@ -85,7 +85,7 @@ def test_the_kernel_must_be_clearly_faster(
 async def test_each_direction_uses_the_faster_path_and_logs_it(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    """Here the kernel is faster for loads and slower for stores, as on an H100."""
+    """The kernel is faster for loads and slower for stores here, as on an H100."""
     cache = separate_layers([4096, 8192], BLOCKS, chunk_blocks=2)
     before = cache.storage.copy()
     with caplog.at_level(logging.INFO, "tiers.copy.cuda_engine"):

@@ -244,7 +244,7 @@ async def test_closing_finishes_what_was_submitted_and_refuses_more(
 
 
 def test_the_native_loop_compiles_on_this_machine() -> None:
-    """Otherwise every other test would silently use the slow loop."""
+    """If it did not compile, every other test would silently use the slow loop."""
     assert copy_loop() is not memmove_loop
 
 

@@ -324,7 +324,7 @@ async def test_the_capacity_of_the_first_engine_counts_for_all(
 async def test_an_engine_that_cannot_be_checked_now_keeps_its_epoch(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, what: str
 ) -> None:
-    """Otherwise a temporary error would lose its records permanently."""
+    """If the engine lost its epoch, a temporary error would lose its records permanently."""
     folder = tmp_path / "tier"
     async with engines(folder) as (one, two):
         await one.reset(1)

@@ -91,7 +91,8 @@ async def test_a_tier_without_threads_leaves_nothing_behind(
 async def test_a_tier_without_threads_can_be_reopened_later(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its medium failed, and then opening it fails once more, for a reason other than the disk."""
+    """The medium of the tier failed, and then opening it fails once more, for a reason other than
+    the disk."""
     monkeypatch.setattr(reopening, "RETRY_S", 0.0)
     async with opened(tmp_path) as disk:
         disk.unplug()

@@ -256,7 +256,7 @@ class NotedIo(DiskIo):
 async def test_payloads_are_flushed_before_the_index_names_them(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Otherwise a power cut would leave records whose bytes were never written."""
+    """In another order, a power cut would leave records whose bytes were never written."""
     io = NotedIo()
     tier = LmdbTier(tmp_path / "tier", 8 << 20, reserve_bytes=0, io=io)
     await tier.open()

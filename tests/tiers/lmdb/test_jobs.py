@@ -64,7 +64,8 @@ async def test_what_is_in_progress_is_divided_among_the_threads(tmp_path: Path) 
 
 
 async def test_the_records_of_one_long_read_in_any_order(tmp_path: Path) -> None:
-    """Its jobs report several times. Afterwards nothing is in use: all space can be written."""
+    """The jobs of the read report several times. Afterwards nothing is in use: all space can be
+    written."""
     capacity, count = 8 << 20, 1000
     tier = LmdbTier(tmp_path / "tier", capacity, record_bytes=ALIGNMENT, reserve_bytes=0)
     await tier.open()

@@ -29,7 +29,7 @@ class Master(mooncake.Master):
 
     @property
     def pid(self) -> int:
-        """Its process id."""
+        """The id of the process."""
         assert self._process is not None
         return self._process.pid
 

@@ -186,8 +186,8 @@ class GivesUp(ReplaceableStore):
 async def test_the_buffer_of_an_abandoned_transfer_is_never_reused(
     master: Master, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its bytes may still arrive. Nothing is transferred directly into a slot; a call that failed
-    quickly has ended."""
+    """Bytes of the abandoned transfer may still arrive. Nothing is transferred directly into a
+    slot; a call that failed quickly has ended."""
     slab = np.zeros(32 * SIZE, np.uint8)
     memory = range(slab.ctypes.data, slab.ctypes.data + slab.nbytes)
     slots = [slab[n * SIZE : (n + 1) * SIZE] for n in range(16)]
@@ -242,8 +242,8 @@ class ComesLate(ReplaceableStore):
 async def test_late_bytes_of_a_read_damage_no_other_read(
     master: Master, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """They affect neither its payload nor its header; otherwise healthy records would be removed
-    for all engines."""
+    """Late bytes affect neither the payload nor the header of another read; otherwise healthy
+    records would be removed for all engines."""
     monkeypatch.setattr(bounce_buffers, "GIVEN_UP_AFTER_S", 0.0)
     stores = replaceable_stores(monkeypatch)
     async with opened(master.settings(), tmp_path, threads=1) as tier:

@@ -143,7 +143,7 @@ async def test_files_that_are_moved_away_are_detected(tmp_path: Path) -> None:
 
 
 async def test_a_file_shorter_than_its_index_is_refused(tmp_path: Path) -> None:
-    """It is refused even if a live owner seems to have just checked it: LMDB would kill this
+    """The file is refused even if a live owner seems to have just checked it: LMDB would kill this
     process."""
     await fill(tmp_path / "tier")
     data = tmp_path / "tier" / "data.mdb"

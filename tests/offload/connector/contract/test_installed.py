@@ -242,7 +242,7 @@ def test_an_unknown_version_is_used_and_logged(
 def test_an_unknown_version_that_lacks_what_we_need_is_refused(
     fresh_check: pytest.MonkeyPatch,
 ) -> None:
-    """It is refused before our connector is imported, which may be impossible with such a
+    """The version is refused before our connector is imported, which may be impossible with such a
     version."""
     broken = Renamed(installed(), PLANTED)
     fresh_check.setattr(at_start, "open_source", lambda where: broken)

@@ -83,7 +83,7 @@ def test_a_failed_load_is_reported_only_to_vllm(tmp_path: Path) -> None:
 def test_vllms_manager_reports_what_it_loads(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """This covers every load by the LRU manager of the engine to which the watch belongs."""
+    """The watch sees every load by the LRU manager of the engine to which it belongs."""
     loads: list[str] = []
     assert "_load_adapter" in vars(WorkerLoRAManager), "vLLM loads adapters in another way"
     monkeypatch.setattr(

@@ -161,8 +161,8 @@ def test_scheduler_and_workers_agree_on_layers_with_different_pages(model: Path)
 
 @pytest.mark.parametrize("offset", [0, HEAD_BYTES + 100, WEIGHT_BYTES - 1])
 def test_weights_swapped_at_the_same_path_change_the_namespace(offset: int, model: Path) -> None:
-    """This holds even if size and modification time are restored, because the changed byte is in a
-    sample."""
+    """The namespace changes even if size and modification time are restored, because the changed
+    byte is in a sample."""
     before = namespace_of(config_of(model))
     weights = model / "model.safetensors"
     found = weights.stat()
@@ -254,7 +254,7 @@ def test_samples_are_spread_over_a_large_file(part: int, tmp_path: Path) -> None
 
 
 def test_a_draft_model_counts_with_its_weights(model: Path, tmp_path: Path) -> None:
-    """Its KV lies in the same blocks."""
+    """The draft model's KV lies in the same blocks as the target's."""
     draft = make_model(tmp_path / "draft", num_hidden_layers=1)
 
     def with_draft() -> Namespace:

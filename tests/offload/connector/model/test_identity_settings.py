@@ -55,7 +55,7 @@ def between(one: VllmConfig, other: VllmConfig) -> list[str]:
 
 
 def test_llama4_with_another_max_model_len_is_another_namespace(llama4: Path) -> None:
-    """Its queries are scaled from position 8,191 on if ``max_model_len`` is above 32,768."""
+    """Llama 4 scales its queries from position 8,191 on if ``max_model_len`` is above 32,768."""
     short, long = config_of(llama4, max_model_len=16384), config_of(llama4, max_model_len=65536)
     assert between(short, long) == ["model.max_model_len"]
 
@@ -67,7 +67,7 @@ def test_max_model_len_does_not_count_for_code_that_does_not_mention_it(model: P
 def test_the_namespace_of_a_long_rope_model_includes_max_model_len(
     model: Path, tmp_path: Path
 ) -> None:
-    """This holds for every model, because a layer reads it."""
+    """Every model with long RoPE depends on the length, because a layer reads it."""
     make_model(model, note="longrope")
     assert between(config_of(model), config_of(model, max_model_len=256)) == ["model.max_model_len"]
     plain = make_model(tmp_path / "plain")
@@ -166,8 +166,7 @@ def test_an_environment_variable_counts_unless_it_is_harmless(
 def test_another_version_of_vllm_is_another_namespace(
     version: str, model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """This includes patch versions, which may change a kernel or a model's code under the same
-    names."""
+    """Patch versions count too: they may change a kernel or a model's code under the same names."""
     config = config_of(model)
     before = namespace_of(config)
     monkeypatch.setattr(vllm, "__version__", version)

@@ -99,7 +99,7 @@ def test_every_field_is_classified(name: str) -> None:
 
 
 def test_every_class_is_classified() -> None:
-    """This includes classes whose fields are searched, and classes that are not part of a
+    """The classes include those whose fields are searched, and those that are not part of a
     server."""
     known = {*cannot_change_kv.FIELDS, *decided.FIELDS, *decided.WHOLE.split()}
     assert known - decided.ABSENT == set(classes()), DECIDE
@@ -154,8 +154,8 @@ def test_other_code_that_reads_the_maximum_length_was_reviewed() -> None:
 
 @pytest.mark.parametrize("word", ["max_model_len", "generation_config"])
 def test_models_whose_code_mentions_a_setting_are_found_to_read_it(word: str) -> None:
-    """This test searches every module that contains the word, unlike the code under test, which
-    starts from a model. For models that take media, everything counts."""
+    """Searches every module that contains the word, unlike the code under test, which starts from a
+    model. For models that take media, everything counts."""
     named = {path for path, text in texts().items() if re.search(rf"\.\w*{word}\b", text)}
     checked = 0
     for architecture, (module, _) in _TEXT_GENERATION_MODELS.items():

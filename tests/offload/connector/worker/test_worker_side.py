@@ -44,7 +44,8 @@ async def write(folder: Path, records: dict[bytes, int]) -> None:
 
 
 def test_records_that_fit_no_group_are_ignored(tmp_path: Path) -> None:
-    """Otherwise they would be loaded into slots of another size, or into no group at all."""
+    """If they were listed, they would be loaded into slots of another size, or into no group at
+    all."""
     size = record_bytes()
     ours, other = b"a" * 32 + group_suffix(0), b"b" * 32 + group_suffix(0)
     records = {

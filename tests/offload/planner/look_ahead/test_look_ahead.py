@@ -398,8 +398,8 @@ def test_what_waiting_requests_want_is_evicted_last() -> None:
     ("left", "kept"), [((), range(200, 215)), (("one",), range(215, 230))], ids=["first", "second"]
 )
 def test_what_the_next_requests_want_is_evicted_last(left: Sequence[str], kept: range) -> None:
-    """This covers at most half of the CPU tier; the next request follows when the first has
-    left."""
+    """At most half of the CPU tier is spared in this way; the next request's chunks follow when the
+    first request has left."""
     queue = Queue(share=0.25)
     fill(queue, range(200, 240))
     queue.wait("one", range(200, 215), 1)

@@ -120,8 +120,8 @@ def slower_than_computing(queue: Queue) -> None:
 
 
 def test_a_slow_tier_is_probed_while_nothing_is_read_ahead_from_it() -> None:
-    """Otherwise the probe would measure only a part of its speed, and a tier that is fast again
-    would seem slow as long as requests wait."""
+    """Beside reads ahead, a probe would measure only a part of the tier's speed, so a tier that is
+    fast again would seem slow as long as requests wait."""
     queue = Queue(slots=80)
     slower_than_computing(queue)
     queue.wait("one", range(30), 1)

@@ -89,7 +89,7 @@ def test_only_our_own_records_are_trusted(
 
 @pytest.mark.parametrize("fields", [{}, {"flags": ENCRYPTED, "key_id": OTHER_KEY_ID}])
 def test_records_that_no_available_key_opens_are_not_trusted(fields: dict[str, Any]) -> None:
-    """Otherwise lookups would find them, and each load of them would fail."""
+    """If they were trusted, lookups would find them, and each load of them would fail."""
     value = pack_value(
         1, prefix(Identity(), b"key", 3, 4096, **fields) + bytes(16), (Extent(1, 1),)
     )
@@ -100,7 +100,7 @@ def test_records_that_no_available_key_opens_are_not_trusted(fields: dict[str, A
 @pytest.mark.parametrize("flags", [0, COMPRESSED, ENCRYPTED, COMPRESSED | ENCRYPTED])
 @pytest.mark.parametrize("payload_bytes", [1, 4095, 4096, 4097, 1 << 62, (1 << 64) - 1])
 def test_a_length_that_contradicts_the_stored_length(flags: int, payload_bytes: int) -> None:
-    """Otherwise one flipped bit in a length could use up the whole capacity."""
+    """A trusted length with one flipped bit could use up the whole capacity."""
     key_ids = frozenset([bytes(4)] if flags & ENCRYPTED else [])
     header = prefix(Identity(), b"key", 3, payload_bytes, stored_bytes=4096, flags=flags)
     value = pack_value(1, header + bytes(16), (Extent(1, 1),))

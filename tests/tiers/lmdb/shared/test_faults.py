@@ -184,7 +184,7 @@ async def test_a_reset_that_failed_can_be_repeated(
 
 
 async def test_a_reset_takes_effect_before_hung_writes_end(tmp_path: Path) -> None:
-    """They were computed with the old weights: no process ever sees them."""
+    """The hung writes carry records of the old weights, which no process ever sees."""
     io = HangingIo()
     tier = await opened(tmp_path / "tier", io)
     writing = asyncio.create_task(put(tier, KEYS, SIZE))
