@@ -206,12 +206,12 @@ def verdicts(config: Config, batches: Mapping[str, Sequence[Batch]]) -> list[str
         notes.append(
             f"{name}: with look-ahead {median(off):.3f} of that without ({CONFIDENCE:.0%} interval "
             f"{low:.3f} to {high:.3f}), lower in {better} of {len(off)} rounds; {host:.3f} of that "
-            f"with all in the CPU tier (goal {GOAL}: {'met' if host <= GOAL else 'MISSED'})"
+            f"with everything in the CPU tier (goal {GOAL}: {'met' if host <= GOAL else 'MISSED'})"
         )
     if config.disk_mb_s and not config.queue:
         notes.append(
             f"No order of reads gets the mean TTFT much below {least_ttft(config, batches):.3f} of "
-            "that with all in the CPU tier: the prompts that run first wait until they have been "
+            "that with everything in the CPU tier: the prompts that run first wait until they are "
             "read, one after the other, and all others queue behind them."
         )
     notes.append(_reads(config, batches[AHEAD]))
@@ -273,7 +273,7 @@ def predictions(config: Config, batches: Mapping[str, Sequence[Batch]]) -> list[
         found.append(
             f"simulate --timing predicts for {name} with look-ahead {ahead[key] / disk[key]:.3f} "
             f"of that without (measured {off:.3f}) and {ahead[key] / host[key]:.3f} of that with "
-            f"all in the CPU tier (measured {near:.3f})"
+            f"everything in the CPU tier (measured {near:.3f})"
         )
     return found
 
@@ -297,12 +297,12 @@ def _notes(config: Config) -> list[str]:
     return [
         "TTFT: from the sending of all prompts until a request's first token; total: until the "
         "last token of all. Medians of the rounds; p99 of fewer than 100 prompts is the last.",
-        "ratio: relative to the same round with all in the CPU tier; median, with low and high as "
-        f"its {CONFIDENCE:.0%} confidence interval.",
+        "ratio: relative to the same round with everything in the CPU tier; median, with low and "
+        f"high as its {CONFIDENCE:.0%} confidence interval.",
         "read / needed: bytes read from the disk, divided by the bytes of the prompts' KV cache; "
         "read ahead: the bytes read while their request waited; wasted: the bytes read ahead and "
         "not used.",
-        "blocks held: GPU blocks of requests that wait for a load, mean over the whole time.",
+        "blocks held: GPU blocks of requests that wait for a load; mean over the whole time.",
         "default options: those of a server. kvtiers may compute what would be slower to load, and "
         "refuses loads beyond its bounds. waits: wait_for_reads is auto.",
         f"LMCache's server: {SYSTEMS['lmcache-server'].missing or 'all in its memory'}.",
@@ -311,8 +311,8 @@ def _notes(config: Config) -> list[str]:
         f"{config.prompt_bytes / 1e6:.1f} MB of KV cache; reads of the disk are limited to {rate}; "
         f"the CPU tier above the disk holds {config.cpu_share:g} of all prompts, and "
         f"{config.look_ahead:g} of it may be read ahead.",
-        f"In {', '.join(FORCED)}: break_even is off and max_load_gpu_share is 1, so that all that "
-        "is stored is loaded.",
+        f"In {', '.join(FORCED)}: break_even is off and max_load_gpu_share is 1, so that "
+        "everything that is stored is loaded.",
     ]
 
 
