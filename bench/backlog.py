@@ -296,7 +296,8 @@ def _notes(config: Config) -> list[str]:
     rate = f"{config.disk_mb_s:g} MB/s by the kernel" if config.disk_mb_s else "nothing"
     return [
         "TTFT: from the sending of all prompts until a request's first token; total: until the "
-        "last token of all. Medians of the rounds; p99 of fewer than 100 prompts is the last.",
+        "last token of all. Medians of the rounds. With fewer than 100 prompts, the p99 is the "
+        "slowest one.",
         "ratio: relative to the same round with everything in the CPU tier; median, with low and "
         f"high as its {CONFIDENCE:.0%} confidence interval.",
         "read / needed: bytes read from the disk, divided by the bytes of the prompts' KV cache; "

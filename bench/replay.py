@@ -250,8 +250,8 @@ def _sample(
 
 
 def speeds_from(config: Config, samples: Sequence[tuple[Batch, Batch]]) -> Speeds:
-    """The simulator's speeds: for computing, from batches of one prompt; for an answer, from
-    batches that fill the engine. A disk without a limit takes no time."""
+    """The simulator's speeds. Batches of one prompt show the speed of computing, and batches that
+    fill the engine that of an answer. A disk without a limit takes no time."""
     return Speeds(
         prefill=median([single.prompt_tokens / single.ttft_s[0] for single, _ in samples]),
         decode=median(

@@ -76,7 +76,7 @@ def run(config: Config, progress: Progress) -> Report:
             "Medians; keys of 36 bytes in random order, so that the index's pages are two thirds "
             "full.",
             "The index file is in the page cache, as when only the process was restarted.",
-            "Times of use are those of writes of 32 records, ten seconds apart.",
+            "Times of use are as if 32 records had been written every ten seconds.",
         ],
     )
     samples: dict[tuple[str, str], list[dict[str, float]]] = defaultdict(list)

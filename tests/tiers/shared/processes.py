@@ -80,7 +80,7 @@ class Child:
         self.log = ""
 
     def listen(self) -> None:
-        """Read its output so far."""
+        """Read the output of the process so far."""
         assert self.process.stdout is not None
         self.log += (self.process.stdout.read() or b"").decode()
 
@@ -89,7 +89,7 @@ class Child:
         return [int(line[1:]) for line in lines if line[0] == sign and line.endswith("\n")]
 
     def go_on(self) -> None:
-        """Let it begin; the second call lets it begin the second half."""
+        """Let the process begin; the second call lets it begin the second half."""
         assert self.process.stdin is not None
         self.process.stdin.write(b"b")
         self.process.stdin.flush()

@@ -391,6 +391,6 @@ def test_advice_for_a_memlock_limit_names_the_limit_and_the_flags() -> None:
     assert text == (
         "cannot pin the CPU tier's memory: 1,000,000 of 1,000,000,000 bytes are pinned; pinning "
         "the next piece failed with: cudaHostRegister: out of memory (2). The memlock limit of "
-        f"this process is {limit:,} bytes: raise it with 'ulimit -l unlimited', '--ulimit memlock=-1' "
-        "(docker), or 'LimitMEMLOCK=infinity' (systemd), or make the CPU tier smaller."
+        f"this process is {limit:,} bytes: raise it with 'ulimit -l unlimited', '--ulimit "
+        "memlock=-1' (docker), or 'LimitMEMLOCK=infinity' (systemd), or make the CPU tier smaller."
     )
