@@ -300,7 +300,7 @@ async def test_the_capacity_of_the_first_engine_counts_for_all(
     await small.open()
     assert (await large.open()).capacity_bytes == 8 << 20
     assert "8388608 bytes" in caplog.text
-    assert "67108864 configured here" in caplog.text
+    assert "configured here, 67108864 bytes" in caplog.text
     keys = [key_of(n) for n in range(200)]
     size = 100_000
     for start in range(0, 200, 20):
