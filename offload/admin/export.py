@@ -23,6 +23,7 @@ from typing import IO, Any
 
 from offload.admin.verify import RateLimit
 from offload.errors import NamespaceError, OffloadError
+from offload.namespaces.folders import read_epoch
 from offload.namespaces.inventory import NamespaceFolder, RankFolder
 from tiers.folders.folder import sync_folder, try_flock
 from tiers.offline.archive import Record, write_about, write_magic, write_record
@@ -81,6 +82,25 @@ def _take(file: IO[bytes], part: Path) -> None:
         )
 
 
+def weights_problem(rank_folder: RankFolder, reader: OfflineFolder) -> str:
+    """Return the reason why no import may use the records of a rank; empty if there is none.
+
+    The common epoch of engines that share a folder stands for the weights of the model's files,
+    whatever its number is. In a folder of one engine, an odd epoch stands for weights that may be
+    in no file. Raises ``NamespaceError``.
+    """
+    if reader.is_shared and reader.epoch:  # such engines do not change the epoch file
+        return ""
+    noted = read_epoch(rank_folder.folder.parent)
+    if noted == reader.epoch and noted % 2 == 0:
+        return ""
+    return (
+        f"its server was reset (epoch {max(noted, reader.epoch)}), so its records may have been "
+        "computed with weights that are in no file. Start the server again, and export what it "
+        "stores from then on"
+    )
+
+
 @dataclass(slots=True)
 class Exported:
     """Counts of one rank's records. Three kinds of records were left out: ``damaged`` ones,
@@ -104,8 +124,8 @@ def export_namespace(
     rate_limit: RateLimit,
     advance: Callable[[int], None],
 ) -> list[Exported]:
-    """Write the complete export. Raises ``FolderChangedError`` and ``OSError``, after which the
-    file is useless."""
+    """Write the complete export of folders without a ``weights_problem``. Raises
+    ``FolderChangedError``, ``NamespaceError`` and ``OSError``, after which the file is useless."""
     write_magic(file)
     write_about(
         file,
@@ -147,6 +167,8 @@ def _export_folder(
         counts.damaged += health is RecordHealth.DAMAGED
         counts.unread += health is RecordHealth.SEALED
         advance(record.stored_bytes)
+    if weights_problem(rank_folder, reader):  # the epoch file changes before the tier is reset
+        raise NamespaceError(f"{rank_folder.folder} was reset during the export")
     return counts
 
 

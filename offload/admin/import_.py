@@ -3,6 +3,11 @@
 It claims the folders as a server does, and writes through their tiers, which keep the capacity, the
 epoch, encryption and durability. Before it opens a tier, it refuses a folder that does not fit,
 because a tier drops or moves aside records that do not fit its settings.
+
+Records are stored under the epoch of the folder that receives them, and only if both epochs stand
+for the weights of the model's files, which the namespace identifies. Epochs are counted in each
+folder separately. A folder that was never reset receives records of any such epoch. A folder that
+was reset receives only records of the same epoch: older ones may be those that it discarded.
 """
 
 from __future__ import annotations
@@ -23,6 +28,7 @@ from offload.namespaces.folders import (
 )
 from offload.namespaces.inventory import RankFolder
 from offload.namespaces.manifest import Namespace, dump_manifest
+from tiers.adapters.reopening import judge_epochs
 from tiers.base import Tier
 from tiers.files.tier import FileTier
 from tiers.lmdb.files import payload_capacity_bytes
@@ -146,18 +152,16 @@ class Import:
             rank_folder = RankFolder(
                 replica_dir / f"rank-{rank}", self.namespace.name, replica, rank
             )
-            result.refused = _TierMaker(rank_folder, about, self._target, about["epoch"]).problem
+            result.refused = _TierMaker(rank_folder, about, self._target, 0).problem
         if result.refused:
             result.left = sum(1 for _record in self._records(result))
             return result
         open_namespace(self._target.root, self.namespace, LEAVE_AS_IS)
-        is_new = not replica_dir.exists()
         claimed = claim_rank_folder(
             *(self._target.root, self.namespace),
             replica=replica,
             rank=rank,
             engine="kvtiers import",
-            epoch_min=about["epoch"] if is_new else 0,
             on_damage=LEAVE_AS_IS,
         )
         with claimed:
@@ -182,6 +186,7 @@ def _is_rank_folder(about: dict[str, Any] | None) -> bool:
         and about["replica"] < REPLICAS_MAX
         and about["rank"] < 1 << 16
         and about.get("kind") in KINDS
+        and about.get("is_shared", False) in (False, True)
         and isinstance(records_of, str)
         and _RECORDS_OF.fullmatch(records_of) is not None
     )
@@ -204,6 +209,7 @@ class _TierMaker:
         self._known_bytes = 0
         self._record_bytes = min(about["record_bytes"] or RECORD_BYTES, RECORD_BYTES)
         self._epoch = epoch
+        self._is_shared = False
         self._records_of = bytes.fromhex(about["records_of"])
         self.kind = target.kind or (
             rank_folder.kind if rank_folder.kind != "empty" else about["kind"]
@@ -220,21 +226,19 @@ class _TierMaker:
         reader = self._rank_folder.open()
         try:
             self._known_bytes = reader.capacity_bytes
-            self._epoch = max(self._epoch, reader.epoch)
             if isinstance(reader, LmdbReader) and reader.limits:
                 self._record_bytes = reader.limits.record_bytes
             owner = reader.owner
-            is_shared = reader.is_shared
+            epoch, is_shared = reader.epoch, reader.is_shared
             sealed = {record.is_sealed for batch in reader.batches() for record in batch}
         finally:
             reader.close()
-        # Only in a folder that one engine used, odd epochs are those of changed weights. In a
-        # shared folder, engines with the files' weights use any epoch as their common one.
-        if is_shared and self._about["epoch"] % 2 and not self._about.get("is_shared"):
-            return (
-                "its records were computed with weights that are in no file, but the engines that "
-                "share the target folder use the weights of the files"
-            )
+        if is_shared and self.kind == "file":
+            return "engines share the folder there, which an import cannot do. Name another path"
+        if is_shared and epoch:  # such engines do not change the epoch file
+            self._epoch, self._is_shared = epoch, True
+        elif trouble := judge_epochs(epoch, self._epoch):
+            return f"the folder there cannot be trusted: {trouble}. Name another path"
         if owner is not None and owner.namespace != self._records_of:
             return "other attention kernels wrote the target's records, in another layout"
         if True in sealed and not self._target.key_file:
@@ -244,12 +248,8 @@ class _TierMaker:
         return ""
 
     def _check(self) -> str:
-        epoch = self._about["epoch"]
-        if epoch != self._epoch:
-            return (
-                f"its records are of epoch {epoch}, but the folder is at {self._epoch}: a reset in "
-                "between has invalidated the older ones"
-            )
+        if problem := self._weights_problem():
+            return problem
         if not self.capacity_bytes:
             return "the capacity of the tier is unknown: give --capacity"
         if self.kind == "file" and (self._target.key_file or self._target.compress):
@@ -272,6 +272,26 @@ class _TierMaker:
             except ValueError as error:
                 return str(error)
         return ""
+
+    def _weights_problem(self) -> str:
+        """Return the reason why the records must not be stored under the folder's epoch."""
+        epoch = self._about["epoch"]
+        # Only in a folder of one engine, odd epochs are those of changed weights. The common epoch
+        # of engines that share a folder has any number.
+        if epoch % 2 and not self._about.get("is_shared"):
+            return (
+                f"its server had been reset (epoch {epoch}) when it was exported, so its records "
+                "may have been computed with weights that are in no file. Start that server again, "
+                "and export what it stores from then on"
+            )
+        is_of_files = self._is_shared or self._epoch % 2 == 0
+        if self._epoch == 0 or (self._epoch == epoch and is_of_files):
+            return ""
+        return (
+            f"its records are of epoch {epoch}, but {self._rank_folder.folder} is at epoch "
+            f"{self._epoch}: a reset in between may have discarded them. Name another path, or "
+            "remove the namespace there with kvtiers clear first"
+        )
 
     def make(self) -> Tier:
         who: dict[str, Any] = {

@@ -96,18 +96,25 @@ def _choose(
 def _write(
     chosen: NamespaceFolder, file: Path, overwrite: bool, rate: int, key_file: str
 ) -> list[Exported]:
-    from offload.admin.export import ExportFileError, export_file, export_namespace
+    from offload.admin.export import (
+        ExportFileError,
+        export_file,
+        export_namespace,
+        weights_problem,
+    )
 
     limit = rate_limit(rate, is_used=bool(chosen.owners()))
     with contextlib.ExitStack() as undo:
         rank_folders = []
         for rank_folder in chosen.rank_folders:
             verdict, reader = rank_folder.judge(key_file)
+            problem = verdict.problem
             if reader is not None:
                 rank_folders.append((rank_folder, reader))
                 undo.callback(reader.close)
-            if verdict.problem:
-                give_up("export", f"{rank_folder.folder}: {verdict.problem}")
+                problem = problem or weights_problem(rank_folder, reader)
+            if problem:
+                give_up("export", f"{rank_folder.folder}: {problem}")
         total = sum(
             r.stored_bytes for _, out in rank_folders for batch in out.batches() for r in batch
         )

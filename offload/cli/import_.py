@@ -56,8 +56,9 @@ def import_(
 ) -> None:
     """Write the records of an export into a tier's folder that no server uses.
 
-    Namespace, type and epoch must equal those in the folder; a missing folder is created. Every
-    record is checked; damaged ones are left out. Exits with 1 if not everything could be imported.
+    Namespace and type must equal those in the folder; a missing folder is created. A folder that
+    was reset receives only records of the same epoch. Every record is checked; damaged ones are
+    left out. Exits with 1 if not everything could be imported.
     """
     from offload.admin.import_ import KINDS, Target
     from offload.cli.path_hints import not_a_folder

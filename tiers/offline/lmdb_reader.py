@@ -40,7 +40,7 @@ from tiers.lmdb.index import (
 )
 from tiers.lmdb.io_jobs import ReadItem, ReadJob
 from tiers.lmdb.records.record_table import EXTENT_BYTES, EXTENTS_AT, USE_BYTES
-from tiers.lmdb.shared.index import READERS_MAX, epoch_of
+from tiers.lmdb.shared.index import READERS_MAX, epoch_of, is_common
 from tiers.offline.offline_folder import FolderChangedError, ListedRecord
 from tiers.record import DATED_FROM_NS, ENCRYPTED, Identity
 
@@ -95,8 +95,8 @@ class LmdbReader:
     def _read_meta(self) -> Manifest:
         with self._begin(self._meta) as txn:
             manifest, limits = txn.get(b"manifest"), txn.get(b"limits")
-            self.is_shared = txn.get(b"state") is not None
             self.epoch = int.from_bytes(txn.get(b"epoch") or b"", "little")
+            self.is_shared = is_common(txn.get(b"state"), self.epoch)
         if manifest is None:
             raise IndexUnusableError("it has no manifest")
         known = Manifest.load(bytes(manifest))

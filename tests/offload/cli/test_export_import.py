@@ -3,7 +3,6 @@ refused one by one."""
 
 from __future__ import annotations
 
-import asyncio
 import io
 import os
 import subprocess
@@ -14,19 +13,12 @@ import numpy as np
 import pytest
 
 from offload.admin.verify import RateLimit
-from offload.namespaces.folders import (
-    bump_epoch,
-    read_epoch,
-    replica_folder,
-    share_rank_folder,
-)
 from offload.namespaces.inventory import find_namespaces
 from offload.namespaces.manifest import Namespace
 from tests.offload.cli.rank_folders import (
     CAPACITY,
     FIELDS,
     OTHER,
-    RECORD_NAMESPACE,
     ROOT,
     SIZE,
     damage,
@@ -39,7 +31,6 @@ from tests.offload.cli.rank_folders import (
 )
 from tests.offload.cli.test_verify import RESET
 from tiers.lmdb.folder import PAYLOAD_NAME
-from tiers.lmdb.shared.tier import SharedLmdbTier
 from tiers.offline.archive import ARCHIVE_HEAD_BYTES, Frame, PortableError, read_frames
 from tiers.offline.offline_folder import Checker, RecordHealth
 from tiers.testing import key_of, payload_of
@@ -215,54 +206,6 @@ def test_any_flipped_bit_of_an_export_is_detected(tmp_path: Path) -> None:
         except PortableError:
             continue
         assert any(frame.about is None and frame.record is None for frame in frames), at
-
-
-def test_records_from_before_a_reset_are_refused(tmp_path: Path) -> None:
-    make_rank_folder(tmp_path / "a", range(3))
-    export(tmp_path / "a", tmp_path / "old")
-    bump_epoch(replica_folder(tmp_path / "a", Namespace.of(FIELDS)))
-    make_rank_folder(tmp_path / "a", range(10, 12))
-    export(tmp_path / "a", tmp_path / "new")
-    for capacity in ([], ["--capacity", "24MiB"]):
-        result = kvtiers("import", tmp_path / "old", tmp_path / "a", "--json", *capacity)
-        assert result.code == 1
-        assert "a reset in between" in result.json["rank_folders"][0]["refused"]
-    assert len(contents(tmp_path / "a")) == 2
-    # A folder that is created for an import begins at the epoch of the records.
-    result = kvtiers("import", tmp_path / "new", tmp_path / "b", "--capacity", "24MiB")
-    assert result.code == 0, result.out
-    assert read_epoch(replica_folder(tmp_path / "b", Namespace.of(FIELDS))) == 1
-    assert len(contents(tmp_path / "b")) == 2
-
-
-async def share(folder: Path, resets: int) -> None:
-    """An engine that shares a folder, whose weights are replaced while it runs."""
-    sizes = {"reserve_bytes": 0, "grow_bytes": 1 << 20, "record_bytes": SIZE}
-    tier = SharedLmdbTier(folder, CAPACITY, namespace=RECORD_NAMESPACE, **sizes)
-    await tier.open()
-    for epoch in range(resets):
-        await tier.reset(2 * epoch + 1)
-    await tier.aclose()
-
-
-def test_records_of_changed_weights_are_refused_in_a_shared_folder(tmp_path: Path) -> None:
-    """The epochs of a shared folder are numbered in another way, and can be equal by chance."""
-    make_rank_folder(tmp_path / "a", [])
-    for _ in range(3):
-        bump_epoch(replica_folder(tmp_path / "a", Namespace.of(FIELDS)))
-    make_rank_folder(tmp_path / "a", range(3))
-    export(tmp_path / "a", tmp_path / "f")
-    with share_rank_folder(tmp_path / "b", Namespace.of(FIELDS), rank=0, engine="t") as claimed:
-        asyncio.run(share(claimed.folder, 2))
-        asyncio.run(share(claimed.folder, 1))
-    [namespace] = find_namespaces(tmp_path / "b")
-    outside = namespace.rank_folders[0].open()
-    assert outside.epoch == 5
-    outside.close()
-    result = kvtiers("import", tmp_path / "f", tmp_path / "b", "--json")
-    assert result.code == 1
-    assert "in no file" in result.json["rank_folders"][0]["refused"]
-    assert contents(tmp_path / "b") == {}
 
 
 def test_encrypted_stores_are_exported_and_imported(tmp_path: Path) -> None:

@@ -35,7 +35,7 @@ from tiers.lmdb.options import LmdbOptions, Recovery
 from tiers.lmdb.records.record_table import USE_BYTES, with_use
 from tiers.lmdb.recovery.recover import Expected, Recovered
 from tiers.lmdb.shared.free_extents import put_free_extents
-from tiers.lmdb.shared.index import SHARED_RECORD_INDEX_BYTES, SharedIndex, State
+from tiers.lmdb.shared.index import SHARED_RECORD_INDEX_BYTES, SharedIndex, State, is_common
 from tiers.lmdb.shared.members import Member, opening_lock
 from tiers.lmdb.shared.transaction import changing
 
@@ -128,9 +128,15 @@ class SharedLmdbFiles(LmdbFilesBase):
         if raw is not None:
             with contextlib.suppress(IndexUnusableError):
                 state = State.load(raw)
-        was_shared = raw is not None and state.common == index.epoch
+        was_shared = is_common(raw, index.epoch)
         is_stale = not was_shared and (index.epoch != self._options.epoch or index.epoch % 2 == 1)
         state.see_epoch(index.epoch)
+        if is_stale and any(table.count for table in index.tables()):
+            logger.warning(
+                "kvtiers: the shared tier in %s begins empty: a server that did not share the "
+                "folder was reset (epoch %d), so its records may be of other weights",
+                *(self.folder, index.epoch),
+            )
         if self._options.recovery is Recovery.OFF or is_stale:
             index.apply(Changes(clear_to_epoch=state.begin_epoch()))
         return state

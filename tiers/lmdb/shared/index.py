@@ -160,6 +160,18 @@ class State:
 _STATE = struct.Struct(f"<{len(fields(State))}Q")
 
 
+def is_common(raw: bytes | None, epoch: int) -> bool:
+    """Return True if ``epoch``, the epoch of an index, is the common epoch of engines that shared
+    the index last. ``raw`` is their state. It stays in the index if a tier that does not share uses
+    the folder later, but a reset of that tier changes the epoch."""
+    if raw is None:
+        return False
+    try:
+        return State.load(raw).common == epoch
+    except IndexUnusableError:
+        return False
+
+
 def epoch_of(value: bytes) -> int:
     """Return the epoch of a record."""
     return int.from_bytes(value[_EPOCH_AT : _EPOCH_AT + 8], "little")
