@@ -1,21 +1,24 @@
 """Changes that the command line makes below a tier's path, in folders that no server uses.
 
 The owner of a rank's folder keeps its index in memory, so no other process may write to the folder.
-Short changes hold the lock of the path; a server that starts at that moment waits a few seconds for
-it.
+Short changes hold the lock of the path; a server that starts at that moment waits for it. Long ones
+are divided into batches, between which such a server gets the lock.
 """
 
 from __future__ import annotations
 
 import contextlib
+import time
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
+from typing import Generic, TypeVar
 
 from offload.namespaces.claims import Owner, locked
 from offload.namespaces.inventory import RankFolder
 from tiers.base import Key
-from tiers.folders.folder import OwnerLock, prepare
+from tiers.folders.folder import FolderUnusableError, OwnerLock, prepare
+from tiers.lmdb.index import check_file
 from tiers.offline.file_reader import FileReader
 from tiers.offline.lmdb_reader import LmdbReader
 from tiers.offline.offline_folder import (
@@ -25,18 +28,31 @@ from tiers.offline.offline_folder import (
     OfflineFolder,
     RecordHealth,
 )
-from tiers.offline.remove import remove_files, remove_from_lmdb
+from tiers.offline.remove import index_mark, remove_files, remove_from_lmdb
 
 KEYS_PER_LOCK = 10_000
-"""Number of records that are checked and removed under one lock. In an index of 200,000 records
-this takes a fraction of a second."""
+"""Maximum number of records that are checked and removed under one lock."""
+HOLD_S = 0.5
+"""Time after which a batch ends, although it has checked fewer records: a server that starts waits
+for it. Each half of this time is for the checks and for the removals. A single record or
+transaction can take longer, and so does opening the folder."""
+GAP_S = 0.1
+"""Time between two batches. A server that waits for the lock tries to take it several times in this
+time."""
+
+T = TypeVar("T")
+Choose = Callable[[OfflineFolder], Callable[[T], Key | None]]
+"""Makes a function for an open folder. The function returns a record's key if the record must be
+removed."""
 
 
 class RankFolderInUseError(Exception):
-    """A live process uses the rank folder."""
+    """A live process uses the rank folder. ``removed`` is the number of records that were removed
+    before."""
 
-    def __init__(self, rank_folder: RankFolder, owner: Owner) -> None:
+    def __init__(self, rank_folder: RankFolder, owner: Owner, removed: int = 0) -> None:
         self.owner = owner
+        self.removed = removed
         super().__init__(
             f"{rank_folder.folder} is in use by pid {owner.pid} {owner.engine}".rstrip()
         )
@@ -72,12 +88,24 @@ def remove_damaged(rank_folder: RankFolder, damaged: Sequence[ListedRecord], key
 
     Returns their number. Raises the errors of ``exclusive_access``.
     """
-    return _remove(rank_folder, partial(_still_damaged, damaged), key_file)
+    mark = _checked_mark(rank_folder)
+    return _Removal(rank_folder, _still_damaged, key_file, mark).run(damaged)
 
 
-def _still_damaged(records: Sequence[ListedRecord], reader: OfflineFolder) -> list[Key]:
+def _checked_mark(rank_folder: RankFolder) -> bytes:
+    """Check an LMDB index, which can take seconds, without the lock; return its ``index_mark``. A
+    failure shows again under the lock, unless a server was changing the index."""
+    with contextlib.suppress(FolderUnusableError, OSError):
+        mark = index_mark(rank_folder.folder)
+        if mark:
+            rank_folder.open().close()
+        return mark
+    return b""
+
+
+def _still_damaged(reader: OfflineFolder) -> Callable[[ListedRecord], Key | None]:
     checker = Checker(reader)
-    return [one.key for one in records if checker.check(one)[0] is RecordHealth.DAMAGED]
+    return lambda one: one.key if checker.check(one)[0] is RecordHealth.DAMAGED else None
 
 
 def remove_unused(rank_folder: RankFolder, before_ns: int) -> int:
@@ -87,21 +115,21 @@ def remove_unused(rank_folder: RankFolder, before_ns: int) -> int:
     meanwhile. Each record is therefore checked again under the lock. Raises the errors of
     ``exclusive_access``.
     """
+    mark = index_mark(rank_folder.folder)
     reader = rank_folder.open()
     try:
         old = [r.key for batch in reader.batches() for r in batch if is_older(r, before_ns)]
     finally:
         reader.close()
-    removed = 0
-    for start in range(0, len(old), KEYS_PER_LOCK):
-        some = old[start : start + KEYS_PER_LOCK]
-        removed += _remove(rank_folder, partial(_still_unused, some, before_ns))
-    return removed
+    return _Removal(rank_folder, partial(_still_unused, before_ns), "", mark).run(old)
 
 
-def _still_unused(keys: Sequence[Key], before_ns: int, reader: OfflineFolder) -> list[Key]:
-    found = map(reader.find, keys)
-    return [one.key for one in found if one is not None and is_older(one, before_ns)]
+def _still_unused(before_ns: int, reader: OfflineFolder) -> Callable[[Key], Key | None]:
+    def chosen(key: Key) -> Key | None:
+        one = reader.find(key)
+        return key if one is not None and is_older(one, before_ns) else None
+
+    return chosen
 
 
 def is_older(record: ListedRecord, before_ns: int) -> bool:
@@ -109,26 +137,68 @@ def is_older(record: ListedRecord, before_ns: int) -> bool:
     return 0 < record.use_ns < before_ns
 
 
-def _remove(
-    rank_folder: RankFolder, choose: Callable[[OfflineFolder], list[Key]], key_file: str = ""
-) -> int:
-    """Remove the records that ``choose`` returns while no other process can use the folder; return
-    their number."""
-    with exclusive_access(rank_folder):
-        reader = _open_owned(rank_folder, key_file)
+class _Removal(Generic[T]):
+    """Removes the records that ``choose`` chooses, in batches. No other process can use the folder
+    during a batch.
+
+    ``mark`` is the ``index_mark`` of an LMDB index that was checked: only an index that another
+    process has changed since then is checked under the lock.
+    """
+
+    def __init__(
+        self, rank_folder: RankFolder, choose: Choose[T], key_file: str, mark: bytes
+    ) -> None:
+        self._rank_folder = rank_folder
+        self._choose = choose
+        self._key_file = key_file
+        self._mark = mark
+        self._removed = 0
+
+    def run(self, found: Sequence[T]) -> int:
+        """Check these records and remove the chosen ones; return the number of the latter."""
+        done = 0
+        while done < len(found):
+            if done:
+                time.sleep(GAP_S)
+            try:
+                with exclusive_access(self._rank_folder):
+                    done += self._batch(found[done : done + KEYS_PER_LOCK])
+            except RankFolderInUseError as error:
+                raise RankFolderInUseError(self._rank_folder, error.owner, self._removed) from error
+        return self._removed
+
+    def _batch(self, found: Sequence[T]) -> int:
+        """Check the first of these records and remove the chosen ones; return how many are done."""
+        reader = self._open()
+        start = time.monotonic()
+        keys: list[Key] = []
+        places: list[int] = []
+        done = 0
         try:
-            keys = choose(reader)
+            chosen = self._choose(reader)
+            while done < len(found) and (done == 0 or time.monotonic() < start + HOLD_S / 2):
+                key = chosen(found[done])
+                if key is not None:
+                    keys.append(key)
+                    places.append(done)
+                done += 1
         finally:
             reader.close()
+        removed = self._remove(reader, keys, start + HOLD_S)
+        self._removed += removed
+        return done if removed == len(keys) else places[removed]
+
+    def _open(self) -> LmdbReader | FileReader:
+        folder = self._rank_folder.folder
+        if self._rank_folder.kind == "file":
+            return FileReader(folder)
+        if index_mark(folder) != self._mark:
+            check_file(folder)
+        return LmdbReader(folder, is_owned=True, key_file=self._key_file)
+
+    def _remove(self, reader: LmdbReader | FileReader, keys: list[Key], until: float) -> int:
         if isinstance(reader, FileReader):
-            remove_files(reader, keys)
-        elif keys:
-            remove_from_lmdb(rank_folder.folder, reader.owner, keys)
-    return len(keys)
-
-
-def _open_owned(rank_folder: RankFolder, key_file: str) -> LmdbReader | FileReader:
-    """Open a folder to which this process has exclusive access."""
-    if rank_folder.kind == "file":
-        return FileReader(rank_folder.folder)
-    return LmdbReader(rank_folder.folder, is_owned=True, key_file=key_file)
+            return remove_files(reader, keys, until)
+        removed = remove_from_lmdb(reader.folder, reader.owner, keys, until)
+        self._mark = index_mark(reader.folder)
+        return removed

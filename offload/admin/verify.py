@@ -148,7 +148,7 @@ def repair(result: VerifyResult, key_file: str) -> None:
         try:
             result.removed = remove_damaged(result.rank_folder, result.damaged, key_file)
         except RankFolderInUseError as error:  # a server has started in the meantime
-            owner = error.owner
+            owner, result.removed = error.owner, error.removed
         except FolderChangedError as error:
             result.fail(f"{error} before its damaged records were")
     result.owner_pid = owner.pid if owner else None

@@ -233,12 +233,16 @@ def index_exists(folder: Path) -> bool:
 class LmdbIndex:
     """The open LMDB environment."""
 
-    def __init__(self, folder: Path, map_bytes: int, manifest: Manifest) -> None:
+    def __init__(
+        self, folder: Path, map_bytes: int, manifest: Manifest, *, is_checked: bool = False
+    ) -> None:
         """Open or create. ``manifest`` is written to a new index; an existing index must have the
-        same identity. Raises ``IndexUnusableError`` with the data unchanged, or ``OSError``."""
+        same identity. ``is_checked``: the caller has called ``check_file``, and no process has
+        written to the index since. Raises ``IndexUnusableError`` with the data unchanged, or
+        ``OSError``."""
         self._file = IndexFile(folder / DATA_NAME)
         is_new = not index_exists(folder)
-        self._found = None if is_new else check_file(folder)
+        self._found = None if is_new or is_checked else check_file(folder)
         self._transactions = 0
         check_space(folder / DATA_NAME, map_bytes)
         with contextlib.ExitStack() as undo:
