@@ -36,14 +36,15 @@ def why_not() -> str:
 
 
 class Master:
-    """A running ``mooncake_master`` with its metadata server, on free ports that stay the same
-    after a restart.
+    """A running ``mooncake_master``, on free ports that stay the same after a restart. It has a
+    metadata server unless ``has_metadata`` is False: then its clients find each other without one.
 
     ``flags`` are appended to its command line.
     """
 
-    def __init__(self, log: Path, *flags: str) -> None:
+    def __init__(self, log: Path, *flags: str, has_metadata: bool = True) -> None:
         self._flags = flags
+        self._has_metadata = has_metadata
         self.port, self.http, self.metrics = (free_port() for _ in range(3))
         self.log = log
         self._process: subprocess.Popen[bytes] | None = None
@@ -67,8 +68,10 @@ class Master:
 
     @property
     def metadata(self) -> str:
-        """The URL of its metadata server."""
-        return f"http://127.0.0.1:{self.http}/metadata"
+        """The URL of its metadata server, or the word for none."""
+        return (
+            "P2PHANDSHAKE" if not self._has_metadata else f"http://127.0.0.1:{self.http}/metadata"
+        )
 
     def tier(self, segment: str = "256MiB") -> dict[str, Any]:
         """An entry of ``tiers`` in the connector's configuration."""
@@ -88,7 +91,7 @@ class Master:
             "mooncake.cli",
             f"--rpc_port={self.port}",
             "--rpc_address=127.0.0.1",
-            "--enable_http_metadata_server=true",
+            f"--enable_http_metadata_server={str(self._has_metadata).lower()}",
             "--http_metadata_server_host=127.0.0.1",
             f"--http_metadata_server_port={self.http}",
             f"--metrics_port={self.metrics}",
@@ -97,7 +100,8 @@ class Master:
         with self.log.open("ab") as log:
             self._process = subprocess.Popen(command, stdout=log, stderr=log)
         end = time.monotonic() + START_S
-        while not (_answers(self.port) and _answers(self.http)):
+        ports = (self.port, self.http) if self._has_metadata else (self.port,)
+        while not all(map(_answers, ports)):
             if self._process.poll() is not None or time.monotonic() > end:
                 self.kill()
                 raise MasterError(f"the master does not start: {self._log_text()}")

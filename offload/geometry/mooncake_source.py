@@ -183,7 +183,7 @@ class MooncakeView:
         Raises ``NamespaceError`` for records that cannot be translated, or must not be, and
         ``TierError`` if the store cannot be joined.
         """
-        client = self.join()
+        client = self.join(reads=0)
         try:
             _, refused = self.find_engines(client, logger.warning)
         finally:
@@ -191,10 +191,10 @@ class MooncakeView:
         if refused:
             raise refusal(where, self.description, "store", refused)
 
-    def join(self) -> MooncakeClient:
-        """A connection. Raises ``TierIoError``."""
+    def join(self, reads: int) -> MooncakeClient:
+        """A connection for this number of reads at a time. Raises ``TierIoError``."""
         identity = Identity(self.now.records, self.now.rank)
-        return MooncakeClient(self.settings, identity, None)
+        return MooncakeClient(self.settings, identity, None, calls=reads)
 
     def find_engines(
         self, client: MooncakeClient, warn: Callable[[str], object]
@@ -246,7 +246,7 @@ class MooncakeSource:
     def __init__(self, view: MooncakeView) -> None:
         """Raises ``TierIoError`` if the store cannot be joined."""
         self._view = view
-        self._client = view.join()
+        self._client = view.join(reads=1)
         self._warned: set[str] = set()
         self._is_failing = False
         self._engines: tuple[OtherEngine, ...] = ()

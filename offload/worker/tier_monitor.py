@@ -103,41 +103,51 @@ class TierMonitor:
         return outcomes
 
     async def query(self, operation: Awaitable[Sequence[bool]], count: int) -> list[bool]:
-        """Run a query. Its result says nothing about whether the tier can be read."""
+        """Run a query. Its result says nothing about whether the tier can be read.
+
+        A query counts as one failure at most, however late it ends and whatever its result is then:
+        a store that does not answer is given up soon after the query has become late.
+        """
         failure = Observed(reads_failed=1)
-        found, _ = await self._finish(operation, failure)
-        return self._checked(found, count, bool, failure)
+        found, late = await self._finish(operation, failure, once=True)
+        return self._checked(found, count, bool, Observed() if late else failure)
 
     async def change(self, operation: Awaitable[None]) -> None:
         """Run a deletion, a use notification or a reset; if it fails, it counts as a failed
         write."""
         await self._finish(operation, Observed(writes_failed=1))
 
-    async def _finish(self, operation: Awaitable[T], failure: Observed) -> tuple[T, bool]:
-        """Wait for the end of an operation, however late; return whether it was late."""
+    async def _finish(
+        self, operation: Awaitable[T], failure: Observed, *, once: bool = False
+    ) -> tuple[T, bool]:
+        """Wait for the end of an operation, however late; return whether it was late. With
+        ``once``, its lateness and its exception are one failure."""
         self._under_way += 1
         try:
-            return await self._wait(operation, failure)
+            return await self._wait(operation, failure, once=once)
         finally:
             self._under_way -= 1
             self._ended_at = asyncio.get_running_loop().time()
 
-    async def _wait(self, operation: Awaitable[T], failure: Observed) -> tuple[T, bool]:
+    async def _wait(
+        self, operation: Awaitable[T], failure: Observed, *, once: bool
+    ) -> tuple[T, bool]:
         task = asyncio.ensure_future(operation)
         late = 0
         try:
             while not (await asyncio.wait({task}, timeout=self._timeout_s))[0]:
                 late += 1
-                if late <= LATE_REPORTS_MAX:
+                if late <= (1 if once else LATE_REPORTS_MAX):
                     self._report(failure)
         except asyncio.CancelledError:
             task.cancel()
             raise
-        if task.cancelled():  # if raised, it would look as if the caller had been cancelled
+        is_cancelled = task.cancelled()
+        has_failed = is_cancelled or task.exception() is not None
+        if has_failed and not (once and late):
             self._report(failure)
+        if is_cancelled:  # if raised, it would look as if the caller had been cancelled
             raise TierIoError("the tier itself has cancelled a call")
-        if task.exception() is not None:
-            self._report(failure)
         return task.result(), late > 0
 
     def _checked(self, found: Sequence[T], count: int, kind: type[T], failure: Observed) -> list[T]:

@@ -59,8 +59,10 @@ def master(tmp_path: Path) -> Iterator[Master]:
 @pytest.fixture
 def patient_master(tmp_path: Path) -> Iterator[Master]:
     """A master whose leases do not end while a busy machine reads. With Mooncake's 10 s, a read
-    that took longer would fail although the record is there, and its prompt would be computed."""
-    made = Master(tmp_path / "master.log", f"--default_kv_lease_ttl={int(PATIENCE_S * 1000)}")
+    that took longer would fail although the record is there, and its prompt would be computed. It
+    has no metadata server, because that one sometimes does not answer for many seconds."""
+    lease = f"--default_kv_lease_ttl={int(PATIENCE_S * 1000)}"
+    made = Master(tmp_path / "master.log", lease, has_metadata=False)
     made.start()
     yield made
     made.kill()

@@ -4,7 +4,7 @@ read and written through them.
 Mooncake abandons a transfer after half a minute or a minute without cancelling it: when the peer
 continues, bytes still arrive, long after the payload was verified and perhaps after its memory was
 reused. So transfers use bounce buffers, which are registered once and reused. The buffers of a call
-that may continue are never used again.
+that may continue are never used again; new ones are registered when a call needs them.
 
 Any thread may call. A buffer belongs to the thread that borrowed it.
 """
@@ -54,8 +54,13 @@ class BounceBuffers:
         self._ends_what_fails = protocol == "tcp"
         self._register = register
         self._unregister = unregister
-        self._free: queue.SimpleQueue[Buffer] = queue.SimpleQueue()
+        self._free: queue.LifoQueue[Buffer] = queue.LifoQueue()
         self.given_up: list[Buffer] = []
+
+    def reserve(self, register: Callable[[int, int], object]) -> None:
+        """Make one more buffer, registered by ``register``, so that one more call at a time needs
+        no registration. Raises the errors of ``register``."""
+        self._free.put(self._new(self._buffer_bytes, register))
 
     @contextmanager
     def lend(self, sizes: Sequence[int]) -> Iterator[LentBuffer]:
@@ -91,15 +96,15 @@ class BounceBuffers:
         try:
             buffer = self._free.get_nowait()
         except queue.Empty:
-            return self._new(nbytes)
+            return self._new(nbytes, self._register)
         if buffer.nbytes >= nbytes:
             return buffer
         self._unregister(buffer.ctypes.data)
-        return self._new(nbytes)
+        return self._new(nbytes, self._register)
 
-    def _new(self, nbytes: int) -> Buffer:
+    def _new(self, nbytes: int, register: Callable[[int, int], object]) -> Buffer:
         buffer = np.empty(max(self._buffer_bytes, nbytes), np.uint8)
-        self._register(buffer.ctypes.data, buffer.nbytes)
+        register(buffer.ctypes.data, buffer.nbytes)
         return buffer
 
 

@@ -14,6 +14,7 @@ import ctypes
 import importlib
 import os
 import socket
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -32,6 +33,12 @@ HEADERS_BYTES = CALL_RECORDS_MAX * HEADER_STEP
 CONNECT_TIMEOUT_S = 2.0
 CALL_TIMEOUT_MS = 4000
 """Mooncake's timeout for calls of its master. The default is 30 s."""
+REGISTER_TIMEOUT_S = 30.0
+"""Time for which a client that starts tries to register its memory. Mooncake gives up after 3 s
+each time if its metadata server does not answer, which was seen to last up to 28 s."""
+REGISTER_AGAIN_S = 0.5
+"""Time between two attempts."""
+NO_METADATA_SERVER = "P2PHANDSHAKE"
 SETUP_BUFFER_BYTES = 16 << 20
 """Memory that the store allocates for copies; kvtiers needs none."""
 
@@ -64,10 +71,16 @@ class MooncakeSettings:
 
 class MooncakeClient:
     """A connection to a store. ``memory`` is the address range from which records are usually
-    written; it is registered once. Raises ``TierIoError`` if the store cannot be joined."""
+    written. It is registered at the start, as are the buffers of ``calls`` reads or writes at a
+    time. Raises ``TierIoError`` if the store cannot be joined or does not accept the memory."""
 
     def __init__(
-        self, settings: MooncakeSettings, identity: Identity, memory: range | None
+        self,
+        settings: MooncakeSettings,
+        identity: Identity,
+        memory: range | None,
+        *,
+        calls: int = 0,
     ) -> None:
         self._settings = settings
         self._identity = identity
@@ -77,10 +90,9 @@ class MooncakeClient:
         self._payload_buffers = BounceBuffers(*about, BUFFER_BYTES + HEADERS_BYTES)
         self._header_buffers = BounceBuffers(*about, HEADERS_BYTES)
         try:
-            if self._memory:
-                self._register(self._memory.start, len(self._memory))
+            self._register_all(calls)
         except BaseException:  # the client has threads, which would continue
-            self._store.close()
+            self.close()
             raise
 
     @property
@@ -251,6 +263,40 @@ class MooncakeClient:
         return ReadOutcome.MISS if size == NO_SUCH_OBJECT else ReadOutcome.BUSY
 
     # -- memory ------------------------------------------------------------------------------
+
+    def _register_all(self, calls: int) -> None:
+        """Register everything that ``calls`` calls at a time need. Tries again for some time,
+        because the metadata server may not answer while several clients start."""
+        deadline = time.monotonic() + REGISTER_TIMEOUT_S
+
+        def register(address: int, nbytes: int) -> None:
+            while True:
+                try:
+                    self._register(address, nbytes)
+                except TierIoError as error:
+                    if time.monotonic() + REGISTER_AGAIN_S > deadline:
+                        raise TierIoError(f"{error}{self._advice()}") from error
+                else:
+                    return
+                # a failed registration can leave a part, with which the next one would collide
+                self._store.unregister_buffer(address)
+                time.sleep(REGISTER_AGAIN_S)
+
+        if self._memory:
+            register(self._memory.start, len(self._memory))
+        for _ in range(calls):
+            self._payload_buffers.reserve(register)
+            self._header_buffers.reserve(register)
+
+    def _advice(self) -> str:
+        """Return advice for the case that memory cannot be registered."""
+        metadata = self._settings.metadata
+        if metadata == NO_METADATA_SERVER:
+            return ". See the lines that Mooncake has logged"
+        return (
+            f". Probably the metadata server at {metadata} does not answer. Check it, or set "
+            f'"metadata": "{NO_METADATA_SERVER}" in all servers, which then need none'
+        )
 
     def _register(self, address: int, nbytes: int) -> None:
         code = self._store.register_buffer(address, nbytes)

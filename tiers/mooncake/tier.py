@@ -47,16 +47,17 @@ from tiers.record import (
     check_payload,
 )
 
-OPEN_TIMEOUT_S = 30.0
+OPEN_TIMEOUT_S = 60.0
+"""Longer than a client tries to register its memory (``REGISTER_TIMEOUT_S``)."""
 CLOSE_TIMEOUT_S = 5.0
 
 T = TypeVar("T")
 
 
 class MooncakeTier(SharedTier):
-    """A tier over a Mooncake store. ``memory`` is the address range of the slab, which is
-    registered once. ``notice`` describes this tier's records to other engines and is kept in the
-    store while the tier is open."""
+    """A tier over a Mooncake store. ``memory`` is the address range of the slab. When the tier
+    opens, it registers this memory and the bounce buffers of its ``threads``. ``notice`` describes
+    this tier's records to other engines and is kept in the store while the tier is open."""
 
     def __init__(
         self,
@@ -83,7 +84,7 @@ class MooncakeTier(SharedTier):
         self._counts: Counter[str] = Counter()
 
     async def open(self) -> TierInfo:
-        opening = in_thread(MooncakeClient, self._settings, self._identity, self._memory)
+        opening = in_thread(self._join)
         try:
             done, _ = await asyncio.wait([opening], timeout=OPEN_TIMEOUT_S)
         except asyncio.CancelledError:
@@ -176,6 +177,9 @@ class MooncakeTier(SharedTier):
         return dict(self._counts)
 
     # -- inside ------------------------------------------------------------------------------
+
+    def _join(self) -> MooncakeClient:
+        return MooncakeClient(self._settings, self._identity, self._memory, calls=self._count)
 
     async def _post(self, notice: Notice) -> None:
         """Post the notice and keep it posted."""

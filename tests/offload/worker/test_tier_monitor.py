@@ -101,6 +101,28 @@ def test_a_failure_is_counted_and_passed_on(after_s: float) -> None:
         assert watched.total == expected, method
 
 
+@pytest.mark.parametrize("after_s", [0.0, 1.5, 2.0, 3.5])
+@pytest.mark.parametrize("how", ["fails", "answers", "answers wrongly"])
+def test_a_query_is_one_failure_at_most(how: str, after_s: float) -> None:
+    """A store that does not answer is given up when its query has been late for a while. Together
+    with one failed read, two failures would already open the breaker."""
+
+    async def answered() -> list[bool]:
+        await asyncio.sleep(after_s)
+        return [True] * (1 if how == "answers" else 2)
+
+    watched = Watched()
+    operation: Any = fail(after_s) if how == "fails" else answered()
+    query = watched.monitor.query(operation, 1)
+    if how == "answers":
+        assert run_virtually(query) == [True]
+    else:
+        with pytest.raises(TierIoError):
+            run_virtually(query)
+    is_failure = how != "answers" or after_s > 1.0
+    assert watched.total == Observed(reads_failed=int(is_failure))
+
+
 @pytest.mark.parametrize(
     "outcomes", [[], [OK], [OK] * 3, [OK, "ok"], [OK, GOOD], None, iter([OK, OK])]
 )
