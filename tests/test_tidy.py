@@ -114,6 +114,7 @@ TORCH_IN = (
     "tiers/testing/simulated_copy.py",
 )
 ASYNCIO_IN = (
+    "offload/admin/export.py",
     "offload/worker/",
     "offload/loop.py",
     "offload/manager/",

@@ -12,6 +12,7 @@ checks that the locked file still has the part file's name.
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import fcntl
 import os
@@ -21,12 +22,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
 
+import aiofiles
+
 from offload.admin.verify import RateLimit
 from offload.errors import NamespaceError, OffloadError
 from offload.namespaces.folders import read_epoch
 from offload.namespaces.inventory import NamespaceFolder, RankFolder
 from tiers.folders.folder import sync_folder, try_flock
-from tiers.offline.archive import Record, write_about, write_magic, write_record
+from tiers.io.threads import DaemonExecutor
+from tiers.offline.archive import MAGIC, Record, about_frame, record_frame
 from tiers.offline.offline_folder import Checker, OfflineFolder, RecordHealth
 
 EXPORT_FORMAT = 1
@@ -126,41 +130,83 @@ def export_namespace(
 ) -> list[Exported]:
     """Write the complete export of folders without a ``weights_problem``. Raises
     ``FolderChangedError``, ``NamespaceError`` and ``OSError``, after which the file is useless."""
-    write_magic(file)
-    write_about(
-        file,
-        "M",
-        {"format": EXPORT_FORMAT, "namespace": namespace.name, "fields": namespace.fields},
-    )
-    found = [_export_folder(one, reader, file, rate_limit, advance) for one, reader in rank_folders]
-    write_about(file, "E", {"records": sum(one.records for one in found)})
+    return asyncio.run(_export(namespace, rank_folders, file, rate_limit, advance))
+
+
+class _ArchiveFile:
+    """Writes frames in a daemon thread, one at a time, while the caller prepares the next one."""
+
+    def __init__(self, file: Any, executor: DaemonExecutor) -> None:
+        """``file`` is an ``aiofiles`` file that uses the executor."""
+        self._file, self._executor = file, executor
+        self._writing: asyncio.Task[None] | None = None
+
+    async def write(self, *parts: bytes | memoryview) -> None:
+        """Begin to write. The parts must not change until the next call returns, which raises the
+        ``OSError`` of this one."""
+        await self.flush()
+        self._writing = asyncio.create_task(self._file.writelines(parts))
+        await asyncio.sleep(0)  # the task passes its work to the thread
+
+    async def flush(self) -> None:
+        """Wait until everything is written. Raises ``OSError``."""
+        if self._writing is not None:
+            await self._writing
+
+    async def aclose(self) -> None:
+        """Close the file when no write is in progress."""
+        if self._writing is not None:
+            await asyncio.gather(self._writing, return_exceptions=True)
+        await self._file.close()
+        self._executor.shutdown(wait=False)
+
+
+async def _export(
+    namespace: NamespaceFolder,
+    rank_folders: Sequence[tuple[RankFolder, OfflineFolder]],
+    file: IO[bytes],
+    rate_limit: RateLimit,
+    advance: Callable[[int], None],
+) -> list[Exported]:
+    executor = DaemonExecutor("kvtiers-export")
+    opened = await aiofiles.open(file.fileno(), "wb", closefd=False, executor=executor)
+    async with contextlib.aclosing(_ArchiveFile(opened, executor)) as out:
+        about = {"format": EXPORT_FORMAT, "namespace": namespace.name, "fields": namespace.fields}
+        await out.write(MAGIC, *about_frame("M", about))
+        found = [
+            await _export_folder(one, reader, out, rate_limit, advance)
+            for one, reader in rank_folders
+        ]
+        await out.write(*about_frame("E", {"records": sum(one.records for one in found)}))
+        await out.flush()
     return found
 
 
-def _export_folder(
+async def _export_folder(
     rank_folder: RankFolder,
     reader: OfflineFolder,
-    file: IO[bytes],
+    out: _ArchiveFile,
     rate_limit: RateLimit,
     advance: Callable[[int], None],
 ) -> Exported:
     counts = Exported(rank_folder.replica, rank_folder.rank)
-    checker, epoch = Checker(reader), reader.epoch
+    checker, other, epoch = Checker(reader), Checker(reader), reader.epoch
     found = [(r.use_ns, r.key, r.payload_bytes) for batch in reader.batches() for r in batch]
     record_bytes = min((size for _, _, size in found), default=0)
-    write_about(file, "S", _about(rank_folder, reader, record_bytes))
+    await out.write(*about_frame("S", _about(rank_folder, reader, record_bytes)))
     order = sorted((use_ns, key) for use_ns, key, _ in found)
     for use_ns, key in order:
         record = reader.find(key)
         if record is None:
             counts.gone += 1
             continue
-        rate_limit.spend(record.stored_bytes)
+        await asyncio.sleep(rate_limit.delay_s(record.stored_bytes))
         health, payload = checker.check(record)
         if reader.epoch != epoch:
             raise NamespaceError(f"{rank_folder.folder} was reset during the export")
         if health is RecordHealth.GOOD:
-            write_record(file, Record(key, use_ns, payload))
+            await out.write(*record_frame(Record(key, use_ns, payload)))
+            checker, other = other, checker  # the payload must not change until it is written
             counts.records += 1
             counts.payload_bytes += payload.nbytes
         counts.gone += health is RecordHealth.GONE

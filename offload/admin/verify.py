@@ -37,12 +37,17 @@ class RateLimit:
 
     def spend(self, byte_count: int) -> None:
         """Wait until this number of bytes may be read."""
+        if delay_s := self.delay_s(byte_count):
+            self._sleep(delay_s)
+
+    def delay_s(self, byte_count: int) -> float:
+        """The time to wait before this number of bytes may be read; 0 for less than 10 ms."""
         if not self._rate:
-            return
+            return 0.0
         now = self._clock()
         self._free_at = max(self._free_at, now) + byte_count / self._rate
-        if self._free_at > now + 0.01:
-            self._sleep(self._free_at - now)
+        delay_s = self._free_at - now
+        return delay_s if delay_s > 0.01 else 0.0
 
 
 @dataclass(slots=True)

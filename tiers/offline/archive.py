@@ -66,33 +66,25 @@ class Frame(NamedTuple):
     record: Record | None = None
 
 
-def write_magic(file: IO[bytes]) -> None:
-    """Write the magic bytes at the start of a file."""
-    file.write(MAGIC)
+def about_frame(kind: str, about: dict[str, Any]) -> list[bytes | memoryview]:
+    """A frame with JSON content, in parts to write one after the other."""
+    return _frame(kind, json.dumps(about, sort_keys=True).encode())
 
 
-def write_about(file: IO[bytes], kind: str, about: dict[str, Any]) -> None:
-    """Write a frame with JSON content."""
-    _write(file, kind, json.dumps(about, sort_keys=True).encode(), None)
-
-
-def write_record(file: IO[bytes], record: Record) -> int:
-    """Write a record and return its size in bytes."""
+def record_frame(record: Record) -> list[bytes | memoryview]:
+    """The frame of a record, in parts to write one after the other. The last part is the payload
+    itself, not a copy."""
     front = _RECORD.pack(len(record.key), record.use_ns) + record.key
-    return _write(file, "R", front, record.payload)
+    return _frame("R", front, record.payload.data)
 
 
-def _write(file: IO[bytes], kind: str, front: bytes, payload: Buffer | None) -> int:
-    size = len(front) + (payload.nbytes if payload is not None else 0)
-    head = _HEAD.pack(_FRAME, kind.encode("ascii"), size)
+def _frame(kind: str, *body: bytes | memoryview) -> list[bytes | memoryview]:
+    head = _HEAD.pack(_FRAME, kind.encode("ascii"), sum(map(len, body)))
     head += xxhash.xxh3_64(head).digest()
-    digest = xxhash.xxh3_128(head + front)
-    if payload is not None:
-        digest.update(payload.data)
-    file.write(head + digest.digest() + front)
-    if payload is not None:
-        file.write(payload.data)
-    return ARCHIVE_HEAD_BYTES + size
+    digest = xxhash.xxh3_128(head)
+    for part in body:
+        digest.update(part)
+    return [head + digest.digest(), *body]
 
 
 def read_frames(file: IO[bytes]) -> Iterator[Frame]:

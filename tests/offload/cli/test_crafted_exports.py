@@ -3,7 +3,6 @@ records, and never ends with a traceback."""
 
 from __future__ import annotations
 
-import io
 import json
 import shutil
 import struct
@@ -37,9 +36,8 @@ DEEP = b'{"a":' + b"[" * 100_000 + b"]" * 100_000 + b"}"
 
 def frame(kind: str, body: bytes | dict[str, Any]) -> bytes:
     """One frame with valid checksums, whatever its content is."""
-    raw = io.BytesIO()
-    portable._write(raw, kind, body if isinstance(body, bytes) else json.dumps(body).encode(), None)
-    return raw.getvalue()
+    content = body if isinstance(body, bytes) else json.dumps(body).encode()
+    return b"".join(portable._frame(kind, content))
 
 
 def record(number: int = 0, size: int = SIZE) -> bytes:

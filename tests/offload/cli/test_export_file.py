@@ -3,21 +3,23 @@ private."""
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import os
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
+from typing import IO
 
 import pytest
 
 from offload.admin.export import ExportFileError, export_file
 from tests.offload.cli.rank_folders import ROOT, kvtiers, make_rank_folder
 from tests.offload.cli.test_export_import import export, frames
-from tests.patience import PATIENCE_S
+from tests.patience import PATIENCE_S, turns
 
 
 def until(process: subprocess.Popen[bytes], is_done: Callable[[], object]) -> None:
@@ -112,6 +114,80 @@ def test_an_interrupted_export_leaves_no_file(
     finally:
         process.kill()
         process.wait()
+    assert [path.name for path in tmp_path.iterdir()] == ["a"]
+
+
+class LateFile:
+    """Takes the bytes of a write only when the writer waits for it; one write may fail."""
+
+    def __init__(self, file: IO[bytes], failing: int = -1) -> None:
+        self._file = file
+        self._until_failure = failing
+
+    async def writelines(self, parts: Iterable[bytes]) -> None:
+        await turns()
+        if not self._until_failure:
+            raise OSError(errno.EIO, "planted")
+        self._until_failure -= 1
+        self._file.writelines(parts)
+
+    async def close(self) -> None:
+        self._file.close()
+
+
+def test_a_payload_does_not_change_while_it_is_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def opened(fd: int, mode: str, **_options: object) -> LateFile:
+        return LateFile(os.fdopen(fd, mode, closefd=False))
+
+    make_rank_folder(tmp_path / "a", range(6))
+    export(tmp_path / "a", tmp_path / "f")
+    monkeypatch.setattr("aiofiles.open", opened)
+    export(tmp_path / "a", tmp_path / "late")
+    assert (tmp_path / "late").read_bytes() == (tmp_path / "f").read_bytes()
+
+
+@pytest.mark.parametrize("failing", [0, 1, 4, 8])
+def test_a_failed_write_leaves_no_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, failing: int
+) -> None:
+    """The last one, of the end frame, is number 8."""
+
+    async def opened(fd: int, mode: str, **_options: object) -> LateFile:
+        return LateFile(os.fdopen(fd, mode, closefd=False), failing)
+
+    make_rank_folder(tmp_path / "a", range(6))
+    monkeypatch.setattr("aiofiles.open", opened)
+    result = kvtiers("export", tmp_path / "a", tmp_path / "f")
+    assert (result.code, result.err) == (1, "kvtiers export: [Errno 5] planted\n")
+    assert [path.name for path in tmp_path.iterdir()] == ["a"]
+
+
+LIMITED = """
+import resource, sys
+limit = int(sys.argv.pop(1))
+resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit))
+from offload.cli import main
+main()
+"""
+
+
+@pytest.mark.parametrize("missing_bytes", [1, 1000, 50_000])
+def test_an_export_that_does_not_fit_on_the_disk_leaves_no_file(
+    tmp_path: Path, missing_bytes: int
+) -> None:
+    """The failed write ends while the next record is read, or at the end."""
+    make_rank_folder(tmp_path / "a", range(6))
+    export(tmp_path / "a", tmp_path / "f")
+    limit = (tmp_path / "f").stat().st_size - missing_bytes
+    (tmp_path / "f").unlink()
+    words = (sys.executable, "-c", LIMITED, limit, "export", tmp_path / "a", tmp_path / "f")
+    done = subprocess.run(
+        [str(word) for word in words], cwd=ROOT, capture_output=True, text=True, check=False
+    )
+    assert (done.returncode, done.stdout) == (1, "")
+    assert done.stderr == "kvtiers export: [Errno 27] File too large\n"
     assert [path.name for path in tmp_path.iterdir()] == ["a"]
 
 

@@ -128,11 +128,12 @@ def test_an_export_interrupted_by_a_reset_leaves_no_file(
 ) -> None:
     folder = make_rank_folder(tmp_path / "a", range(40))
 
-    def reset_once(rate_limit: RateLimit, byte_count: int) -> None:
+    def reset_once(rate_limit: RateLimit, byte_count: int) -> float:
         monkeypatch.undo()
         subprocess.run([sys.executable, "-c", RESET, str(folder)], cwd=ROOT, check=True)
+        return 0.0
 
-    monkeypatch.setattr(RateLimit, "spend", reset_once)
+    monkeypatch.setattr(RateLimit, "delay_s", reset_once)
     result = kvtiers("export", tmp_path / "a", tmp_path / "f")
     assert result.code == 1
     assert "was reset during the export" in result.err
