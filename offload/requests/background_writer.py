@@ -16,7 +16,10 @@ from collections import deque
 from collections.abc import AsyncIterator, Awaitable, Callable
 from concurrent.futures import Executor
 from concurrent.futures import TimeoutError as FutureTimeout
-from typing import Generic, TypeVar
+from contextlib import asynccontextmanager
+from typing import Any, Generic, TypeVar
+
+import aiofiles
 
 from offload.loop import EventLoopThread
 from tiers.io.threads import DaemonExecutor
@@ -99,6 +102,20 @@ class BackgroundWriter(Generic[T]):
                 yield batch
             if is_last:
                 return
+
+
+@asynccontextmanager
+async def opened(
+    path: str, mode: str, opener: Callable[[str, int], int], executor: Executor
+) -> AsyncIterator[Any]:
+    """Open a binary file and close it, both on the executor. ``async with aiofiles.open`` closes it
+    on the loop's default executor (aiofiles 25.1 and earlier), whose threads Python joins at
+    exit."""
+    file = await aiofiles.open(path, mode, opener=opener, executor=executor)
+    try:
+        yield file
+    finally:
+        await file.close()
 
 
 def private(path: str, flags: int) -> int:

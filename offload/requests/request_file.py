@@ -12,13 +12,12 @@ import stat
 from collections import deque
 from collections.abc import AsyncIterator
 from concurrent.futures import Executor
-from functools import partial
 from typing import Any
 
 import aiofiles
 import aiofiles.os
 
-from offload.requests.background_writer import BackgroundWriter, not_followed, private
+from offload.requests.background_writer import BackgroundWriter, not_followed, opened, private
 from offload.requests.request_log import LoggedRequest
 
 EARLIER_MAX_BYTES = 16 << 20
@@ -93,9 +92,8 @@ async def _earlier(path: str, executor: Executor) -> list[str]:
 
     Returns no lines if the file was not written by kvtiers.
     """
-    open_file = partial(aiofiles.open, opener=not_followed, executor=executor)
     try:
-        async with open_file(path, "rb") as file:
+        async with opened(path, "rb", not_followed, executor) as file:
             status = await aiofiles.os.stat(file.fileno(), executor=executor)
             if not stat.S_ISREG(status.st_mode):
                 return []

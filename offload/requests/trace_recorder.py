@@ -15,9 +15,7 @@ from concurrent.futures import Executor
 from dataclasses import dataclass
 from typing import Any
 
-import aiofiles
-
-from offload.requests.background_writer import BackgroundWriter, private
+from offload.requests.background_writer import BackgroundWriter, opened, private
 from policies import hints as names
 from policies.simulation.trace import TraceLines
 
@@ -84,7 +82,7 @@ class TraceRecorder:
         def packed(text: str) -> bytes:
             return pack.compress(text.encode()) if pack is not None else text.encode()
 
-        async with aiofiles.open(self._path, "wb", opener=private, executor=executor) as file:
+        async with opened(self._path, "wb", private, executor) as file:
             await file.write(packed(self._lines.head))
             await file.flush()
             async for batch in batches:

@@ -81,10 +81,41 @@ print("closed")
 """
 
 
-def test_a_process_with_a_dead_disk_exits(tmp_path: Path) -> None:
+HUNG_AT_CLOSE = """
+import io, sys, threading
+import aiofiles.threadpool
+hangs = threading.Event()
+class Hung:
+    def close(self):
+        hangs.set()
+        threading.Event().wait()
+class HungWriter(Hung, io.BufferedWriter): pass
+class HungReader(Hung, io.BufferedReader): pass
+def hung(path, mode, opener, **_options):
+    file = io.FileIO(path, mode, opener=opener)
+    return HungReader(file) if mode == "rb" else HungWriter(file)
+aiofiles.threadpool.sync_open = hung
+from offload.requests.request_file import RequestFile
+from offload.requests.trace_recorder import TraceRecorder
+file = MADE
+file.close(0.05)
+assert hangs.wait(float(sys.argv[2]))
+print("closed")
+"""
+
+
+@pytest.mark.parametrize(
+    "program",
+    [
+        pytest.param(HUNG, id="rename"),
+        pytest.param(HUNG_AT_CLOSE.replace("MADE", "RequestFile(sys.argv[1], 8)"), id="log"),
+        pytest.param(HUNG_AT_CLOSE.replace("MADE", "TraceRecorder(sys.argv[1], 16)"), id="trace"),
+    ],
+)
+def test_a_process_with_a_dead_disk_exits(tmp_path: Path, program: str) -> None:
     """A thread that the interpreter joins at exit would block the exit forever."""
     path = tmp_path / "requests.jsonl"
     path.write_text("{}\n")
-    command = [sys.executable, "-c", HUNG, str(path), str(PATIENCE_S)]
+    command = [sys.executable, "-c", program, str(path), str(PATIENCE_S)]
     ended = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE_S, check=False)
     assert (ended.returncode, ended.stdout) == (0, "closed\n"), ended.stderr
