@@ -35,7 +35,7 @@ from tiers.lmdb.files import payload_capacity_bytes
 from tiers.lmdb.folder import index_bytes
 from tiers.lmdb.index import DATA_NAME, RECORD_INDEX_BYTES, Limits, check_space
 from tiers.lmdb.tier import LmdbTier
-from tiers.offline.archive import Frame, PortableError, Record, read_frames
+from tiers.offline.archive import Frame, PortableError, Record, read_ahead, read_frames
 from tiers.offline.bulk_write import Written, write_all
 from tiers.offline.lmdb_reader import LmdbReader
 from tiers.record import KEY_BYTES_MAX, NAMESPACE_BYTES
@@ -96,7 +96,7 @@ class Import:
         self.damaged_frames = 0
         self._target = target
         self._advance = advance
-        self._frames = self._read(read_frames(file))
+        self._frames = self._read(read_ahead(read_frames(file)))
         self._next = next(self._frames, None)
         about = self._next.about if self._next and self._next.kind == "M" else None
         if about is None:

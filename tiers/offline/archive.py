@@ -31,11 +31,13 @@ import numpy as np
 import xxhash
 
 from tiers.base import Buffer, Key
+from tiers.io.threads import DaemonExecutor
 
 MAGIC = b"KVTEXP01"
 BODY_BYTES_MAX = (1 << 30) + (1 << 16)
 ABOUT_BYTES_MAX = 1 << 20
 """Larger than any JSON document that kvtiers writes."""
+AHEAD_BYTES = 12 << 20
 _FRAME = b"KVTF"
 _HEAD = struct.Struct("<4sc3xQ")
 _RECORD = struct.Struct("<HQ")
@@ -112,6 +114,36 @@ def read_frames(file: IO[bytes]) -> Iterator[Frame]:
         yield _with_content(frame, body) if found.digest() == digest else frame
         if frame.kind == "E":
             return
+
+
+def read_ahead(frames: Iterator[Frame]) -> Iterator[Frame]:
+    """Yield the same frames, and raise the same errors. A daemon thread reads and verifies up to
+    two times ``AHEAD_BYTES`` (and a frame each time) in advance."""
+    batches = _batches(frames)
+    executor = DaemonExecutor("kvtiers-archive")
+    try:
+        following = executor.submit(next, batches, None)
+        while (batch := following.result()) is not None:
+            following = executor.submit(next, batches, None)
+            yield from batch
+    finally:
+        executor.shutdown(wait=False)
+
+
+def _batches(frames: Iterator[Frame]) -> Iterator[list[Frame]]:
+    batch: list[Frame] = []
+    size_bytes = 0
+    try:
+        for frame in frames:
+            batch.append(frame)
+            size_bytes += frame.size_bytes
+            if size_bytes >= AHEAD_BYTES:
+                yield batch
+                batch, size_bytes = [], 0
+    except PortableError:
+        yield batch
+        raise
+    yield batch
 
 
 def _fill(file: IO[bytes], body: Buffer) -> int:
