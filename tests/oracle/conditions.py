@@ -25,8 +25,10 @@ MAX_TOKENS = 152
 class Conditions:
     """The conditions of a world. ``slots`` of the CPU tier; ``tier``: whether there is a lower
     tier; ``fault_rate`` of its reads; ``late``: the maximum number of turns that copies get per
-    step; ``runner``: the simulated model runner; ``scheduling``: vLLM's policy; ``options``: more
-    of the configuration."""
+    step; ``runner``: the simulated model runner; ``scheduling``: vLLM's policy; ``seqs``: the
+    requests that vLLM runs at a time; ``long_prefill``: the tokens of a prompt that it computes in
+    a step if others run (0: no limit); ``options``: more of
+    the configuration; ``features``: see ``tests.oracle.mixed``."""
 
     slots: int = 24
     tier: bool = True
@@ -37,7 +39,10 @@ class Conditions:
     chunk_blocks: int = 1
     runner: int = 1
     scheduling: str = "fcfs"
+    seqs: int = 4
+    long_prefill: int = 0
     options: Mapping[str, Any] = field(default_factory=dict)
+    features: tuple[str, ...] = ()
 
 
 def make_config(model: OracleModel, conditions: Conditions, folder: Path) -> tuple[VllmConfig, Any]:
@@ -59,7 +64,8 @@ def make_config(model: OracleModel, conditions: Conditions, folder: Path) -> tup
         speculative_config=speculative,
         max_model_len=MAX_TOKENS,
         max_num_batched_tokens=conditions.batched_tokens,
-        max_num_seqs=4,
+        max_num_seqs=conditions.seqs,
+        long_prefill_token_threshold=conditions.long_prefill,
         scheduling_policy=conditions.scheduling,
         enable_prefix_caching=True,
         prefix_caching_hash_algo=HASH,

@@ -35,6 +35,8 @@ class Running:
     columns is valid."""
     proposed: list[int] = field(default_factory=list)
     """The tokens drafted for the next step."""
+    constrain: Callable[[int, int], int] = lambda position, token: token
+    """The token that is sampled at a position instead of this one."""
 
 
 @dataclass(frozen=True)
@@ -95,6 +97,10 @@ class ForwardPass:
         for name, count in scheduled.num_scheduled_tokens.items():
             tables = [list(table) for table in self._runs[name].tables]
             self._move_states(self._runs[name], tables, self._parts[name].start, count, launch)
+
+    def first_computed(self, name: str) -> int:
+        """The first token of a request that the step computes."""
+        return self._parts[name].start
 
     def run(self) -> None:
         """Run the model and sample."""
@@ -221,7 +227,8 @@ class ForwardPass:
     @staticmethod
     def _next(run: Running, more: list[int]) -> int:
         """The token that follows these tokens in every run."""
-        return int(run.prefix.digests(run.tokens + more)[-1] % VOCABULARY)
+        token = int(run.prefix.digests(run.tokens + more)[-1] % VOCABULARY)
+        return run.constrain(len(run.tokens) + len(more), token)
 
     def _propose(self, run: Running) -> list[int]:
         """Draft tokens, which are more often right than wrong."""

@@ -12,7 +12,7 @@ from __future__ import annotations
 import asyncio
 import random
 from collections import deque
-from collections.abc import Coroutine, Iterator
+from collections.abc import Coroutine, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
@@ -50,6 +50,8 @@ from tests.patience import turns
 from tiers.base import ReadOutcome, Tier
 from tiers.testing.memory_tier import MemoryTier
 from tiers.testing.simulated_copy import SimulatedCopyEngine
+
+PROMPT_MAX = 120
 
 
 class PumpedLoop:
@@ -194,7 +196,7 @@ class OracleEngine:
             earlier = rng.choice(self._prompts)
             prompt = earlier[: rng.choice([len(earlier), rng.randint(1, len(earlier))])]
         prompt = prompt + [rng.randrange(VOCABULARY) for _ in range(rng.randint(1, 30))]
-        prompt = prompt[:120]
+        prompt = prompt[:PROMPT_MAX]
         self._names += 1
         self.send(f"r{self._names}", prompt)
 
@@ -221,7 +223,12 @@ class OracleEngine:
             None,
             cache_salt=self._salts[name],
             block_hasher=self._hasher,
+            **self._features_of(name),
         )
+
+    def _features_of(self, name: str) -> dict[str, Any]:
+        """More arguments of vLLM's request with this name."""
+        return {}
 
     def abort(self) -> None:
         """Abort a request. With asynchronous scheduling, vLLM may take notice of that only when two
@@ -236,13 +243,15 @@ class OracleEngine:
             name = self.random.choice(sorted(self.scheduler.requests))
             self.scheduler.finish_requests(name, RequestStatus.FINISHED_ABORTED)
 
-    def forget_locally(self) -> None:
+    def forget_locally(self) -> bool:
         """Empty vLLM's own cache and restart running requests, so that the next hits come from our
-        tiers. While loads or steps are under way, vLLM restarts requests but keeps its cache."""
+        tiers. While loads or steps are under way, vLLM restarts requests but keeps its cache, and
+        this returns False."""
         if self._queue and self.random.random() < 0.7:
             self.settle()
         with suppress(RuntimeError):
-            self.scheduler.reset_prefix_cache(reset_running_requests=True)
+            return bool(self.scheduler.reset_prefix_cache(reset_running_requests=True))
+        return False
 
     def settle(self) -> None:
         """Process the outputs of all steps in flight, as vLLM does before a pause."""
@@ -262,6 +271,12 @@ class OracleEngine:
             return
         if done:
             self.weights += 1
+
+    def act(self) -> None:
+        """Let operators act, in worlds that have some."""
+
+    def resume(self) -> None:
+        """End a pause, in worlds that have some."""
 
     # -- a step ------------------------------------------------------------------------------
 
@@ -351,13 +366,22 @@ class OracleEngine:
         forward.begin(scheduled, launch)
         if self._conditions.runner == 2:
             self._turn()  # the GPU may have reached this point by now
-        output = self._runner.run(scheduled, forward.run, forward.draft)
+        output = self._runner.run(scheduled, forward.run, partial(self._draft, scheduled))
         sampled = forward.sampled
         index = {name: at for at, name in enumerate(sampled)}
         made = ModelRunnerOutput([*sampled], index, [*sampled.values()], kv_connector_output=output)
         step = Step(scheduled, made, forward.drafts)
         launch(partial(step.done.append, True))
         return step
+
+    def _draft(self, scheduled: SchedulerOutput) -> None:
+        """What the model runner does after the forward pass."""
+        self._forward.draft()
+
+    def _begin_run(self, name: str, tokens: Sequence[int]) -> tuple[list[int], Prefix]:
+        """The tokens that a request begins or resumes with, as the model sees them, and the prefix
+        on which their KV depends."""
+        return list(tokens), Prefix(f"{self.weights}/{self._salts[name]}")
 
     def _update_tables(self, scheduled: SchedulerOutput) -> None:
         cached = scheduled.scheduled_cached_reqs
@@ -371,16 +395,16 @@ class OracleEngine:
         for name in scheduled.finished_req_ids:
             self._runs.pop(name, None)
         for new in scheduled.scheduled_new_reqs:
-            prefix = Prefix(f"{self.weights}/{self._salts[new.req_id]}")
             tables = [list(table) for table in new.block_ids]
-            tokens = new.prefill_token_ids or new.prompt_token_ids  # V2: also resumed requests
-            self._runs[new.req_id] = Running(list(tokens), tables, prefix, new.num_computed_tokens)
+            known = new.prefill_token_ids or new.prompt_token_ids  # V2: also resumed requests
+            tokens, prefix = self._begin_run(new.req_id, known)
+            self._runs[new.req_id] = Running(tokens, tables, prefix, new.num_computed_tokens)
         for position, name in enumerate(cached.req_ids):
             run, new_blocks = self._runs[name], cached.new_block_ids[position]
             if name in cached.resumed_req_ids:
                 run.tables = [list(table) for table in new_blocks]
-                run.tokens = list(self.scheduler.requests[name].all_token_ids)
-                run.prefix = Prefix(f"{self.weights}/{self._salts[name]}")
+                known = self.scheduler.requests[name].all_token_ids
+                run.tokens, run.prefix = self._begin_run(name, known)
                 run.computed_at_start = cached.num_computed_tokens[position]
                 run.state_column, run.accepted, run.proposed = None, 1, []
             elif new_blocks is not None:

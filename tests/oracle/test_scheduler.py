@@ -29,6 +29,7 @@ from offload.planner.stores import StorePlanner
 from offload.requests.request_state import StoreState
 from offload.worker.executor import Executor
 from offload.worker.loads import LoadTask
+from tests.oracle.mixed import MixedEngine, mixed
 from tests.oracle.models import MODELS
 from tests.oracle.serving import Conditions, OracleEngine
 
@@ -60,6 +61,7 @@ def change_weights_in_flight(world: OracleEngine) -> None:
     """Change the weights while requests run. vLLM cannot empty its own cache before these have
     ended, and the connector must store nothing computed from their old KV cache. Requests that have
     not started are aborted, because they would read the old blocks in vLLM's cache."""
+    world.resume()
     if world._queue and world.random.random() < 0.5:
         world.settle()
     if not world.scheduler.reset_connector_cache():
@@ -93,6 +95,7 @@ def live(world: OracleEngine, steps: int = STEPS, *, in_flight: float = 0.0) -> 
                 change_weights_in_flight(world)
             else:
                 world.change_weights()
+        world.act()
         world.step()
         world.check()
     world.drain()
@@ -102,8 +105,8 @@ def live(world: OracleEngine, steps: int = STEPS, *, in_flight: float = 0.0) -> 
 @pytest.mark.parametrize("seed", SEEDS)
 @pytest.mark.parametrize("name", MODELS)
 def test_every_byte_read_is_right(name: str, seed: int, tmp_path: Path) -> None:
-    conditions = conditions_of(name, seed)
-    with OracleEngine(MODELS[name], conditions, tmp_path, seed) as world:
+    conditions = mixed(conditions_of(name, seed), name, seed)
+    with MixedEngine(MODELS[name], conditions, tmp_path, seed) as world:
         live(world, in_flight=0.5)
         assert world.finished > 5
         if must_restore(conditions):

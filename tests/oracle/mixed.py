@@ -1,0 +1,152 @@
+"""Worlds whose requests use more of vLLM than plain text, under more of its limits.
+
+Each feature is a class of its own. ``mixed`` draws the features of a world from its seed; a world
+without features is the same as one of ``OracleEngine``.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import random
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from vllm.v1.core.sched.output import SchedulerOutput
+from vllm.v1.request import Request
+
+from tests.oracle.conditions import Conditions
+from tests.oracle.features import Feature
+from tests.oracle.memory import Prefix
+from tests.oracle.models import OracleModel
+from tests.oracle.priorities import Priorities
+from tests.oracle.serving import OracleEngine, Step
+
+SEQS = (2, 4, 8)
+LONG_PREFILL = (0, 0, 5, 12, 20)
+WAIT = {"look_ahead": 0.5, "wait_for_reads": "always", "max_load_gpu_share": 1.0}
+"""Requests wait for their reads ahead, and loads may take all of the GPU's cache."""
+
+
+FEATURES: dict[str, type[Feature]] = {
+    "priorities": Priorities,
+}
+
+
+def mixed(conditions: Conditions, name: str, seed: int) -> Conditions:
+    """Draw more conditions for the world of this model and seed."""
+    rng = random.Random(f"mixed {name} {seed}")
+    features = tuple(each for each in FEATURES if rng.random() < 0.4)
+    return dataclasses.replace(
+        conditions,
+        scheduling="priority" if "priorities" in features else "fcfs",
+        seqs=rng.choice(SEQS),
+        options=rng.choice([{}, {}, WAIT]),
+        long_prefill=rng.choice(LONG_PREFILL),
+        features=features,
+    )
+
+
+class MixedEngine(OracleEngine):
+    """A world with features. ``seen`` counts what they have done."""
+
+    def __init__(self, model: OracleModel, conditions: Conditions, folder: Path, seed: int) -> None:
+        self.seen: Counter[str] = Counter()
+        self.folder = folder
+        self._features: list[Feature] = []
+        super().__init__(model, conditions, folder, seed)
+
+    def _start(self) -> None:
+        super()._start()
+        self._features = [FEATURES[each](self) for each in self._conditions.features]
+
+    # -- actions of clients -----------------------------------------------------------------------
+
+    def send(self, name: str, prompt: list[int]) -> Request:
+        for feature in self._features:
+            prompt = feature.prompt(name, prompt)
+        request = super().send(name, prompt)
+        for feature in self._features:
+            self._prompts[-1] = feature.sent(request) or self._prompts[-1]
+        return request
+
+    def make_request(
+        self, name: str, prompt: list[int], answer_tokens: int, **options: Any
+    ) -> Request:
+        for feature in self._features:
+            options |= feature.sampling(name)
+        request = super().make_request(name, prompt, answer_tokens, **options)
+        for feature in self._features:
+            feature.made(request)
+        return request
+
+    def _features_of(self, name: str) -> dict[str, Any]:
+        found: dict[str, Any] = {}
+        for feature in self._features:
+            found |= feature.arguments(name)
+        return found
+
+    # -- actions of operators ---------------------------------------------------------------------
+
+    def act(self) -> None:
+        for feature in self._features:
+            feature.act()
+
+    def resume(self) -> None:
+        for feature in self._features:
+            feature.resume()
+
+    def forget_locally(self) -> bool:
+        is_empty = super().forget_locally()
+        if is_empty:
+            for feature in self._features:
+                feature.emptied()
+        return is_empty
+
+    def change_weights(self) -> None:
+        before = self.weights
+        super().change_weights()
+        if self.weights != before:
+            for feature in self._features:
+                feature.weights_changed()
+
+    # -- a step ------------------------------------------------------------------------------
+
+    def step(self) -> None:
+        for feature in self._features:
+            feature.before_step()
+        if not any(feature.skips_step() for feature in self._features):
+            super().step()
+
+    def drain(self, most: int = 1000) -> None:
+        self.resume()
+        super().drain(most)
+
+    def _submit(self, scheduled: SchedulerOutput) -> Step:
+        for feature in self._features:
+            feature.submitted(scheduled)
+        step = super()._submit(scheduled)
+        for name, count in scheduled.num_scheduled_tokens.items():
+            start = self._forward.first_computed(name)
+            for feature in self._features:
+                feature.computes(name, start, start + count)
+        return step
+
+    def _begin_run(self, name: str, tokens: Sequence[int]) -> tuple[list[int], Prefix]:
+        parts = [feature.prefix(name) for feature in self._features]
+        for feature in self._features:
+            tokens = feature.content(name, tokens)
+        prefix = "/".join([str(self.weights), str(self._salts[name]), *filter(None, parts)])
+        return list(tokens), Prefix(prefix)
+
+    def _update_tables(self, scheduled: SchedulerOutput) -> None:
+        super()._update_tables(scheduled)
+        for new in scheduled.scheduled_new_reqs:
+            for feature in self._features:
+                feature.started(new.req_id, self._runs[new.req_id])
+
+    def _draft(self, scheduled: SchedulerOutput) -> None:
+        for feature in self._features:
+            feature.before_sampling(scheduled)
+        super()._draft(scheduled)
