@@ -27,7 +27,7 @@ class Conditions:
     tier; ``fault_rate`` of its reads; ``late``: the maximum number of turns that copies get per
     step; ``runner``: the simulated model runner; ``scheduling``: vLLM's policy; ``seqs``: the
     requests that vLLM runs at a time; ``long_prefill``: the tokens of a prompt that it computes in
-    a step if others run (0: no limit); ``options``: more of
+    a step if others run (0: no limit); ``loras``: the LoRA adapters in a step; ``options``: more of
     the configuration; ``features``: see ``tests.oracle.mixed``."""
 
     slots: int = 24
@@ -41,6 +41,7 @@ class Conditions:
     scheduling: str = "fcfs"
     seqs: int = 4
     long_prefill: int = 0
+    loras: int = 0
     options: Mapping[str, Any] = field(default_factory=dict)
     features: tuple[str, ...] = ()
 
@@ -66,6 +67,8 @@ def make_config(model: OracleModel, conditions: Conditions, folder: Path) -> tup
         max_num_batched_tokens=conditions.batched_tokens,
         max_num_seqs=conditions.seqs,
         long_prefill_token_threshold=conditions.long_prefill,
+        enable_lora=conditions.loras > 0,
+        max_loras=max(1, conditions.loras),
         scheduling_policy=conditions.scheduling,
         enable_prefix_caching=True,
         prefix_caching_hash_algo=HASH,

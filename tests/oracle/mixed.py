@@ -16,6 +16,7 @@ from typing import Any
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.request import Request
 
+from tests.oracle.adapters import Adapters
 from tests.oracle.conditions import Conditions
 from tests.oracle.features import Feature
 from tests.oracle.memory import Prefix
@@ -31,6 +32,7 @@ WAIT = {"look_ahead": 0.5, "wait_for_reads": "always", "max_load_gpu_share": 1.0
 
 FEATURES: dict[str, type[Feature]] = {
     "priorities": Priorities,
+    "adapters": Adapters,
 }
 
 
@@ -44,6 +46,7 @@ def mixed(conditions: Conditions, name: str, seed: int) -> Conditions:
         seqs=rng.choice(SEQS),
         options=rng.choice([{}, {}, WAIT]),
         long_prefill=rng.choice(LONG_PREFILL),
+        loras=rng.choice([1, 2]) if "adapters" in features else 0,
         features=features,
     )
 
@@ -59,6 +62,7 @@ class MixedEngine(OracleEngine):
 
     def _start(self) -> None:
         super()._start()
+        self.lora_config = self._config.lora_config
         self._features = [FEATURES[each](self) for each in self._conditions.features]
 
     # -- actions of clients -----------------------------------------------------------------------
