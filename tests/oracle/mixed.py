@@ -19,6 +19,7 @@ from vllm.v1.request import Request
 from tests.oracle.adapters import Adapters
 from tests.oracle.conditions import Conditions
 from tests.oracle.features import Feature
+from tests.oracle.images import Images
 from tests.oracle.memory import Prefix
 from tests.oracle.models import OracleModel
 from tests.oracle.priorities import Priorities
@@ -33,6 +34,7 @@ WAIT = {"look_ahead": 0.5, "wait_for_reads": "always", "max_load_gpu_share": 1.0
 FEATURES: dict[str, type[Feature]] = {
     "priorities": Priorities,
     "adapters": Adapters,
+    "images": Images,
 }
 
 
