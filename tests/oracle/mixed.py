@@ -19,6 +19,7 @@ from vllm.v1.request import Request
 from tests.oracle.adapters import Adapters
 from tests.oracle.conditions import Conditions
 from tests.oracle.features import Feature
+from tests.oracle.grammars import Grammars
 from tests.oracle.images import Images
 from tests.oracle.memory import Prefix
 from tests.oracle.models import OracleModel
@@ -35,6 +36,7 @@ FEATURES: dict[str, type[Feature]] = {
     "priorities": Priorities,
     "adapters": Adapters,
     "images": Images,
+    "grammars": Grammars,
 }
 
 
