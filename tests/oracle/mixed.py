@@ -23,6 +23,7 @@ from tests.oracle.grammars import Grammars
 from tests.oracle.images import Images
 from tests.oracle.memory import Prefix
 from tests.oracle.models import OracleModel
+from tests.oracle.pauses import Pauses
 from tests.oracle.priorities import Priorities
 from tests.oracle.serving import OracleEngine, Step
 
@@ -37,6 +38,7 @@ FEATURES: dict[str, type[Feature]] = {
     "adapters": Adapters,
     "images": Images,
     "grammars": Grammars,
+    "pauses": Pauses,
 }
 
 
