@@ -1,4 +1,4 @@
-"""What a feature of vLLM changes in a world of the scheduler oracle."""
+"""The places where a feature of vLLM acts in a world of the scheduler oracle."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class Feature:
         return {}
 
     def made(self, request: Request) -> None:
-        """Note a request that will be added."""
+        """Record a request that will be added."""
 
     def sent(self, request: Request) -> Any:
         """The sequence that later prompts may begin with, or None for the request's own tokens."""
@@ -52,10 +52,10 @@ class Feature:
         """Let the server serve from now on."""
 
     def emptied(self) -> None:
-        """Note that vLLM's own cache was emptied, and that all requests will restart."""
+        """Record that vLLM's own cache was emptied, and that all requests will restart."""
 
     def weights_changed(self) -> None:
-        """Note that all caches were emptied."""
+        """Record that all caches were emptied."""
 
     def before_step(self) -> None:
         """Act before vLLM schedules a step."""
@@ -76,10 +76,10 @@ class Feature:
         return tokens
 
     def started(self, name: str, run: Running) -> None:
-        """Note a request that has begun to run."""
+        """Record a request that has begun to run."""
 
     def submitted(self, scheduled: SchedulerOutput) -> None:
-        """Note a step that the model runner gets."""
+        """Record a step that the model runner gets."""
 
     def computes(self, name: str, start: int, end: int) -> None:
         """Check the tokens of a request that a step computes."""

@@ -34,7 +34,7 @@ STRIDE = 100
 
 
 def image_tokens(image: int) -> list[int]:
-    """What the model sees of an image."""
+    """The tokens of an image, as the model sees them."""
     first = FIRST + STRIDE * image
     return list(range(first, first + LENGTHS[image // TWINS]))
 

@@ -1,6 +1,6 @@
 """Worlds whose requests use more of vLLM than plain text, under more of its limits.
 
-Each feature is a class of its own. ``mixed`` draws the features of a world from its seed; a world
+Each feature has its own class. ``mixed`` draws the features of a world from its seed; a world
 without features is the same as one of ``OracleEngine``.
 """
 

@@ -375,7 +375,7 @@ class OracleEngine:
         return step
 
     def _draft(self, scheduled: SchedulerOutput) -> None:
-        """What the model runner does after the forward pass."""
+        """Run the drafter, as the model runner does after the forward pass."""
         self._forward.draft()
 
     def _begin_run(self, name: str, tokens: Sequence[int]) -> tuple[list[int], Prefix]:
