@@ -32,6 +32,9 @@ WANTED_SHARE = 0.5
 """Share of the upper tier that may be kept for waiting requests."""
 WANTED_REQUESTS = 32
 """Number of waiting requests for which the upper tier keeps blocks."""
+HEIRS = 8
+"""What was read ahead and not used stays for the first of this number of waiting requests that needs
+it, as in the server's look-ahead."""
 STEP_TOKENS = 2048
 """Prompt tokens that a step computes, as vLLM does by default."""
 ROUNDING_S = 1e-9
@@ -164,6 +167,7 @@ class _Engine:
         self.hits_above = 0
         self.read = 0
         self.read_ahead = 0
+        self.given_up = 0
         self._speeds = speeds
         self._infos = infos
         self._block_tokens = block_tokens
@@ -175,7 +179,7 @@ class _Engine:
         self._running = 0
         self._loading: list[_Prompt] = []
         self._disk = _Disk()
-        self._held: set[int] = set()
+        self._held: dict[int, _Prompt] = {}  # what was read ahead, and for which request
         self._flying: set[int] = set()
         self._computing_until_s = 0.0
         self._computing_s = 0.0
@@ -188,8 +192,8 @@ class _Engine:
 
     @property
     def wasted(self) -> int:
-        """Blocks that were read ahead and never used."""
-        return len(self._held)
+        """Blocks that were read ahead and not used."""
+        return self.given_up + len(self._held)
 
     def run(self, trace: Trace, progress: Callable[[int], None] | None) -> None:
         """Serve all requests until the last answer has ended."""
@@ -233,16 +237,31 @@ class _Engine:
             prompt.missing.update(prompt.blocks[position] for position in prompt.unread)
             reads = len(prompt.missing)
             prompt.missing |= self._flying.intersection(hit)
-            ahead = self._held.intersection(hit)
-            self._held -= ahead
-            self.needed += len(ahead) + reads
-            self.hits_above += prompt.hits - len(ahead) - reads
+            ahead = self._use_held(prompt)
+            self.needed += ahead + reads
+            self.hits_above += prompt.hits - ahead - reads
             if prompt.missing:
                 self._loading.append(prompt)
                 self._disk.add(prompt)
             else:
                 self._compute(prompt)
         self._start_read()
+
+    def _use_held(self, prompt: _Prompt) -> int:
+        """Release what was read ahead for a request that begins. What it does not use stays for one
+        of the next requests, or may be evicted. Returns how much of its hit was read ahead."""
+        used = self._held.keys() & set(prompt.blocks[: prompt.hits])
+        for block in used:
+            del self._held[block]
+        rest = {block for block in prompt.blocks if self._held.get(block) is prompt}
+        for heir in islice(self._queue, HEIRS if rest else 0):
+            mine = rest.intersection(heir.blocks)
+            self._held.update(dict.fromkeys(mine, heir))
+            rest -= mine
+        for block in rest:
+            del self._held[block]
+        self.given_up += len(rest)
+        return len(used)
 
     def _compute(self, prompt: _Prompt) -> None:
         tokens = prompt.request.prompt_tokens - prompt.hits * self._block_tokens
@@ -313,7 +332,7 @@ class _Engine:
 
     def _kept(self, prompt: _Prompt) -> set[int]:
         """The blocks that the upper tier must not evict now."""
-        kept = self._held.union(prompt.blocks)
+        kept = {*self._held, *prompt.blocks}
         if self._ahead_max:
             space_left, above = int(WANTED_SHARE * self.upper.capacity), self.upper.resident
             for waiting in islice(self._queue, WANTED_REQUESTS):
@@ -347,7 +366,7 @@ class _Engine:
         prompt.ahead.extendleft(reversed(positions[fits:]))
         if fits:
             self._flying = {prompt.blocks[position] for position in positions[:fits]}
-            self._held |= self._flying
+            self._held.update(dict.fromkeys(self._flying, prompt))
             self.read_ahead += fits
             self._read(prompt, positions[:fits])
 
