@@ -33,8 +33,8 @@ WANTED_SHARE = 0.5
 WANTED_REQUESTS = 32
 """Number of waiting requests for which the upper tier keeps blocks."""
 HEIRS = 8
-"""What was read ahead and not used stays for the first of this number of waiting requests that needs
-it, as in the server's look-ahead."""
+"""Number of waiting requests that may take over what another has not used of its reads ahead, as in
+the server's look-ahead."""
 STEP_TOKENS = 2048
 """Prompt tokens that a step computes, as vLLM does by default."""
 ROUNDING_S = 1e-9
