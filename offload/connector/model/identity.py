@@ -35,7 +35,12 @@ from offload.connector.model.settings import (
     settings_of,
 )
 from offload.connector.model.source_code import CodeNames, names_in
-from offload.connector.model.weights_digest import find_model, loaded_weights, model_files
+from offload.connector.model.weights_digest import (
+    find_model,
+    loaded_weights,
+    model_files,
+    requested_revision,
+)
 from offload.namespaces.manifest import FORMAT_VERSION
 
 if TYPE_CHECKING:
@@ -156,7 +161,7 @@ def _model(
     overrides = plain_overrides(model)
     found = {
         "name": _model_name(model),
-        "revision": model.revision,
+        "revision": requested_revision(model.revision),
         "code_revision": model.code_revision,
         "weights": weights_of(vllm_config, model, load, model_path),
         "files": model_files(model_path, code.may_read),
@@ -210,7 +215,7 @@ def _if_read(
         )
         found["tokenizer"] = {
             "name": None if where == model_path else str(model.tokenizer),
-            "revision": model.tokenizer_revision,
+            "revision": requested_revision(model.tokenizer_revision),
             "mode": _text(model.tokenizer_mode),
             "files": {} if where == model_path else model_files(where, code.may_read),
         }

@@ -38,9 +38,10 @@ _FILE_FORMATS = (
 def find_model(model: str, revision: str | None, cache: str | None) -> Path | None:
     """The folder or file that contains a model: a local path, or its snapshot in the Hub's cache.
 
-    ``cache`` is vLLM's configured download folder (``None``: the Hub's default). Returns ``None``
-    if the model is neither (for example an object store's address), if it is not downloaded yet, or
-    if vLLM loads from another hub.
+    ``cache`` is vLLM's configured download folder (``None``: the Hub's default). If vLLM has
+    resolved the branch ``revision``, the snapshot is the one that vLLM loads, even if the branch
+    has moved since. Returns ``None`` if the model is neither (for example an object store's
+    address), if it is not downloaded yet, or if vLLM loads from another hub.
     """
     if os.path.exists(model):
         return Path(model)
@@ -48,12 +49,27 @@ def find_model(model: str, revision: str | None, cache: str | None) -> Path | No
         return None
     cached = Path(cache or _hub_cache()) / f"models--{model.replace('/', '--')}"
     wanted = revision or "main"
-    try:
-        commit = (cached / "refs" / wanted).read_text().strip()
-    except (OSError, ValueError):
-        commit = wanted
+    commit = commit_of(model, revision)
+    if commit is None:
+        try:
+            commit = (cached / "refs" / wanted).read_text().strip()
+        except (OSError, ValueError):
+            commit = wanted
     snapshot = cached / "snapshots" / commit
     return snapshot if snapshot.is_dir() else None
+
+
+def commit_of(model: str, revision: str | None) -> str | None:
+    """The commit to which vLLM has resolved a revision of this repository; ``None`` if it has
+    not."""
+    repository = getattr(revision, "_repo_id", None)  # of huggingface_hub's ResolvedRevision
+    return getattr(revision, "resolved", None) if repository in (None, model) else None
+
+
+def requested_revision(revision: str | None) -> str | None:
+    """The revision that the user gave, without the commit to which vLLM has resolved it."""
+    found: str | None = getattr(revision, "initial", revision)
+    return found
 
 
 def weights_identity(model_path: Path | None, *, subfolders: bool = False) -> dict[str, Any]:

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from huggingface_hub import ResolvedRevision
 from vllm.config import KVTransferConfig, VllmConfig
 from vllm.distributed.kv_transfer.kv_connector.v1.multi_connector import MultiConnector
 from vllm.v1.core.kv_cache_utils import generate_scheduler_kv_cache_config
@@ -210,6 +211,20 @@ def test_a_model_of_the_hub_is_identified_by_its_blobs(tmp_path: Path) -> None:
     make_hub(tmp_path, "2" * 40, "b" * 64)
     assert weights_identity(find_model("org/tiny", None, str(tmp_path))) != first
     assert weights_identity(find_model("org/tiny", "1" * 40, str(tmp_path))) == first
+
+
+def test_a_branch_of_the_hub_is_the_commit_to_which_vllm_has_resolved_it(
+    model: Path, tmp_path: Path
+) -> None:
+    """The namespace contains the revision that the user gave, as without a connection."""
+    make_hub(tmp_path, "1" * 40, "a" * 64)
+    place = find_model("org/tiny", "main", str(tmp_path))
+    make_hub(tmp_path, "2" * 40, "b" * 64)
+    resolved = ResolvedRevision("1" * 40, "main", "org/tiny", "model")
+    assert find_model("org/tiny", resolved, str(tmp_path)) == place
+    one, two = config_of(model, revision="main"), config_of(model)
+    two.model_config.revision = resolved
+    assert differing(namespace_of(one), namespace_of(two)) == []
 
 
 @pytest.mark.parametrize("name", ["s3://bucket/model", "org/absent", "../../absent", "a/b/c", ""])
