@@ -98,6 +98,8 @@ def test_attributes_set_from_outside_are_found() -> None:
 
 SET_BY_NAME = {
     "offload.connector.compat.worker_sleep: Worker": "vLLM's class, which lacks two hooks",
+    "offload.connector.model.adapters: module": "vLLM's module, whose function finds adapters",
+    "offload.connector.model.files_at_start: ModelConfig": "vLLM's class, which has no such hook",
     "offload.connector.model.probe: parallel_state": "vLLM's module, while a model is probed",
     "policies.base: cls": "its own subclasses",
 }

@@ -1,4 +1,5 @@
-"""vLLM's general plugin: registers the connector by name, and checks its configuration early.
+"""vLLM's general plugin: registers the connector by name, checks its configuration early, and lets
+vLLM's configuration record the model's files before vLLM reads them.
 
 ``vllm serve`` loads the plugin before it reads its flags. A wrong configuration, or a vLLM that
 lacks what the connector needs, then ends the server in the process that the user started, before
@@ -18,6 +19,7 @@ from typing import Any
 
 from offload.config.kv_transfer_config import NAMES, check_transfer, ours
 from offload.connector.contract.at_start import VersionError, check_installed
+from offload.connector.model.files_at_start import remember_files
 from offload.errors import WRONG_USAGE, ConfigError
 from offload.namespaces.wait_for_owners import Patience
 
@@ -29,6 +31,7 @@ def register() -> None:
     for name in NAMES:
         with contextlib.suppress(ValueError):  # already registered in this process
             KVConnectorFactory.register_connector(name, "offload.connector", name)
+    remember_files()
     if is_first_process_of_a_server():
         check_when_read()
 

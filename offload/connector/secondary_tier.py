@@ -292,8 +292,14 @@ def _content(config: Any) -> dict[str, Any]:
         why = "vLLM does not report which LoRA adapters are loaded"
     elif found:
         content = content_of(found[0])
-        if "engine" not in content["model"]["weights"]:
+        engine = content["model"]["weights"].get("engine")
+        if engine is None:
             return content
-        why = f"no weight files were found for {config.model.name}, or other weights may be loaded"
-    logger.warning("kvtiers: stored blocks are not used after a restart: %s", why)
+        why = f"the weights of {config.model.name} are unknown: they may change, or are in no file"
+        logger.warning(_NOT_AFTER_RESTART, why)
+        return {"engine": engine}
+    logger.warning(_NOT_AFTER_RESTART, why)
     return {"engine": config.engine_id}
+
+
+_NOT_AFTER_RESTART = "kvtiers: stored blocks are not used after a restart: %s"

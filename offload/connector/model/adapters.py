@@ -14,6 +14,7 @@ from __future__ import annotations
 import hashlib
 import logging
 import os
+import sys
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping
@@ -23,7 +24,12 @@ from typing import TYPE_CHECKING, Any
 
 from vllm.lora.worker_manager import WorkerLoRAManager
 
-from offload.connector.model.weights_digest import adapter_files, digest_of, find_model
+from offload.connector.model.weights_digest import (
+    adapter_files,
+    digest_of,
+    find_model,
+    is_snapshot,
+)
 
 if TYPE_CHECKING:
     from vllm.config.lora import LoRAConfig
@@ -66,6 +72,7 @@ class AdapterWatch:
     def load(self, request: LoRARequest, load: Callable[[], Any]) -> Any:
         """Let vLLM load an adapter, and digest its files. Raises whatever ``load`` raises."""
         before = _state_at(request.lora_path)
+        _SNAPSHOTS.pop(request.lora_path, None)
         found = load()
         try:
             digest = _digest(request, before)
@@ -193,9 +200,12 @@ def _digest(request: LoRARequest, before: object) -> bytes:
     """A digest (32 bytes) of the files that vLLM has just loaded.
 
     Empty if the files have changed since ``before``, or if their location is unknown. The Hub's
-    cache names files by their content, so their names suffice there.
+    cache names files by their content, so their names suffice there; the branch may have moved
+    since vLLM looked for it.
     """
-    folder = find_model(os.path.expanduser(request.lora_path), None, None)
+    folder = _SNAPSHOTS.get(request.lora_path)
+    if folder is None:
+        folder = find_model(os.path.expanduser(request.lora_path), None, None)
     files = adapter_files(folder) if folder is not None else []
     if not files:
         return b""
@@ -226,6 +236,9 @@ def _states(files: Iterable[Path]) -> list[tuple[str, int, int, int, int]]:
 
 _WATCHES: weakref.WeakSet[AdapterWatch] = weakref.WeakSet()
 _OBSERVERS: list[object] = []
+_SNAPSHOTS: dict[str, Path] = {}
+"""The snapshot of the Hub's cache from which vLLM loaded an adapter last, by the path given."""
+_FIND = "get_adapter_absolute_path"
 
 
 def _observe_manager() -> bool:
@@ -249,4 +262,23 @@ def _observe_manager() -> bool:
 
     _OBSERVERS.append(load_adapter)
     WorkerLoRAManager._load_adapter = load_adapter
+    _observe_snapshots()
     return True
+
+
+def _observe_snapshots() -> None:
+    """Record where the LoRA manager finds adapters in the Hub's cache."""
+    module = sys.modules[WorkerLoRAManager.__module__]
+    find = vars(module).get(_FIND)
+    if find is None or find in _OBSERVERS:
+        return
+
+    @wraps(find)
+    def find_adapter(lora_path: str) -> str:
+        found = str(find(lora_path))
+        if found != lora_path and is_snapshot(Path(found)):
+            _SNAPSHOTS[lora_path] = Path(found)
+        return found
+
+    _OBSERVERS.append(find_adapter)
+    setattr(module, _FIND, find_adapter)

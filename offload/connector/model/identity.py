@@ -12,10 +12,11 @@ import dataclasses
 import hashlib
 import inspect
 import json
+import logging
 import os
 import platform
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -26,6 +27,14 @@ from vllm.v1.core.kv_cache_utils import DEFAULT_NONE_HASH_SEED
 from vllm.v1.kv_cache_interface import KVCacheSpec, UniformTypeKVCacheSpecs
 
 from offload.connector.compat import cache_dtype_handler
+from offload.connector.model.files_at_start import (
+    Source,
+    changed_file,
+    configuration_in,
+    only,
+    start_of,
+    weights_in,
+)
 from offload.connector.model.settings import (
     counting,
     environment_of,
@@ -40,6 +49,7 @@ from offload.connector.model.weights_digest import (
     loaded_weights,
     model_files,
     requested_revision,
+    weights_path,
 )
 from offload.namespaces.manifest import FORMAT_VERSION
 
@@ -47,6 +57,8 @@ if TYPE_CHECKING:
     from vllm.config import ModelConfig, VllmConfig
     from vllm.config.load import LoadConfig
     from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheTensor
+
+logger = logging.getLogger(__name__)
 
 _SPEC_LEFT_OUT = frozenset({"kv_cache_specs", "num_speculative_blocks"})
 TENSORS_SHOWN = 32
@@ -117,7 +129,7 @@ def weights_of(
     engine's id: the blocks then belong to this engine alone.
     """
     kind = _not_from_files(vllm_config, load)
-    subfolders = names_in(model).may_read("secondary_weights", "subfolder")
+    subfolders = _reads_subfolders(names_in(model))
     found = {"kind": kind} if kind else loaded_weights(
         str(load.load_format), load.model_loader_extra_config, model_path, subfolders=subfolders
     )  # fmt: skip
@@ -134,11 +146,25 @@ def model_path_of(vllm_config: VllmConfig, model: ModelConfig) -> Path | None:
     return find_model(name, model.revision, vllm_config.load_config.download_dir)
 
 
-def _config_path_of(vllm_config: VllmConfig, model: ModelConfig) -> Path | None:
-    """The path of the configuration, if it was given separately."""
-    if not model.hf_config_path:
+def _reads_subfolders(code: CodeNames) -> bool:
+    """True if a model with this code may load weights from the folders in its folder."""
+    return code.may_read("secondary_weights", "subfolder")
+
+
+def _config_source(
+    vllm_config: VllmConfig, model: ModelConfig, code: CodeNames, model_path: Path | None
+) -> Source | None:
+    """The configuration, if it lies elsewhere than the weights: it was given separately, or the
+    weights have a separate download folder, which vLLM does not use for the configuration."""
+    name = model.hf_config_path or model.model
+    revision = vars(model).get("_hf_config_revision") or model.revision
+    path = find_model(name, revision, None)
+    if path is None and model.hf_config_path:
+        path = find_model(name, revision, vllm_config.load_config.download_dir)
+    is_apart = model_path is not None and path not in (None, model_path)
+    if not model.hf_config_path and not is_apart:
         return None
-    return find_model(model.hf_config_path, model.revision, vllm_config.load_config.download_dir)
+    return Source(name, path, configuration_in(code.may_read), revision)
 
 
 def seed_is_random(vllm_config: VllmConfig) -> bool:
@@ -176,43 +202,110 @@ def _model(
         "disable_sliding_window": bool(model.disable_sliding_window),
         "settings": dict(counting(model)),
     }
-    if model.hf_config_path:
-        found["config_files"] = model_files(_config_path_of(vllm_config, model), code.may_read)
+    config = _config_source(vllm_config, model, code, model_path)
+    if config is not None:
+        found["config_files"] = model_files(config.path, code.may_read)
     if model.multimodal_config is not None:
         scales = file_digest(model.multimodal_config.mm_encoder_fp8_scale_path)
         found["media"] = dict(counting(model.multimodal_config)) | {"fp8_scales": scales}
-    return found | _if_read(vllm_config, model, code, model_path, overrides)
+    config_path = config.path if config is not None else None
+    found |= _if_read(vllm_config, model, code, [config_path or model_path, model_path], overrides)
+    return found | _if_changed(vllm_config, model, load, code, config)
+
+
+def _if_changed(
+    vllm_config: VllmConfig,
+    model: ModelConfig,
+    load: LoadConfig,
+    code: CodeNames,
+    config: Source | None,
+) -> dict[str, Any]:
+    """If files have changed since vLLM began to read the model, it is unknown which weights were
+    loaded: the blocks then belong to this start of the server alone, even if the user has given the
+    engine an id."""
+    sources = _sources(vllm_config, model, load, code)
+    changes = (changed_file(model, each) for each in (*sources, config) if each is not None)
+    change = next(filter(None, changes), "")
+    if not change:
+        return {}
+    logger.warning(_CHANGED, change, model.model)
+    transfer = vllm_config.kv_transfer_config
+    engine = transfer.engine_id if transfer is not None else None
+    start = start_of(model) or vars(vllm_config).get("instance_id")
+    return {"weights": {"kind": "changed", "engine": f"{engine} {start}"}}
+
+
+_CHANGED = (
+    "kvtiers: %s. So it is not known which version of %s vLLM has loaded. This server uses no "
+    "blocks that others have stored, and neither other servers nor its own next start will use "
+    "the blocks that it stores on disk or shares. Start it again once the files no longer change"
+)
+
+
+def _sources(
+    vllm_config: VllmConfig, model: ModelConfig, load: LoadConfig, code: CodeNames
+) -> Iterator[Source]:
+    """The files that identify a model, except those of `_config_source`."""
+    path, may_read = model_path_of(vllm_config, model), code.may_read
+    name, revision = str(model.model_weights or model.model), model.revision
+    if not _not_from_files(vllm_config, load):
+        weights = weights_path(str(load.load_format), load.model_loader_extra_config, path)
+        counts = weights_in(weights, subfolders=_reads_subfolders(code))
+        yield Source(name, weights, counts, revision)
+    yield Source(name, path, configuration_in(may_read), revision)
+    if may_read("tokenizer"):
+        where, tokenizer = _tokenizer_path(vllm_config, model), str(model.tokenizer)
+        yield Source(tokenizer, where, configuration_in(may_read), model.tokenizer_revision)
+    if may_read("generation_config"):
+        where = _generation_folder(model, path)
+        given = name if where == path else str(where)
+        yield Source(given, where, only("generation_config.json"), revision)
+    if model.multimodal_config is not None:
+        scales = model.multimodal_config.mm_encoder_fp8_scale_path
+        if scales and Path(scales).is_file():
+            yield Source(scales, Path(scales), only(scales))
+
+
+def _generation_folder(model: ModelConfig, model_path: Path | None) -> Path | None:
+    """The folder with the defaults of generation."""
+    given = model.generation_config
+    return model_path if given in ("auto", "vllm") else Path(given)
+
+
+def _generation_file(model: ModelConfig, model_path: Path | None) -> str | None:
+    folder = _generation_folder(model, model_path)
+    return str(folder / "generation_config.json") if folder is not None else None
+
+
+def _tokenizer_path(vllm_config: VllmConfig, model: ModelConfig) -> Path | None:
+    cache = vllm_config.load_config.download_dir
+    return find_model(str(model.tokenizer), model.tokenizer_revision, cache)
 
 
 def _if_read(
     vllm_config: VllmConfig,
     model: ModelConfig,
     code: CodeNames,
-    model_path: Path | None,
+    paths: list[Path | None],
     overrides: Any,
 ) -> dict[str, Any]:
     """Settings that affect the forward pass of only some models.
 
     These models name the settings in their code. Long RoPE is another case: it chooses one of two
-    sets of frequencies by the configured length.
+    sets of frequencies by the configured length. ``paths``: of the configuration and of the model.
     """
     found: dict[str, Any] = {}
-    paths = [_config_path_of(vllm_config, model) or model_path, model_path]
+    model_path = paths[-1]
     if code.may_read("max_model_len") or _may_have_long_rope(paths, overrides):
         found["max_model_len"] = model.max_model_len
     if code.may_read("generation_config"):
-        given = model.generation_config
-        folder = model_path if given in ("auto", "vllm") else Path(given)
-        file = str(folder / "generation_config.json") if folder is not None else None
         found["generation"] = {
-            "from": given,
-            "file": file_digest(file),
+            "from": model.generation_config,
+            "file": file_digest(_generation_file(model, model_path)),
             "override": plain(model.override_generation_config),
         }
     if code.may_read("tokenizer"):
-        where = find_model(
-            str(model.tokenizer), model.tokenizer_revision, vllm_config.load_config.download_dir
-        )
+        where = _tokenizer_path(vllm_config, model)
         found["tokenizer"] = {
             "name": None if where == model_path else str(model.tokenizer),
             "revision": requested_revision(model.tokenizer_revision),

@@ -28,6 +28,7 @@ WHOLE_MAX = 32 * 1024 * 1024
 """Larger files that are not weights are sampled as well."""
 FILES_SHOWN = 48
 _BLOB = re.compile(r"[0-9a-f]{40}|[0-9a-f]{64}", re.ASCII)
+_COMMIT = re.compile(r"[0-9a-f]{40}", re.ASCII)
 _FILE_FORMATS = (
     "auto hf safetensors pt npcache fastsafetensors instanttensor mistral sharded_state "
     "runai_streamer runai_streamer_sharded gguf bitsandbytes"
@@ -72,6 +73,11 @@ def requested_revision(revision: str | None) -> str | None:
     return found
 
 
+def is_snapshot(path: Path) -> bool:
+    """True for a snapshot in the Hub's cache, which is named by its commit."""
+    return path.parent.name == "snapshots" and bool(_COMMIT.fullmatch(path.name))
+
+
 def weights_identity(model_path: Path | None, *, subfolders: bool = False) -> dict[str, Any]:
     """Identifies these weights; ``kind`` is ``unknown`` if they cannot be identified.
 
@@ -96,11 +102,17 @@ def loaded_weights(
 
     ``extra`` is vLLM's ``model_loader_extra_config``.
     """
+    subfolders = subfolders and load_format in _FILE_FORMATS.split()
+    return weights_identity(weights_path(load_format, extra, model_path), subfolders=subfolders)
+
+
+def weights_path(load_format: str, extra: object, model_path: Path | None) -> Path | None:
+    """The folder or file from which a load format reads weights; ``None`` if it is unknown."""
     if load_format in _FILE_FORMATS.split():
-        return weights_identity(model_path, subfolders=subfolders)
+        return model_path
     if load_format == "tensorizer" and isinstance(extra, Mapping):
-        return weights_identity(_tensorized(extra))
-    return {"kind": "unknown"}
+        return _tensorized(extra)
+    return None
 
 
 def model_files(model_path: Path | None, may_read: Callable[..., bool]) -> dict[str, str]:
@@ -130,17 +142,31 @@ def adapter_files(folder: Path) -> list[Path]:
 def file_identity(file: Path) -> list[Any]:
     """Name and content of one file: a blob's name, or size, modification time and sampled
     digest."""
-    if file.is_symlink():
-        target = Path(os.readlink(file))
-        if target.parent.name == "blobs" and _BLOB.fullmatch(target.name):
-            return [file.name, target.name]
+    blob = blob_of(file)
+    if blob is not None:
+        return [file.name, blob]
     found = file.stat()
     return [file.name, found.st_size, found.st_mtime_ns, _sampled(file, found.st_size)]
+
+
+def blob_of(file: Path) -> str | None:
+    """The name of the blob in the Hub's cache to which this file is a link; ``None`` if it is no
+    such link. The name is a hash of the content."""
+    if not file.is_symlink():
+        return None
+    target = Path(os.readlink(file))
+    is_blob = target.parent.name == "blobs" and _BLOB.fullmatch(target.name)
+    return target.name if is_blob else None
 
 
 def digest_of(files: Iterable[Path]) -> bytes:
     """32 bytes that distinguish these files from others."""
     return bytes.fromhex(_digest(file_identity(file) for file in files))
+
+
+def is_weights(name: str) -> bool:
+    """True for the name of a file of weights that vLLM may load."""
+    return Path(name).suffix in WEIGHT_SUFFIXES and not matches(name, TRAINING_WEIGHTS.split())
 
 
 def _weight_files(model_path: Path, *, subfolders: bool) -> list[Path]:
@@ -149,13 +175,7 @@ def _weight_files(model_path: Path, *, subfolders: bool) -> list[Path]:
     if model_path.is_file():
         return [model_path]
     entries = model_path.rglob("*") if subfolders else model_path.iterdir()
-    return sorted(
-        entry
-        for entry in entries
-        if entry.suffix in WEIGHT_SUFFIXES
-        and not matches(entry.name, TRAINING_WEIGHTS.split())
-        and entry.is_file()
-    )
+    return sorted(entry for entry in entries if is_weights(entry.name) and entry.is_file())
 
 
 def _tensorized(extra: Mapping[str, Any]) -> Path | None:

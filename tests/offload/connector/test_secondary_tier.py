@@ -233,6 +233,22 @@ def test_without_a_known_identity_the_blocks_are_for_one_engine(
     assert "stored blocks are not used after a restart" in caplog.text
 
 
+def test_weights_that_change_during_a_start_are_for_this_start(tmp_path: Path) -> None:
+    """Even if the user gives every start the same ``engine_id``."""
+    model = make_model(tmp_path / "model")
+
+    def start(weights: bytes) -> tuple[Path, bytes]:
+        config = config_of(model, engine="one name")
+        (model / "model.safetensors").write_bytes(weights)
+        found = placed(tmp_path / "kv", config)
+        config.kv_transfer_config = None  # so that the next start does not find it
+        return found
+
+    assert start(b"one") != start(b"two")
+    settled = placed(tmp_path / "kv", config_of(model, engine="one name"))
+    assert settled not in (start(b"three"), start(b"four"))
+
+
 def test_a_reset_discards_records_permanently(tmp_path: Path) -> None:
     with world_at(tmp_path / "kv") as world:
         for number in range(6):

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 from vllm import SamplingParams
 from vllm.config import LoRAConfig
+from vllm.lora import worker_manager
 from vllm.lora.request import LoRARequest
 from vllm.lora.worker_manager import LRUCacheWorkerLoRAManager, WorkerLoRAManager
 from vllm.v1.request import Request
@@ -98,6 +99,40 @@ def test_vllms_manager_reports_what_it_loads(
     manager._load_adapter(make_adapter(tmp_path / "one", b"one"))
     assert loads == ["adapter"]
     assert [len(watch.take()) for watch in watches] == [1, 0]
+
+
+def add_to_hub(cache: Path, commit: str, content: bytes) -> None:
+    """Add a commit to an adapter in the Hub's cache; the branch becomes this commit."""
+    home = cache / "models--org--adapter"
+    (home / "snapshots").mkdir(parents=True, exist_ok=True)
+    make_adapter(home / "snapshots" / commit, content)
+    (home / "refs").mkdir(exist_ok=True)
+    (home / "refs" / "main").write_text(commit)
+
+
+def test_an_adapter_of_the_hub_is_the_snapshot_that_vllm_has_found(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another process may move the branch while vLLM loads the adapter."""
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    loaded: list[str] = []
+
+    def load(manager: Any, request: LoRARequest) -> None:
+        loaded.append(worker_manager.get_adapter_absolute_path(request.lora_path))
+        add_to_hub(tmp_path, "2" * 40, b"two")
+
+    monkeypatch.setattr(WorkerLoRAManager, "_load_adapter", load)
+    request = LoRARequest("adapter", 1, "org/adapter")
+    add_to_hub(tmp_path, "1" * 40, b"one")
+    one = digest(make_adapter(tmp_path / "models--org--adapter" / "snapshots" / ("1" * 40), b"one"))
+    watch = AdapterWatch(LoRAConfig())
+    watch.begin()
+    manager: Any = object.__new__(LRUCacheWorkerLoRAManager)
+    manager.lora_config = watch.lora_config
+    manager._load_adapter(request)
+    assert [Path(path).name for path in loaded] == ["1" * 40]
+    assert watch.take() == {("adapter", "org/adapter"): (one,)}
 
 
 # -- the scheduler -------------------------------------------------------------------------------

@@ -4,6 +4,7 @@ do not."""
 from __future__ import annotations
 
 import json
+import time
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ import vllm
 from vllm.config import MultiModalConfig, VllmConfig, WeightTransferConfig
 
 from offload.config.schema import parse_config
-from offload.connector.model import settings
+from offload.connector.model import files_at_start, settings
 from offload.connector.model import source_code as model_code
 from offload.connector.startup import agreed_namespace
 from offload.connector.startup_checks import startup_warnings
@@ -233,11 +234,10 @@ def test_settings_for_preparing_media_count(field: str, media: dict[str, Any], m
 def test_the_files_of_a_media_processor_count_for_models_that_take_media(
     name: str, model: Path
 ) -> None:
-    text, media = config_of(model), with_media(model)
-    before = [namespace_of(text), namespace_of(media)]
+    before = [namespace_of(config_of(model)), namespace_of(with_media(model))]
     (model / name).write_text('{"size": 1}')
-    assert namespace_of(text) == before[0]
-    assert differing(before[1], namespace_of(media)) == [f"model.files.{name}"]
+    assert namespace_of(config_of(model)) == before[0]
+    assert differing(before[1], namespace_of(with_media(model))) == [f"model.files.{name}"]
 
 
 def test_caches_of_media_do_not_count(model: Path) -> None:
@@ -278,7 +278,10 @@ def test_the_address_of_tensorized_weights_counts(model: Path) -> None:
     assert between(one, again) == ["model.weights.engine"]  # the file's present content is unknown
 
 
-def test_tensorized_weights_on_this_machine_count_by_content(model: Path, tmp_path: Path) -> None:
+def test_tensorized_weights_on_this_machine_count_by_content(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(files_at_start, "_began", lambda: time.time() + 24 * 3600)
     file = tmp_path / "model.tensors"
     file.write_bytes(b"one")
     before = namespace_of(tensorized(model, str(file)))
