@@ -18,6 +18,7 @@ from offload.connector.contract.at_start import check_installed
 from offload.connector.model.identity import geometry_fields, hash_fields, namespace_fields
 from offload.connector.model.layout import model_layout, page_regions
 from offload.connector.model.worker_geometry import describe, kernel_of
+from offload.connector.scheduler.wrong_kv import WrongKvCauses
 from offload.connector.startup_checks import (
     check_vllm_config,
     recompute_failed_loads,
@@ -132,6 +133,11 @@ class ServerSetup:
     def runs_by_priority(self) -> bool:
         """True if vLLM runs requests in the order of their priorities."""
         return bool(self.vllm_config.scheduler_config.policy == "priority")
+
+    @property
+    def wrong_kv_causes(self) -> WrongKvCauses:
+        """Why vLLM may continue requests from wrong KV."""
+        return WrongKvCauses.of(self.vllm_config, self.layout)
 
     @property
     def publishes_events(self) -> bool:

@@ -5,6 +5,7 @@ Pure; knows no vLLM type. Used on vLLM's scheduler thread.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping, Sequence
 
 from offload.planner.jobs import LoadTokens
@@ -132,23 +133,37 @@ class LookupState:
 
 
 class StoreState:
-    """The progress of storing a request. Changed by `offload.connector.scheduler.store_progress`.
+    """The progress of storing a request. Changed by `offload.connector.scheduler.store_progress`
+    and, for what may be wrong, by `offload.connector.scheduler.wrong_kv`.
 
     Chunks before ``next_chunk[i]`` of ``layout.groups[i]`` are done, and no further chunk is
     complete before ``ready_at`` tokens are computed. ``loaded`` has the chunks of the last load by
     group, which need no store. ``stale`` means that the blocks computed so far must not be stored.
-    ``removal_mark`` is the count of `offload.telemetry.removed_chunks.RemovalLog` when the request
-    arrived. ``own`` has the chunks that its stores must not evict; it is ``None`` for models that
-    can resume without the head of a prompt.
+    The KV of tokens from ``right_tokens`` on may be wrong and must not be stored either; the first
+    ``hashes_checked`` block hashes were compared with those of wrong KV. ``removal_mark`` is the
+    count of `offload.telemetry.removed_chunks.RemovalLog` when the request arrived. ``own`` has the
+    chunks that its stores must not evict; it is ``None`` for models that can resume without the
+    head of a prompt.
     """
 
-    __slots__ = ("loaded", "next_chunk", "own", "ready_at", "removal_mark", "stale")
+    __slots__ = (
+        "hashes_checked",
+        "loaded",
+        "next_chunk",
+        "own",
+        "ready_at",
+        "removal_mark",
+        "right_tokens",
+        "stale",
+    )
 
     def __init__(self, groups: int) -> None:
         self.next_chunk = [0] * groups
         self.ready_at = 0
         self.loaded: Sequence[range] = ()
         self.stale = False
+        self.right_tokens = sys.maxsize
+        self.hashes_checked = 0
         self.removal_mark = 0
         self.own: OwnChunks | None = None
 
@@ -174,11 +189,21 @@ class StoreState:
         """Set whether the blocks computed so far must not be stored."""
         self.stale = stale
 
+    def end_at(self, tokens: int) -> None:
+        """Store no token from this one on."""
+        self.right_tokens = min(self.right_tokens, tokens)
+
+    def note_checked(self, hashes: int) -> None:
+        """Record that this many block hashes were checked."""
+        self.hashes_checked = max(self.hashes_checked, hashes)
+
     def restart(self) -> None:
         """Start again after a preemption, which has freed all blocks."""
         self.next_chunk = [0] * len(self.next_chunk)
         self.ready_at = 0
         self.stale = False
+        self.right_tokens = sys.maxsize
+        self.hashes_checked = 0
         self.loaded = ()
         if self.own is not None:
             self.own.clear()

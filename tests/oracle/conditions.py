@@ -27,8 +27,9 @@ class Conditions:
     tier; ``fault_rate`` of its reads; ``late``: the maximum number of turns that copies get per
     step; ``runner``: the simulated model runner; ``scheduling``: vLLM's policy; ``seqs``: the
     requests that vLLM runs at a time; ``long_prefill``: the tokens of a prompt that it computes in
-    a step if others run (0: no limit); ``loras``: the LoRA adapters in a step; ``options``: more of
-    the configuration; ``features``: see ``tests.oracle.mixed``."""
+    a step if others run (0: no limit); ``loras``: the LoRA adapters in a step; ``vllm_errs``:
+    whether vLLM continues requests from wrong KV as it really does; ``options``: more of the
+    configuration; ``features``: see ``tests.oracle.mixed``."""
 
     slots: int = 24
     tier: bool = True
@@ -42,6 +43,7 @@ class Conditions:
     seqs: int = 4
     long_prefill: int = 0
     loras: int = 0
+    vllm_errs: bool = False
     options: Mapping[str, Any] = field(default_factory=dict)
     features: tuple[str, ...] = ()
 

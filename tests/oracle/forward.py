@@ -37,14 +37,18 @@ class Running:
     """The tokens drafted for the next step."""
     constrain: Callable[[int, int], int] = lambda position, token: token
     """The token that is sampled at a position instead of this one."""
+    restored: range = range(0)
+    """The tokens that the tiers have restored for the next step."""
 
 
 @dataclass(frozen=True)
 class _Part:
-    """The part of one request in a step: the first token that the step computes, and its drafts."""
+    """The part of one request in a step: the first token that the step computes, its drafts, and
+    the tokens that the tiers have restored for it."""
 
     start: int
     drafted: list[int]
+    restored: range
 
 
 def _parts_of(scheduled: SchedulerOutput, runs: dict[str, Running]) -> dict[str, _Part]:
@@ -61,7 +65,8 @@ def _parts_of(scheduled: SchedulerOutput, runs: dict[str, Running]) -> dict[str,
         run, drafted = runs[name], scheduled.scheduled_spec_decode_tokens.get(name, [])
         if run.proposed and all(token == -1 for token in drafted):
             drafted = run.proposed[: len(drafted)]
-        parts[name] = _Part(min(computed[name], len(run.tokens) - 1), drafted)
+        parts[name] = _Part(min(computed[name], len(run.tokens) - 1), drafted, run.restored)
+        run.restored = range(0)
     return parts
 
 
@@ -69,7 +74,12 @@ class ForwardPass:
     """``runs`` are the requests of the batch by name; wrong bytes that were read are added to
     ``mismatches``. ``known`` are digests of prefixes that a draft head may find in a block. A step
     calls ``begin``, ``run`` and ``draft``; ``sampled`` are its tokens, ``drafts`` the proposals for
-    the next step."""
+    the next step.
+
+    With ``vllm_errs``, vLLM may continue a request from wrong KV. A step that reads wrong bytes
+    then writes wrong ones and counts as one of the ``errors``; only restored tokens must be right.
+    ``forgets_accepted``: a request that skips a step continues from the state after the first token
+    of its last step (Model Runner V1)."""
 
     def __init__(
         self,
@@ -82,6 +92,8 @@ class ForwardPass:
         self.known: set[int] = set()
         self.sampled: dict[str, list[int]] = {}
         self.drafts: DraftTokenIds | None = None
+        self.vllm_errs = self.forgets_accepted = False
+        self.errors = 0
         self._model = model
         self._memory = memory
         self._random = rng
@@ -93,6 +105,9 @@ class ForwardPass:
         before it calls the connector."""
         self._scheduled, self._launch = scheduled, launch
         self.sampled, self.drafts = {}, None
+        if self.forgets_accepted:
+            for name in self._runs.keys() - scheduled.num_scheduled_tokens.keys():
+                self._runs[name].accepted = 1
         self._parts = _parts_of(scheduled, self._runs)
         for name, count in scheduled.num_scheduled_tokens.items():
             tables = [list(table) for table in self._runs[name].tables]
@@ -111,9 +126,9 @@ class ForwardPass:
             tokens = (run.tokens + drafted)[: start + count]
             digests = run.prefix.digests(tokens).copy()
             tables = [list(table) for table in run.tables]
-            launch(partial(self._kernel, name, tables, digests, start))
+            launch(partial(self._kernel, name, tables, digests, self._parts[name]))
             sampled[name] = self._sample(run, drafted, start + count)
-            self._run_states(name, tables, digests, start, len(drafted), len(sampled[name]), launch)
+            self._run_states(name, tables, digests, len(sampled[name]))
 
     def draft(self) -> None:
         """Run the drafter."""
@@ -174,27 +189,27 @@ class ForwardPass:
         name: str,
         tables: list[list[int]],
         digests: np.ndarray,
-        start: int,
-        drafted: int,
         sampled: int,
-        launch: Any,
     ) -> None:
         """Write the state after each drafted token. Then, like ``postprocess_mamba_fused_kernel``,
         copy the state at a block's end to the place where it is cached."""
         if not self._model.drafts:
             return
-        run = self._runs[name]
+        run, part = self._runs[name], self._parts[name]
         column, accepted = run.state_column, run.accepted
-        first = len(digests) - 1 - drafted
+        first = len(digests) - 1 - len(part.drafted)
+
+        def check(first_token: int) -> list[str]:
+            if part.start <= first_token:
+                return []
+            right = digests[part.start - 1 : part.start]
+            return self._memory.check_states(tables, column + accepted - 1, right)
 
         def kernel() -> None:
-            if start:
-                right = digests[start - 1 : start]
-                wrong = self._memory.check_states(tables, column + accepted - 1, right)
-                self._mismatches += [f"request {name} reads {what} wrong" for what in wrong]
-            self._memory.write_states(tables, column, digests[first:])
+            written = self._checked(name, digests, check, part.restored)
+            self._memory.write_states(tables, column, written[first:])
 
-        launch(kernel)
+        self._launch(kernel)
         run.accepted = max(1, sampled)
         tokens = self._model.block_tokens
         aligned = (first + run.accepted) // tokens * tokens
@@ -202,14 +217,29 @@ class ForwardPass:
             source, target = column + aligned - first - 1, aligned // tokens - 1
             if column == target:
                 run.accepted = 1
-            launch(partial(self._memory.copy_states, tables, source, target))
+            self._launch(partial(self._memory.copy_states, tables, source, target))
 
-    def _kernel(
-        self, name: str, tables: list[list[int]], digests: np.ndarray, computed: int
-    ) -> None:
-        wrong = self._memory.check(tables, digests, computed)
+    def _kernel(self, name: str, tables: list[list[int]], digests: np.ndarray, part: _Part) -> None:
+        check = partial(self._memory.check, tables, digests, part.start)
+        written = self._checked(name, digests, check, part.restored)
+        self._memory.write(tables, written, part.start)
+
+    def _checked(
+        self,
+        name: str,
+        digests: np.ndarray,
+        check: Callable[[int], list[str]],
+        restored: range,
+    ) -> np.ndarray:
+        """Check what a step reads; ``check`` returns the errors from a token on. Returns the
+        digests that the step writes."""
+        wrong = check(0)
+        may_err = self.vllm_errs and wrong
+        if may_err:
+            self.errors += 1
+            wrong = check(restored.start) if restored else []
         self._mismatches += [f"request {name} reads {what} wrong" for what in wrong]
-        self._memory.write(tables, digests, computed)
+        return digests ^ np.uint64(1 << 63) if may_err else digests
 
     def _sample(self, run: Running, drafted: list[int], end: int) -> list[int]:
         """Returns the next tokens, including drafted ones as long as they are right; none within a

@@ -159,11 +159,14 @@ class KvMemory:
             one, other = (layer.start + b * layer.block_stride for b in (source, target))
             self._bytes[other : other + layer.page] = self._bytes[one : one + layer.page]
 
-    def check(self, tables: Tables, digests: np.ndarray, computed: int) -> list[str]:
-        """Return the errors that a forward pass resumed at token ``computed`` would read."""
+    def check(
+        self, tables: Tables, digests: np.ndarray, computed: int, first: int = 0
+    ) -> list[str]:
+        """Return the errors that a forward pass resumed at token ``computed`` would read in the
+        tokens from ``first`` on."""
         wrong = []
         for layer in self._plain:
-            positions = np.arange(layer.first_read(computed), computed)
+            positions = np.arange(max(first, layer.first_read(computed)), computed)
             if not len(positions):
                 continue
             found = self._bytes[self._places(layer, tables[layer.group], positions)]

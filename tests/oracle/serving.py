@@ -45,6 +45,7 @@ from tests.oracle.conditions import HASH, Conditions, make_config
 from tests.oracle.forward import VOCABULARY, ForwardPass, Running
 from tests.oracle.memory import KvMemory, Prefix
 from tests.oracle.models import OracleModel, in_short_steps
+from tests.oracle.restored import RestoredTokens
 from tests.oracle.runner import RunnerV1, RunnerV2
 from tests.patience import turns
 from tiers.base import ReadOutcome, Tier
@@ -134,6 +135,8 @@ class OracleEngine:
             drafts=model.drafts,
         )
         self._forward = ForwardPass(model, self._memory, self.random, self._runs, self.mismatches)
+        self._forward.vllm_errs = conditions.vllm_errs
+        self._forward.forgets_accepted = conditions.vllm_errs and conditions.runner == 1
         self._clock = pytest.MonkeyPatch()
         pass_time_by_steps(self._clock)
         self._start()
@@ -160,6 +163,7 @@ class OracleEngine:
             self.worker = OffloadConnector(config, KVConnectorRole.WORKER, self.kv_cache_config)
             runner = RunnerV2 if self._conditions.runner == 2 else RunnerV1
             self._runner = runner(config, self.worker, self._memory.caches)
+        self._restored = RestoredTokens(self.connector)
         self.executor: Any = self.worker._worker._executor
         self.engine: SimulatedCopyEngine = self.executor._engine
         self._loop: PumpedLoop = self.worker._worker._loop
@@ -340,6 +344,7 @@ class OracleEngine:
             "ahead": self._ahead,
             "stale": self._stale,
             "weights": self.weights,
+            "vllm_errors": self._forward.errors,
             "load_failures": self.planner.totals()["load_failures"],
             "read_ahead": self.planner.look_ahead.counts.chunks["used"],
         }
@@ -398,7 +403,12 @@ class OracleEngine:
             tables = [list(table) for table in new.block_ids]
             known = new.prefill_token_ids or new.prompt_token_ids  # V2: also resumed requests
             tokens, prefix = self._begin_run(new.req_id, known)
-            self._runs[new.req_id] = Running(tokens, tables, prefix, new.num_computed_tokens)
+            run = Running(tokens, tables, prefix, new.num_computed_tokens)
+            run.restored = self._restored.take(new.req_id)
+            before = self._runs.get(new.req_id)  # of a session that continues
+            if before is not None and self._forward.forgets_accepted:
+                run.state_column = before.state_column
+            self._runs[new.req_id] = run
         for position, name in enumerate(cached.req_ids):
             run, new_blocks = self._runs[name], cached.new_block_ids[position]
             if name in cached.resumed_req_ids:
@@ -407,6 +417,7 @@ class OracleEngine:
                 run.tokens, run.prefix = self._begin_run(name, known)
                 run.computed_at_start = cached.num_computed_tokens[position]
                 run.state_column, run.accepted, run.proposed = None, 1, []
+                run.restored = self._restored.take(name)
             elif new_blocks is not None:
                 for table, more in zip(run.tables, new_blocks, strict=True):
                     table.extend(more)

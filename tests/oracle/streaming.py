@@ -24,8 +24,9 @@ had waited for it; a token other than the dropped one ended a chunk; a session e
 
 
 class StreamingEngine(OracleEngine):
-    """A world in which about half of the requests are sessions. With ``early_stops``, answers often
-    end before their limit, so that asynchronous scheduling has a step too many in flight."""
+    """A world in which about half of the requests are sessions. With ``early_stops``, all answers
+    often end before their limit: asynchronous scheduling then has a step too many in flight, and
+    accepted drafts may come after the end."""
 
     def __init__(self, *args: Any, early_stops: bool = True) -> None:
         self.seen: Counter[str] = Counter()
@@ -56,7 +57,9 @@ class StreamingEngine(OracleEngine):
         return [*start, *self._part()]
 
     def _part(self) -> list[int]:
-        return [self.random.randrange(VOCABULARY) for _ in range(self.random.randint(1, 14))]
+        # A part must be longer than what vLLM 0.32 takes for computed: otherwise the engine ends.
+        first = 1 + self._model.drafts if self._conditions.vllm_errs else 1
+        return [self.random.randrange(VOCABULARY) for _ in range(self.random.randint(first, 14))]
 
     def open(self, name: str, prompt: list[int]) -> Request:
         """Begin a session with the first part of its prompt."""
@@ -77,13 +80,17 @@ class StreamingEngine(OracleEngine):
     def _send_part(self, name: str, tokens: list[int]) -> Request:
         answer = self.random.randint(1, 10)
         self._left[name] -= len(tokens) + answer
-        options: dict[str, Any] = {}
-        if self._early_stops:
-            options["stop_token_ids"] = self.random.sample(range(VOCABULARY), STOP_TOKENS)
-        request = self.make_request(name, tokens, answer, **options)
+        request = self.make_request(name, tokens, answer)
         request.resumable = True
         self.scheduler.add_request(request)
         return request
+
+    def make_request(
+        self, name: str, prompt: list[int], answer_tokens: int, **options: Any
+    ) -> Request:
+        if self._early_stops:
+            options["stop_token_ids"] = self.random.sample(range(VOCABULARY), STOP_TOKENS)
+        return super().make_request(name, prompt, answer_tokens, **options)
 
     def close(self, name: str) -> None:
         """End a session after the parts that were sent."""

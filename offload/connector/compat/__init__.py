@@ -14,8 +14,16 @@ from typing import TYPE_CHECKING
 from vllm.version import __version_tuple__
 
 if TYPE_CHECKING or __version_tuple__[:2] < (0, 33):
-    from offload.connector.compat.v0_32 import cache_dtype_handler, follow_sleep
+    from offload.connector.compat.v0_32 import (
+        COUNTS_DRAFTS_AFTER_STOP,
+        cache_dtype_handler,
+        follow_sleep,
+    )
 else:
-    from offload.connector.compat.v0_33 import cache_dtype_handler, follow_sleep
+    from offload.connector.compat.v0_33 import (
+        COUNTS_DRAFTS_AFTER_STOP,
+        cache_dtype_handler,
+        follow_sleep,
+    )
 
-__all__ = ["cache_dtype_handler", "follow_sleep"]
+__all__ = ["COUNTS_DRAFTS_AFTER_STOP", "cache_dtype_handler", "follow_sleep"]

@@ -4,7 +4,11 @@ from __future__ import annotations
 
 from offload.connector.compat.worker_sleep import follow_sleep
 
-__all__ = ["cache_dtype_handler", "follow_sleep"]
+__all__ = ["COUNTS_DRAFTS_AFTER_STOP", "cache_dtype_handler", "follow_sleep"]
+
+COUNTS_DRAFTS_AFTER_STOP = True
+"""Whether accepted drafts that come after a stop count as computed, under synchronous
+scheduling."""
 
 
 def cache_dtype_handler(dtype: str) -> object | None:

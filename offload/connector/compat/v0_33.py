@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from vllm.config.cache import get_kv_cache_dtype_handler
 
+COUNTS_DRAFTS_AFTER_STOP = False
+"""See ``v0_32``."""
+
 
 def cache_dtype_handler(dtype: str) -> object | None:
     """The handler of a KV cache dtype that a platform plugin has registered; ``None`` for the

@@ -23,6 +23,7 @@ from offload.connector.scheduler.prefill_rate import PrefillRate
 from offload.connector.scheduler.store_progress import StoreProgress
 from offload.connector.scheduler.unfinished_loads import UnfinishedLoads
 from offload.connector.scheduler.waiting_requests import GpuCache, WaitingRequests
+from offload.connector.scheduler.wrong_kv import WrongKv, WrongKvCauses
 from offload.index.chunk_batch import ChunkBatch
 from offload.layout.groups import ModelLayout
 from offload.layout.keys import CPU
@@ -54,7 +55,8 @@ class SchedulerSide:
 
     Callers use the ``planner``, the ``requests``, the ``lookups`` and their ``log`` directly.
     ``is_held`` means that lookups and stores are suspended. ``namespace_differences``: see
-    ``offload.requests.miss_reasons.Explainer``.
+    ``offload.requests.miss_reasons.Explainer``. ``wrong_kv`` says why vLLM may continue requests
+    from wrong KV.
     """
 
     def __init__(
@@ -70,6 +72,7 @@ class SchedulerSide:
         max_pinned_share: float = 0.25,
         verify: bool = False,
         by_priority: bool = False,
+        wrong_kv: WrongKvCauses | None = None,
     ) -> None:
         self.layout = layout
         self.planner = planner
@@ -85,7 +88,10 @@ class SchedulerSide:
         matcher = PrefixMatcher(layout)
         self._batches = ChunkBatches(layout, matcher)
         self._digests = ChunkDigests(layout, self._batches) if verify else None
-        self._store_progress = StoreProgress(layout, matcher, self._batches, planner, self._digests)
+        self._wrong_kv = WrongKv(layout, wrong_kv or WrongKvCauses())
+        self._store_progress = StoreProgress(
+            layout, matcher, self._batches, planner, self._wrong_kv, self._digests
+        )
         self._finished_requests = FinishedRequests(layout, planner, max_pinned_share)
         computing = self._prefill_rate.left_tokens
         self.lookups = Lookups(matcher, planner, self.log, namespace_differences, computing)
@@ -109,6 +115,7 @@ class SchedulerSide:
             if live is None:
                 return None
             self._store_progress.begin(live.state)
+            self._wrong_kv.begin(live.state, request)
             self._waiting_requests.add(live.state, request)
         return live.state
 
@@ -223,6 +230,7 @@ class SchedulerSide:
         filled_tokens = self._other_loads.end(request.request_id)
         self._prefill_rate.ended(request, time.monotonic())
         self._end_wait(request)
+        self._wrong_kv.ended(request.request_id)
         if state is None:
             return None
         self.lookups.forget(state)
@@ -235,7 +243,8 @@ class SchedulerSide:
                 limit = min(limit, state.lookup.start)
             limit = min(limit, filled_tokens)
             if self._digests is not None:
-                self._digests.completed(state, request, limit, block_ids, ended=True)
+                right = self._wrong_kv.right_tokens(state, request, limit)
+                self._digests.completed(state, request, right, block_ids, ended=True)
             self._store_progress.ended(state, request, limit, block_ids)
             pinned_tokens = self._finished_requests.ended(state, request, limit, time.monotonic())
         if not state.identity.client_asked:
@@ -285,6 +294,7 @@ class SchedulerSide:
         # Find the fences first: a store planned below reads blocks that belong to this step.
         self.planner.stores.fence(self._tables.rewritten(output))
         self.planner.stores.give_up(self._other_loads.take(output))
+        self._wrong_kv.step(output)
         if self._digests is not None:
             self._digest_completed(self._digests, output)
         if self.is_held:
@@ -309,6 +319,7 @@ class SchedulerSide:
         others do."""
         live = self.requests.by_name.get(request_id)
         if live is not None:
+            self._wrong_kv.begin(live.state, live.request)
             live.state.restart()
             # a load planned in this step has ended the wait
             if not is_scheduled and not live.state.outcome.loading:
@@ -334,6 +345,7 @@ class SchedulerSide:
                 continue
             request = live.request
             limit = min(request.num_computed_tokens + scheduled, request.num_tokens)
+            limit = self._wrong_kv.right_tokens(live.state, request, limit)
             table = blocks.get_block_ids(request_id)
             if table is not None:
                 digests.completed(live.state, request, limit, table)

@@ -1,7 +1,7 @@
 """Plans the stores of live requests as their chunks are computed.
 
-Part of the scheduler side, on its thread. The scheduler side owns it, and no other code writes
-`StoreState`.
+Part of the scheduler side, on its thread. The scheduler side owns it. Only this module and
+`offload.connector.scheduler.wrong_kv` change a `StoreState`.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 
 from offload.connector.scheduler.block_tables import ChunkBatches
 from offload.connector.scheduler.chunk_digests import ChunkDigests
+from offload.connector.scheduler.wrong_kv import WrongKv
 from offload.layout.groups import FULL, STATE, ModelLayout
 from offload.layout.prefix_match import PrefixMatcher, find_gap, present_in
 from offload.planner.planner import Planner
@@ -37,6 +38,7 @@ class StoreProgress:
         matcher: PrefixMatcher,
         batches: ChunkBatches,
         planner: Planner,
+        wrong_kv: WrongKv,
         digests: ChunkDigests | None = None,
     ) -> None:
         self.planned_at = time.monotonic()
@@ -44,6 +46,7 @@ class StoreProgress:
         self._matcher = matcher
         self._batches = batches
         self._planner = planner
+        self._wrong_kv = wrong_kv
         self._digests = digests
         self._index_of = {group.group: index for index, group in enumerate(layout.groups)}
         paced = [(n, group) for n, group in enumerate(layout.groups) if group.kind != STATE]
@@ -110,6 +113,7 @@ class StoreProgress:
             group = self._layout.groups[index]
             chunk, rest = divmod(tokens, group.chunk_tokens)
             known = rest == 0 and 0 < chunk <= len(state.identity.keys[index])
+            known = known and self._wrong_kv.right_tokens(state, request, tokens) == tokens
             if known and self._matcher.reachable(group, chunk - 1):
                 last = range(chunk - 1, chunk)
                 batch = self._batches.of_chunks(state.identity, index, last, (block,))
@@ -122,7 +126,8 @@ class StoreProgress:
         because vLLM hands them over at their boundary."""
         next_chunk = state.stores.next_chunk
         ends = [(next_chunk[at] + 1) * tokens for at, tokens in self._chunk_tokens]
-        return min(ends) if ends else sys.maxsize
+        first = min(ends, default=sys.maxsize)
+        return first if first <= state.stores.right_tokens else sys.maxsize
 
     def _look_again(self, state: RequestState) -> None:
         """Check stored chunks again: some of them may have been evicted while their request ran.
@@ -159,6 +164,7 @@ class StoreProgress:
         if state.identity.no_store or state.stores.stale:
             return
         state.identity.extend(request.block_hashes)
+        limit = self._wrong_kv.right_tokens(state, request, limit)
         for index, group in enumerate(self._layout.groups):
             if group.kind == STATE:
                 continue
