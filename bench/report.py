@@ -135,7 +135,7 @@ def _md_row(cells: Sequence[str]) -> str:
 
 SERIES_MAX = 6
 """Maximum number of bars in a group, so that a reader can distinguish them. If there are more
-series, series and cases are swapped."""
+series, or only one case, series and cases are swapped."""
 BARS_MAX = 102
 SHORTEST_BAR = 0.005
 """Share of the longest bar below which a bar cannot be seen."""
@@ -161,6 +161,14 @@ COLOURS = {
     "memcpy": "#999999",
     "memmove per page": "#999999",
     "one large copy": "#555555",
+    "nothing stored": "#555555",
+    "all in the CPU tier": "#6ba3e0",
+    "all on disk": "#1f5fa8",
+    "all on disk, look-ahead": "#17a2b8",
+    "all on disk, default options": "#123a6b",
+    "all on disk, default options, waits": "#8496b5",
+    "disk tier": "#1f5fa8",
+    "disk tier, look-ahead": "#17a2b8",
     "no offloading": "#555555",
     "vLLM": "#e07b39",
     "LMCache": "#8e5ea2",
@@ -171,26 +179,30 @@ COLOURS = {
     "lru": "#e07b39",
     "optimum": "#555555",
 }
-"""One colour per system in every plot, chosen by the longest name with which a series begins. The
+"""One colour per system in every plot, chosen by the longest name with which a label begins. The
 systems of a plot are in this order."""
 OTHERS = ("#0f766e", "#d4a017", "#b23a48", "#7a9e3a", "#c97fb2", "#5c4b8a")
 """Colours of series that are not systems: cases, sizes. No system has one of them."""
+HATCHES = ("", "////", "....", "xxxx", "++", "oo")
+"""Patterns of series whose bars have the colours of the systems that label them."""
+NEUTRAL = "#bbbbbb"
+"""The colour of these patterns in the legend."""
 
 
-def system_of(series: str) -> str | None:
-    """The system that a series measures, or ``None`` if it is a case or a size."""
-    named = [name for name in COLOURS if re.match(rf"{re.escape(name)}\b(?!_)", series)]
+def system_of(label: str) -> str | None:
+    """The system that a series or group measures, or ``None`` if it is a case or a size."""
+    named = [name for name in COLOURS if re.match(rf"{re.escape(name)}\b(?!_)", label)]
     return max(named, key=len, default=None)
 
 
-def colour_of(series: str, number: int) -> str:
-    """The colour of a system; for any other series, the ``number``-th of the other colours."""
-    known = system_of(series)
+def colour_of(label: str, number: int) -> str:
+    """The colour of a system; for any other label, the ``number``-th of the other colours."""
+    known = system_of(label)
     return COLOURS[known] if known else OTHERS[number % len(OTHERS)]
 
 
-def _order_of(series: str) -> int:
-    known = system_of(series)
+def _order_of(label: str) -> int:
+    known = system_of(label)
     return list(COLOURS).index(known) if known else len(COLOURS)
 
 
@@ -238,6 +250,26 @@ class Bars:
     intervals: dict[tuple[str, str], tuple[float, float]]
     left_out: int
 
+    @property
+    def has_systems_as_groups(self) -> bool:
+        """Whether groups have the systems' colours, and patterns distinguish the series."""
+        return not any(map(system_of, self.series)) and any(map(system_of, self.groups))
+
+    def colours(self, number: int) -> list[str]:
+        """The colours of the bars of the ``number``-th series, one for each group."""
+        if self.has_systems_as_groups:
+            return [colour_of(group, 0) for group in self.groups]
+        return [colour_of(self.series[number], number)] * len(self.groups)
+
+    def key_colour(self, number: int) -> str:
+        """The colour of the ``number``-th series in the legend."""
+        return NEUTRAL if self.has_systems_as_groups else colour_of(self.series[number], number)
+
+    def pattern(self, number: int) -> dict[str, Any]:
+        """The pattern of the bars of the ``number``-th series, as options of matplotlib."""
+        hatch = HATCHES[number] if self.has_systems_as_groups else ""
+        return {"hatch": hatch, "edgecolor": "white", "linewidth": 0} if hatch else {}
+
     def text_instead(self, value: float) -> str:
         """The text in place of a bar that cannot be seen; empty if it can."""
         if math.isnan(value):
@@ -247,13 +279,16 @@ class Bars:
 
 
 def bars_of(report: Report, chart: Chart) -> Bars:
-    """At most ``SERIES_MAX`` series and ``BARS_MAX`` bars, from the first groups of the report."""
+    """At most ``SERIES_MAX`` series and ``BARS_MAX`` bars, from the first groups of the report.
+    The series of a report with one case become its groups, so that their labels are at the bars."""
     column = chart.column
     found = report.rows if chart.rows is None else chart.rows(report)
     rows = [row for row in found if column in row.values]
     cases = list(dict.fromkeys(row.case for row in rows))
     names = list(dict.fromkeys(row.series for row in rows))
-    is_turned = len(names) > SERIES_MAX and len(cases) < len(names)
+    is_turned = len(cases) < len(names) and (len(names) > SERIES_MAX or len(cases) == 1)
+    if len(cases) == 1:
+        names.sort(key=_order_of)
     groups, series = (names, cases) if is_turned else (cases, names)
     series = sorted(series[:SERIES_MAX], key=_order_of)
     shown = groups[: BARS_MAX // max(1, len(series))]
@@ -273,6 +308,7 @@ def plot(report: Report, path: Path, chart: Chart) -> tuple[float, float]:
 
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
+    from matplotlib.patches import Patch
 
     bars = bars_of(report, chart)
     count = len(bars.groups) * len(bars.series)
@@ -282,7 +318,7 @@ def plot(report: Report, path: Path, chart: Chart) -> tuple[float, float]:
     for number, name in enumerate(bars.series):
         places = [at + number * height for at in range(len(bars.groups))]
         values = [bars.values.get((group, name), math.nan) for group in bars.groups]
-        axes.barh(places, values, height, label=name, color=colour_of(name, number))
+        axes.barh(places, values, height, color=bars.colours(number), **bars.pattern(number))
         for place, group, value in zip(places, bars.groups, values, strict=True):
             if (group, name) in bars.intervals:
                 low, high = bars.intervals[group, name]
@@ -295,9 +331,18 @@ def plot(report: Report, path: Path, chart: Chart) -> tuple[float, float]:
     axes.invert_yaxis()
     left_out = f"; {bars.left_out} more in the table" if bars.left_out else ""
     axes.set_xlabel(chart.axis + left_out)
-    figure.suptitle(chart.title or report.title, fontsize=10, wrap=True)
-    columns = 3 if max(map(len, bars.series), default=0) < LABEL_CHARACTERS else 2
-    figure.legend(fontsize=8, loc="outside lower center", ncols=columns)
+    title = chart.title or report.title
+    figure.suptitle(title, fontsize=10, wrap=True)
+    if bars.has_systems_as_groups and len(bars.series) == 1:
+        if bars.series[0] not in title.replace(",", ""):
+            axes.set_title(bars.series[0], fontsize=9)
+    else:
+        columns = 3 if max(map(len, bars.series), default=0) < LABEL_CHARACTERS else 2
+        keys = [
+            Patch(facecolor=bars.key_colour(number), label=name, **bars.pattern(number))
+            for number, name in enumerate(bars.series)
+        ]
+        figure.legend(handles=keys, fontsize=8, loc="outside lower center", ncols=columns)
     axes.grid(axis="x", alpha=0.3)
     figure.set_layout_engine("constrained")
     figure.savefig(path, dpi=110)
@@ -305,13 +350,17 @@ def plot(report: Report, path: Path, chart: Chart) -> tuple[float, float]:
     return size
 
 
+def pictures_of(charts: Sequence[Chart], stem: Path) -> list[Path]:
+    """``<stem>.png`` for the first chart, and ``<stem>-<column>.png`` for each other one."""
+    slugs = ["-" + re.sub("[^a-z0-9]+", "-", chart.column.lower()) for chart in charts[1:]]
+    return [stem.with_name(f"{stem.name}{slug}.png") for slug in ("", *slugs)][: len(charts)]
+
+
 def draw(report: Report, charts: Sequence[Chart], stem: Path) -> list[Path]:
-    """Draw ``<stem>.png`` for the first chart, and ``<stem>-<column>.png`` for each other one."""
-    paths: list[Path] = []
-    for chart in charts:
-        slug = re.sub("[^a-z0-9]+", "-", chart.column.lower()) if paths else ""
-        paths.append(stem.with_name("-".join(filter(None, (stem.name, slug))) + ".png"))
-        plot(report, paths[-1], chart)
+    """Draw the pictures and return their paths."""
+    paths = pictures_of(charts, stem)
+    for chart, path in zip(charts, paths, strict=True):
+        plot(report, path, chart)
     return paths
 
 

@@ -30,7 +30,7 @@ from bench.backlog_worlds import (
     Config,
     worlds,
 )
-from bench.report import Chart, save
+from bench.report import COLOURS, Chart, save, system_of
 from bench.serve_engine import Batch, Engine
 from bench.serve_systems import MODELS
 from bench.slow_disk import SlowDisk, SlowDiskError
@@ -70,6 +70,11 @@ def test_real_engines_read_each_prompt_once_in_both_worlds_with_a_disk(tmp_path:
     assert list(tmp_path.iterdir()) == []
     save(report, "command", [Chart("TTFT mean s"), Chart("total s")], tmp_path)
     assert {path.suffix for path in tmp_path.iterdir()} == {".json", ".md", ".png"}
+
+
+def test_each_world_has_a_colour_of_its_own() -> None:
+    systems = [system_of(world) for world in (*WORLDS, RIVAL)]
+    assert len({COLOURS[system] for system in systems if system}) == len(systems)
 
 
 SHARE = Config().restorable / Config().size

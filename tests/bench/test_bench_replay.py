@@ -12,10 +12,11 @@ import pytest
 from rich.progress import Progress
 from typer.testing import CliRunner
 
-from bench import replay
+from bench import backlog_worlds, replay
 from bench.__main__ import build
 from bench.replay import AHEAD, DISK, HOST, WORLDS, Config, Outcome
-from bench.report import Chart, save
+from bench.report import bars_of, colour_of, save
+from bench.scenario import Report
 from bench.serve_engine import Arrivals, Batch
 from bench.serve_systems import BLOCK_TOKENS, MODELS
 from policies.simulation.timing import Speeds
@@ -66,7 +67,7 @@ def test_real_engines_hit_what_the_simulator_predicts(trace: Path, tmp_path: Pat
         assert row["hits"] == pytest.approx(hits / sum(BLOCK_TOKENS * n + 1 for n in tokens))
         assert row["hits, predicted"] == pytest.approx(row["hits"])
     assert list(folder.iterdir()) == []
-    save(report, "command", [Chart("TTFT mean s"), Chart("hits")], folder)
+    save(report, "command", replay.CHARTS, folder)
     assert {path.suffix for path in folder.iterdir()} == {".json", ".md", ".png"}
 
 
@@ -186,6 +187,20 @@ def test_rows_relate_the_prediction_to_the_measurement() -> None:
     assert found[DISK]["TTFT p99 s"] == 4.1
     assert found[DISK]["TTFT p99 s, ratio"] == pytest.approx((4 + 1 / 33) / 4.1)
     assert found[DISK]["hits"] == found[DISK]["hits, predicted"] == pytest.approx(32 / 99)
+
+
+def test_the_picture_shows_each_prediction_beside_its_measurement() -> None:
+    found = replay.rows(Trace("t", BLOCK_TOKENS, []), _outcomes())
+    [chart] = replay.CHARTS
+    bars = bars_of(Report("replay", "T", {}, {}, found), chart)
+    assert bars.series == ["measured", "predicted"]
+    assert len(bars.groups) == 2 * len(WORLDS)
+    assert bars.values["disk tier, p99", "measured"] == 4.1
+    assert bars.values["disk tier, p99", "predicted"] == pytest.approx(4 + 1 / 33)
+    assert bars.values[f"{HOST}, mean", "predicted"] == pytest.approx((2 + 1 / 33) / 3)
+    assert "lower is better" in chart.axis
+    same = [colour_of(world, 0) for world in (backlog_worlds.HOST, *backlog_worlds.ON_DISK[:2])]
+    assert bars.colours(0) == bars.colours(1) == same * 2, "those of bench backlog"
 
 
 def test_a_prediction_that_is_wrong_is_named() -> None:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import dataclasses
 import io
 import json
 import math
 import re
 import shutil
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
@@ -14,6 +16,7 @@ from rich.console import Console
 
 from bench.report import (
     COLOURS,
+    HATCHES,
     OTHERS,
     PAGE_INCHES,
     RESULTS,
@@ -22,9 +25,11 @@ from bench.report import (
     bars_of,
     colour_of,
     from_json,
+    pictures_of,
     plot,
     save,
     show,
+    system_of,
     to_json,
     trace_label,
 )
@@ -40,6 +45,15 @@ def report_of(series: int, cases: int, column: str = "GB/s") -> Report:
         for number in range(series)
     ]
     return Report("speed", "Speed", {}, {}, rows)
+
+
+def kept_runs() -> Iterator[tuple[Path, Report, Sequence[Chart]]]:
+    """The path without suffix, the report and the charts of each run."""
+    charts_of = load_script("redraw_plots").charts_of
+    for path in RESULTS.glob("*.json"):
+        if path.stem != "gpu":  # not from a benchmark
+            report = from_json(path.read_text(encoding="utf-8"))
+            yield path.with_suffix(""), report, charts_of(report)
 
 
 def test_a_later_run_for_a_question_replaces_the_earlier_one(tmp_path: Path) -> None:
@@ -89,7 +103,31 @@ def test_a_system_has_one_colour_everywhere() -> None:
     assert colour_of("lru_trace, 1%", 0) != colour_of("lru_trace, 1%", 1), "no system"
     assert colour_of("kvtiers, CPU tier", 0) == COLOURS["kvtiers, CPU tier"]
     assert set(OTHERS).isdisjoint(COLOURS.values())
-    assert len(OTHERS) == SERIES_MAX
+    assert len(OTHERS) == len(set(HATCHES)) == SERIES_MAX
+
+
+def test_a_system_has_its_colour_where_it_labels_a_bar() -> None:
+    systems = ["all in the CPU tier", "all on disk", "all on disk, look-ahead", "LMCache server"]
+    own = [colour_of(name, 0) for name in systems]
+    assert len(set(own)) == len(systems)
+    for cases in ("a", "ab"):
+        rows = [Row(name, case, {"s": 1.0}) for name in systems for case in cases]
+        if cases == "a":  # one case: the systems become the labels
+            rows = [dataclasses.replace(row, case="a", series=row.case) for row in rows]
+        bars = bars_of(Report("q", "T", {}, {}, rows), Chart("s"))
+        assert bars.groups == systems
+        assert [bars.colours(number) for number in range(len(cases))] == [own] * len(cases)
+        patterns = [bars.pattern(number) for number in range(len(cases))]
+        assert all(one not in patterns[:at] for at, one in enumerate(patterns))
+
+
+def test_kept_pictures_have_short_labels_and_a_colour_for_each_system() -> None:
+    for stem, report, charts in kept_runs():
+        for chart in charts:
+            bars = bars_of(report, chart)
+            assert max(map(len, bars.groups)) <= 40, stem.name
+            systems = {name for name in map(system_of, [*bars.groups, *bars.series]) if name}
+            assert len({COLOURS[name] for name in systems}) == len(systems), stem.name
 
 
 def test_the_axis_shows_which_direction_is_better() -> None:
@@ -106,8 +144,8 @@ def test_intervals_are_drawn_where_they_are_known() -> None:
         Row("a", "y", {"ratio": 1.0}),
     ]
     bars = bars_of(Report("q", "T", {}, {}, rows), Chart("ratio"))
-    assert bars.intervals == {("a", "x"): (1.5, 3.0)}
-    assert not math.isnan(bars.values["a", "y"])
+    assert bars.intervals == {("x", "a"): (1.5, 3.0)}
+    assert not math.isnan(bars.values["y", "a"])
 
 
 def test_a_missing_bar_and_one_that_is_too_short_have_texts() -> None:
@@ -121,9 +159,11 @@ def test_a_missing_bar_and_one_that_is_too_short_have_texts() -> None:
 def test_the_order_of_systems_does_not_depend_on_the_run() -> None:
     systems = ["no offloading", "kvtiers, disk tier", "LMCache server", "kvtiers, CPU tier"]
     for names in (systems, systems[::-1]):
-        rows = [Row("a", name, {"ratio": 1.0}) for name in names]
-        shown = bars_of(Report("q", "T", {}, {}, rows), Chart("ratio")).series
-        assert shown == [systems[3], systems[1], systems[0], systems[2]]
+        for cases in ("a", "ab"):
+            rows = [Row(case, name, {"ratio": 1.0}) for case in cases for name in names]
+            bars = bars_of(Report("q", "T", {}, {}, rows), Chart("ratio"))
+            shown = bars.groups if cases == "a" else bars.series
+            assert shown == [systems[3], systems[1], systems[0], systems[2]]
 
 
 def test_pictures_show_traces_without_the_names_of_their_files() -> None:
@@ -167,15 +207,16 @@ def test_each_question_is_kept_once() -> None:
 
 def test_no_two_kept_pictures_have_the_same_title() -> None:
     """Only pictures of one run may: they show the same question in other units."""
-    charts_of = load_script("redraw_plots").charts_of
-    titles = []
-    for path in RESULTS.glob("*.json"):
-        if path.stem != "gpu":  # not from a benchmark
-            report = from_json(path.read_text(encoding="utf-8"))
-            charts = charts_of(report)
-            assert all(bars_of(report, chart).values for chart in charts), path.stem
-            titles += {chart.title or report.title for chart in charts}
+    titles: list[str] = []
+    for stem, report, charts in kept_runs():
+        assert all(bars_of(report, chart).values for chart in charts), stem.name
+        titles += {chart.title or report.title for chart in charts}
     assert len(set(titles)) == len(titles), sorted(titles)
+
+
+def test_each_kept_picture_is_of_a_chart() -> None:
+    drawn = [path for stem, _, charts in kept_runs() for path in pictures_of(charts, stem)]
+    assert sorted(RESULTS.glob("*.png")) == sorted(drawn)
 
 
 def test_kept_pictures_can_be_drawn_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
