@@ -14,9 +14,12 @@ In the Hub's cache, a snapshot's folder is named by its commit, and vLLM resolve
 once. Files may be added to such a folder, because vLLM downloads them while it loads.
 
 There may be no record: without our plugin, and for files that are named outside of the
-``ModelConfig``. Then files count as changed if they are too new (`SETTLED_S`). Workers on another
-machine than the first process, where paths may mean other files, compare nothing: the workers of a
-server must agree, and if only some of them trusted the files, the server could not start.
+``ModelConfig``. Then files count as changed if they are too new (`SETTLED_S`).
+
+The workers of a server must agree: if only some of them trusted the files, the server could not
+start. So workers on another machine than the first process, where paths may mean other files,
+compare nothing with a record; without one, no worker under Ray trusts its files, because a copy on
+one of the machines may be too new. With ``--nnodes`` each machine makes its own record.
 """
 
 from __future__ import annotations
@@ -43,7 +46,7 @@ from offload.connector.model.weights_digest import (
 )
 
 if TYPE_CHECKING:
-    from vllm.config import ModelConfig
+    from vllm.config import ModelConfig, VllmConfig
 
 logger = logging.getLogger(__name__)
 
@@ -57,35 +60,43 @@ RECORD = "_kvtiers_files"
 """Attribute of a ``ModelConfig``. Its values are plain, because processes without kvtiers may read
 them."""
 _CREATE = "__post_init__"
+_NAMES = ("model", "model_weights", "hf_config_path", "tokenizer", "generation_config")
+"""Attributes of a ``ModelConfig`` that may name folders or files."""
 
 State = tuple[int, int, int, str]
 """Size, modification time and change time in ns, and the target if the file is a link. Only the
 target of a link to a blob of weights is recorded: its name is the identity."""
 Counts = Callable[[str], bool]
-"""Returns whether a file, by its path below a folder, is part of the identity."""
+"""Returns whether a file with this name is part of the identity."""
 
 
 @dataclass(frozen=True, slots=True)
 class Source:
     """A folder or file that the identity reads: the name that the user gave, where it was found,
-    and which files in it count. ``revision``: the revision in the Hub, as vLLM has resolved it."""
+    and which files in it count. ``revision``: the revision in the Hub, as vLLM has resolved it.
+    ``subfolders``: files in the folders below it count as well."""
 
     name: str
     path: Path | None
     counts: Counts
     revision: str | None = None
+    subfolders: bool = False
+
+    def has(self, name: str) -> bool:
+        """True if the file with this path below the folder counts."""
+        return (self.subfolders or os.sep not in name) and self.counts(os.path.basename(name))
 
 
-def weights_in(path: Path | None, *, subfolders: bool) -> Counts:
+def weights_in(path: Path | None) -> Counts:
     """Files of weights in a folder; if the path is that of a file, only this file."""
     if path is not None and path.is_file():
         return only(path.name)
-    return lambda name: is_weights(os.path.basename(name)) and (subfolders or os.sep not in name)
+    return is_weights
 
 
 def configuration_in(may_read: Callable[..., bool]) -> Counts:
     """Files of a model's folder that are not weights and may change KV."""
-    return lambda name: os.sep not in name and not is_harmless_file(name, may_read)
+    return lambda name: not is_harmless_file(name, may_read)
 
 
 def only(file: str) -> Counts:
@@ -108,7 +119,7 @@ def remember_files() -> None:
     @functools.wraps(create)
     def remembering(self: ModelConfig, *arguments: Any, **named: Any) -> None:
         places: dict[str, Any] = {}
-        for name in ("model", "hf_config_path", "tokenizer", "generation_config"):
+        for name in _NAMES:
             _record(places, getattr(self, name, None), getattr(self, "revision", None))
         create(self, *arguments, **named)
         media = getattr(self, "multimodal_config", None)  # a worker reads this file:
@@ -125,11 +136,17 @@ def start_of(model: ModelConfig) -> str:
     return str(_kept(model).get("start", ""))
 
 
-def changed_file(model: ModelConfig, source: Source) -> str:
+def uses_ray(vllm_config: VllmConfig) -> bool:
+    """True if Ray starts the workers: maybe on other machines, but all with this configuration."""
+    backend = vars(vllm_config.parallel_config).get("distributed_executor_backend")
+    return backend == "ray" or bool(getattr(backend, "uses_ray", False))
+
+
+def changed_file(model: ModelConfig, source: Source, *, under_ray: bool = False) -> str:
     """A sentence part that says which file has changed, or may have, since before vLLM read the
     first of this model's files; empty if none has. Call it after the files were digested.
 
-    Raises ``OSError``.
+    ``under_ray``: see `uses_ray`. Raises ``OSError``.
     """
     path = source.path
     if path is None:
@@ -139,10 +156,14 @@ def changed_file(model: ModelConfig, source: Source) -> str:
         return ""
     before = kept.get("places", {}).get(os.path.abspath(path))
     if before is not None:
-        return _difference(path, before, source.counts)
+        return _difference(path, before, source)
+    if is_snapshot(path) and _is_pinned(path, source):
+        return ""
+    if under_ray and not kept:
+        return _UNDER_RAY.format(path, _NO_RECORD)
     if is_snapshot(path):
-        return "" if _is_pinned(path, source) else _moved(path, source)
-    return _too_new(path, source.counts)
+        return _moved(path, source)
+    return _too_new(path, source)
 
 
 def _is_pinned(snapshot: Path, source: Source) -> bool:
@@ -176,16 +197,18 @@ def _record(places: dict[str, Any], name: str | None, revision: str | None) -> N
         logger.info("kvtiers: the files of %s were not recorded: %r", name, error)
 
 
-def _state_of(path: Path) -> dict[str, Any]:
+def _state_of(path: Path, *, subfolders: bool = True) -> dict[str, Any]:
     """The state of a folder, or of a file and those beside it. ``whole`` is false if there were too
-    many entries."""
+    many entries, and ``whole_top`` if there were too many without those in subfolders."""
     folder = _folder_of(path)
-    names = list(islice(_names_in(path), ENTRIES_MAX + 1))
+    names = list(islice(_names_in(path, subfolders=subfolders), ENTRIES_MAX + 1))
     states = {name: _state(folder / name) for name in names if _may_count(name)}
+    is_whole = len(names) <= ENTRIES_MAX
     return {
         "real": os.path.realpath(path),
         "files": {name: state for name, state in states.items() if state is not None},
-        "whole": len(names) <= ENTRIES_MAX,
+        "whole": is_whole,
+        "whole_top": is_whole or os.sep in names[-1],
     }
 
 
@@ -193,13 +216,14 @@ def _folder_of(path: Path) -> Path:
     return path if path.is_dir() else path.parent
 
 
-def _names_in(path: Path) -> Iterator[str]:
-    """The paths of the files below a folder, from the top down. Of a file, those beside it."""
+def _names_in(path: Path, *, subfolders: bool) -> Iterator[str]:
+    """The paths of the files below a folder; first all of those that are not in subfolders. Of a
+    file, those beside it."""
     top, is_file = _folder_of(path), path.is_file()
     for folder, _, names in os.walk(top):
         inner = os.path.relpath(folder, top)
         yield from (os.path.normpath(os.path.join(inner, name)) for name in names)
-        if is_file:
+        if is_file or not subfolders:
             return
 
 
@@ -220,41 +244,60 @@ def _state(file: Path) -> State | None:
     return found.st_size, found.st_mtime_ns, found.st_ctime_ns, target
 
 
-def _difference(path: Path, before: Mapping[str, Any], counts: Counts) -> str:
-    now = _state_of(path)
+def _difference(path: Path, before: Mapping[str, Any], source: Source) -> str:
+    now = _state_of(path, subfolders=source.subfolders)
     if now["real"] != before["real"]:
         return f"{path} is a link that has changed: to {before['real']} before, {now['real']} now"
-    whole = now["whole"] and before["whole"]
+    part = "whole" if source.subfolders else "whole_top"
+    whole = now[part] and before[part]
     for name in sorted({**before["files"], **now["files"]}):
         one, two = before["files"].get(name), now["files"].get(name)
-        if one == two or not counts(name):
+        if one == two or not source.has(name):
             continue
         may_be_new = not whole or is_snapshot(path)  # vLLM downloads files while it loads
         if (one is None and may_be_new) or (two is None and not whole):
             continue
-        return f"{_folder_of(path) / name} has changed"
-    return "" if whole else _too_new(path, counts)
+        return f"{_folder_of(path) / name} has changed{_how(one, two)}"
+    return "" if whole else _too_new(path, source)
 
 
-def _too_new(path: Path, counts: Counts) -> str:
-    """Names a file, folder or link that is too new to be trusted without a record."""
+def _how(one: State | None, two: State | None) -> str:
+    """Explains a difference that is only one of change times."""
+    is_inode = one is not None and two is not None and (*one[:2], one[3]) == (*two[:2], two[3])
+    return _ONLY_INODE if is_inode else ""
+
+
+def _too_new(path: Path, source: Source) -> str:
+    """Names a file, folder or link that is too new to be trusted without a record. It walks no
+    further than the digest of these files does."""
     settled_at = _began() - SETTLED_S
     folder = _folder_of(path)
-    used = [folder / name for name in _names_in(path) if _may_count(name) and counts(name)]
+    names = _names_in(path, subfolders=source.subfolders)
+    used = [folder / name for name in names if source.has(name)]
     used = [file for file in used if file.is_file()]
     links = [each for each in (path, *path.absolute().parents) if each.is_symlink()]
-    moved = [folder] if folder == path else []  # to move a folder changes its time
+    # To move a folder changes its time. A mount point cannot be moved, and is as new as its mount.
+    moved = [folder] if folder == path and not os.path.ismount(folder) else []
     changes = [(each.lstat().st_ctime, each) for each in (*used, *links, *moved)]
     changes += [(each.stat().st_ctime, each) for each in used if blob_of(each) is None]
     last, which = max(changes, default=(0.0, path))
-    return _TOO_NEW.format(which, SETTLED_S / 60) if last >= settled_at else ""
+    if last < settled_at:
+        return ""
+    is_inode = which in used and which.lstat().st_mtime < settled_at
+    how = _ONLY_INODE if is_inode else ""
+    return _TOO_NEW.format(which, SETTLED_S / 60, how, _NO_RECORD)
 
 
-_TOO_NEW = (
-    "{} has changed less than {:.0f} minutes before this process began, and the first process of "
-    "vLLM has not recorded them (it records files of the model if kvtiers is installed there and "
-    "VLLM_PLUGINS, if set, names kvtiers)"
+_ONLY_INODE = (
+    " (only its inode: its owner, permissions or number of links were set, or it was replaced or "
+    "rewritten and given its old modification time)"
 )
+_NO_RECORD = (
+    "the first process of vLLM has not recorded its state (it records files of the model if "
+    "kvtiers is installed there and VLLM_PLUGINS, if set, names kvtiers)"
+)
+_TOO_NEW = "{} has changed less than {:.0f} minutes before this process began{}, and {}"
+_UNDER_RAY = "{} may have changed on one of the machines of Ray, and {}"
 
 
 def _began() -> float:

@@ -33,6 +33,7 @@ from offload.connector.model.files_at_start import (
     configuration_in,
     only,
     start_of,
+    uses_ray,
     weights_in,
 )
 from offload.connector.model.settings import (
@@ -224,8 +225,9 @@ def _if_changed(
     loaded: the blocks then belong to this start of the server alone, even if the user has given the
     engine an id."""
     sources = _sources(vllm_config, model, load, code)
-    changes = (changed_file(model, each) for each in (*sources, config) if each is not None)
-    change = next(filter(None, changes), "")
+    ray = uses_ray(vllm_config)
+    given = (each for each in (*sources, config) if each is not None)
+    change = next(filter(None, (changed_file(model, each, under_ray=ray) for each in given)), "")
     if not change:
         return {}
     logger.warning(_CHANGED, change, model.model)
@@ -250,8 +252,8 @@ def _sources(
     name, revision = str(model.model_weights or model.model), model.revision
     if not _not_from_files(vllm_config, load):
         weights = weights_path(str(load.load_format), load.model_loader_extra_config, path)
-        counts = weights_in(weights, subfolders=_reads_subfolders(code))
-        yield Source(name, weights, counts, revision)
+        subfolders = _reads_subfolders(code)
+        yield Source(name, weights, weights_in(weights), revision, subfolders)
     yield Source(name, path, configuration_in(may_read), revision)
     if may_read("tokenizer"):
         where, tokenizer = _tokenizer_path(vllm_config, model), str(model.tokenizer)

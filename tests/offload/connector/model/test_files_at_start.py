@@ -9,18 +9,19 @@ import os
 import pickle
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 from huggingface_hub import ResolvedRevision
-from vllm.config import VllmConfig
+from vllm.config import ModelConfig, VllmConfig
 from vllm.plugins import load_general_plugins
 
 from offload.connector.model import files_at_start
 from offload.connector.model.files_at_start import RECORD, Source, changed_file, weights_in
 from offload.connector.model.weights_digest import find_model
+from offload.connector.plugin import register
 from offload.namespaces.manifest import Namespace
 from tests.models.configs import LLAMA4
 from tests.offload.connector.model.tiny_configs import (
@@ -212,6 +213,38 @@ def test_without_a_record_only_settled_files_are_trusted(
     assert namespace_of(without_record(config_of(model))) == right
 
 
+def test_the_time_of_a_mount_does_not_count(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The root of a file system may be as new as its mount. Any other folder may have been moved
+    to its place."""
+    running = without_record(config_of(model))
+    newest = max(file.stat().st_ctime for file in model.iterdir())
+    (model / "README.md").touch()
+    began = (newest + model.stat().st_ctime) / 2 + files_at_start.SETTLED_S
+    monkeypatch.setattr(files_at_start, "_began", lambda: began)
+    assert kind(namespace_of(running)) == "changed"
+    monkeypatch.setattr(os.path, "ismount", lambda path: Path(path) == model)
+    assert kind(namespace_of(running)) == "files"
+
+
+def test_without_a_record_no_worker_under_ray_trusts_its_files(
+    model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The copy on another machine may be too new."""
+
+    def under_ray(config: VllmConfig) -> VllmConfig:
+        config.parallel_config.distributed_executor_backend = "ray"
+        return config
+
+    right = namespace_of(config_of(model))
+    running = under_ray(without_record(config_of(model)))
+    here = namespace_of(running)
+    a_day_later(monkeypatch)
+    there = namespace_of(pickle.loads(pickle.dumps(running)))
+    assert (kind(here), differing(here, there)) == ("changed", [])
+    assert namespace_of(under_ray(config_of(model))) == right
+    assert namespace_of(without_record(config_of(model))) == right
+
+
 def test_workers_on_other_machines_compare_nothing(model: Path) -> None:
     """Their files may have just been copied. They must agree with the others."""
     right = namespace_of(config_of(model))
@@ -237,6 +270,68 @@ def test_a_folder_with_too_many_files_is_trusted_once_it_has_settled(
     assert namespace_of(config_of(model)) == right
 
 
+def test_a_training_that_writes_below_the_model_does_not_change_it(
+    model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """There are too many files in subfolders for a record, but their model does not read them."""
+    right = namespace_of(config_of(model))
+    monkeypatch.setattr(files_at_start, "ENTRIES_MAX", len(list(model.iterdir())))
+    (model / "checkpoint-1").mkdir()
+    (model / "checkpoint-1" / "model.safetensors").write_bytes(b"weights")
+    running = config_of(model)
+    (model / "checkpoint-2").mkdir()
+    (model / "checkpoint-2" / "model.safetensors").write_bytes(b"weights")
+    assert namespace_of(running) == right
+    reading = Source(str(model), model, weights_in(model), subfolders=True)
+    assert "checkpoint-2" in changed_file(running.model_config, reading)
+    (model / "model-2.safetensors").write_bytes(b"weights")
+    assert kind(namespace_of(running)) == "changed"
+
+
+def test_folders_that_the_model_does_not_read_are_not_listed(
+    model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They may be large. The first process does not know yet what the model reads."""
+    (model / "folder" / "inner").mkdir(parents=True)
+    listed, walk = [], os.walk
+
+    def listing(top: Path) -> Iterator[Any]:
+        for each in walk(top):
+            listed.append(Path(each[0]))
+            yield each
+
+    running = config_of(model)
+    monkeypatch.setattr(os, "walk", listing)
+    assert kind(namespace_of(running)) == "files"
+    assert kind(namespace_of(without_record(running))) == "changed"
+    assert set(listed) == {model}
+
+
+def test_separate_weights_are_recorded(model: Path, other: Path) -> None:
+    running = config_of(model, model_weights=str(other))
+    assert kind(namespace_of(running)) == "files"
+    rewrite(other / "model.safetensors")
+    assert kind(namespace_of(running)) == "changed"
+
+
+@pytest.mark.parametrize("is_recorded", [True, False], ids=["recorded", "unrecorded"])
+def test_the_log_says_if_only_the_inode_has_changed(
+    is_recorded: bool, model: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It may have been rewritten, but more often its owner was set."""
+
+    def logged(change: Callable[[Path], Any]) -> str:
+        running = config_of(model)
+        change(model / "model.safetensors")
+        caplog.clear()
+        stored = namespace_of(running if is_recorded else without_record(running))
+        assert kind(stored) == "changed"
+        return caplog.text
+
+    assert "only its inode" in logged(lambda weights: weights.chmod(0o600))
+    assert "only its inode" not in logged(lambda weights: weights.write_bytes(b"other weights"))
+
+
 def test_weights_in_folders_count_for_models_that_read_them(model: Path) -> None:
     (model / "more").mkdir()
     weights = model / "more" / "model.safetensors"
@@ -244,12 +339,12 @@ def test_weights_in_folders_count_for_models_that_read_them(model: Path) -> None
     running = config_of(model).model_config
 
     def change(subfolders: bool) -> str:
-        counts = weights_in(model, subfolders=subfolders)
-        return changed_file(running, Source(str(model), model, counts))
+        source = Source(str(model), model, weights_in(model), subfolders=subfolders)
+        return changed_file(running, source)
 
     assert change(True) == ""
     rewrite(weights)
-    assert change(True) == f"{weights} has changed"
+    assert change(True).startswith(f"{weights} has changed")
     assert change(False) == ""
 
 
@@ -389,9 +484,10 @@ def test_records_are_made_once_and_name_no_class_of_ours(
 ) -> None:
     """Processes without kvtiers can read them."""
     caplog.set_level(logging.INFO)
-    files_at_start.remember_files()
     load_general_plugins()
-    files_at_start.remember_files()
+    create = vars(ModelConfig)["__post_init__"]
+    register()
+    assert vars(ModelConfig)["__post_init__"] is create
     record = vars(config_of(model).model_config)[RECORD]
     assert record["places"][str(model)]["whole"]
     assert b"offload" not in pickle.dumps(record)
