@@ -115,7 +115,7 @@ async def test_a_tier_without_threads_can_be_reopened_later(
 class Source:
     """A store of other engines, or a client of a store, that only counts how often it is open."""
 
-    def __init__(self, *_settings: object) -> None:
+    def __init__(self, *_settings: object, **_options: object) -> None:
         Source.opened += 1
 
     opened = 0
