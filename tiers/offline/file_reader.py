@@ -47,14 +47,20 @@ class FileReader:
         self.capacity_bytes = self._number(
             CAPACITY_NAME
         )  # 0 for tiers of versions that did not store it
-        self.owner: Identity | None = None
-        for batch in self.batches():
+        self._owner: Identity | None = None
+
+    @property
+    def owner(self) -> Identity | None:
+        """Reads a batch of headers when it is first needed, and again until there are records.
+        Raises ``FolderChangedError``."""
+        if self._owner is None:
+            batch = next(self.batches(), [])
             identities = Counter(
                 filter(None, (_identity(one.mark[:HEADER_BYTES]) for one in batch))
             )
             # the most frequent one, because some headers may be damaged
-            self.owner = identities.most_common(1)[0][0] if identities else None
-            break
+            self._owner = identities.most_common(1)[0][0] if identities else None
+        return self._owner
 
     @property
     def file_bytes(self) -> int:
@@ -138,7 +144,10 @@ class FileReader:
         return [self._load(one, data) for one, data in zip(found, into, strict=True)]
 
     def _load(self, found: ListedRecord, into: Buffer) -> bool:
-        if self.owner is None or _is_name(found.key):
+        if _is_name(found.key):
+            return False
+        owner = self.owner
+        if owner is None:
             return False
         try:
             with self.path_of(found.key).open("rb", buffering=0) as file:
@@ -153,7 +162,7 @@ class FileReader:
                 is_longer = bool(file.read(1))
         except OSError:
             return False
-        return not is_longer and verify(header, self.owner, found.key, self.epoch, into)
+        return not is_longer and verify(header, owner, found.key, self.epoch, into)
 
     def close(self) -> None:
         """Do nothing: no file stays open between calls."""
