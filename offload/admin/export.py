@@ -28,6 +28,7 @@ from offload.admin.verify import RateLimit
 from offload.errors import NamespaceError, OffloadError
 from offload.namespaces.folders import read_epoch
 from offload.namespaces.inventory import NamespaceFolder, RankFolder
+from tiers.base import Key
 from tiers.folders.folder import sync_folder, try_flock
 from tiers.io.threads import DaemonExecutor
 from tiers.offline.archive import MAGIC, Record, about_frame, record_frame
@@ -191,7 +192,10 @@ async def _export_folder(
 ) -> Exported:
     counts = Exported(rank_folder.replica, rank_folder.rank)
     checker, other, epoch = Checker(reader), Checker(reader), reader.epoch
-    found = [(r.use_ns, r.key, r.payload_bytes) for batch in reader.batches() for r in batch]
+    found: list[tuple[int, Key, int]] = []
+    for batch in reader.batches():
+        found += [(record.use_ns, record.key, record.payload_bytes) for record in batch]
+        await asyncio.sleep(0)  # Ctrl-C takes effect here; listing many files takes minutes
     record_bytes = min((size for _, _, size in found), default=0)
     await out.write(*about_frame("S", _about(rank_folder, reader, record_bytes)))
     order = sorted((use_ns, key) for use_ns, key, _ in found)

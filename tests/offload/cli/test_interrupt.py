@@ -4,16 +4,22 @@ behind."""
 from __future__ import annotations
 
 import os
+import signal
 import socket
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from offload import cli
+from offload.admin.export import export_namespace
+from offload.admin.verify import RateLimit
 from offload.namespaces.claims import LOCK_NAME, locked
 from offload.namespaces.folders import claim_rank_folder
+from offload.namespaces.inventory import find_namespaces
 from offload.namespaces.manifest import Namespace
 from policies.simulation.trace import TraceWriter
 from policies.testing import synthetic_trace
@@ -30,6 +36,8 @@ from tests.offload.cli.terminal import CTRL_C, on_a_terminal
 from tests.offload.cli.test_crafted_exports import MANIFEST, SIZE, STORE, frame, record
 from tests.offload.cli.test_top import Server, serving
 from tiers.offline import archive as portable
+from tiers.offline import file_reader
+from tiers.offline.offline_folder import ListedRecord
 
 TRACEBACK = "Traceback"
 
@@ -125,6 +133,35 @@ def test_interrupting_export_leaves_only_an_earlier_file(
         {"out.kvt"} if existing else set()
     )
     assert existing is None or file.read_bytes() == existing
+
+
+def test_interrupting_export_while_it_lists_the_records(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It ends after the batch that it was listing. A folder may have a million files."""
+    make_rank_folder(tmp_path, range(4), kind="file")
+    monkeypatch.setattr(file_reader, "LISTED_AT_ONCE", 1)
+    [namespace] = find_namespaces(tmp_path)
+    [rank_folder] = namespace.rank_folders
+    reader = rank_folder.open()
+    batches, listed = reader.batches, list[ListedRecord]()
+
+    def interrupted() -> Iterator[list[ListedRecord]]:
+        for batch in batches():
+            if not listed:
+                os.kill(os.getpid(), signal.SIGINT)
+            listed.extend(batch)
+            yield batch
+
+    monkeypatch.setattr(reader, "batches", interrupted)
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    limit: dict[str, Any] = {"rate_limit": RateLimit(0), "advance": lambda _count: None}
+    try:
+        with pytest.raises(KeyboardInterrupt), (tmp_path / "out.kvt").open("wb") as file:
+            export_namespace(namespace, [(rank_folder, reader)], file, **limit)
+    finally:
+        signal.signal(signal.SIGINT, before)
+    assert len(listed) == 1
 
 
 def exported(root: Path, records: int) -> Path:
