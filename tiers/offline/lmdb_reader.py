@@ -25,7 +25,7 @@ from typing import Any
 
 import lmdb
 
-from tiers.base import ALIGNMENT, Buffer, Key
+from tiers.base import Buffer, Key
 from tiers.io.codec import Codec, KeyRing
 from tiers.io.direct_io import DiskIo, PayloadFile, Scratch
 from tiers.lmdb.folder import PAYLOAD_NAME, check_partner, is_new
@@ -236,7 +236,8 @@ def _open(folder: Path) -> Any:
 def _checked_length(path: Path, env: Any) -> int:
     """Return the file's length. If its last page is missing, the first access to that page would
     kill this process."""
-    needed, found = (env.info()["last_pgno"] + 1) * ALIGNMENT, os.stat(path).st_size
+    needed = (env.info()["last_pgno"] + 1) * env.stat()["psize"]
+    found = os.stat(path).st_size
     if found < needed:
         raise IndexUnusableError(f"it has {found} bytes of {needed}")
     return found

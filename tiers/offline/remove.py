@@ -14,23 +14,25 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from tiers.base import ALIGNMENT, Key
+from tiers.base import Key
 from tiers.lmdb.index import DATA_NAME, Changes, LmdbIndex, Manifest
+from tiers.lmdb.recovery.pages import META_PAGES, PAGE_BYTES_MAX
 from tiers.offline.file_reader import FileReader
 from tiers.record import Identity
 
 REMOVED_AT_ONCE = 512
 """Number of keys per transaction. A slow disk writes a transaction of this size within a fraction
 of a second."""
-_META_PAGES_BYTES = 2 * ALIGNMENT
 
 
 def index_mark(folder: Path) -> bytes:
     """Return bytes that change with every transaction of a folder's LMDB index: those of its first
-    two pages, which name the current state. Empty if there is no index. Raises ``OSError``."""
+    two pages, which name the current state, and of more if its pages are small. Empty if there is
+    no index. Raises ``OSError``."""
     with contextlib.suppress(FileNotFoundError), (folder / DATA_NAME).open("rb") as file:
         found = os.fstat(file.fileno())
-        return f"{found.st_dev} {found.st_ino} ".encode() + file.read(_META_PAGES_BYTES)
+        pages = file.read(META_PAGES * PAGE_BYTES_MAX)
+        return f"{found.st_dev} {found.st_ino} ".encode() + pages
     return b""
 
 

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from tiers.files.tier import FileTier
+from tiers.lmdb.index import DATA_NAME
 from tiers.lmdb.tier import LmdbTier
 from tiers.offline import remove
 from tiers.offline.file_reader import FileReader
@@ -62,3 +63,16 @@ async def test_files_are_removed_until_the_time_is_over(
 
 def test_a_folder_without_an_index_has_no_mark(tmp_path: Path) -> None:
     assert remove.index_mark(tmp_path) == b""
+
+
+@pytest.mark.parametrize("page_bytes", [4 * KIB, 16 * KIB, 32 * KIB])
+def test_the_mark_of_an_index_covers_both_meta_pages(tmp_path: Path, page_bytes: int) -> None:
+    """LMDB writes them in turn. Its pages are those of the machine, up to 32 KiB."""
+    content = bytearray(3 * page_bytes)
+    (tmp_path / DATA_NAME).write_bytes(content)
+    marks = {remove.index_mark(tmp_path)}
+    for number in range(2):
+        content[number * page_bytes + 100] = 1
+        (tmp_path / DATA_NAME).write_bytes(content)
+        marks.add(remove.index_mark(tmp_path))
+    assert len(marks) == 3

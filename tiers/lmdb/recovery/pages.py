@@ -31,6 +31,9 @@ import numpy as np
 import numpy.typing as npt
 
 META_PAGES = 2
+PAGE_BYTES_MAX = 1 << 15
+"""LMDB's limit. Its pages are as large as those of the machine that created the file, up to this
+size."""
 PAGE_HEAD_BYTES = 16
 NODE_BYTES = 8
 NO_PAGE = (1 << 64) - 1
@@ -41,7 +44,6 @@ TREE_DEPTH_MAX = 32
 
 _MAGIC = 0xBEEFC0DE
 _VERSION = 1
-_PAGE_BYTES_MAX = 1 << 15
 _TREE = struct.Struct("=IHH5Q")
 TREE_BYTES = _TREE.size
 _META = struct.Struct(f"=QHHHHII8xQ{TREE_BYTES}s{TREE_BYTES}sQQ")
@@ -110,7 +112,7 @@ class PageFile:
     def _read_meta(self) -> Meta:
         page_bytes, first = self._parse_meta(0, 0)
         require(
-            256 <= page_bytes <= _PAGE_BYTES_MAX and not page_bytes & (page_bytes - 1),
+            256 <= page_bytes <= PAGE_BYTES_MAX and not page_bytes & (page_bytes - 1),
             f"pages of {page_bytes} bytes",
         )
         same_bytes, second = self._parse_meta(1, page_bytes)
@@ -219,7 +221,7 @@ def nodes_of(pages: Pages, rows: Numbers, numbers: Numbers, kind: int) -> Nodes:
     widest = int(counts.max())
     offsets = pages.view(np.uint16)[:, PAGE_HEAD_BYTES // 2 : PAGE_HEAD_BYTES // 2 + widest][rows]
     is_node = np.arange(widest) < counts[:, None]
-    lowest = np.where(is_node, offsets, _PAGE_BYTES_MAX).min(1)
+    lowest = np.where(is_node, offsets, PAGE_BYTES_MAX).min(1)
     inside = offsets[is_node]
     last = int(inside.max())
     fits = last + NODE_BYTES <= page_bytes and not (inside & 1).any()
