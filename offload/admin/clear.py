@@ -44,8 +44,9 @@ class Removal:
     """The removal of a namespace, or of a part of it.
 
     A part is the old records, whose number ``old`` gives by rank folder, or the folders that a tier
-    moved ``aside``. ``left_bytes`` is the size of what could not be deleted, and ``problem`` is the
-    reason.
+    moved ``aside``. ``removed_records`` is the number of old records that were removed: if a server
+    started meanwhile, only some were. ``left_bytes`` is the size of what could not be deleted, and
+    ``problem`` is the reason.
     """
 
     namespace: NamespaceFolder
@@ -53,6 +54,7 @@ class Removal:
     last_used_s: float
     old: dict[RankFolder, int] = field(default_factory=dict)
     aside: list[Path] = field(default_factory=list)
+    removed_records: int = 0
     done: bool = False
     owners: list[Owner] = field(default_factory=list)
     left_bytes: int = 0
@@ -70,6 +72,7 @@ class Removal:
             "model": self.namespace.model,
             "whole": self.is_whole,
             "records": sum(self.old.values()) if self.old else None,
+            "removed_records": self.removed_records if self.old else None,
             "bytes": self.size_bytes,
             "last_used_s": self.last_used_s,
             "removed": self.done,
@@ -172,11 +175,16 @@ def _remove(removal: Removal, before_ns: int) -> bool:
     if removal.is_whole:
         prepare(namespace.folder.parent, allow_network=True)
         return remove_namespace(namespace.folder.parent, namespace.name)
+
+    def note(removed: int) -> None:
+        removal.removed_records += removed
+
     for rank_folder in removal.old:
+        before = removal.removed_records
         try:
-            removal.old[rank_folder] = remove_unused(rank_folder, before_ns)
+            remove_unused(rank_folder, before_ns, note)
         except FolderChangedError:
             if rank_folder.folder.is_dir():
-                raise
-            removal.old[rank_folder] = 0  # somebody has removed the whole folder in the meantime
+                raise  # otherwise somebody has removed the whole folder in the meantime
+        removal.old[rank_folder] = removal.removed_records - before
     return True

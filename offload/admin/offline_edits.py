@@ -44,15 +44,16 @@ T = TypeVar("T")
 Choose = Callable[[OfflineFolder], Callable[[T], Key | None]]
 """Makes a function for an open folder. The function returns a record's key if the record must be
 removed."""
+Note = Callable[[int], object]
+"""Called after each batch with the number of records that it has removed: an error can end the work
+between two batches."""
 
 
 class RankFolderInUseError(Exception):
-    """A live process uses the rank folder. ``removed`` is the number of records that were removed
-    before."""
+    """A live process uses the rank folder."""
 
-    def __init__(self, rank_folder: RankFolder, owner: Owner, removed: int = 0) -> None:
+    def __init__(self, rank_folder: RankFolder, owner: Owner) -> None:
         self.owner = owner
-        self.removed = removed
         super().__init__(
             f"{rank_folder.folder} is in use by pid {owner.pid} {owner.engine}".rstrip()
         )
@@ -82,14 +83,13 @@ def root_of(rank_folder: RankFolder) -> Path:
     return rank_folder.folder.parents[2]
 
 
-def remove_damaged(rank_folder: RankFolder, damaged: Sequence[ListedRecord], key_file: str) -> int:
+def remove_damaged(
+    rank_folder: RankFolder, damaged: Sequence[ListedRecord], key_file: str, note: Note
+) -> None:
     """Check these records again while no other process can use the folder, and remove those that
-    are still damaged.
-
-    Returns their number. Raises the errors of ``exclusive_access``.
-    """
+    are still damaged. Raises the errors of ``exclusive_access``."""
     mark = _checked_mark(rank_folder)
-    return _Removal(rank_folder, _still_damaged, key_file, mark).run(damaged)
+    _Removal(rank_folder, _still_damaged, key_file, mark).run(damaged, note)
 
 
 def _checked_mark(rank_folder: RankFolder) -> bytes:
@@ -109,8 +109,8 @@ def _still_damaged(reader: OfflineFolder) -> Callable[[ListedRecord], Key | None
     return lambda one: one.key if checker.check(one)[0] is RecordHealth.DAMAGED else None
 
 
-def remove_unused(rank_folder: RankFolder, before_ns: int) -> int:
-    """Remove every record whose last use is known to be before that time; return their number.
+def remove_unused(rank_folder: RankFolder, before_ns: int, note: Note) -> None:
+    """Remove every record whose last use is known to be before that time.
 
     Listing can take minutes, so it happens without a lock, and a server may use the folder
     meanwhile. Each record is therefore checked again under the lock. Raises the errors of
@@ -122,7 +122,7 @@ def remove_unused(rank_folder: RankFolder, before_ns: int) -> int:
         old = [r.key for batch in reader.batches() for r in batch if is_older(r, before_ns)]
     finally:
         reader.close()
-    return _Removal(rank_folder, partial(_still_unused, before_ns), "", mark).run(old)
+    _Removal(rank_folder, partial(_still_unused, before_ns), "", mark).run(old, note)
 
 
 def _still_unused(before_ns: int, reader: OfflineFolder) -> Callable[[Key], Key | None]:
@@ -153,22 +153,17 @@ class _Removal(Generic[T]):
         self._choose = choose
         self._key_file = key_file
         self._mark = mark
-        self._removed = 0
 
-    def run(self, found: Sequence[T]) -> int:
-        """Check these records and remove the chosen ones; return the number of the latter."""
+    def run(self, found: Sequence[T], note: Note) -> None:
+        """Check these records and remove the chosen ones."""
         done = 0
         while done < len(found):
             if done:
                 time.sleep(GAP_S)
-            try:
-                with exclusive_access(self._rank_folder):
-                    done += self._batch(found[done : done + KEYS_PER_LOCK])
-            except RankFolderInUseError as error:
-                raise RankFolderInUseError(self._rank_folder, error.owner, self._removed) from error
-        return self._removed
+            with exclusive_access(self._rank_folder):
+                done += self._batch(found[done : done + KEYS_PER_LOCK], note)
 
-    def _batch(self, found: Sequence[T]) -> int:
+    def _batch(self, found: Sequence[T], note: Note) -> int:
         """Check the first of these records and remove the chosen ones; return how many are done."""
         reader = self._open()
         keys: list[Key] = []
@@ -186,7 +181,7 @@ class _Removal(Generic[T]):
         finally:
             reader.close()
         removed = self._remove(reader, keys, start + HOLD_S)
-        self._removed += removed
+        note(removed)
         return done if removed == len(keys) else places[removed]
 
     def _open(self) -> LmdbReader | FileReader:

@@ -149,11 +149,15 @@ def repair(result: VerifyResult, key_file: str) -> None:
     Raises ``TierError``, ``TierUnavailableError`` or ``OSError``.
     """
     owner = result.rank_folder.owner()
+
+    def note(removed: int) -> None:
+        result.removed += removed
+
     if owner is None and result.damaged:
         try:
-            result.removed = remove_damaged(result.rank_folder, result.damaged, key_file)
+            remove_damaged(result.rank_folder, result.damaged, key_file, note)
         except RankFolderInUseError as error:  # a server has started in the meantime
-            owner, result.removed = error.owner, error.removed
+            owner = error.owner
         except FolderChangedError as error:
             result.fail(f"{error} before its damaged records were")
     result.owner_pid = owner.pid if owner else None

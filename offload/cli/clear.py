@@ -28,11 +28,11 @@ if TYPE_CHECKING:
 app = make_app()
 
 LIVE = (
-    "in use by pid {pids}: not removed. To empty the tiers of a running server, call its POST "
+    "in use by pid {pids}: {what}. To empty the tiers of a running server, call its POST "
     "/reset_prefix_cache?reset_external=true; to remove the files, stop the server first"
 )
 LIVE_SHARED = (
-    "shared by pid {pids}: not removed. A reset would not empty it, and the server that resets "
+    "shared by pid {pids}: {what}. A reset would not empty it, and the server that resets "
     "would not share its blocks until it restarts. To remove the files, stop all of these servers "
     "first"
 )
@@ -155,6 +155,14 @@ def _print_plan(removals: list[Removal]) -> None:
     screen().print(table)
 
 
+def _kept_text(removal: Removal) -> str:
+    """Describe how much of a removal was done before a server used the namespace."""
+    if removal.removed_records:
+        planned = sum(removal.old.values())
+        return f"only {removal.removed_records:,} of {planned:,} records removed"
+    return "not removed"
+
+
 def _report(removals: list[Removal], folder: str, dry_run: bool, as_json: bool) -> None:
     """Report what was done, and end the program."""
     kept = [removal for removal in removals if removal.owners and not removal.done]
@@ -172,7 +180,7 @@ def _report(removals: list[Removal], folder: str, dry_run: bool, as_json: bool) 
         for removal in kept:
             pids = ", ".join(sorted({str(owner.pid) for owner in removal.owners}))
             is_shared = any(rank_folder.members() for rank_folder in removal.namespace.rank_folders)
-            line = (LIVE_SHARED if is_shared else LIVE).format(pids=pids)
+            line = (LIVE_SHARED if is_shared else LIVE).format(pids=pids, what=_kept_text(removal))
             print(
                 f"{removal.namespace.name or removal.namespace.folder}: {line}",
                 file=sys.stderr,

@@ -6,6 +6,8 @@ A batch has one record here, because its time is over as soon as it begins.
 from __future__ import annotations
 
 import math
+import os
+import shutil
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -96,7 +98,40 @@ def test_a_server_that_starts_between_two_batches_ends_the_edit(
     if command == "verify":
         assert result.json["rank_folders"][0]["removed"] == 2
     else:
-        assert result.json["namespaces"][0]["in_use_by"] != []
+        [found] = result.json["namespaces"]
+        assert found["in_use_by"] != []
+        assert (found["removed"], found["records"], found["removed_records"]) == (False, 4, 2)
+
+
+def test_clear_says_how_many_records_it_removed_before_a_server_started(
+    tmp_path: Path, between: Between
+) -> None:
+    grow_old(make_rank_folder(tmp_path, range(10)), range(3, 7))
+    started: list[ClaimedFolder] = []
+    claim: dict[str, Any] = {"replica": 0, "rank": 0, "engine": "t"}
+    between += [lambda: started.append(claim_rank_folder(tmp_path, Namespace.of(FIELDS), **claim))]
+    result = kvtiers("clear", tmp_path, "--unused-for", "1d", "--yes")
+    started[0].close()
+    assert result.code == 1
+    assert f"in use by pid {os.getpid()}: only 1 of 4 records removed. To empty" in result.err
+
+
+@pytest.mark.parametrize("command", ["clear", "verify"])
+def test_records_removed_before_the_whole_folder_was_removed_are_counted(
+    tmp_path: Path, between: Between, command: str
+) -> None:
+    folder = make_rank_folder(tmp_path, range(10))
+    for number in range(3, 7):
+        damage(folder, number)
+    grow_old(folder, range(3, 7))
+    between += [lambda: lock(tmp_path), lambda: shutil.rmtree(folder.parents[1])]
+    options = ["--unused-for", "1d", "--yes"] if command == "clear" else []
+    found = kvtiers(command, tmp_path, *options, "--json").json
+    if command == "clear":
+        [namespace] = found["namespaces"]
+        assert (namespace["removed"], namespace["records"]) == (True, 2)
+    else:
+        assert found["rank_folders"][0]["removed"] == 2
 
 
 @pytest.mark.parametrize("kind", ["lmdb", "file"])
