@@ -10,7 +10,9 @@ The codes are those of ``ErrorCode`` in mooncake-store/include/types.h.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
+import http.client
 import importlib
 import os
 import socket
@@ -38,6 +40,8 @@ REGISTER_TIMEOUT_S = 30.0
 each time if its metadata server does not answer, which was seen to last up to 28 s."""
 REGISTER_AGAIN_S = 0.5
 """Time between two attempts."""
+REGISTER_WAITS_S = 2.5
+"""An attempt that lasts longer has probably waited for the metadata server."""
 NO_METADATA_SERVER = "P2PHANDSHAKE"
 SETUP_BUFFER_BYTES = 16 << 20
 """Memory that the store allocates for copies; kvtiers needs none."""
@@ -265,17 +269,19 @@ class MooncakeClient:
     # -- memory ------------------------------------------------------------------------------
 
     def _register_all(self, calls: int) -> None:
-        """Register everything that ``calls`` calls at a time need. Tries again for some time,
-        because the metadata server may not answer while several clients start."""
+        """Register everything that ``calls`` calls at a time need. Tries again for some time if the
+        metadata server does not answer, as may happen while several clients start."""
         deadline = time.monotonic() + REGISTER_TIMEOUT_S
 
         def register(address: int, nbytes: int) -> None:
             while True:
+                start = time.monotonic()
                 try:
                     self._register(address, nbytes)
                 except TierIoError as error:
-                    if time.monotonic() + REGISTER_AGAIN_S > deadline:
-                        raise TierIoError(f"{error}{self._advice()}") from error
+                    waited = self._waited_for_metadata(start)
+                    if not waited or time.monotonic() + REGISTER_AGAIN_S > deadline:
+                        raise TierIoError(f"{error}{self._advice(waited)}") from error
                 else:
                     return
                 # a failed registration can leave a part, with which the next one would collide
@@ -288,11 +294,20 @@ class MooncakeClient:
             self._payload_buffers.reserve(register)
             self._header_buffers.reserve(register)
 
-    def _advice(self) -> str:
-        """Return advice for the case that memory cannot be registered."""
+    def _waited_for_metadata(self, start: float) -> bool:
+        """Return True if a failed registration, which began at ``start``, may succeed once the
+        metadata server answers. Mooncake's code is the same for all errors, such as a limit on
+        locked memory."""
         metadata = self._settings.metadata
         if metadata == NO_METADATA_SERVER:
+            return False
+        return time.monotonic() - start > REGISTER_WAITS_S or not _answers_http(metadata)
+
+    def _advice(self, waited: bool) -> str:
+        """Return advice for the case that memory cannot be registered."""
+        if not waited:
             return ". See the lines that Mooncake has logged"
+        metadata = self._settings.metadata
         return (
             f". Probably the metadata server at {metadata} does not answer. Check it, or set "
             f'"metadata": "{NO_METADATA_SERVER}" in all servers, which then need none'
@@ -351,6 +366,22 @@ def _is_reachable(address: str) -> bool:
     try:
         socket.create_connection((host.strip("[]"), int(port)), CONNECT_TIMEOUT_S).close()
     except OSError:
+        return False
+    return True
+
+
+def _answers_http(url: str) -> bool:
+    """Return True if a server answers this URL now, whatever it answers."""
+    parts = urlsplit(url)
+    kind = {"http": http.client.HTTPConnection, "https": http.client.HTTPSConnection}
+    if parts.scheme not in kind:
+        return False
+    try:
+        connection = kind[parts.scheme](parts.netloc, timeout=CONNECT_TIMEOUT_S)
+        with contextlib.closing(connection):
+            connection.request("GET", parts.path)
+            connection.getresponse()
+    except (OSError, http.client.HTTPException):
         return False
     return True
 

@@ -85,6 +85,35 @@ async def test_a_metadata_server_that_never_answers_is_named(
     master.resume()
 
 
+@pytest.mark.parametrize("has_metadata", [True, False])
+async def test_memory_that_can_never_be_registered_fails_at_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, has_metadata: bool
+) -> None:
+    """Mooncake accepts no memory that overlaps with other memory."""
+    slab = aligned(20 * SIZE)
+    start = slab.ctypes.data
+    join, register = mooncake_client.join_store, MooncakeClient._register
+    attempts: list[int] = []
+
+    def joined(settings: MooncakeSettings) -> Any:
+        store = join(settings)
+        assert store.register_buffer(start + SIZE, SIZE) == 0
+        return store
+
+    def noted(self: MooncakeClient, address: int, nbytes: int) -> None:
+        attempts.append(address)
+        register(self, address, nbytes)
+
+    monkeypatch.setattr(mooncake_client, "join_store", joined)
+    monkeypatch.setattr(MooncakeClient, "_register", noted)
+    with Master(tmp_path / "log", has_metadata=has_metadata) as master:
+        tier = MooncakeTier(master.settings(), memory=range(start, start + slab.nbytes))
+        words = r"does not accept \d+ bytes of memory \(code -600\)\. See the lines that Mooncake"
+        with pytest.raises(TierIoError, match=words):
+            await tier.open()
+    assert attempts == [start]
+
+
 async def test_a_store_without_a_metadata_server(tmp_path: Path) -> None:
     """Two clients read each other's records."""
     with Master(tmp_path / "log", has_metadata=False) as master:
