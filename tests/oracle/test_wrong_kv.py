@@ -84,36 +84,46 @@ def test_no_wrong_kv_of_sessions_is_stored_under_model_runner_v2(
 # -- what must not change ------------------------------------------------------------------------
 
 
-RIGHT = [
-    ("full", False),
-    ("full", True),
-    ("mamba1_full", False),
-    ("mamba1_full", True),
-    ("full_ngram", True),
-    *([] if COUNTS_DRAFTS_AFTER_STOP else [("full_ngram", False)]),
+CAUSES = [
+    ("full", False, WrongKvCauses()),
+    ("full", True, WrongKvCauses()),
+    ("full_ngram", True, WrongKvCauses()),
+    ("full_ngram", False, WrongKvCauses(drafts_after_stop=COUNTS_DRAFTS_AFTER_STOP)),
+    ("mamba1_full", False, WrongKvCauses(states=True)),
+    ("mamba_full_ngram", True, WrongKvCauses(states=True)),
 ]
-"""Models, and whether scheduling is asynchronous, with which sessions continue from right KV if
-they stop at their limits."""
+
+
+@pytest.mark.parametrize(("name", "asynchronous", "causes"), CAUSES)
+def test_sessions_are_followed_only_where_they_may_continue_from_wrong_kv(
+    name: str, asynchronous: bool, causes: WrongKvCauses, tmp_path: Path
+) -> None:
+    with StreamingEngine(MODELS[name], _conditions(asynchronous), tmp_path, 0) as world:
+        assert world.connector.serving.side._wrong_kv._causes == causes
+
+
+def _totals(asynchronous: bool, folder: Path) -> dict[str, float]:
+    """The counters of a world with recurrent states. Its sessions continue from right KV, because
+    they stop at their limits."""
+    conditions = Conditions(slots=60, late=2, asynchronous=asynchronous)
+    with StreamingEngine(MODELS["mamba1_full"], conditions, folder, 0, early_stops=False) as world:
+        live(world)
+        found: dict[str, float] = world.planner.totals()
+    return {name: value for name, value in found.items() if not name.endswith("_seconds")}
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize(("name", "asynchronous"), RIGHT)
-def test_sessions_with_right_kv_are_stored_as_before(
-    name: str, asynchronous: bool, tmp_path: Path
-) -> None:
-    """In the same worlds, nothing changes when no session is followed."""
-
-    def totals(folder: Path) -> dict[str, float]:
-        conditions = Conditions(slots=60, late=2, asynchronous=asynchronous)
-        with StreamingEngine(MODELS[name], conditions, folder, 0, early_stops=False) as world:
-            live(world)
-            found: dict[str, float] = world.planner.totals()
-        return {name: value for name, value in found.items() if not name.endswith("_seconds")}
-
-    with_rule = totals(tmp_path / "with")
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_sessions_with_right_kv_are_stored_as_before(asynchronous: bool, tmp_path: Path) -> None:
+    """In the same worlds, nothing changes when no session is followed, but much does if every
+    session that continues is taken for wrong."""
+    with_rule = _totals(asynchronous, tmp_path / "with")
     with pytest.MonkeyPatch.context() as patch:
         _sessions_are_not_followed(patch)
-        assert totals(tmp_path / "without") == with_rule
+        assert _totals(asynchronous, tmp_path / "without") == with_rule
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(WrongKv, "_first_wrong", lambda _, one: one.request.num_computed_tokens)
+        assert _totals(asynchronous, tmp_path / "wide") != with_rule
 
 
 def test_hashes_that_vllms_cache_can_no_longer_hold_are_forgotten() -> None:
