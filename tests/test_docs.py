@@ -164,6 +164,15 @@ def test_decisions_exist(page: Path) -> None:
     assert sorted(named - kept) == []
 
 
+def test_every_decision_begins_with_its_date_and_state() -> None:
+    wrong = []
+    for path in sorted((ROOT / "docs/decisions").glob("*.md")):
+        begin = path.read_text(encoding="utf-8").split("\n\n")[1]
+        if not re.match(r"20\d\d-\d\d-\d\d[^.]*\. Accepted\.", begin):
+            wrong.append(path.name)
+    assert wrong == []
+
+
 def test_code_names_decisions_that_exist() -> None:
     kept = {path.name[:4] for path in (ROOT / "docs/decisions").glob("*.md")}
     wrong = []
