@@ -1,7 +1,7 @@
 """The arithmetic of ``kvtiers plan``: capacity, hits, whether loading pays, and bytes written.
 
-Pure functions: they turn sizes, speeds and the simulator's result into a plan. Nothing is measured
-here: the user gives the speeds, or the plan marks them as estimates.
+Pure functions: they turn sizes, speeds and the simulator's result into an estimate. Nothing is
+measured here: the user gives the speeds, or the notes say which ones are assumed.
 """
 
 from __future__ import annotations
@@ -57,8 +57,8 @@ class Machine:
 
 
 @dataclass(frozen=True, slots=True)
-class TierPlan:
-    """One tier of the plan.
+class TierEstimate:
+    """One tier of the estimate.
 
     ``loads_tokens_per_s`` is how many tokens per second the tier can restore. Loading pays if the
     model computes fewer tokens per second. ``pays`` is ``None`` if the computing speed is unknown.
@@ -77,12 +77,12 @@ class TierPlan:
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class CapacityEstimate:
     """The values that ``kvtiers plan`` prints. Ratios are shares of the prompt tokens; ``None``
     means unknown."""
 
     model: ModelSize
-    tiers: tuple[TierPlan, ...]
+    tiers: tuple[TierEstimate, ...]
     prefill_tokens_per_s: float | None
     requests: str = ""
     prompt_tokens_per_s: float | None = None
@@ -94,7 +94,7 @@ class Plan:
     notes: tuple[str, ...] = field(default=())
 
     def to_json(self) -> dict[str, Any]:
-        """The plan as plain values."""
+        """The estimate as plain values."""
         return asdict(self)
 
 
@@ -131,16 +131,16 @@ def _tokens(model: ModelSize, machine: Machine) -> tuple[int, int]:
     )
 
 
-def make_plan(
+def estimate_capacity(
     model: ModelSize, machine: Machine, block_tokens: int, simulated: Simulated | None
-) -> Plan:
-    """Make the plan. Raises ``ValueError`` for a disk too small for its own index."""
+) -> CapacityEstimate:
+    """Estimate a configuration. Raises ``ValueError`` for a disk too small for its own index."""
     notes: list[str] = []
     speed = _prefill(model, machine, notes)
     tiers = _tiers(model, machine, block_tokens, speed, notes)
     notes += [_does_not_pay(tier.name) for tier in tiers if tier.pays is False]
     if simulated is None:
-        return Plan(model, tiers, speed, notes=tuple(notes))
+        return CapacityEstimate(model, tiers, speed, notes=tuple(notes))
     result, seconds = simulated.result, simulated.seconds
     rate = result.prompt_tokens / seconds if seconds > 0 else None
     tiers = _with_hits(tiers, result, rate, model)
@@ -151,7 +151,7 @@ def make_plan(
     _judge(tiers, writes, machine, notes)
     if seconds and seconds < DAY_S / 24:
         notes.append(f"the requests cover only {seconds:,.0f} s and start with an empty cache")
-    return Plan(
+    return CapacityEstimate(
         model,
         tiers,
         speed,
@@ -202,7 +202,7 @@ def _tiers(
     block_tokens: int,
     prefill: float | None,
     notes: list[str],
-) -> tuple[TierPlan, ...]:
+) -> tuple[TierEstimate, ...]:
     link = machine.link_bytes_per_s or LINK_BYTES_PER_S
     disk = machine.disk_bytes_per_s or DISK_BYTES_PER_S
     if not machine.link_bytes_per_s:
@@ -215,7 +215,7 @@ def _tiers(
         # Data from the disk also crosses the link, at the same time.
         speeds.append(("disk", machine.disk_bytes, disk_tokens, min(disk, link * model.ranks)))
     return tuple(
-        TierPlan(
+        TierEstimate(
             name,
             size,
             tokens,
@@ -234,22 +234,22 @@ def _speed_text(bytes_per_s: float) -> str:
 
 
 def _with_hits(
-    tiers: Sequence[TierPlan], result: Result, rate: float | None, model: ModelSize
-) -> tuple[TierPlan, ...]:
+    tiers: Sequence[TierEstimate], result: Result, rate: float | None, model: ModelSize
+) -> tuple[TierEstimate, ...]:
     ratios = [result.extra.get("upper_ratio", result.token_hit_ratio)]
     ratios.append(result.extra.get("lower_ratio", 0.0))
     found = []
     for tier, ratio in zip(tiers, ratios, strict=False):
         reads = None if rate is None else ratio * rate * model.token_bytes
-        fields = {name: getattr(tier, name) for name in TierPlan.__dataclass_fields__}
-        found.append(TierPlan(**{**fields, "hit_ratio": ratio, "reads_bytes_per_s": reads}))
+        fields = {name: getattr(tier, name) for name in TierEstimate.__dataclass_fields__}
+        found.append(TierEstimate(**{**fields, "hit_ratio": ratio, "reads_bytes_per_s": reads}))
     return tuple(found)
 
 
 def _judge(
-    tiers: Sequence[TierPlan], writes: float | None, machine: Machine, notes: list[str]
+    tiers: Sequence[TierEstimate], writes: float | None, machine: Machine, notes: list[str]
 ) -> None:
-    """Add a note for each unrealistic part of the plan."""
+    """Add a note for each unrealistic part of the estimate."""
     notes += [
         f"{tier.name}: these hits need {_speed_text(tier.reads_bytes_per_s)}, more than its "
         f"{_speed_text(tier.bytes_per_s)}: some of them will be computed"

@@ -22,7 +22,7 @@ from offload.cli.doctor import PASS_FLAGS_ON, ask_vllm, refused_early
 from offload.cli.numbers import share_text, size_text, speed_text
 
 if TYPE_CHECKING:
-    from offload.admin.capacity_plan import Machine, ModelSize, Plan, Simulated
+    from offload.admin.capacity_plan import CapacityEstimate, Machine, ModelSize, Simulated
     from policies.simulation.trace import Trace
 
 app = make_app()
@@ -206,8 +206,8 @@ def _size_of(model: str, flags: list[str], given: int, parameters: float) -> Mod
 
 def _work_out(
     size: ModelSize, machine: Machine, requests: Trace | str | None, policy: str, disk_policy: str
-) -> Plan:
-    from offload.admin.capacity_plan import make_plan
+) -> CapacityEstimate:
+    from offload.admin.capacity_plan import estimate_capacity
     from policies.simulation.synthetic_trace import Mix, mix_trace
 
     trace = mix_trace(Mix.parse(requests), size.chunk_tokens) if isinstance(requests, str) else None
@@ -217,7 +217,7 @@ def _work_out(
     try:
         _check_tiers(size, machine, block_tokens)
         simulated = _simulate(trace, size, machine, policy, disk_policy) if trace else None
-        return make_plan(size, machine, block_tokens, simulated)
+        return estimate_capacity(size, machine, block_tokens, simulated)
     except ValueError as error:  # the text may already begin with the option's name
         text = str(error)
         where = "" if text.startswith("--") else f"--disk {size_text(machine.disk_bytes)}: "
@@ -265,7 +265,7 @@ def _simulate(
     return Simulated(trace, result, bound(trace, None))
 
 
-def _print(found: Plan) -> None:
+def _print(found: CapacityEstimate) -> None:
     from policies.simulation.tables import FittingTable
 
     out = screen()
@@ -294,7 +294,7 @@ def _print(found: Plan) -> None:
         print_line(out, line)
 
 
-def _lines(found: Plan) -> list[str]:
+def _lines(found: CapacityEstimate) -> list[str]:
     lines = []
     if found.prefill_tokens_per_s is not None:
         lines.append(f"computing: {found.prefill_tokens_per_s:,.0f} prompt tokens/s")

@@ -7,10 +7,10 @@ from offload.errors import Problem
 from offload.sizes import KIB, format_size, rounded_size
 from tiers.base import ALIGNMENT
 from tiers.io.direct_io import pages_for
-from tiers.lmdb import files as lmdb_store
+from tiers.lmdb import files as lmdb_files
 from tiers.lmdb.folder import smallest_capacity
 from tiers.lmdb.index import RECORD_INDEX_BYTES
-from tiers.lmdb.shared import files as shared_store
+from tiers.lmdb.shared import files as shared_files
 from tiers.lmdb.shared.index import SHARED_RECORD_INDEX_BYTES
 
 
@@ -38,9 +38,9 @@ def smallest_share(tier: TierConfig, payload_bytes: int, record_bytes: int) -> i
     if the smallest payloads have ``record_bytes``."""
     if tier.type != "lmdb":
         return (1 + pages_for(payload_bytes)) * ALIGNMENT + SMALL_FILES_BYTES
-    per_record, small = RECORD_INDEX_BYTES, lmdb_store.SMALL_FILES_BYTES
+    per_record, small = RECORD_INDEX_BYTES, lmdb_files.SMALL_FILES_BYTES
     if tier.shared:
-        per_record, small = SHARED_RECORD_INDEX_BYTES, shared_store.SHARED_SMALL_FILES_BYTES
+        per_record, small = SHARED_RECORD_INDEX_BYTES, shared_files.SHARED_SMALL_FILES_BYTES
     bytes_min = smallest_capacity(payload_bytes, max(record_bytes, ALIGNMENT), per_record, small)
     return bytes_min + SMALL_FILES_BYTES
 

@@ -11,7 +11,13 @@ from pathlib import Path
 import pytest
 
 from demo.tiny_model import make_llama
-from offload.admin.capacity_plan import Machine, ModelSize, Simulated, capacity_blocks, make_plan
+from offload.admin.capacity_plan import (
+    Machine,
+    ModelSize,
+    Simulated,
+    capacity_blocks,
+    estimate_capacity,
+)
 from policies.simulation.simulator import bound
 from policies.simulation.synthetic_trace import Mix, mix_trace
 from policies.simulation.trace import Request, Trace, TraceWriter
@@ -157,7 +163,7 @@ def test_the_parts_of_the_arithmetic_agree() -> None:
     cpu, disk = capacity_blocks(model, machine, 16)
     simulated = Simulated(trace, bound(trace, None), bound(trace, None))
     simulated.result.extra = {"upper_ratio": 0.5, "lower_ratio": 0.4, "lower_writes": 20.0}
-    found = make_plan(model, machine, 16, simulated)
+    found = estimate_capacity(model, machine, 16, simulated)
     assert [tier.blocks for tier in found.tiers] == [cpu, disk]
     # Two ranks have two links; data from the disk crosses them too.
     assert [tier.bytes_per_s for tier in found.tiers] == [2e9, 2e9]

@@ -18,7 +18,7 @@ from tiers.base import ALIGNMENT, ReadOutcome, SharedTier, Tier
 from tiers.files import shared_folder
 from tiers.files.shared_tier import SharedFileTier
 from tiers.io.direct_io import DiskIo
-from tiers.lmdb.shared import files as shared_store
+from tiers.lmdb.shared import files as shared_files
 from tiers.lmdb.shared import members as members
 from tiers.lmdb.shared import transaction as shared_changes
 from tiers.lmdb.shared.tier import SharedLmdbTier
@@ -33,7 +33,7 @@ def make_tier(kind: str, folder: str | Path, capacity_bytes: int, io: DiskIo | N
     return SharedLmdbTier(folder, capacity_bytes, reserve_bytes=0, grow_bytes=2 << 20, io=io)
 
 
-def _grow_without_limit(files: shared_store.SharedLmdbFiles, file_pages: int, pages: int) -> int:
+def _grow_without_limit(files: shared_files.SharedLmdbFiles, file_pages: int, pages: int) -> int:
     files.file.grow((file_pages + pages) * ALIGNMENT)
     return pages
 
@@ -49,7 +49,7 @@ FAULTS: dict[str, tuple[Any, str, Any]] = {
     "no-rollback": (shared_changes.WriteTransaction, "roll_back", lambda *_: 0),
     "all-live": (members.Member, "is_alive", lambda *_: True),
     "no-reader-check": (shared_changes, "READER_CHECK_EVERY", 1 << 40),
-    "no-cap-lmdb": (shared_store.SharedLmdbFiles, "grow", _grow_without_limit),
+    "no-cap-lmdb": (shared_files.SharedLmdbFiles, "grow", _grow_without_limit),
     "evicts-all": (shared_changes.WriteTransaction, "evict", _evict_all),
     "no-cap": (shared_folder.SharedFolder, "_make_space", lambda *_: True),
     "no-sweep": (shared_folder.SharedFolder, "_is_stray", lambda *_: False),
