@@ -21,12 +21,12 @@ def too_large(model: Path, flags: list[str], gpus: list[int]) -> str:
     parallel = _number(flags, "--tensor-parallel-size", "-tp") * _number(
         flags, "--pipeline-parallel-size", "-pp"
     )
-    room = min(gpus) * parallel
-    if weights < room:
+    memory = min(gpus) * parallel
+    if weights < memory:
         return ""
     return (
         f"the weights of {model} take {weights // MIB:,} MiB, but the memory of {parallel} GPU"
-        f"{'s' if parallel > 1 else ''} of this machine is {room // MIB:,} MiB. Take a smaller "
+        f"{'s' if parallel > 1 else ''} of this machine is {memory // MIB:,} MiB. Take a smaller "
         "or quantized model, or more GPUs with --tensor-parallel-size."
     )
 

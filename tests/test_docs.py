@@ -193,16 +193,16 @@ def test_the_pictures_are_what_their_sources_draw() -> None:
 
 
 def test_every_package_is_in_the_picture_and_in_the_text() -> None:
-    rooms = {name for line in ORDER for name in line.split()}
+    packages = {name for line in ORDER for name in line.split()}
     drawing = load_script("draw_architecture")
     source = drawing.read("architecture")
     placed = [box for frame in source["frames"] for row in frame["rows"] for box in row]
     boxes = [name for names, _ in placed for name in names.split()]
     assert len(boxes) == len(set(boxes)), "a package in two boxes"
-    assert sorted(rooms - set(boxes)) == [], "not in the picture"
+    assert sorted(packages - set(boxes)) == [], "not in the picture"
     text = (ROOT / "docs/architecture.md").read_text(encoding="utf-8")
     table = text.partition("## Packages")[2].partition("## One block")[0]
-    assert sorted(rooms - set(re.findall(r"`([\w.]+)`", table))) == [], "not in the table"
+    assert sorted(packages - set(re.findall(r"`([\w.]+)`", table))) == [], "not in the table"
 
 
 def layout_problems(text: str) -> list[str]:

@@ -140,7 +140,7 @@ def module_of(path: Path) -> str:
     return name_of(path).removesuffix(".py").removesuffix("/__init__").replace("/", ".")
 
 
-def room_of(module: str) -> str | None:
+def package_of(module: str) -> str | None:
     """The longest name of ``ORDER`` that the module begins with."""
     parts = module.split(".")
     names = (".".join(parts[:count]) for count in range(len(parts), 0, -1))
@@ -153,9 +153,9 @@ def is_part(module: str, package: str) -> bool:
 
 def test_every_module_has_its_place_in_the_order() -> None:
     modules = {module_of(path) for path in python_files(*PRODUCT, "bench", "demo")}
-    assert [module for module in sorted(modules) if not room_of(module)] == sorted(ROOTS)
-    rooms = {room_of(module) for module in modules}
-    assert sorted(LEVELS.keys() - rooms) == [], "in the order, but not in the tree"
+    assert [module for module in sorted(modules) if not package_of(module)] == sorted(ROOTS)
+    packages = {package_of(module) for module in modules}
+    assert sorted(LEVELS.keys() - packages) == [], "in the order, but not in the tree"
 
 
 def test_tests_lie_in_the_same_tree_as_the_code() -> None:
@@ -194,10 +194,10 @@ def test_a_package_that_does_not_say_it_is_found() -> None:
 
 
 def is_wrong_import(module: str, name: str) -> bool:
-    room, other = room_of(module), room_of(name)
-    if room is None or other is None:
+    package, other = package_of(module), package_of(name)
+    if package is None or other is None:
         return False
-    is_up = LEVELS[other] > LEVELS[room]
+    is_up = LEVELS[other] > LEVELS[package]
     return is_up or any(is_part(module, one) and is_part(name, two) for one, two in NEVER)
 
 

@@ -22,8 +22,8 @@ from offload.planner.step_budget import (
 )
 from offload.requests.lookup import Lookups
 
-ROOM = 64
-CHUNKS = 8 * ROOM
+ALLOWANCE = 64
+CHUNKS = 8 * ALLOWANCE
 
 
 def random_hashes(count: int) -> list[bytes]:
@@ -80,35 +80,35 @@ def _not_measured(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
-def _little_room(monkeypatch: pytest.MonkeyPatch) -> None:
+def _little_allowance(monkeypatch: pytest.MonkeyPatch) -> None:
     """A prompt of ``CHUNKS`` chunks takes eight steps."""
-    monkeypatch.setattr(step_budget, "LOOKUP_CHUNKS", ROOM)
-    monkeypatch.setattr(step_budget, "LOOKUP_CHUNKS_MIN", ROOM // 4)
+    monkeypatch.setattr(step_budget, "LOOKUP_CHUNKS", ALLOWANCE)
+    monkeypatch.setattr(step_budget, "LOOKUP_CHUNKS_MIN", ALLOWANCE // 4)
 
 
-@pytest.mark.usefixtures("_little_room")
+@pytest.mark.usefixtures("_little_allowance")
 def test_a_lookup_continues_in_steps_in_which_vllm_does_not_repeat_it() -> None:
     """Other requests fill the steps. Without the continuation, a waiting request would need many
     steps that are not full."""
     server = Server(CHUNKS)
     request = server.came(server.keys)
     assert server.side.lookup(request, 0) is None
-    for _ in range(CHUNKS // ROOM + 1):
+    for _ in range(CHUNKS // ALLOWANCE + 1):
         server.step()
     assert server.side.lookup(request, 0) == CHUNKS * BLOCK
 
 
-@pytest.mark.usefixtures("_little_room")
+@pytest.mark.usefixtures("_little_allowance")
 def test_a_continued_lookup_keeps_to_the_allowance(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     server = Server(CHUNKS)
-    rooms: list[int] = []
+    left: list[int] = []
     renew = Allowance.renew
 
     def renewed(allowance: Allowance, times: int) -> None:
         if allowance is server.planner.budget.lookups:
-            rooms.append(allowance.left)
+            left.append(allowance.left)
         renew(allowance, times)
 
     monkeypatch.setattr(Allowance, "renew", renewed)
@@ -117,10 +117,10 @@ def test_a_continued_lookup_keeps_to_the_allowance(
         assert server.side.lookup(request, 0) is None
     while any(server.side.lookup(request, 0) is None for request in requests[2:]):
         server.step()
-    assert min(rooms[1:]) >= -ROOM // 4, rooms
+    assert min(left[1:]) >= -ALLOWANCE // 4, left
 
 
-@pytest.mark.usefixtures("_little_room")
+@pytest.mark.usefixtures("_little_allowance")
 @pytest.mark.parametrize(("step_s", "steps"), [(0.01, 7), (0.11, 1), (0.5, 0)])
 def test_long_steps_query_more(step_s: float, steps: int, monkeypatch: pytest.MonkeyPatch) -> None:
     clock = itertools.count(1)
@@ -142,7 +142,7 @@ def test_long_steps_query_more(step_s: float, steps: int, monkeypatch: pytest.Mo
     assert took == steps
 
 
-@pytest.mark.usefixtures("_little_room")
+@pytest.mark.usefixtures("_little_allowance")
 def test_a_lookup_of_an_ended_request_does_not_continue() -> None:
     server = Server(CHUNKS)
     request = server.came(server.keys)
@@ -152,7 +152,7 @@ def test_a_lookup_of_an_ended_request_does_not_continue() -> None:
     assert not server.side.lookups._unfinished
 
 
-@pytest.mark.usefixtures("_little_room")
+@pytest.mark.usefixtures("_little_allowance")
 def test_a_failing_continued_lookup_does_not_lose_the_plan(monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(*_: Any) -> None:
         raise RuntimeError("planted")

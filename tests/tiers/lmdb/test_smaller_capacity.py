@@ -109,12 +109,12 @@ async def test_changes_that_do_not_fit_the_map_are_committed_in_halves(
     apply = LmdbIndex.apply
     keys = [key_of(number) for number in range(1200)]
 
-    def with_little_room(index: LmdbIndex, changes: Changes) -> None:
+    def with_little_space(index: LmdbIndex, changes: Changes) -> None:
         if len(changes.edits) > 700 or keys[7] in changes.edits:
             raise lmdb.MapFullError("planted")
         apply(index, changes)
 
-    monkeypatch.setattr(LmdbIndex, "apply", with_little_room)
+    monkeypatch.setattr(LmdbIndex, "apply", with_little_space)
     tier = LmdbTier(tmp_path / "tier", 40 << 20, reserve_bytes=0)
     await tier.open()
     outcomes = await tier.write(keys, [aligned(4096)] * len(keys))

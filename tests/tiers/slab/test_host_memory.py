@@ -52,8 +52,8 @@ def test_a_machine_without_information_sets_no_limit(tmp_path: Path) -> None:
 
 
 def test_this_machine_reports_its_memory() -> None:
-    room = available_bytes()
-    assert room is None or room > 0
+    available = available_bytes()
+    assert available is None or available > 0
 
 
 @pytest.mark.parametrize(
