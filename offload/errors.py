@@ -43,17 +43,17 @@ class Problem:
 
 
 class ConfigError(OffloadError, ValueError):
-    """A bad configuration; ``problems`` lists every fault of it, and ``place`` says where they
-    are."""
+    """A bad configuration; ``problems`` lists every fault of it, and ``option`` names
+    the option that contains them."""
 
     def __init__(
-        self, problems: Sequence[Problem], place: str = "kv_connector_extra_config"
+        self, problems: Sequence[Problem], option: str = "kv_connector_extra_config"
     ) -> None:
         self.problems = tuple(problems)
         lines = "\n".join(f"  {problem}" for problem in self.problems)
         count = len(self.problems)
         noun = "problem" if count == 1 else "problems"
-        super().__init__(f"kvtiers: {count} {noun} in {place}:\n{lines}")
+        super().__init__(f"kvtiers: {count} {noun} in {option}:\n{lines}")
 
 
 class LayoutError(OffloadError, ValueError):

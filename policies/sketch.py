@@ -27,7 +27,7 @@ class FrequencySketch:
     """Two rows of counts up to 15 for about ``width`` keys; a count is never too low before the
     first halving.
 
-    After ``10 * width`` additions all counts are halved. Rows have four places per key.
+    After ``10 * width`` additions all counts are halved. Rows have four counts per key.
     """
 
     __slots__ = ("_left", "_mask", "_one", "_two", "width")

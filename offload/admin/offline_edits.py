@@ -167,7 +167,7 @@ class _Removal(Generic[T]):
         """Check the first of these records and remove the chosen ones; return how many are done."""
         reader = self._open()
         keys: list[Key] = []
-        places: list[int] = []
+        positions: list[int] = []
         done = 0
         try:
             chosen = self._choose(reader)
@@ -176,13 +176,13 @@ class _Removal(Generic[T]):
                 key = chosen(found[done])
                 if key is not None:
                     keys.append(key)
-                    places.append(done)
+                    positions.append(done)
                 done += 1
         finally:
             reader.close()
         removed = self._remove(reader, keys, start + HOLD_S)
         note(removed)
-        return done if removed == len(keys) else places[removed]
+        return done if removed == len(keys) else positions[removed]
 
     def _open(self) -> LmdbReader | FileReader:
         folder = self._rank_folder.folder

@@ -133,11 +133,11 @@ def _report(source: Import, found: list[Imported], as_json: bool) -> None:
 
 
 def _line(one: Imported) -> str:
-    place = f"replica {one.replica} rank {one.rank}"
+    rank = f"replica {one.replica} rank {one.rank}"
     if one.refused:
-        return f"{place}: nothing imported: {one.refused}"
+        return f"{rank}: nothing imported: {one.refused}"
     counts = one.counts
-    line = f"{place}: imported {counts.written:,} records ({size_text(counts.written_bytes)})"
+    line = f"{rank}: imported {counts.written:,} records ({size_text(counts.written_bytes)})"
     more = {"already present": counts.present, "damaged": one.damaged,
             "did not fit": one.left, "could not be written": counts.failed}  # fmt: skip
     return line + "".join(f", {count:,} {why}" for why, count in more.items() if count)

@@ -18,7 +18,7 @@ from offload.cli.vllm_flags import has_flag
 CONFIGS = ("config.json", "params.json")
 """The files that describe a model, as Hugging Face and as Mistral name them."""
 ELSEWHERE = ("--config", "--config-format", "--hf-config-path")
-"""With these flags, vLLM reads the model's configuration from other places or in other formats."""
+"""With these flags, vLLM reads the model's configuration from other files or in other formats."""
 OTHER_NAMES = ("VLLM_USE_MODELSCOPE", "VLLM_MODEL_REDIRECT_PATH")
 """With these variables, vLLM finds names that the hub does not know."""
 HUB = "https://huggingface.co"

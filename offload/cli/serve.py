@@ -58,10 +58,10 @@ class WantedTiers:
     sources: dict[str, str] = field(default_factory=dict)
     has_options: bool = False
 
-    def name(self, place: str) -> str:
-        """The flag or variable that sets this place of the configuration, if one does."""
-        is_option = self.has_options and place.startswith("$")
-        return self.sources.get(place, f"{EXTRA_OPTION} {place}" if is_option else place)
+    def name(self, path: str) -> str:
+        """The flag or variable that sets this path of the configuration, if one does."""
+        is_option = self.has_options and path.startswith("$")
+        return self.sources.get(path, f"{EXTRA_OPTION} {path}" if is_option else path)
 
 
 @dataclass(frozen=True, slots=True)
@@ -217,8 +217,8 @@ def add_options(wanted: WantedTiers, given: dict[str, Any] | None, problems: Pro
             value = {**value, **own}
         else:
             repeated = {name: f"$.{name}[0].path"} if isinstance(own, list) else {}
-        for option, place in repeated.items():
-            flag = wanted.sources[place].partition(" ")[0]
+        for option, path in repeated.items():
+            flag = wanted.sources[path].partition(" ")[0]
             what = f'sets "{option}", and so does {flag}'
             problems.add(EXTRA_OPTION, what, "Give one of them.")
         wanted.extra[name] = own if isinstance(own, list) else value

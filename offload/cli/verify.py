@@ -153,14 +153,16 @@ def _damaged(result: VerifyResult) -> list[str]:
 
 
 def _remarks(result: VerifyResult) -> list[str]:
-    place = str(result.rank_folder.folder)
-    lines = [f"{place}: {text}" for text in (result.problem, result.remark) if text]
+    folder = str(result.rank_folder.folder)
+    lines = [f"{folder}: {text}" for text in (result.problem, result.remark) if text]
     if result.damaged and result.owner_pid is not None:
         lines.append(
-            f"{place}: pid {result.owner_pid} uses it, so nothing was removed: that process drops "
+            f"{folder}: pid {result.owner_pid} uses it, so nothing was removed: that process drops "
             f"a damaged record when it next reads the record. To remove them all, stop it and run "
             f"this again"
         )
     if result.unread:
-        lines.append(f"{place}: {result.unread:,} encrypted records were not read: give --key-file")
+        lines.append(
+            f"{folder}: {result.unread:,} encrypted records were not read: give --key-file"
+        )
     return lines

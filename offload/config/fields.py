@@ -1,7 +1,7 @@
 """The kinds of values that a configuration may contain, and the code that reads one table of named
 fields.
 
-A reader receives a raw JSON value, its place, and the list of problems. It returns the value in its
+A reader receives a raw JSON value, its path, and the list of problems. It returns the value in its
 final form, or ``None`` after it has appended a problem: every problem of a configuration is found
 in one pass. This module knows no field by name.
 """
@@ -106,7 +106,7 @@ def read_table(
     """Read every field of ``fields`` from the mapping ``raw``; missing and bad fields get their
     defaults.
 
-    ``elsewhere`` names the places where names unknown here are valid. Problems are appended.
+    ``elsewhere`` says where names unknown here are valid. Problems are appended.
     """
     known = {field.name: field for field in fields}
     if not isinstance(raw, Mapping):

@@ -60,11 +60,11 @@ def _check_now(transfer: Mapping[str, Any]) -> list[LoadedConfig]:
 
     loaded: list[LoadedConfig] = []
     problems: list[Problem] = []
-    place = EXTRA
+    option = EXTRA
     for found in ours(transfer):
         if wrong := field_problems(found):
             problems += wrong
-            place = "--kv-transfer-config"
+            option = "--kv-transfer-config"
         extra = found.get(EXTRA)
         if not isinstance(extra, Mapping | None):
             continue
@@ -73,7 +73,7 @@ def _check_now(transfer: Mapping[str, Any]) -> list[LoadedConfig]:
         except ConfigError as error:
             problems += error.problems
     if problems:
-        raise ConfigError(problems, place)
+        raise ConfigError(problems, option)
     return loaded
 
 

@@ -47,9 +47,9 @@ def location_problem(path: str | Path) -> tuple[str, str] | None:
         return f"{path} is a home folder", fix
     for folder in (Path(real), *Path(real).parents):
         if _is_model(folder):
-            place = "is" if folder == Path(real) else "lies in"
+            relation = "is" if folder == Path(real) else "lies in"
             fix = _OWN.format("/var/cache/kvtiers")
-            return f"{path} {place} the folder of a model ({folder})", fix
+            return f"{path} {relation} the folder of a model ({folder})", fix
     return None
 
 

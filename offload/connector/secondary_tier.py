@@ -97,7 +97,7 @@ class LmdbSecondaryTier(SecondaryTierManager):  # type: ignore[misc]  # vllm is 
         self._rows = np.asarray(primary_kv_view).view(np.uint8)
         self._done: queue.SimpleQueue[JobResult] = queue.SimpleQueue()
         self._open: set[concurrent.futures.Future[None]] = set()
-        folder, namespace = _place(Path(path), offloading_spec, self._rows.shape[1])
+        folder, namespace = _folder_and_namespace(Path(path), offloading_spec, self._rows.shape[1])
         self._folder = folder
         options = LmdbOptions(
             namespace=namespace, record_bytes=self._rows.shape[1], io_threads=io_threads
@@ -262,7 +262,7 @@ def _describe(key: bytes, payload_bytes: int) -> EntryInfo:
     return EntryInfo(get_offload_group_idx(OffloadKey(key)), size_bytes=payload_bytes)
 
 
-def _place(root: Path, spec: Any, row_bytes: int) -> tuple[Path, bytes]:
+def _folder_and_namespace(root: Path, spec: Any, row_bytes: int) -> tuple[Path, bytes]:
     """The folder, and the namespace of its records.
 
     The namespace contains everything that vLLM's file tier distinguishes by its path, the bytes of

@@ -35,31 +35,33 @@ def problems_with(
     The ranks of the namespace ``other`` describe the order of their records, by replica.
     """
     problems = _field_obstacles(other.fields, namespace.fields)
-    for place, ranks in replicas.items():
-        problems += _rank_obstacles(place, ranks, now)
+    for replica, ranks in replicas.items():
+        problems += _rank_obstacles(replica, ranks, now)
     if how == "refuse" and not problems:
         problems = _differences(other.fields, namespace.fields)
     return problems
 
 
 def refusal(
-    where: str, place: str, another: str, refused: Mapping[str, Sequence[Incompatibility]]
+    where: str, source: str, another: str, refused: Mapping[str, Sequence[Incompatibility]]
 ) -> NamespaceError:
-    """The error about ``refused`` namespaces in ``place``; ``another`` names the alternative that
-    the user has."""
+    """The error about ``refused`` namespaces in ``source``, a path or a store; ``another`` names
+    the alternative that the user has."""
     lines = "\n".join(_lines(name, problems) for name, problems in refused.items())
     return NamespaceError(
-        f"kvtiers: {where}: {place} holds blocks of this model that this engine must not read:\n"
+        f"kvtiers: {where}: {source} holds blocks of this model that this engine must not read:\n"
         f'{lines}\nUse another {another}, start with the same flags, or set "geometry": "own" to '
         "keep blocks of both side by side."
     )
 
 
-def _rank_obstacles(place: str, ranks: Sequence[Geometry], now: Geometry) -> list[Incompatibility]:
+def _rank_obstacles(
+    replica: str, ranks: Sequence[Geometry], now: Geometry
+) -> list[Incompatibility]:
     """The reason why the records of a replica cannot be read."""
     if not ranks:
         why = (
-            f"{place} does not describe the order of its records. Either it was imported, or an "
+            f"{replica} does not describe the order of its records. Either it was imported, or an "
             f"earlier version wrote it: an engine with the same flags adds the description at its "
             f"next start"
         )
@@ -67,7 +69,7 @@ def _rank_obstacles(place: str, ranks: Sequence[Geometry], now: Geometry) -> lis
     first = ranks[0]
     for other in ranks[1:]:
         if (other.ranks, other.groups) != (first.ranks, first.groups):
-            why = f"ranks {first.rank} and {other.rank} of {place} differ in this field"
+            why = f"ranks {first.rank} and {other.rank} of {replica} differ in this field"
             return [Incompatibility("groups", "not the same on every rank", "the same", why)]
     return obstacles(first, now)
 

@@ -285,8 +285,8 @@ class MooncakeSource:
     def _have(self, keys: Sequence[Key]) -> list[bool]:
         found = [False] * len(keys)
         for engine in self._engines:
-            for translation, places in _by_translation(keys, engine, found):
-                left = places
+            for translation, positions in _by_translation(keys, engine, found):
+                left = positions
                 for rank in translation.ranks:
                     asked = [keys[n] for n in left]
                     identity = engine.identities[rank]
@@ -304,11 +304,11 @@ class MooncakeSource:
         outcomes = [ReadOutcome.MISS] * len(keys)
         for engine in self._engines:
             tried = [outcome is not ReadOutcome.MISS for outcome in outcomes]
-            for translation, places in _by_translation(keys, engine, tried):
+            for translation, positions in _by_translation(keys, engine, tried):
                 size = padded(translation.record_bytes) * len(translation.ranks)
                 step = max(1, min(CALL_RECORDS_MAX, READ_BYTES // size))
-                for at in range(0, len(places), step):
-                    some = places[at : at + step]
+                for at in range(0, len(positions), step):
+                    some = positions[at : at + step]
                     found = self._chunks(
                         engine, translation, [keys[n] for n in some], [into[n] for n in some]
                     )
@@ -396,11 +396,11 @@ def _by_translation(
     keys: Sequence[Key], engine: OtherEngine, done: Sequence[bool]
 ) -> list[tuple[GroupTranslation, list[int]]]:
     """For each group, its translation and the positions of its keys that are not done."""
-    places: dict[bytes, list[int]] = {}
+    positions: dict[bytes, list[int]] = {}
     for n, key in enumerate(keys):
         if not done[n] and key[-GROUP_BYTES:] in engine.translations:
-            places.setdefault(key[-GROUP_BYTES:], []).append(n)
-    return [(engine.translations[suffix], found) for suffix, found in places.items()]
+            positions.setdefault(key[-GROUP_BYTES:], []).append(n)
+    return [(engine.translations[suffix], found) for suffix, found in positions.items()]
 
 
 def open_mooncake_source(view: MooncakeView) -> Callable[[], MooncakeSource]:

@@ -289,18 +289,18 @@ def _head_runs(
 ) -> Iterator[_HeadRun]:
     """Yield the runs that contain all heads of this rank.
 
-    The heads of all ranks of a side, including replicas, are numbered as places in one row. If a
-    side has ``P`` places for ``H`` different heads, place ``p`` holds head ``p * H // P``. So our
-    place ``p`` holds the same head as their place ``p * their_places // our_places``.
+    The heads that all ranks of a side store, including copies, are numbered in one row. If a side
+    stores ``S`` heads and ``H`` of them differ, number ``n`` is a copy of head ``n * H // S``. So
+    our number ``n`` is the same head as their number ``n * their_heads // our_heads``.
     """
     if ours.split == OWN:
         yield _HeadRun(now.rank, 0, 0, 1)
         return
-    places = stored.ranks * theirs.heads
+    their_heads = stored.ranks * theirs.heads
     run: _HeadRun | None = None
     for head in range(ours.heads):
-        place = (now.rank * ours.heads + head) * places // (now.ranks * ours.heads)
-        rank, there = divmod(place, theirs.heads)
+        their_head = (now.rank * ours.heads + head) * their_heads // (now.ranks * ours.heads)
+        rank, there = divmod(their_head, theirs.heads)
         if run is not None and (run.rank, run.from_head + run.heads) == (rank, there):
             run = run._replace(heads=run.heads + 1)
             continue

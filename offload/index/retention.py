@@ -114,8 +114,8 @@ class NamedVictims:
     """The victims of one tier that its policy has named and that were not needed yet. Owned by the
     tier's index.
 
-    The index calls ``forget`` for keys that were used or have left the tier, because their place in
-    the policy's order has changed. At most a sixteenth of the tier is named ahead, so the policy
+    The index calls ``forget`` for keys that were used or have left the tier, because their position
+    in the policy's order has changed. At most a sixteenth of the tier is named ahead, so the policy
     would rarely choose other victims by now.
     """
 

@@ -213,8 +213,8 @@ def _engine(file: Path) -> Owner | None:
     seen = seen_alive(file)
     if seen is None:
         return None
-    place = "" if seen.is_here else "on another machine"
-    return Owner(str(file.parent.parent), seen.pid, place, is_sharing=True, is_here=seen.is_here)
+    engine = "" if seen.is_here else "on another machine"
+    return Owner(str(file.parent.parent), seen.pid, engine, is_sharing=True, is_here=seen.is_here)
 
 
 def _settled_owner(fd: int, path: Path) -> Owner:

@@ -31,8 +31,8 @@ class MountPoint:
 def mount_point_of(path: str | Path) -> MountPoint:
     """Find the mount point of ``path``. Raises ``OSError``, for example if the path does not exist;
     may block."""
-    place = Path(path).resolve(strict=True)
-    device = os.stat(place).st_dev
-    while not os.path.ismount(place):
-        place = place.parent
-    return MountPoint(device, str(place))
+    mount = Path(path).resolve(strict=True)
+    device = os.stat(mount).st_dev
+    while not os.path.ismount(mount):
+        mount = mount.parent
+    return MountPoint(device, str(mount))

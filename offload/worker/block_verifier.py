@@ -2,7 +2,7 @@
 
 Right after the step that completes a chunk, the chunk's blocks are digested in the KV cache, on the
 model's stream (`offload.worker.device_digest`). After a load, the blocks are digested again in
-their new place, and the digests for the chunk's key are compared. This covers everything in
+their new blocks, and the digests for the chunk's key are compared. This covers everything in
 between: fences, copies, slots, tiers, and restarts.
 
 Two requests may compute the same chunk with different bytes (the kernels depend on the shape of the

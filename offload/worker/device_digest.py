@@ -139,7 +139,7 @@ def digest_of_bytes(content: torch.Tensor) -> int:
     total = torch.zeros((), dtype=torch.int64, device=content.device)
     for at in range(0, words.numel(), PIECE_WORDS):
         piece = words[at : at + PIECE_WORDS].clone()
-        places = torch.arange(at + 1, at + 1 + piece.numel(), device=content.device)
-        total += _mixed(piece.bitwise_xor_(_mixed(places.mul_(_signed(_GAMMA))))).sum()
+        positions = torch.arange(at + 1, at + 1 + piece.numel(), device=content.device)
+        total += _mixed(piece.bitwise_xor_(_mixed(positions.mul_(_signed(_GAMMA))))).sum()
     rest = content[whole:].cpu().numpy().tobytes()
     return int(total.item()) ^ int.from_bytes(rest, "big")

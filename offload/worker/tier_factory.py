@@ -25,7 +25,7 @@ from tiers.mooncake.tier import MooncakeTier
 class TierSpec:
     """One lower tier of one rank.
 
-    It contains the tier's place in the configuration, its name in logs and metrics, its folder, its
+    It contains the tier's path in the configuration, its name in logs and metrics, its folder, its
     share of the capacity in bytes, and the identity that its records must have. ``folder`` means
     nothing for a tier in a store.
 
@@ -50,7 +50,7 @@ class TierSpec:
 
     @property
     def description(self) -> str:
-        """Names the tier in messages: its place in the configuration, and its folder or the address
+        """Names the tier in messages: its path in the configuration, and its folder or the address
         of its store."""
         return f"{self.where} ({self.config.options.get('master') or self.folder})"
 

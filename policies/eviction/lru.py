@@ -130,13 +130,13 @@ class LruPolicy(EvictionPolicy):
                 part = _Part()
                 self._parts.append(part)
                 self._open.clear()
-            places = dict.fromkeys(some, part)
-            if len(places) < len(some):  # a key occurs twice: its last place counts
+            part_of = dict.fromkeys(some, part)
+            if len(part_of) < len(some):  # a key occurs twice: its last position counts
                 some = list(dict.fromkeys(some[::-1]))[::-1]
             part += some
             if is_few:
                 self._open.update(some)
-            self._part_of.update(places)
+            self._part_of.update(part_of)
             self._placed(len(some))
 
     def _placed(self, count: int) -> None:

@@ -316,7 +316,7 @@ def _run(jobs: list[SimulationJob], processes: int) -> list[Outcome]:
         task = bar.add_task(f"{len(jobs)} runs", total=total)
         outcomes = list(run_jobs(jobs, min(processes, len(jobs)), lambda n: bar.advance(task, n)))
         bar.update(task, total=1, completed=1)
-    order = {job: place for place, job in enumerate(jobs)}
+    order = {job: number for number, job in enumerate(jobs)}
     return sorted(outcomes, key=lambda outcome: order[outcome[0]])
 
 

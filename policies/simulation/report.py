@@ -139,8 +139,8 @@ def write_plot(outcomes: Sequence[Outcome], path: Path) -> None:
     found = [row for row in rows(outcomes) if row["policy"] != INFINITE]
     traces = sorted({row["trace"] for row in found})
     figure = Figure(figsize=(6.0 * len(traces), 4.5), layout="constrained")
-    for place, trace in enumerate(traces, 1):
-        axes = figure.add_subplot(1, len(traces), place)
+    for number, trace in enumerate(traces, 1):
+        axes = figure.add_subplot(1, len(traces), number)
         for policy in dict.fromkeys(row["policy"] for row in found):
             points = [r for r in found if r["trace"] == trace and r["policy"] == policy]
             points.sort(key=lambda row: row["capacity_share"])

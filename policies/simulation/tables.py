@@ -62,8 +62,8 @@ class FittingTable:
         for heading, width in zip(self._headings, widths, strict=True):
             side: Literal["left", "right"] = "right" if heading in self._right else "left"
             table.add_column(Text(heading), justify=side, width=width)
-        for place, cells in enumerate(self._rows):
-            if place in self._section_ends:
+        for row, cells in enumerate(self._rows):
+            if row in self._section_ends:
                 table.add_section()
             table.add_row(*map(Text, cells))
         return table
@@ -73,8 +73,8 @@ class FittingTable:
         grid = Table.grid(padding=(0, GAP))
         grid.add_column(no_wrap=True)
         grid.add_column(overflow="fold")
-        for place, cells in enumerate(self._rows):
-            if place:
+        for row, cells in enumerate(self._rows):
+            if row:
                 grid.add_row()
             for heading, cell in zip(self._headings, cells, strict=True):
                 if cell:

@@ -25,7 +25,7 @@ class DeviceQueue:
         self._write_may_begin = threading.Condition(self._lock)
 
     def begin_read(self) -> None:
-        """Wait for a place, and count a read as in progress."""
+        """Wait until a read may begin, and count it as in progress."""
         with self._lock:
             self._reads += 1
             while self._reading >= self._depth:

@@ -68,7 +68,7 @@ def _lines(checked: Checked) -> list[str]:
     ]
     for each in checked.breaks:
         lines.append(f"\n{'STOPS ' if each.is_fatal else 'breaks'} {each}")
-        lines += [f"         {place}" for place in each.places]
+        lines += [f"         {line}" for line in each.lines]
     stopping = sum(each.is_fatal for each in checked.breaks)
     if not checked.breaks:
         lines.append("Nothing breaks.")

@@ -113,21 +113,21 @@ def add_declared(uses: Uses, table: Declared, ours: PackageSource) -> None:
     for members in table.members:
         uses.reach(members.class_name, members.at)
         for name in members.names:
-            place = place_of(ours, members.ours, name)
-            uses.add(f"{members.class_name}.{name}", Use(READ, place))
+            line = line_of(ours, members.ours, name)
+            uses.add(f"{members.class_name}.{name}", Use(READ, line))
     for at, where in table.names:
         path, _, name = where.partition(":")
-        uses.add(at, Use(READ, place_of(ours, path, name)))
+        uses.add(at, Use(READ, line_of(ours, path, name)))
     for order in table.orders:
         path, _, name = order.ours.partition(":")
-        uses.add(ORDER + order.at, Use(READ, place_of(ours, path, name)))
+        uses.add(ORDER + order.at, Use(READ, line_of(ours, path, name)))
     for key, known in list(uses.by_key.items()):
         overrides = [use for use in known if use.how == OVERRIDDEN]
         for use in overrides:
             uses.add(CALLS + key, use)
 
 
-def place_of(ours: PackageSource, path: str, name: str) -> str:
+def line_of(ours: PackageSource, path: str, name: str) -> str:
     """The line in one of our files where a name is defined or first occurs."""
     lines = (ours.read(path) or "").splitlines()
     for pattern in (rf"\bdef {re.escape(name)}\b", rf"\b{re.escape(name)}\b"):

@@ -38,11 +38,11 @@ def check(source: PackageSource, against: Version | None = None) -> Checked:
     snapshot = load(against if against is not None else nearest_tested(minor_of(source.version())))
     now = contract_of(source)
     own = ours()
-    places = dict(now.places)
+    lines = dict(now.lines)
     for key in snapshot.facts:
-        if key not in places and now.facts.get(key) is None:
-            places[key] = tuple(places_of(own, key))
-    named = breaks(snapshot, now.facts, our_parameters(Library(own)), places)
+        if key not in lines and now.facts.get(key) is None:
+            lines[key] = tuple(lines_of(own, key))
+    named = breaks(snapshot, now.facts, our_parameters(Library(own)), lines)
     not_in_snapshot = [key for key in now.needs if key not in snapshot.facts]
     return Checked(
         now.version,
@@ -54,8 +54,8 @@ def check(source: PackageSource, against: Version | None = None) -> Checked:
     )
 
 
-def places_of(own: PackageSource, key: str) -> Iterator[str]:
-    """The places where a name occurs in our source, for a use that could not be derived because
+def lines_of(own: PackageSource, key: str) -> Iterator[str]:
+    """The lines of our source in which a name occurs, for a use that could not be derived because
     vLLM no longer has the name."""
     name = re.split(r"[.:]", key.removesuffix("()").removesuffix(":base"))[-1]
     pattern = re.compile(rf"\b{re.escape(name)}\b")

@@ -25,7 +25,7 @@ class Break:
     what: str
     text: str
     is_fatal: bool
-    places: tuple[str, ...] = ()
+    lines: tuple[str, ...] = ()
 
     def __str__(self) -> str:
         return f"{self.what}: {self.text}"
@@ -35,7 +35,7 @@ def breaks(
     snapshot: Contract,
     found: Facts,
     ours_of: OursOf,
-    places: dict[str, tuple[str, ...]] | None = None,
+    lines: dict[str, tuple[str, ...]] | None = None,
 ) -> list[Break]:
     """All differences that can affect us. Uses that the kept contract lacks are not compared."""
     named = []
@@ -45,7 +45,7 @@ def breaks(
             continue
         need = snapshot.needs[key]
         for text, is_fatal in _differences(key, before, found.get(key), need, ours_of, read):
-            where = (places or {}).get(key, ())
+            where = (lines or {}).get(key, ())
             named.append(Break(key, text, is_fatal and need.in_server, where))
     return sorted(named)
 

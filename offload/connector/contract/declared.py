@@ -23,7 +23,7 @@ class Order:
 
 @dataclass(frozen=True)
 class Callers:
-    """The places where vLLM calls the methods of a class that we subclass, or of the additional
+    """vLLM's calls of the methods of a class that we subclass, or of the additional
     class ``also``. ``receiver`` matches the text before the dot."""
 
     class_name: str
@@ -54,9 +54,9 @@ class Declared:
     orders: tuple[Order, ...]
     callers: tuple[Callers, ...]
 
-    def runs_in_server(self, place: str) -> bool:
+    def runs_in_server(self, line: str) -> bool:
         """True if one of our source files is part of a running server."""
-        return not place.startswith(self.apart)
+        return not line.startswith(self.apart)
 
 
 @cache

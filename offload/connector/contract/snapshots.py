@@ -37,7 +37,7 @@ class Need:
 
 @dataclass(frozen=True)
 class Contract:
-    """The facts about one version of vLLM. ``modules`` are the modules that call us. Our ``places``
+    """The facts about one version of vLLM. ``modules`` are the modules that call us. Our ``lines``
     are not kept."""
 
     version: str
@@ -45,7 +45,7 @@ class Contract:
     modules: tuple[str, ...]
     facts: Facts
     needs: Mapping[str, Need]
-    places: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    lines: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
 
 
 def minor_of(version: str) -> Version:
@@ -81,7 +81,7 @@ def contract_of(
         tuple(sorted(called)),
         dict(sorted(facts.items())),
         {key: _need(each, table) for key, each in sorted(uses.by_key.items())},
-        {key: tuple(sorted({use.place for use in each})) for key, each in uses.by_key.items()},
+        {key: tuple(sorted({use.line for use in each})) for key, each in uses.by_key.items()},
     )
 
 
@@ -105,7 +105,7 @@ def other_versions(own: PackageSource, version: Version) -> frozenset[str]:
 def _need(uses: list[Use], table: Declared) -> Need:
     running = [use for use in uses if use.how != TYPING]
     return Need(
-        in_server=any(table.runs_in_server(use.place) for use in running),
+        in_server=any(table.runs_in_server(use.line) for use in running),
         calls=tuple(sorted({use.call for use in running if use.how == CALLED and use.call})),
         ours=tuple(sorted({use.ours for use in running if use.how == OVERRIDDEN})),
     )

@@ -34,10 +34,10 @@ class CallShape:
 
 @dataclass(frozen=True)
 class Use:
-    """One place in our source that uses something of vLLM."""
+    """One line of our source that uses something of vLLM."""
 
     how: str
-    place: str
+    line: str
     call: CallShape | None = None
     ours: str = ""
     """Our method, as ``module:Class.method``, if it overrides one of vLLM's."""
@@ -89,7 +89,7 @@ class _Reader:
         self._types = Types(library)
         self._uses = uses
 
-    def _place(self, node: ast.stmt | ast.expr) -> str:
+    def _line(self, node: ast.stmt | ast.expr) -> str:
         return f"{self._path}:{node.lineno}"
 
     # -- imports -----------------------------------------------------------------------------
@@ -115,10 +115,10 @@ class _Reader:
         if isinstance(node, ast.Import):
             for alias in node.names:
                 if alias.name.partition(".")[0] == VLLM:
-                    self._uses.add(alias.name, Use(how, self._place(node)))
+                    self._uses.add(alias.name, Use(how, self._line(node)))
         elif isinstance(node, ast.ImportFrom) and (node.module or "").partition(".")[0] == VLLM:
             for alias in node.names:
-                self._uses.add(f"{node.module}:{alias.name}", Use(how, self._place(node)))
+                self._uses.add(f"{node.module}:{alias.name}", Use(how, self._line(node)))
                 found = self._library.resolve(node.module or "", alias.name)
                 if found is not None and found.is_class:
                     self._uses.reach(found.name, f"{node.module}:{alias.name}")
@@ -173,7 +173,7 @@ class _Reader:
             return
         for base in self._library.lineage(owner):
             if base.module.partition(".")[0] == VLLM and base.name in self._uses.classes:
-                self._uses.add(f"{base.name}:base", Use(SUBCLASSED, self._place(node)))
+                self._uses.add(f"{base.name}:base", Use(SUBCLASSED, self._line(node)))
         for each in node.body:
             self._override(owner, each)
         self._block(node.body, {}, owner)
@@ -189,7 +189,7 @@ class _Reader:
             if self._library.member(base, str(name)) is not None:
                 ours = f"{owner.module}:{owner.name}.{name}"
                 how = OVERRIDDEN if isinstance(node, AnyFunction) else READ
-                self._uses.add(f"{base.name}.{name}", Use(how, self._place(node), ours=ours))
+                self._uses.add(f"{base.name}.{name}", Use(how, self._line(node), ours=ours))
                 return
 
     # -- expressions -------------------------------------------------------------------------
@@ -206,7 +206,7 @@ class _Reader:
             return
         if base.form == NAME and base.what.kind == MODULE:
             if base.what.module.partition(".")[0] == VLLM:
-                self._uses.add(f"{base.what.module}:{node.attr}", Use(READ, self._place(node)))
+                self._uses.add(f"{base.what.module}:{node.attr}", Use(READ, self._line(node)))
             return
         found = scope.find_member(node)
         if found is not None:
@@ -221,7 +221,7 @@ class _Reader:
             return
         name = known_as if _is_vllm(known_as) else self._base_with(known_as, node.attr) or owner
         self._reach(name)
-        self._uses.add(f"{name.name}.{node.attr}", Use(READ, self._place(node)))
+        self._uses.add(f"{name.name}.{node.attr}", Use(READ, self._line(node)))
 
     def _base_with(self, ours: Definition, member: str) -> Definition | None:
         for base in self._library.lineage(ours):
@@ -239,7 +239,7 @@ class _Reader:
             any(isinstance(each, ast.Starred) for each in node.args)
             or any(each.arg is None for each in node.keywords),
         )
-        use = Use(CALLED, self._place(node), call)
+        use = Use(CALLED, self._line(node), call)
         if ast.unparse(node.func) == "super().__init__":
             return
         if ast.unparse(node.func) == "getattr" and len(node.args) > 1:

@@ -118,13 +118,13 @@ def remember_files() -> None:
 
     @functools.wraps(create)
     def remembering(self: ModelConfig, *arguments: Any, **named: Any) -> None:
-        places: dict[str, Any] = {}
+        states: dict[str, Any] = {}
         for name in _NAMES:
-            _record(places, getattr(self, name, None), getattr(self, "revision", None))
+            _record(states, getattr(self, name, None), getattr(self, "revision", None))
         create(self, *arguments, **named)
         media = getattr(self, "multimodal_config", None)  # a worker reads this file:
-        _record(places, getattr(media, "mm_encoder_fp8_scale_path", None), None)
-        record = {"machine": _machine(), "start": uuid.uuid4().hex, "places": places}
+        _record(states, getattr(media, "mm_encoder_fp8_scale_path", None), None)
+        record = {"machine": _machine(), "start": uuid.uuid4().hex, "states": states}
         vars(self)[RECORD] = record
 
     vars(remembering)["remembers_files"] = True
@@ -154,7 +154,7 @@ def changed_file(model: ModelConfig, source: Source, *, under_ray: bool = False)
     kept = _kept(model)
     if kept.get("machine", _machine()) != _machine():
         return ""
-    before = kept.get("places", {}).get(os.path.abspath(path))
+    before = kept.get("states", {}).get(os.path.abspath(path))
     if before is not None:
         return _difference(path, before, source)
     if is_snapshot(path) and _is_pinned(path, source):
@@ -186,13 +186,13 @@ def _kept(model: ModelConfig) -> Mapping[str, Any]:
     return kept
 
 
-def _record(places: dict[str, Any], name: str | None, revision: str | None) -> None:
+def _record(states: dict[str, Any], name: str | None, revision: str | None) -> None:
     """Add the state of the folder or file that this name stands for, if there is one. Never
     raises."""
     try:
         path = find_model(name, revision, None) if name else None
-        if path is not None and os.path.abspath(path) not in places:
-            places[os.path.abspath(path)] = _state_of(path)
+        if path is not None and os.path.abspath(path) not in states:
+            states[os.path.abspath(path)] = _state_of(path)
     except Exception as error:  # without a record, only old files are trusted
         logger.info("kvtiers: the files of %s were not recorded: %r", name, error)
 

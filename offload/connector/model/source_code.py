@@ -171,8 +171,8 @@ def _source(module: str) -> Path | None:
     if not rest:
         return Path(spec.origin) if spec.origin and spec.origin.endswith(".py") else None
     for folder in spec.submodule_search_locations or ():
-        place = Path(folder, *rest.split("."))
-        for file in (place.with_suffix(".py"), place / "__init__.py"):
+        base = Path(folder, *rest.split("."))
+        for file in (base.with_suffix(".py"), base / "__init__.py"):
             if file.is_file():
                 return file
     return None

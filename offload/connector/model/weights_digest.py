@@ -3,7 +3,7 @@
 A file of the Hugging Face cache is a link to a blob that is named by a hash of its content, so the
 blob's name identifies the file. Any other file of weights is identified by name, size, modification
 time and a digest over samples of its bytes: about 1 MiB from the start (where safetensors files
-keep names, dtypes and offsets of all tensors), from the end, and from evenly spaced places in
+keep names, dtypes and offsets of all tensors), from the end, and from evenly spaced offsets in
 between. Training changes nearly every tensor, so samples detect it; the modification time detects
 other changes. All other files are identified by their content.
 """

@@ -61,7 +61,7 @@ def describe(
     groups = []
     for group, regions in zip(layout.groups, registration.groups, strict=True):
         pages: dict[str, int] = {}
-        for region in regions.regions:  # in the order of their places within a slot
+        for region in regions.regions:  # in the order of their offsets within a slot
             pages[region.layer] = pages.get(region.layer, 0) + region.page_bytes
         spec = kv_cache_config.kv_cache_groups[group.group]
         described = tuple(

@@ -142,7 +142,7 @@ class OpenRequests:
         return self._kinds[request.evicts, request.chunks <= self._whole_max]
 
     def add(self, request: AheadRequest) -> None:
-        """Add a request, at its place in the order."""
+        """Add a request, at its position in the order."""
         insort(self._of_kind(request), request, key=order_of)
 
     def remove(self, request: AheadRequest) -> None:

@@ -32,7 +32,7 @@ from vllm.v1.kv_offload.tiering.manager import (
 )
 
 from offload.connector import secondary_tier
-from offload.connector.secondary_tier import LmdbSecondaryTier, _place
+from offload.connector.secondary_tier import LmdbSecondaryTier, _folder_and_namespace
 from offload.errors import TierUnavailableError
 from offload.namespaces import wait_for_owners
 from tests.offload.connector.model.tiny_configs import config_of, make_model
@@ -197,7 +197,7 @@ def placed(root: Path, config: VllmConfig) -> tuple[Path, bytes]:
     transfer = config.kv_transfer_config
     assert transfer is not None
     assert transfer.engine_id is not None
-    return _place(root, spec_of(config.model_config.model, transfer.engine_id), ROW)
+    return _folder_and_namespace(root, spec_of(config.model_config.model, transfer.engine_id), ROW)
 
 
 def test_everything_that_decides_what_is_computed_decides_the_folder(tmp_path: Path) -> None:
@@ -226,7 +226,9 @@ def test_without_a_known_identity_the_blocks_are_for_one_engine(
     ]
     if why == "no configuration":
         names = ["nobody", "nobody else"]
-        found = [_place(tmp_path / "kv", spec_of(str(model), name), ROW) for name in names]
+        found = [
+            _folder_and_namespace(tmp_path / "kv", spec_of(str(model), name), ROW) for name in names
+        ]
     else:
         found = [placed(tmp_path / "kv", config) for config in configs]
     assert found[0] != found[1]

@@ -109,7 +109,7 @@ NAMED = {
         "offload/connector/scheduler/kv_events.py",
     ),
 }
-"""The name of each, whether it stops a server, and the place in our code that it affects."""
+"""The name of each, whether it stops a server, and the file of ours that it affects."""
 
 
 @cache
@@ -157,14 +157,14 @@ def planted() -> Checked:
     return check(Edited(installed(), PLANTED), minor_of(same_minor().version))
 
 
-def test_each_break_that_is_planted_in_vllm_is_named_with_its_place() -> None:
+def test_each_break_that_is_planted_in_vllm_is_named_with_its_line() -> None:
     checked = planted()
-    for text, (is_fatal, place) in NAMED.items():
+    for text, (is_fatal, file) in NAMED.items():
         named = [each for each in checked.breaks if str(each).startswith(text)]
         assert named, f"{text}: not named in\n" + "\n".join(map(str, checked.breaks))
         assert named[0].is_fatal is is_fatal, text
-        assert any(each.startswith(f"{place}:") for each in named[0].places), (text, named[0])
-        for each in named[0].places:
+        assert any(each.startswith(f"{file}:") for each in named[0].lines), (text, named[0])
+        for each in named[0].lines:
             path, _, line = each.rpartition(":")
             assert int(line) <= len((snapshots.ours().read(path) or "").splitlines())
 
@@ -344,8 +344,8 @@ def test_the_page_on_versions_shows_a_true_comparison() -> None:
     assert int(count) == len(before.facts)
     gone = re.findall(r"^(?:STOPS |breaks) (\S+): is gone\n +(\S+):\d+$", page, re.M)
     assert gone
-    for name, place in gone:
+    for name, file in gone:
         keys = [key for key in before.facts if key.endswith(name)]
         assert keys, name
         assert not [key for key in keys if now.facts.get(key) is not None], name
-        assert (ROOT / place).is_file()
+        assert (ROOT / file).is_file()

@@ -233,7 +233,7 @@ PLANTED = {
 def compared(snapshot: Contract, source: PackageSource) -> list[Break]:
     own = Texts("offload", OURS)
     now = contract_of(source, own, TABLE)
-    return breaks(snapshot, now.facts, our_parameters(Library(own)), dict(now.places))
+    return breaks(snapshot, now.facts, our_parameters(Library(own)), dict(now.lines))
 
 
 @pytest.fixture(scope="module")
@@ -246,14 +246,14 @@ def test_equal_versions_have_no_breaks(snapshot: Contract) -> None:
 
 
 @pytest.mark.parametrize("name", PLANTED)
-def test_each_kind_of_break_is_named_with_its_place(snapshot: Contract, name: str) -> None:
-    path, change, text, place, is_fatal = PLANTED[name]
+def test_each_kind_of_break_is_named_with_its_line(snapshot: Contract, name: str) -> None:
+    path, change, text, line, is_fatal = PLANTED[name]
     found = compared(snapshot, Edited(Texts("vllm", VLLM), {path: (change,)}))
     named = [each for each in found if str(each) == text]
     assert named, f"not named; found {[str(each) for each in found]}"
     assert named[0].is_fatal is is_fatal
     has_gone = text.endswith("is gone")  # found by its name: see test_installed
-    assert has_gone or place in named[0].places
+    assert has_gone or line in named[0].lines
 
 
 def test_a_definition_that_moves_is_not_a_break_if_its_name_is_still_imported(

@@ -192,8 +192,8 @@ def without_record(config: VllmConfig) -> VllmConfig:
 def on_another_machine(config: VllmConfig) -> VllmConfig:
     """As in a worker that Ray has started elsewhere, with a copy of the files."""
     record = vars(config.model_config)[RECORD]
-    places = {path: place | {"files": {}} for path, place in record["places"].items()}
-    vars(config.model_config)[RECORD] = record | {"machine": "another", "places": places}
+    states = {path: state | {"files": {}} for path, state in record["states"].items()}
+    vars(config.model_config)[RECORD] = record | {"machine": "another", "states": states}
     return config
 
 
@@ -489,6 +489,6 @@ def test_records_are_made_once_and_name_no_class_of_ours(
     register()
     assert vars(ModelConfig)["__post_init__"] is create
     record = vars(config_of(model).model_config)[RECORD]
-    assert record["places"][str(model)]["whole"]
+    assert record["states"][str(model)]["whole"]
     assert b"offload" not in pickle.dumps(record)
     assert not [line for line in caplog.messages if "were not recorded" in line]
