@@ -14,7 +14,7 @@ from offload.layout.keys import CPU
 from offload.messages.plan import IN_SLAB, STAGED, Columns, one_width
 from offload.planner.context import PlannerContext
 from offload.planner.jobs import Job, Pins
-from offload.planner.step_budget import EVICTED_COST
+from offload.planner.step_budget import EVICT_COST_IN_LOADED_CHUNKS
 from policies.base import EntryInfo
 
 SAMPLED_CHUNKS = 256
@@ -159,7 +159,7 @@ class LoadSources:
             infos=promoted.infos,
             pins=pins,
             counts=self._count(groups, tiers),
-            cost=len(keys) + len(promoted.slots) + EVICTED_COST * promoted.evicted,
+            cost=len(keys) + len(promoted.slots) + EVICT_COST_IN_LOADED_CHUNKS * promoted.evicted,
         )
 
     def _find(

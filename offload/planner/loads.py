@@ -20,7 +20,7 @@ from offload.messages.report import JobResult
 from offload.planner.context import PlannerContext
 from offload.planner.jobs import Job, JobKind, LoadTokens, Pins
 from offload.planner.load_sources import LoadSources
-from offload.planner.step_budget import ACCEPTED_COST, LOAD_PART_MAX
+from offload.planner.step_budget import ACCEPT_COST_IN_LOADED_CHUNKS, LOAD_PART_MAX
 from policies.base import EntryInfo
 from policies.hints import LOW
 
@@ -221,7 +221,7 @@ class LoadPlanner:
         else:
             load.tokens.set(self._sources.expected(batches, load.read))
             self.held.hold(load.job, batches)
-            self._allowance.take(int(load.chunks * ACCEPTED_COST))
+            self._allowance.take(int(load.chunks * ACCEPT_COST_IN_LOADED_CHUNKS))
             self.queue.append(load)
         self._jobs.open(load)
         self.request_ended(request)

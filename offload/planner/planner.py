@@ -28,9 +28,9 @@ from offload.planner.pending_deletes import PendingDeletes
 from offload.planner.presence import PresenceCache, SharedLimits
 from offload.planner.recency import Recency, RequestUses
 from offload.planner.step_budget import (
+    LEFT_TO_WRITE_THROUGH_SHARE,
     TAKE_IN_COST,
     TOUCH_COST,
-    WRITE_THROUGH_LEAVES,
     DeferredWork,
     StepBudget,
 )
@@ -183,7 +183,7 @@ class Planner:
         if self.uses.behind:
             self._note_uses()
         leaves = self.deferred.pieces and self.write_through.is_waiting
-        errors = self.deferred.end_step(WRITE_THROUGH_LEAVES if leaves else 0)
+        errors = self.deferred.end_step(LEFT_TO_WRITE_THROUGH_SHARE if leaves else 0.0)
         if self.loads.queue:
             self.loads.advance()
         if self.look_ahead.queue:
@@ -221,10 +221,10 @@ class Planner:
     def _note_uses(self) -> None:
         """Report deferred uses to the policies: at least one piece, more if the budget allows.
         Stops after a long piece, which has used more than its share of the step."""
-        eighths = 0
-        while self.uses.behind and self.budget.above(eighths) > 0 and not self.uses.is_long:
+        share = 0.0
+        while self.uses.behind and self.budget.above(share) > 0 and not self.uses.is_long:
             self.budget.spend(TOUCH_COST * self.uses.step())
-            eighths = WRITE_THROUGH_LEAVES
+            share = LEFT_TO_WRITE_THROUGH_SHARE
 
     def complete(self, report: StepReport) -> None:
         """Process the work that workers have finished, as far as the step's budget allows."""

@@ -22,8 +22,8 @@ from operator import sub
 
 STORE_COST = EVICT_COST = TAKE_IN_COST = AHEAD_COST = 1
 TOUCH_COST = WRITE_THROUGH_COST = WRITTEN_THROUGH_COST = 2
-LOOKUP_COST_TENTHS = 6
-KEY_COST_TENTHS = 1
+LOOKUP_COST = 6 / 10
+KEY_COST = 1 / 10
 UNITS_PER_CHUNK = 3
 """Budget of a step in units per chunk that the step may load. Loading that many chunks uses half of
 the budget."""
@@ -32,9 +32,9 @@ the budget."""
 
 STEP_CHUNKS = 256
 """Number of chunks that a short step may load. A chunk that gets a slot counts twice."""
-EVICTED_COST = 2
+EVICT_COST_IN_LOADED_CHUNKS = 2
 """Cost of evicting a chunk to make space, in loaded chunks."""
-ACCEPTED_COST = 1 / 16
+ACCEPT_COST_IN_LOADED_CHUNKS = 1 / 16
 """Cost of accepting a chunk of a long load that is planned later."""
 LOAD_PART_MAX = 64
 """Number of chunks that are planned at a time; their cost is known only afterwards."""
@@ -102,11 +102,11 @@ DELETIONS_MAX = 1024
 EXPIRED_MAX = 4096
 """Number of expired entries dropped by the presence cache, and by the timed pins."""
 
-# -- shares of the budget, in eighths, that each kind of work leaves to others
+# -- shares of the budget that one kind of work leaves to others
 
-TAKE_IN_LEAVES = 5
-STORES_LEAVE = AHEAD_LEAVES = 3
-WRITE_THROUGH_LEAVES = 2
+LEFT_BY_RESULTS_SHARE = 5 / 8
+LEFT_BY_STORES_SHARE = LEFT_BY_AHEAD_SHARE = 3 / 8
+LEFT_TO_WRITE_THROUGH_SHARE = 2 / 8
 OVERDUE_SHARE = 1 / 16
 """Share of the backlog that every step processes, even if the budget is spent: until then, its
 chunks keep their slots and cannot be hit."""
@@ -128,7 +128,8 @@ class Allowance:
     ``StepBudget``.
 
     ``chunks`` is the allowance of a short step, ``left`` is what is left of it in the current step.
-    ``chunks_min`` chunks may be handled at a time even when nothing is left.
+    ``chunks_min`` chunks may be handled at a time even when nothing is left. A chunk costs ``cost``
+    units of the budget, a whole number of tenths, which are given to ``spend``.
     """
 
     __slots__ = ("_cost_tenths", "_scales", "_spend", "_tenths", "chunks", "chunks_min", "left")
@@ -139,13 +140,13 @@ class Allowance:
         *,
         chunks_min: int = 0,
         scales: bool = False,
-        cost_tenths: int = 0,
+        cost: float = 0,
         spend: Callable[[int], None] | None = None,
     ) -> None:
         self.chunks = self.left = chunks
         self.chunks_min = chunks_min
         self._scales = scales
-        self._cost_tenths = cost_tenths
+        self._cost_tenths = round(10 * cost)  # whole numbers, so that sums are exact
         self._spend = spend
         self._tenths = 0  # taken but not yet charged to the budget
 
@@ -183,17 +184,17 @@ class StepBudget:
             LOOKUP_CHUNKS,
             chunks_min=LOOKUP_CHUNKS_MIN,
             scales=True,
-            cost_tenths=LOOKUP_COST_TENTHS,
+            cost=LOOKUP_COST,
             spend=self.spend,
         )
-        self.ahead = Allowance(AHEAD_LOOK_MAX, cost_tenths=10 * AHEAD_COST, spend=self.spend)
-        self.keys = Allowance(ENDED_KEYS_MAX, cost_tenths=KEY_COST_TENTHS, spend=self.spend)
+        self.ahead = Allowance(AHEAD_LOOK_MAX, cost=AHEAD_COST, spend=self.spend)
+        self.keys = Allowance(ENDED_KEYS_MAX, cost=KEY_COST, spend=self.spend)
         self.stores = Allowance(STORE_CHUNKS_MIN)
         self._ends: deque[float] = deque(maxlen=STEPS + 1)
 
-    def above(self, eighths: int) -> int:
-        """The part of the budget that may be spent if this many eighths are left for other work."""
-        return self.left - self.times * self.units * eighths // 8
+    def above(self, share: float) -> int:
+        """The part of the budget that may be spent if this share is left for other work."""
+        return self.left - int(self.times * self.units * share)
 
     def store_look_max(self, *, ended: bool) -> int:
         """The maximum number of one request's chunks in one group that may be looked up for the
@@ -235,7 +236,7 @@ class DeferredWork:
         self.pieces.append((max(1, cost), work))
         self._behind += max(1, cost)
 
-    def work(self, leave: int = TAKE_IN_LEAVES) -> list[Exception]:
+    def work(self, leave: float = LEFT_BY_RESULTS_SHARE) -> list[Exception]:
         """Do the pieces that the step still allows; return the errors of failed pieces."""
         errors: list[Exception] = []
         while self.pieces and (
@@ -252,7 +253,7 @@ class DeferredWork:
                 errors.append(error)
         return errors
 
-    def end_step(self, leave: int) -> list[Exception]:
+    def end_step(self, leave: float) -> list[Exception]:
         """Do ``work`` once more, at the end of the step."""
         errors = self.work(leave) if self.pieces else []
         self._has_worked = False

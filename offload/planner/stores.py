@@ -23,11 +23,11 @@ from offload.planner.own_chunks import OwnChunks
 from offload.planner.recency import RequestUses
 from offload.planner.step_budget import (
     EVICT_COST,
+    LEFT_BY_STORES_SHARE,
     STORE_CHUNKS_MIN,
     STORE_COST,
     STORE_PIECE_MAX,
     STORE_PIECE_MIN,
-    STORES_LEAVE,
 )
 from offload.telemetry.removed_chunks import Cause
 from policies.base import AdmissionPolicy
@@ -221,7 +221,7 @@ class StorePlanner:
     def available(self, *, ended: bool = False) -> int:
         """The number of a request's chunks that can be stored in this step without an eviction."""
         always = STORE_CHUNKS_MIN if ended else self._budget.stores.left
-        return max(self._budget.above(STORES_LEAVE) // STORE_COST, always)
+        return max(self._budget.above(LEFT_BY_STORES_SHARE) // STORE_COST, always)
 
     def may_wait(self, chunks: int) -> bool:
         """True if a running request with ``chunks`` chunks to store waits, instead of evicting a

@@ -42,10 +42,10 @@ from offload.planner.look_ahead.ahead_use import (
 )
 from offload.planner.look_ahead.wanted_soon import WantedSoon
 from offload.planner.step_budget import (
-    AHEAD_LEAVES,
     AHEAD_OPEN_REQUESTS_MAX,
     AHEAD_REQUEST_CHUNKS_MAX,
     EVICT_COST,
+    LEFT_BY_AHEAD_SHARE,
 )
 
 AHEAD_BATCH = 16
@@ -267,7 +267,11 @@ class LookAhead:
             while (
                 waiting.is_open and (has_free or waiting.evicts) and self._may_read(waiting, tiers)
             ):
-                if ahead.left <= 0 or self._chunks_left <= 0 or budget.above(AHEAD_LEAVES) <= 0:
+                if (
+                    ahead.left <= 0
+                    or self._chunks_left <= 0
+                    or budget.above(LEFT_BY_AHEAD_SHARE) <= 0
+                ):
                     return
                 looked, is_full = self._look(waiting, tiers, min(ahead.left, AHEAD_BATCH))
                 ahead.take(looked)

@@ -282,7 +282,7 @@ def test_consecutive_long_steps_may_do_more(steps_s: list[float], times: int) ->
         budget.end_step(now)
     assert budget.times == times
     assert budget.left == times * UNITS
-    assert budget.above(2) == times * UNITS * 3 // 4, "other requests must get their share"
+    assert budget.above(1 / 4) == times * UNITS * 3 // 4, "other requests must get their share"
     budget.end_step(now + steps_s[-1], half=True)
     assert budget.left == budget.times * UNITS // 2
 
@@ -312,11 +312,11 @@ def test_long_steps_store_and_load_more() -> None:
 
 
 def _stores_leave_nothing(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(store_planner, "STORES_LEAVE", 0)
+    patch.setattr(store_planner, "LEFT_BY_STORES_SHARE", 0.0)
 
 
 def _no_end(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(StepBudget, "above", lambda self, eighths: self.units)
+    patch.setattr(StepBudget, "above", lambda self, share: self.units)
 
 
 def _all_are_good(patch: pytest.MonkeyPatch) -> None:
