@@ -1,9 +1,8 @@
 """KV-cache offloading for vLLM: what to keep, where to keep it, and how to restore it.
 
 A vLLM server names ``offload.connector`` in its configuration and imports nothing else. Programs
-without vLLM use ``OffloadManager``. The names in ``__all__`` here, in ``policies`` and in ``tiers``
-are public, and so is every module that ``docs/reference/api.md`` names; everything else is private
-and may change at any time.
+without vLLM use ``OffloadManager``. ``docs/reference/api.md`` lists all public names and import
+paths, including those in ``__all__``; everything else is private and may change at any time.
 
 ``import offload`` imports neither torch nor vllm: names that need them are imported on first use.
 

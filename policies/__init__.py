@@ -1,8 +1,8 @@
 """Eviction and admission policies: they order keys and own no memory.
 
-The names in ``__all__`` are public, and so are the modules ``policies.hints`` and
-``policies.testing``; everything else is private and may change at any time. The simulator is
-imported on first use, because it needs numpy.
+``docs/reference/api.md`` lists all public names and import paths, including those in ``__all__``;
+everything else is private and may change at any time. The simulator is imported on first use,
+because it needs numpy.
 
 Owns the order in which tiers evict keys, and the rules for which keys may enter a tier.
 

@@ -21,9 +21,13 @@ PAGE = ROOT / "docs" / "reference" / "api.md"
 
 HEAD = """# The Python API
 
-The names below are public, and so are the command line (`kvtiers`), the configuration and the
-formats on disk. Everything else is private by convention, whatever its name: it may change in any
-version without notice. The packages carry `py.typed`.
+The names and import paths on this page are public, and so are the command line (`kvtiers`), the
+configuration and the formats on disk. Everything else is private by convention, whatever its name:
+it may change in any version without notice. The packages carry `py.typed`.
+
+`offload`, `policies` and `tiers` export what users import. Authors of policies and tiers also need
+`policies.hints` and `tiers.authoring`, and test their classes with `policies.testing` and
+`tiers.testing`. Each of these modules has a section below.
 
 `import offload, policies, tiers` is cheap: it imports neither torch nor vllm. Names that need
 torch are imported on first use.
@@ -33,10 +37,16 @@ Some names stand in a configuration instead of an import statement:
 | path | where it is named |
 |---|---|
 | `offload.connector` | `kv_connector_module_path`: [Serving](../guides/serve.md) |
+| `offload.connector.connector` | the same, in earlier configurations |
 | `offload.connector.plugin:register` | vLLM's plugin, found by its entry point |
 | `offload.connector.cache_policy` | [Under vLLM's own offloading](../guides/vllm-native.md) |
 | `offload.connector.secondary_tier` | the same |
 | `offload.cli:main` | the command `kvtiers` |
+
+Earlier programs import some names from the modules below. These paths stay valid; new code uses the
+packages, and `make_policy("adaptive")` for the default policy:
+
+KEPT_PATHS
 
 Generated: `python scripts/api_reference.py`.
 """
@@ -51,6 +61,22 @@ MODULES = (
     "tiers.testing",
 )
 """The public modules, in the order of the page."""
+KEPT_PATHS = {
+    "offload.manager": ("OffloadManager", "SimpleConfig", "SimpleGroup", "SimpleSpec"),
+    "policies.adaptive": ("AdaptivePolicy",),
+    "policies.base": ("AdmissionPolicy", "EntryInfo", "EvictionPolicy", "Key", "RemoveCause"),
+    "tiers.base": (
+        *("ALIGNMENT", "Buffer", "Key", "ReadOutcome", "Scrubbed", "SharedTier", "StoredKey"),
+        *("StoredKeys", "Tier", "TierClosedError", "TierError", "TierInfo", "TierIoError"),
+        *("WriteOutcome", "stored_keys"),
+    ),
+    "tiers.record": (
+        *("HEADER_BYTES", "Identity", "check_identity", "check_key", "check_payload"),
+        *("check_records", "seal", "verify"),
+    ),
+}
+"""Import paths that stay valid, and the public names of each. Other names of these modules are
+private."""
 CONTRACTS = {"policies.testing": ("PolicyContract", "synthetic_trace"), "policies.hints": ()}
 """The public names of modules that have no ``__all__``."""
 
@@ -242,9 +268,18 @@ def described(entry: Entry) -> str:
     return "\n".join(lines)
 
 
+def kept_paths() -> str:
+    """Make the table of the import paths that stay valid."""
+    rows = (
+        f"| `{module}` | {', '.join(f'`{name}`' for name in names)} |"
+        for module, names in KEPT_PATHS.items()
+    )
+    return "\n".join(("| module | names |", "|---|---|", *rows))
+
+
 def page() -> str:
     """Make the whole page."""
-    parts = [HEAD]
+    parts = [HEAD.replace("KEPT_PATHS", kept_paths())]
     described_already = set[tuple[str, str]]()
     for module in MODULES:
         parts.append(f"## `{module}`\n\n{markdown(ast.get_docstring(tree_of(module)) or '')}\n")

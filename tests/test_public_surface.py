@@ -56,6 +56,15 @@ def test_every_public_name_is_documented(package: str) -> None:
     assert [missing for entry in entries for missing in REFERENCE.undocumented(entry)] == []
 
 
+@pytest.mark.parametrize("module", REFERENCE.KEPT_PATHS)
+def test_documented_import_paths_stay_valid(module: str) -> None:
+    found = importlib.import_module(module)
+    names = REFERENCE.KEPT_PATHS[module]
+    assert [name for name in names if not hasattr(found, name)] == []
+    exported = {name for other in REFERENCE.MODULES for name in REFERENCE.public_names(other)}
+    assert set(names) - exported <= {"AdaptivePolicy"}, "what users import is exported"
+
+
 def test_the_reference_is_up_to_date() -> None:
     if os.environ.get("KVTIERS_REWRITE"):
         REFERENCE.PAGE.write_text(REFERENCE.page())

@@ -1,8 +1,8 @@
 """Tiers below the GPU: media that store KV chunks, and engines that copy chunks to and from them.
 
-The names in ``__all__`` are public, and so are the modules ``tiers.base``, ``tiers.record``,
-``tiers.authoring`` and ``tiers.testing``; everything else is private and may change at any time.
-The tiers themselves are imported on first use, because they need LMDB, Mooncake and threads.
+``docs/reference/api.md`` lists all public names and import paths, including those in ``__all__``;
+everything else is private and may change at any time. The tiers themselves are imported on first
+use, because they need LMDB, Mooncake and threads.
 
 Owns the media below the GPU, and the copies between them and the GPU.
 
