@@ -13,6 +13,7 @@ import pytest
 from vllm import SamplingParams
 from vllm.v1.request import Request, RequestStatus
 
+from offload.connector.scheduler.prefill_rate import PrefillRate
 from offload.planner.load_or_recompute import SAMPLES_MIN, LoadOrRecompute
 from offload.planner.look_ahead.look_ahead import AHEAD_FLYING_MAX
 from offload.requests.request_identity import RequestIdentity
@@ -201,6 +202,7 @@ def test_what_waits_is_read_ahead_while_others_load_from_a_tier_that_pays(
     """Break-even is on, and both speeds are known: a request that could run would compute instead
     of waiting for the loads before it, but these requests cannot run."""
     monkeypatch.setattr(LoadOrRecompute, "tokens_min", 0.0)  # short loads: not measured in steps
+    monkeypatch.setattr(PrefillRate, "left_tokens", lambda rate: 0)  # nothing else to compute
     steps = {}
     for share in (0.0, 0.5):
         with world(tmp_path / str(share), share, break_even=True) as served:

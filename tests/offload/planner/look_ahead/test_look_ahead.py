@@ -84,6 +84,10 @@ class Queue:
     def held(self) -> list[int]:
         return sorted(map(number, self.ahead._held))
 
+    def wanted(self) -> list[int]:
+        """The chunks that the CPU tier keeps for the first requests."""
+        return sorted(map(number, self.ahead._wanted.keys))
+
     def evictable(self) -> list[int]:
         """The chunks that an eviction of everything removes."""
         return sorted(map(number, self.planner.cpu.evict(1 << 20)))
@@ -341,7 +345,9 @@ def test_a_reset_during_reads_ends_them() -> None:
     assert not queue.ahead.is_reading
     assert queue.ahead.counts.chunks["wasted"] == 10
     queue.ahead.leave("one")
+    queue.wait("two", range(20, 30), 1)
     queue.step()
+    assert queue.wanted() == list(range(20, 30))
     queue.planner.check()
 
 
