@@ -32,6 +32,7 @@ from tiers.base import Key
 from tiers.folders.folder import sync_folder, try_flock
 from tiers.io.threads import DaemonExecutor
 from tiers.offline.archive import MAGIC, Record, about_frame, record_frame
+from tiers.offline.interrupts import run_until_interrupted
 from tiers.offline.offline_folder import Checker, OfflineFolder, RecordHealth
 
 EXPORT_FORMAT = 1
@@ -131,7 +132,7 @@ def export_namespace(
 ) -> list[Exported]:
     """Write the complete export of folders without a ``weights_problem``. Raises
     ``FolderChangedError``, ``NamespaceError`` and ``OSError``, after which the file is useless."""
-    return asyncio.run(_export(namespace, rank_folders, file, rate_limit, advance))
+    return run_until_interrupted(_export(namespace, rank_folders, file, rate_limit, advance))
 
 
 class _ArchiveFile:

@@ -3,12 +3,12 @@ loop."""
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Iterable
 from dataclasses import dataclass
 
 from tiers.base import Tier, WriteOutcome
 from tiers.offline.archive import Record
+from tiers.offline.interrupts import run_until_interrupted
 
 WRITE_BATCH_BYTES = 32 << 20
 
@@ -30,7 +30,7 @@ def write_all(tier: Tier, records: Iterable[Record]) -> Written:
 
     Raises ``TierError``, and any exception of ``records``; the tier is closed in either case.
     """
-    return asyncio.run(_write_all(tier, records))
+    return run_until_interrupted(_write_all(tier, records))
 
 
 async def _write_all(tier: Tier, records: Iterable[Record]) -> Written:
