@@ -1,4 +1,4 @@
-"""Owns the records of an index in memory: their values, by key, in little space.
+"""Owns the compact copy of an index in memory: the values of its records, by key.
 
 Must not know LMDB, files, or the content of payloads.
 """
