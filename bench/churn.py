@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import dataclasses
 import shutil
-import sys
 import tempfile
 import time
 from collections.abc import Sequence
@@ -22,7 +21,7 @@ import typer
 from rich.progress import Progress
 
 from bench.environment import describe
-from bench.report import Chart, deliver
+from bench.report import Chart, command_line, deliver
 from bench.scenario import Report, Row, median, parse_size, progress_bar, size_text
 from bench.tiers_optional import available
 from bench.tiers_systems import SYSTEMS as BUILT_IN
@@ -133,11 +132,10 @@ def register(app: typer.Typer) -> None:
         config = Config(parse_size(size), cap, depth, tuple(systems.split(",")), folder)
         with progress_bar() as progress:
             report = run(config, progress)
-        command = "python -m bench " + " ".join(sys.argv[1:])
         deliver(
             report,
             CHARTS,
-            command=command,
+            command=command_line("churn"),
             as_json=as_json,
             keep=keep,
             name="disk-tiers-under-churn",

@@ -10,7 +10,6 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import random
-import sys
 import threading
 import time
 from collections import defaultdict
@@ -23,7 +22,7 @@ from rich.progress import Progress
 
 from bench.copy_beds import LARGE_COPY_BYTES, LAYOUTS, Bed, CpuBed, CudaBed, Layout, Load, layout
 from bench.environment import describe
-from bench.report import Chart, deliver
+from bench.report import Chart, command_line, deliver
 from bench.scenario import Report, Row, median, parse_size, progress_bar, size_text, spread
 from tiers.copy.base import CopyEngine
 
@@ -223,13 +222,10 @@ def register(app: typer.Typer) -> None:
         )
         with progress_bar() as progress:
             report = run(config, progress)
-        command = "python -m bench copy " + " ".join(
-            argument for argument in sys.argv[1:] if argument != "copy"
-        )
         deliver(
             report,
             CHARTS,
-            command=command.strip(),
+            command=command_line("copy"),
             as_json=as_json,
             keep=keep,
             name=f"copy-speed-{device}",

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import dataclasses
 import os
-import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
@@ -18,7 +17,7 @@ import typer
 from rich.progress import Progress
 
 from bench.environment import describe
-from bench.report import Chart, deliver, trace_label
+from bench.report import Chart, command_line, deliver, trace_label
 from bench.scenario import Report, Row, progress_bar
 from policies.registry import DEFAULT_CPU_POLICY
 from policies.simulation.jobs import OPTIMUM, SimulationJob, TraceSource, load, run_jobs
@@ -153,13 +152,10 @@ def register(app: typer.Typer) -> None:
         with progress_bar() as progress:
             report = run(config, progress)
         report.config = {**report.config, "traces": [Path(p).name for p in config.traces]}
-        command = "python -m bench gates " + " ".join(
-            Path(word).name if "/" in word else word for word in sys.argv[2:]
-        )
         deliver(
             report,
             CHARTS,
-            command=command,
+            command=command_line("gates"),
             as_json=as_json,
             keep=keep,
             name="adaptive-against-lru",

@@ -24,7 +24,7 @@ import typer
 from rich.progress import Progress
 
 from bench.environment import describe
-from bench.report import Chart, deliver
+from bench.report import Chart, command_line, deliver
 from bench.scenario import Report, Row, progress_bar
 from offload.messages.plan import LoadJob, StepPlan
 
@@ -434,7 +434,7 @@ def register(app: typer.Typer) -> None:
         deliver(
             report,
             CHARTS,
-            command="python -m bench hooks",
+            command=command_line("hooks"),
             as_json=as_json,
             keep=keep,
             name=f"hook-time-{policy}",

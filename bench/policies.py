@@ -7,7 +7,6 @@ minimum over all rounds, because noise on the machine can only increase it.
 from __future__ import annotations
 
 import dataclasses
-import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,7 +17,7 @@ from rich.progress import Progress
 
 from bench.environment import describe
 from bench.policies_rivals import VllmPolicy, libcachesim_run
-from bench.report import Chart, deliver, trace_label
+from bench.report import Chart, command_line, deliver, trace_label
 from bench.scenario import Report, Row, progress_bar
 from policies.base import EvictionPolicy
 from policies.registry import make_policy, policy_names
@@ -171,13 +170,10 @@ def register(app: typer.Typer) -> None:
         with progress_bar() as progress:
             report = run(config, progress)
         report.config = {**report.config, "traces": [Path(p).name for p in config.traces]}
-        command = "python -m bench policies " + " ".join(
-            Path(word).name if "/" in word else word for word in sys.argv[2:]
-        )
         deliver(
             report,
             CHARTS,
-            command=command,
+            command=command_line("policies"),
             as_json=as_json,
             keep=keep,
             name="policy-cost-and-hits",

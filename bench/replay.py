@@ -267,8 +267,8 @@ def _sample(
 
 
 def speeds_from(config: Config, samples: Sequence[tuple[Batch, Batch]]) -> Speeds:
-    """The simulator's speeds. Batches of one prompt show the speed of computing, and batches that
-    fill the engine that of an answer. A disk without a limit takes no time."""
+    """The simulator's speeds. Batches of one prompt show how fast prompts are computed; batches
+    that fill the engine show how fast each answer is. A disk without a limit takes no time."""
     return Speeds(
         prefill=median([single.prompt_tokens / single.ttft_s[0] for single, _ in samples]),
         decode=median(
@@ -430,7 +430,14 @@ def register(app: typer.Typer) -> None:
             threads,
             folder,
         )
-        run_and_deliver(_run, config, CHARTS, as_json=as_json, keep=keep)
+        run_and_deliver(
+            _run,
+            config,
+            CHARTS,
+            as_json=as_json,
+            keep=keep,
+            name="predicted-and-measured-times",
+        )
 
 
 def _run(config: Config, progress: Progress) -> Report:

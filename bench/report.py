@@ -6,9 +6,11 @@ import datetime
 import json
 import math
 import re
+import shlex
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
-from pathlib import Path
+from pathlib import Path, PurePath
 from typing import Any
 
 from rich.console import Console
@@ -19,7 +21,7 @@ from bench.scenario import Report, Row
 RESULTS = Path(__file__).parent / "results"
 
 
-def number(value: float | None) -> str:
+def number_text(value: float | None) -> str:
     """Three significant digits, or a dash for a value that was not measured."""
     if value is None or math.isnan(value):
         return "-"
@@ -55,7 +57,7 @@ def _rows_by_series(report: Report) -> Table:
     for row in report.rows:
         if before and row.case != before:
             table.add_section()
-        cells = [number(row.values.get(name)) for name in report.columns()]
+        cells = [number_text(row.values.get(name)) for name in report.columns()]
         table.add_row("" if row.case == before else row.case, row.series, *cells)
         before = row.case
     return table
@@ -69,7 +71,7 @@ def _columns_by_series(report: Report, case: str) -> Table:
         table.add_column(row.series, justify="right")
     for name in report.columns():
         if any(name in row.values for row in rows):
-            table.add_row(name, *(number(row.values.get(name)) for row in rows))
+            table.add_row(name, *(number_text(row.values.get(name)) for row in rows))
     return table
 
 
@@ -124,7 +126,7 @@ def markdown_table(report: Report) -> list[str]:
     columns = report.columns()
     lines = [_md_row(["case", "series", *columns]), _md_row(["---"] * (2 + len(columns)))]
     for row in report.rows:
-        cells = [number(row.values.get(name)) for name in columns]
+        cells = [number_text(row.values.get(name)) for name in columns]
         lines.append(_md_row([row.case, row.series, *cells]))
     return lines
 
@@ -275,7 +277,7 @@ class Bars:
         if math.isnan(value):
             return "no value"
         longest = max(abs(value) for value in self.values.values() if not math.isnan(value))
-        return number(value) if abs(value) < SHORTEST_BAR * longest else ""
+        return number_text(value) if abs(value) < SHORTEST_BAR * longest else ""
 
 
 def bars_of(report: Report, chart: Chart) -> Bars:
@@ -294,10 +296,10 @@ def bars_of(report: Report, chart: Chart) -> Bars:
     shown = groups[: BARS_MAX // max(1, len(series))]
     values, intervals = {}, {}
     for row in rows:
-        place = (row.series, row.case) if is_turned else (row.case, row.series)
-        values[place] = row.values[column]
+        bar = (row.series, row.case) if is_turned else (row.case, row.series)
+        values[bar] = row.values[column]
         if column in row.intervals:
-            intervals[place] = row.intervals[column]
+            intervals[bar] = row.intervals[column]
     return Bars(shown, series, values, intervals, len(groups) - len(shown))
 
 
@@ -316,16 +318,16 @@ def plot(report: Report, path: Path, chart: Chart) -> tuple[float, float]:
     height = 0.8 / max(1, len(bars.series))
     figure, axes = plt.subplots(figsize=size)
     for number, name in enumerate(bars.series):
-        places = [at + number * height for at in range(len(bars.groups))]
+        positions = [at + number * height for at in range(len(bars.groups))]
         values = [bars.values.get((group, name), math.nan) for group in bars.groups]
-        axes.barh(places, values, height, color=bars.colours(number), **bars.pattern(number))
-        for place, group, value in zip(places, bars.groups, values, strict=True):
+        axes.barh(positions, values, height, color=bars.colours(number), **bars.pattern(number))
+        for position, group, value in zip(positions, bars.groups, values, strict=True):
             if (group, name) in bars.intervals:
                 low, high = bars.intervals[group, name]
                 reach = [[max(0, value - low)], [max(0, high - value)]]
-                axes.errorbar(value, place, xerr=reach, color="black", capsize=2, linewidth=1)
+                axes.errorbar(value, position, xerr=reach, color="black", capsize=2, linewidth=1)
             elif text := bars.text_instead(value):
-                axes.text(0, place, f" {text}", va="center", fontsize=6, color="#555555")
+                axes.text(0, position, f" {text}", va="center", fontsize=6, color="#555555")
     axes.set_yticks([at + 0.4 - height / 2 for at in range(len(bars.groups))], bars.groups)
     axes.tick_params(axis="y", labelsize=8 if count <= 60 else 6)
     axes.invert_yaxis()
@@ -376,6 +378,22 @@ def save(
     markdown = stem.with_name(f"{stem.name}.md")
     markdown.write_text(to_markdown(report, command))
     return markdown
+
+
+def command_line(name: str) -> str:
+    """The command that runs the benchmark ``name`` with the arguments of this process. Paths are
+    shortened to their last part, because only this machine has the rest."""
+    words = sys.argv[1:]
+    if words[:1] == [name]:  # absent if the benchmark's module was run instead of ``bench``
+        del words[0]
+    return shlex.join(["python", "-m", "bench", name, *map(_without_folders, words)])
+
+
+def _without_folders(word: str) -> str:
+    if word.startswith("{"):  # JSON
+        return word
+    option, equals, value = word.rpartition("=")
+    return f"{option}{equals}{PurePath(value).name or value}"
 
 
 def deliver(

@@ -31,7 +31,7 @@ import typer
 from rich.progress import Progress
 
 from bench.environment import describe
-from bench.report import Chart, deliver
+from bench.report import Chart, command_line, deliver
 from bench.scenario import Report, Row, median, progress_bar
 from offload.index.capacity import ByteCapacity
 from offload.index.recovered_chunks import recover
@@ -195,11 +195,10 @@ def register(app: typer.Typer) -> None:
     ) -> None:
         with progress_bar() as progress:
             report = run(Config(records, rounds, folder), progress)
-        command = "python -m bench " + " ".join(sys.argv[1:])
         deliver(
             report,
             CHARTS,
-            command=command,
+            command=command_line("restart"),
             as_json=as_json,
             keep=keep,
             name="index-restart-time",

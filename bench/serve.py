@@ -16,7 +16,6 @@ import dataclasses
 import json
 import os
 import random
-import shlex
 import shutil
 import signal
 import sys
@@ -30,7 +29,7 @@ import typer
 from rich.progress import Progress
 
 from bench.environment import describe
-from bench.report import Chart, deliver
+from bench.report import Chart, command_line, deliver
 from bench.scenario import Report, Row, median, progress_bar
 from bench.serve_engine import Engine, EngineError
 from bench.serve_numbers import Case, Samples, throughput, verdicts
@@ -177,7 +176,7 @@ def engine_arguments(config: Config, model: Model, weights: Path) -> dict[str, A
 
 
 def sizes_for(config: Config, model: Model, folder: Path) -> TierSizes:
-    """The size of a tier in bytes.
+    """The sizes of the tiers.
 
     A CPU tier alone can hold a whole round. Above a disk tier it holds two batches, so that all but
     the latest ones are loaded from the disk.
@@ -381,16 +380,13 @@ def register(app: typer.Typer) -> None:
             folder,
             _settings(engine),
         )
-        signal.signal(
-            signal.SIGTERM, lambda *_: sys.exit(1)
-        )  # ends the engines when this command ends
+        signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # so that the engines end, too
         with progress_bar() as progress:
             report = run(config, progress)
-        command = "python -m bench " + shlex.join(sys.argv[1:])
         deliver(
             report,
             CHARTS,
-            command=command,
+            command=command_line("serve"),
             as_json=as_json,
             keep=keep,
             name="serving-against-others" if _is_compared(config) else "serving-with-and-without",

@@ -11,7 +11,6 @@ from __future__ import annotations
 import dataclasses
 import random
 import shutil
-import sys
 import tempfile
 import time
 from collections import defaultdict
@@ -25,7 +24,7 @@ import typer
 from rich.progress import Progress
 
 from bench.environment import describe
-from bench.report import Chart, deliver
+from bench.report import Chart, command_line, deliver
 from bench.scenario import Report, Row, median, parse_size, progress_bar, size_text
 from bench.shared_systems import Contestant, Store, contestants
 from bench.tiers_systems import Arena
@@ -171,11 +170,10 @@ def register(app: typer.Typer) -> None:
         config = Config(parsed, parse_size(total), depth, rounds, folder)
         with progress_bar() as progress:
             report = run(config, progress)
-        command = "python -m bench " + " ".join(sys.argv[1:])
         deliver(
             report,
             CHARTS,
-            command=command,
+            command=command_line("shared"),
             as_json=as_json,
             keep=keep,
             name="shared-store-speed",

@@ -15,7 +15,7 @@ from typing import Annotated, Any, TypeVar
 import typer
 from rich.progress import Progress
 
-from bench.report import Chart, deliver
+from bench.report import Chart, command_line, deliver
 from bench.scenario import Report, progress_bar
 from bench.serve_systems import BLOCK_TOKENS, MODELS
 from bench.slow_disk import SlowDiskError
@@ -76,7 +76,7 @@ def run_and_deliver(
     *,
     as_json: bool,
     keep: bool,
-    name: str = "",
+    name: str,
 ) -> None:
     """Run the benchmark and finish the command. SIGTERM ends the engines, too."""
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
@@ -85,5 +85,11 @@ def run_and_deliver(
             report = run(config, progress)
     except SlowDiskError as error:
         raise typer.BadParameter(str(error), param_hint="--disk-mb-s") from error
-    command = "python -m bench " + " ".join(sys.argv[1:])
-    deliver(report, charts, command=command, as_json=as_json, keep=keep, name=name)
+    deliver(
+        report,
+        charts,
+        command=command_line(report.question),
+        as_json=as_json,
+        keep=keep,
+        name=name,
+    )

@@ -11,7 +11,6 @@ from __future__ import annotations
 import dataclasses
 import random
 import shutil
-import sys
 import tempfile
 import time
 from collections import defaultdict
@@ -24,7 +23,7 @@ import typer
 from rich.progress import Progress
 
 from bench.environment import describe
-from bench.report import Chart, deliver
+from bench.report import Chart, command_line, deliver
 from bench.scenario import (
     Report,
     Row,
@@ -246,11 +245,10 @@ def register(app: typer.Typer) -> None:
         )
         with progress_bar() as progress:
             report = run(config, progress)
-        command = "python -m bench " + " ".join(sys.argv[1:])
         deliver(
             report,
             CHARTS,
-            command=command,
+            command=command_line("tiers"),
             as_json=as_json,
             keep=keep,
             name=f"disk-tiers-against-{'others' if _is_compared(config) else 'raw-disk'}",

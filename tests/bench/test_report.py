@@ -8,6 +8,7 @@ import json
 import math
 import re
 import shutil
+import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -24,6 +25,7 @@ from bench.report import (
     Chart,
     bars_of,
     colour_of,
+    command_line,
     from_json,
     pictures_of,
     plot,
@@ -54,6 +56,25 @@ def kept_runs() -> Iterator[tuple[Path, Report, Sequence[Chart]]]:
         if path.stem != "gpu":  # not from a benchmark
             report = from_json(path.read_text(encoding="utf-8"))
             yield path.with_suffix(""), report, charts_of(report)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "command"),
+    [
+        (["tiers", "--keep", "--sizes", "2MiB"], "tiers --keep --sizes 2MiB"),
+        (["--keep"], "tiers --keep"),  # python -m bench.tiers
+        (
+            ["tiers", "--folder", "/mnt/disk", "--model=some/model"],
+            "tiers --folder disk --model=model",
+        ),
+        (["tiers", "--engine", '{"a": "b/c"}'], """tiers --engine '{"a": "b/c"}'"""),
+    ],
+)
+def test_a_report_has_the_command_without_folders(
+    arguments: list[str], command: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["bench", *arguments])
+    assert command_line("tiers") == f"python -m bench {command}"
 
 
 def test_a_later_run_for_a_question_replaces_the_earlier_one(tmp_path: Path) -> None:
