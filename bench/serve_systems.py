@@ -272,7 +272,7 @@ class System:
 
     @property
     def missing(self) -> str:
-        """The reason why it cannot be started, or ``None``."""
+        """The reason why it cannot be started; empty if it can."""
         if self.package and importlib.util.find_spec(self.package) is None:
             return f"{self.package} is not installed"
         return ""

@@ -1,4 +1,4 @@
-"""A disk that the kernel slows down for chosen processes, for ``bench backlog``.
+"""A disk that the kernel slows for chosen processes, for ``bench backlog`` and ``bench replay``.
 
 Linux's ``blkio`` controller (cgroup v1, as root) bounds the bytes per second that the processes of
 a group read from a block device. Nothing else in the system is slowed, and the code that reads is

@@ -194,11 +194,11 @@ class RawDisk(ThreadedSystem):
     def __init__(self, folder: Path, arena: Arena, depth: int) -> None:
         super().__init__(folder, arena, depth)
         self.fd = os.open(folder / "raw", os.O_RDWR | os.O_CREAT | os.O_DIRECT, 0o600)
-        self.places = 2 * arena.count
-        os.posix_fallocate(self.fd, 0, self.places * arena.block_bytes)
+        self.ring_blocks = 2 * arena.count
+        os.posix_fallocate(self.fd, 0, self.ring_blocks * arena.block_bytes)
 
     def _offset(self, number: int) -> int:
-        return number % self.places * self.arena.block_bytes
+        return number % self.ring_blocks * self.arena.block_bytes
 
     def write_one(self, number: int) -> None:
         done = os.pwrite(self.fd, self.arena.block(number), self._offset(number))  # type: ignore[arg-type]  # arrays are buffers
