@@ -21,11 +21,9 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from tiers.base import Key, TierIoError
-from tiers.files.record_files import PREFIX, READ, Entry, RecordFiles, by_use, record_name
+from tiers.files.record_files import PREFIX, READ, Entry, RecordFiles, by_use
 from tiers.folders.folder import OwnerLock, prepare
 from tiers.record import Identity
-
-__all__ = ["EPOCH_NAME", "SHARED_NAME", "Entry", "ExclusiveFolder", "judge_epoch", "record_name"]
 
 logger = logging.getLogger(__name__)
 

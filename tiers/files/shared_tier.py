@@ -56,8 +56,8 @@ class SharedFileTier(RecordFileTier[SharedFolder], SharedTier):
         arguments = (self._folder, self._identity, self._capacity_bytes, is_own)
         folder = await self._open_in_thread(SharedFolder, *arguments)
         used, count, epoch = folder.found_bytes, folder.found_count, self._wanted_epoch
-        medium = (folder.medium, epoch, epoch)
-        return TierInfo("file", folder.capacity_bytes, used, count, True, *medium)
+        capacity_bytes, medium = folder.capacity_bytes, folder.medium
+        return TierInfo("file", capacity_bytes, used, count, True, medium, epoch, epoch)
 
     def _begin(self, folder: SharedFolder, undo: ExitStack) -> None:
         super()._begin(folder, undo)

@@ -27,13 +27,12 @@ from tiers.base import (
     WriteOutcome,
     stored_keys,
 )
-from tiers.files.exclusive_folder import EPOCH_NAME, Entry, ExclusiveFolder, record_name
+from tiers.files.exclusive_folder import ExclusiveFolder
+from tiers.files.record_files import Entry
 from tiers.folders.folder_tier import Files, FolderTier, Stoppable
 from tiers.io.direct_io import pages_for
 from tiers.io.threads import DaemonThreads, settled
 from tiers.record import NO_NAMESPACE, Identity, UseClock, check_identity, check_records
-
-__all__ = ["EPOCH_NAME", "FileTier", "record_name"]
 
 
 class RecordFileTier(FolderTier[Files]):

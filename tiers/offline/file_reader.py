@@ -23,7 +23,7 @@ from tiers.record import HEADER_BYTES, Identity, RecordError, parse, verify
 
 LISTED_AT_ONCE = 256
 _RECORD = re.compile(r"[0-9a-f]{64}", re.ASCII)
-_EPOCH = re.compile(r"epoch-[0-9]+", re.ASCII)
+_EPOCH = re.compile(rf"{PREFIX}[0-9]+", re.ASCII)
 
 
 def is_file_folder(folder: Path) -> bool:
@@ -44,20 +44,18 @@ class FileReader:
         self.folder = folder
         self.is_shared = (folder / SHARED_NAME).exists()
         self.epoch = self._judged_epoch()
-        self.capacity_bytes = self._number(
-            CAPACITY_NAME
-        )  # 0 for tiers of versions that did not store it
+        # 0 for tiers of versions that did not store it
+        self.capacity_bytes = self._number(CAPACITY_NAME)
         self._owner: Identity | None = None
 
     @property
     def owner(self) -> Identity | None:
-        """Reads a batch of headers when it is first needed, and again until there are records.
-        Raises ``FolderChangedError``."""
+        """The identity in the records, or ``None`` if there are none. The first use reads a batch of
+        headers, and so do later ones until there are records. Raises ``FolderChangedError``."""
         if self._owner is None:
             batch = next(self.batches(), [])
-            identities = Counter(
-                filter(None, (_identity(one.mark[:HEADER_BYTES]) for one in batch))
-            )
+            found = (_identity(one.mark[:HEADER_BYTES]) for one in batch)
+            identities = Counter(identity for identity in found if identity is not None)
             # the most frequent one, because some headers may be damaged
             self._owner = identities.most_common(1)[0][0] if identities else None
         return self._owner
@@ -74,7 +72,7 @@ class FileReader:
     def _judged_epoch(self) -> int:
         """Return the epoch that the tier itself would use. Raises ``FolderUnusableError``."""
         if self.is_shared:
-            return self._stored_epoch()  # the common epoch, which is not stored
+            return self._stored_epoch()  # 0, the common epoch: a shared folder stores no other one
         while True:
             text = self._text(EPOCH_NAME)
             numbers = [path.name.removeprefix(PREFIX) for path in self.folder.glob(f"{PREFIX}*")]
@@ -87,7 +85,10 @@ class FileReader:
                 raise FolderUnusableError(trouble)
 
     def _holds_files(self, epoch: int) -> bool:
-        return any((self.folder / f"{PREFIX}{epoch}").iterdir())
+        return any(self._epoch_folder(epoch).iterdir())
+
+    def _epoch_folder(self, epoch: int) -> Path:
+        return self.folder / f"{PREFIX}{epoch}"
 
     def _stored_epoch(self) -> int:
         return self._number(EPOCH_NAME)
@@ -107,7 +108,7 @@ class FileReader:
 
     def _files(self) -> Iterator[Path]:
         try:
-            with os.scandir(self.folder / f"epoch-{self.epoch}") as files:
+            with os.scandir(self._epoch_folder(self.epoch)) as files:
                 yield from (Path(f.path) for f in files if _RECORD.fullmatch(f.name))
         except FileNotFoundError:
             return
@@ -138,7 +139,7 @@ class FileReader:
         """Return the path of a record's file. ``key`` is the record's key, or the file name if the
         key is unknown."""
         name = key.decode("ascii") if _is_name(key) else record_name(key)
-        return self.folder / f"epoch-{self.epoch}" / name
+        return self._epoch_folder(self.epoch) / name
 
     def load(self, found: Sequence[ListedRecord], into: Sequence[Buffer]) -> list[bool]:
         return [self._load(one, data) for one, data in zip(found, into, strict=True)]

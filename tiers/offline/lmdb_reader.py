@@ -140,7 +140,7 @@ class LmdbReader:
             if not items:
                 return
             last = items[-1][0]
-            # Sorted by extents, so that reading all payloads passes through the file once.
+            # Sorted by extents, so that reading this batch passes through the file once.
             count = len(items)
             items = sorted((item for item in items if self._is_current(item[1])), key=_first_page)
             yield [_listed(key, value) for key, value in items]

@@ -21,7 +21,8 @@ from offload.namespaces.folders import claim_rank_folder
 from offload.namespaces.manifest import Namespace
 from tests.patience import PATIENCE_S
 from tiers.base import ALIGNMENT, Tier
-from tiers.files.tier import FileTier, record_name
+from tiers.files.record_files import record_name
+from tiers.files.tier import FileTier
 from tiers.lmdb.folder import PAYLOAD_NAME
 from tiers.lmdb.index import LmdbIndex, Manifest, extents_of
 from tiers.lmdb.tier import LmdbTier

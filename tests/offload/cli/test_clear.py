@@ -34,7 +34,7 @@ from tests.offload.cli.rank_folders import (
     writer,
 )
 from tests.patience import PATIENCE_S
-from tiers.files.tier import record_name
+from tiers.files.record_files import record_name
 from tiers.lmdb.index import Changes
 from tiers.lmdb.records.record_table import with_use
 from tiers.testing import key_of

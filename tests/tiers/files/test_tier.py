@@ -10,7 +10,8 @@ import pytest
 
 from tiers.base import ReadOutcome, Tier, TierIoError, WriteOutcome
 from tiers.files import record_files
-from tiers.files.tier import FileTier, record_name
+from tiers.files.record_files import record_name
+from tiers.files.tier import FileTier
 from tiers.testing import TierContract, assert_holds, assert_misses, fetch, key_of, put
 
 SIZE = 10_000

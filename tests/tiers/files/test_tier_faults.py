@@ -21,7 +21,8 @@ from tiers.adapters import reopening
 from tiers.adapters.reopening import ReopeningTier
 from tiers.base import ReadOutcome, Tier, TierIoError, WriteOutcome
 from tiers.files import exclusive_folder as record_folder
-from tiers.files.tier import FileTier, record_name
+from tiers.files.record_files import record_name
+from tiers.files.tier import FileTier
 from tiers.io.threads import in_thread
 from tiers.testing import assert_holds, assert_misses, fetch, key_of, payload_of, put
 
