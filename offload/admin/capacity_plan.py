@@ -7,7 +7,7 @@ measured here: the user gives the speeds, or the notes say which ones are assume
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from offload.config.schema import STAGING_MAX
@@ -91,7 +91,7 @@ class CapacityEstimate:
     compute_saved: float | None = None
     disk_writes_per_day: float | None = None
     write_budget: float | None = None
-    notes: tuple[str, ...] = field(default=())
+    notes: tuple[str, ...] = ()
 
     def to_json(self) -> dict[str, Any]:
         """The estimate as plain values."""
@@ -236,13 +236,12 @@ def _speed_text(bytes_per_s: float) -> str:
 def _with_hits(
     tiers: Sequence[TierEstimate], result: Result, rate: float | None, model: ModelSize
 ) -> tuple[TierEstimate, ...]:
-    ratios = [result.extra.get("upper_ratio", result.token_hit_ratio)]
-    ratios.append(result.extra.get("lower_ratio", 0.0))
+    upper = result.extra.get("upper_ratio", result.token_hit_ratio)
+    lower = result.extra.get("lower_ratio", 0.0)
     found = []
-    for tier, ratio in zip(tiers, ratios, strict=False):
+    for tier, ratio in zip(tiers, (upper, lower), strict=False):
         reads = None if rate is None else ratio * rate * model.token_bytes
-        fields = {name: getattr(tier, name) for name in TierEstimate.__dataclass_fields__}
-        found.append(TierEstimate(**{**fields, "hit_ratio": ratio, "reads_bytes_per_s": reads}))
+        found.append(replace(tier, hit_ratio=ratio, reads_bytes_per_s=reads))
     return tuple(found)
 
 

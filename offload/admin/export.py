@@ -53,9 +53,8 @@ def export_file(path: Path, *, overwrite: bool) -> Iterator[IO[bytes]]:
     with os.fdopen(os.open(part, flags, 0o600), "wb") as file:
         _take(file, part)
         try:
-            if not overwrite and os.path.lexists(
-                path
-            ):  # a process that waited for the lock would find another file under the name
+            # another export may have created the file before this one took the lock
+            if not overwrite and os.path.lexists(path):
                 raise ExportFileError(
                     f"{path} was created in the meantime. Name another file, or give --overwrite"
                 )
@@ -81,8 +80,7 @@ def _take(file: IO[bytes], part: Path) -> None:
         is_named = is_mine and os.path.samestat(found, os.lstat(part))
     except FileNotFoundError:
         is_named = False
-    # otherwise the other export ended after we opened the file and before we locked it
-    if not is_named:
+    if not is_named:  # locked by another export, or renamed by one that has ended since ``open``
         raise ExportFileError(
             f"another export is writing {part}. Wait until it ends, or name another file"
         )

@@ -33,9 +33,9 @@ from tiers.offline.remove import index_mark, remove_files, remove_from_lmdb
 KEYS_PER_LOCK = 10_000
 """Maximum number of records that are checked and removed under one lock."""
 HOLD_S = 0.5
-"""Time after which a batch ends, although it has checked fewer records: a server that starts waits
-for it. Each half of this time is for the checks and for the removals. A single record or
-transaction can take longer, and so does opening the folder."""
+"""Time after which a batch ends even if it has checked fewer records, because a starting server
+waits for it. Half of this time is for the checks, half for the removals. A single record or
+transaction can take longer, and the time to open the folder does not count."""
 GAP_S = 0.1
 """Time between two batches. A server that waits for the lock tries to take it several times in this
 time."""
@@ -105,7 +105,8 @@ def _checked_mark(rank_folder: RankFolder) -> bytes:
 
 def _still_damaged(reader: OfflineFolder) -> Callable[[ListedRecord], Key | None]:
     checker = Checker(reader)
-    _ = reader.owner  # a file tier reads it from many headers, which the time of a batch excludes
+    # a file tier reads many headers for this, which must not count as time of the batch
+    _ = reader.owner
     return lambda one: one.key if checker.check(one)[0] is RecordHealth.DAMAGED else None
 
 

@@ -210,9 +210,9 @@ def _work_out(
     from offload.admin.capacity_plan import estimate_capacity
     from policies.simulation.synthetic_trace import Mix, mix_trace
 
-    trace = mix_trace(Mix.parse(requests), size.chunk_tokens) if isinstance(requests, str) else None
-    if requests is not None and not isinstance(requests, str):
-        trace = requests
+    trace = (
+        mix_trace(Mix.parse(requests), size.chunk_tokens) if isinstance(requests, str) else requests
+    )
     block_tokens = trace.block_tokens if trace else size.chunk_tokens
     try:
         _check_tiers(size, machine, block_tokens)

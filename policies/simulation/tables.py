@@ -2,6 +2,9 @@
 
 ``rich`` breaks words and numbers if a table is too wide. This table then omits its vertical lines.
 If it is still too wide, it shows each row as a block of lines.
+
+The module is here and not in ``offload.cli``, because ``kvtiers simulate`` prints tables too, and
+policies import nothing of ``offload``.
 """
 
 from __future__ import annotations

@@ -114,7 +114,7 @@ def json_lines(path: Path) -> Iterator[tuple[int, Any]]:
                     yield number, value
         except TraceError:
             raise
-        except (ValueError, OSError, EOFError, zlib.error) as error:  # no text, or damaged
+        except (ValueError, OSError, EOFError, zlib.error) as error:  # not text, or damaged
             raise TraceError(f"{path}: not JSON lines: {error}") from error
 
 

@@ -50,8 +50,8 @@ class FileReader:
 
     @property
     def owner(self) -> Identity | None:
-        """The identity in the records, or ``None`` if there are none. The first use reads a batch of
-        headers, and so do later ones until there are records. Raises ``FolderChangedError``."""
+        """The identity in the records, or ``None`` if there are none. The first use reads a batch
+        of headers, and so do later ones until there are records. Raises ``FolderChangedError``."""
         if self._owner is None:
             batch = next(self.batches(), [])
             found = (_identity(one.mark[:HEADER_BYTES]) for one in batch)

@@ -19,7 +19,7 @@ from offload.planner.load_sources import LoadSources
 from offload.planner.look_ahead.look_ahead import LookAhead
 from offload.planner.step_budget import READ_WAIT_REQUESTS_MAX
 
-AUTO, ALWAYS, NEVER = CHOICES = ("auto", "always", "never")
+AUTO, ALWAYS, NEVER = "auto", "always", "never"
 WORTH_S, WORTH_STEPS = 0.1, 8
 """A request does not wait for reads that take less than this many seconds or steps: with a wait, it
 begins about two steps later than with a load."""
