@@ -39,8 +39,8 @@ from bench.backlog_worlds import (
     Config,
     engines_of,
 )
+from bench.charts import Chart
 from bench.environment import describe
-from bench.report import Chart
 from bench.scenario import Report, Row, median, percentile
 from bench.serve_engine import Batch, Engine
 from bench.serve_numbers import CONFIDENCE, interval, ratios_of

@@ -20,8 +20,9 @@ from typing import Annotated
 import typer
 from rich.progress import Progress
 
+from bench.charts import Chart
 from bench.environment import describe
-from bench.report import Chart, command_line, deliver
+from bench.report import command_line, deliver
 from bench.scenario import Report, Row, median, parse_size, progress_bar, size_text
 from bench.tiers_optional import available
 from bench.tiers_systems import SYSTEMS as BUILT_IN

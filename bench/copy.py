@@ -20,9 +20,10 @@ from typing import Annotated
 import typer
 from rich.progress import Progress
 
+from bench.charts import Chart
 from bench.copy_beds import LARGE_COPY_BYTES, LAYOUTS, Bed, CpuBed, CudaBed, Layout, Load, layout
 from bench.environment import describe
-from bench.report import Chart, command_line, deliver
+from bench.report import command_line, deliver
 from bench.scenario import Report, Row, median, parse_size, progress_bar, size_text, spread
 from tiers.copy.base import CopyEngine
 

@@ -16,8 +16,9 @@ from typing import Annotated
 import typer
 from rich.progress import Progress
 
+from bench.charts import Chart, trace_label
 from bench.environment import describe
-from bench.report import Chart, command_line, deliver, trace_label
+from bench.report import command_line, deliver
 from bench.scenario import Report, Row, progress_bar
 from policies.registry import DEFAULT_CPU_POLICY
 from policies.simulation.jobs import OPTIMUM, SimulationJob, TraceSource, load, run_jobs

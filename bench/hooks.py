@@ -23,8 +23,9 @@ import numpy as np
 import typer
 from rich.progress import Progress
 
+from bench.charts import Chart
 from bench.environment import describe
-from bench.report import Chart, command_line, deliver
+from bench.report import command_line, deliver
 from bench.scenario import Report, Row, progress_bar
 from offload.messages.plan import LoadJob, StepPlan
 

@@ -15,9 +15,10 @@ from typing import Annotated
 import typer
 from rich.progress import Progress
 
+from bench.charts import Chart, trace_label
 from bench.environment import describe
 from bench.policies_rivals import VllmPolicy, libcachesim_run
-from bench.report import Chart, command_line, deliver, trace_label
+from bench.report import command_line, deliver
 from bench.scenario import Report, Row, progress_bar
 from policies.base import EvictionPolicy
 from policies.registry import make_policy, policy_names

@@ -25,8 +25,8 @@ from typing import Annotated, Any
 import typer
 from rich.progress import Progress
 
+from bench.charts import Chart
 from bench.environment import describe
-from bench.report import Chart
 from bench.scenario import Report, Row, median
 from bench.serve_engine import Batch, Engine
 from bench.serve_systems import BLOCK_TOKENS, MODELS, kvtiers

@@ -12,6 +12,7 @@ and appears as ``python -m bench <name>`` once its name is in ``bench.__main__.Q
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
@@ -78,6 +79,16 @@ def percentile(values: Sequence[float], share: float) -> float:
         return float("nan")
     ranked = sorted(values)
     return ranked[min(len(ranked) - 1, int(share * len(ranked)))]
+
+
+def number_text(value: float | None) -> str:
+    """Three significant digits, or a dash for a value that was not measured."""
+    if value is None or math.isnan(value):
+        return "-"
+    if value == 0 or 0.001 <= abs(value) < 1e6:
+        digits = 0 if abs(value) >= 100 else 1 if abs(value) >= 10 else 2 if abs(value) >= 1 else 3
+        return f"{value:.{digits}f}"
+    return f"{value:.2e}"
 
 
 _UNITS = {"GiB": 1 << 30, "MiB": 1 << 20, "KiB": 1 << 10}

@@ -28,8 +28,9 @@ from typing import Annotated, Any
 import typer
 from rich.progress import Progress
 
+from bench.charts import Chart
 from bench.environment import describe
-from bench.report import Chart, command_line, deliver
+from bench.report import command_line, deliver
 from bench.scenario import Report, Row, median, progress_bar
 from bench.serve_engine import Engine, EngineError
 from bench.serve_numbers import Case, Samples, throughput, verdicts

@@ -15,7 +15,8 @@ from typing import Annotated, Any, TypeVar
 import typer
 from rich.progress import Progress
 
-from bench.report import Chart, command_line, deliver
+from bench.charts import Chart
+from bench.report import command_line, deliver
 from bench.scenario import Report, progress_bar
 from bench.serve_systems import BLOCK_TOKENS, MODELS
 from bench.slow_disk import SlowDiskError

@@ -15,7 +15,7 @@ from matplotlib.figure import Figure
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from bench.report import colour_of
+from bench.charts import colour_of
 
 ROOT = Path(__file__).resolve().parents[1]
 RUN = ROOT / "bench/results/serving-against-others.json"

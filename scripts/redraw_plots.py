@@ -16,7 +16,8 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from bench.__main__ import QUESTIONS
-from bench.report import RESULTS, Chart, draw, from_json
+from bench.charts import Chart, draw
+from bench.report import RESULTS, from_json
 from bench.scenario import Report
 
 

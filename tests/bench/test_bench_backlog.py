@@ -30,7 +30,8 @@ from bench.backlog_worlds import (
     Config,
     worlds,
 )
-from bench.report import COLOURS, Chart, save, system_of
+from bench.charts import COLOURS, Chart, system_of
+from bench.report import save
 from bench.serve_engine import Batch, Engine
 from bench.serve_systems import MODELS
 from bench.slow_disk import SlowDisk, SlowDiskError

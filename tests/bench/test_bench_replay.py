@@ -14,8 +14,9 @@ from typer.testing import CliRunner
 
 from bench import backlog_worlds, replay
 from bench.__main__ import build
+from bench.charts import bars_of, colour_of
 from bench.replay import AHEAD, DISK, HOST, WORLDS, Config, Outcome
-from bench.report import bars_of, colour_of, save
+from bench.report import save
 from bench.scenario import Report
 from bench.serve_engine import Arrivals, Batch
 from bench.serve_systems import BLOCK_TOKENS, MODELS

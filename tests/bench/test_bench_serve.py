@@ -13,7 +13,8 @@ from typer.testing import CliRunner
 
 from bench import serve
 from bench.__main__ import build
-from bench.report import Chart, save
+from bench.charts import Chart
+from bench.report import save
 from bench.serve_engine import Batch
 from bench.serve_numbers import Case, Samples, interval, verdicts
 from bench.serve_systems import BASELINE, SYSTEMS, Start, System, TierSizes, find_model

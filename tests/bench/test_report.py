@@ -15,26 +15,21 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from bench.report import (
+from bench.charts import (
     COLOURS,
     HATCHES,
     OTHERS,
     PAGE_INCHES,
-    RESULTS,
     SERIES_MAX,
     Chart,
     bars_of,
     colour_of,
-    command_line,
-    from_json,
     pictures_of,
     plot,
-    save,
-    show,
     system_of,
-    to_json,
     trace_label,
 )
+from bench.report import RESULTS, command_line, from_json, save, show, to_json
 from bench.scenario import Report, Row, size_text
 from bench.tiers import plotted
 from tests.scripts import load_script
