@@ -72,8 +72,8 @@ class Counters:
 
 
 class CommitThread:
-    """See the module's docstring. ``failure`` is the reason why the index cannot be written any
-    more, or empty."""
+    """See the module's docstring. ``failure`` is the reason why the index can no longer be written,
+    or ``None``."""
 
     def __init__(
         self,

@@ -276,7 +276,7 @@ def _too_new(path: Path, source: Source) -> str:
     used = [folder / name for name in names if source.has(name)]
     used = [file for file in used if file.is_file()]
     links = [each for each in (path, *path.absolute().parents) if each.is_symlink()]
-    # To move a folder changes its time. A mount point cannot be moved, and is as new as its mount.
+    # Moving a folder changes its time. A mount point cannot be moved, and is as new as its mount.
     moved = [folder] if folder == path and not os.path.ismount(folder) else []
     changes = [(each.lstat().st_ctime, each) for each in (*used, *links, *moved)]
     changes += [(each.stat().st_ctime, each) for each in used if blob_of(each) is None]
