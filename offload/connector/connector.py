@@ -315,29 +315,45 @@ class KvTiersConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  
     def _build_plan(self, scheduler_output: SchedulerOutput) -> StepPlan:
         if self.serving is None:
             return StepPlan()
-        self.serving.resets.before_step()
-        return self.serving.side.build_plan(scheduler_output)
+        try:
+            self.serving.resets.before_step()
+            return self.serving.side.build_plan(scheduler_output)
+        except Exception:  # the fences of this step are lost
+            self.serving.side.planner.stores.distrust()
+            raise
 
     @guarded(lambda: None)
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
         if self.serving is None:
             return
         side, meta = self.serving.side, connector_output.kv_connector_worker_meta
-        is_ours = isinstance(meta, OffloadWorkerMetadata)
-        # This must precede the planner's commit of anything that was stored in the meantime.
-        if is_ours and meta.adapters:
-            side.adapters_loaded(meta.adapters)
-        if is_ours and meta.weights is not None:
-            self.serving.resets.answered(meta.weights)
-        if connector_output.invalid_block_ids:  # of another connector in a MultiConnector
-            side.load_failed_elsewhere()
-        side.update(
-            meta.report if is_ours else None,
-            connector_output.finished_recving or (),
-            connector_output.failed_recving or (),
-        )
-        if is_ours:
-            self.serving.metrics.add_worker_counters(meta.counters)
+        ours = meta if isinstance(meta, OffloadWorkerMetadata) else None
+        try:
+            self._note_changes(self.serving, ours, connector_output)
+        except Exception:  # what was not noted may concern what is being stored
+            side.planner.stores.distrust()
+            raise
+        finally:
+            side.update(
+                ours.report if ours is not None else None,
+                connector_output.finished_recving or (),
+                connector_output.failed_recving or (),
+            )
+        if ours is not None:
+            self.serving.metrics.add_worker_counters(ours.counters)
+
+    @staticmethod
+    def _note_changes(
+        serving: Serving, ours: OffloadWorkerMetadata | None, output: KVConnectorOutput
+    ) -> None:
+        """Record what decides whether stored chunks can be trusted. This must precede the planner's
+        commit of anything that was stored in the meantime."""
+        if ours is not None and ours.adapters:
+            serving.side.adapters_loaded(ours.adapters)
+        if ours is not None and ours.weights is not None:
+            serving.resets.answered(ours.weights)
+        if output.invalid_block_ids:  # of another connector in a MultiConnector
+            serving.side.load_failed_elsewhere()
 
     @guarded(lambda: (False, None))
     def request_finished(

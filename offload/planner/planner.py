@@ -227,18 +227,13 @@ class Planner:
             share = LEFT_TO_WRITE_THROUGH_SHARE
 
     def complete(self, report: StepReport) -> None:
-        """Process the work that workers have finished, as far as the step's budget allows."""
-        if report.usable and self._slots is not None:
-            self._slots.take_in(report.usable)
-        for (tier, rank), seen in report.tiers.items():
-            self.health[tier].observe(rank, seen, self.now)
-            if seen.losses:  # a chunk must be on every rank
-                self._lost(tier)
-            elif bad := seen.damaged:
-                self.deferred.add(len(bad), partial(self._drop, tier, list(bad), bad))
-        if report.answers:
-            self.presence.answered(report.answers, self.now)
+        """Process the work that workers have finished, as far as the step's budget allows. An error
+        in one part of it does not affect the others; the first one is raised at the end."""
         errors: list[Exception] = []
+        try:
+            self._observe(report)
+        except Exception as error:  # the jobs below must still end
+            errors.append(error)
         written: list[Job] = []
         for job_id, result in report.results.items():
             try:
@@ -255,6 +250,19 @@ class Planner:
             errors += self.deferred.work()
         if errors:
             raise errors[0]
+
+    def _observe(self, report: StepReport) -> None:
+        """Process what a report says about slots and tiers."""
+        if report.usable and self._slots is not None:
+            self._slots.take_in(report.usable)
+        for (tier, rank), seen in report.tiers.items():
+            self.health[tier].observe(rank, seen, self.now)
+            if seen.losses:  # a chunk must be on every rank
+                self._lost(tier)
+            elif bad := seen.damaged:
+                self.deferred.add(len(bad), partial(self._drop, tier, list(bad), bad))
+        if report.answers:
+            self.presence.answered(report.answers, self.now)
 
     def _stored(self, job: Job) -> None:
         self.stores.answered(job)

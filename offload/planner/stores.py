@@ -323,8 +323,8 @@ class StorePlanner:
 
     def distrust(self) -> None:
         """Commit no store that is open now, because a fence may have been missed."""
-        self.cancel_planned()
         self._jobs.distrust(JobKind.STORE)
+        self.cancel_planned()
 
     def _cancel(self, job_id: int) -> None:
         job = self._jobs.close(job_id)

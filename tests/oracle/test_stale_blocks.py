@@ -10,6 +10,7 @@ import pytest
 from vllm.v1.request import RequestStatus
 
 from offload.connector.scheduler.block_tables import BlockTables, ChunkBatches
+from offload.connector.scheduler.cache_resets import CacheResets
 from offload.planner.jobs import JobKind
 from tests.oracle.models import MODELS
 from tests.oracle.serving import Conditions, OracleEngine
@@ -117,7 +118,7 @@ def chunks_being_stored(world: OracleEngine) -> int:
     return sum(len(job.fills) for job in jobs if job.job not in unsent)
 
 
-@pytest.mark.parametrize("hook", ["build_connector_meta", "update_state_after_alloc"])
+@pytest.mark.parametrize("hook", ["build_plan", "build_connector_meta", "update_state_after_alloc"])
 def test_a_fault_that_may_have_hidden_a_fence_fails_every_open_store(
     hook: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -138,7 +139,9 @@ def test_a_fault_that_may_have_hidden_a_fence_fails_every_open_store(
             spoilt.append(chunks_being_stored(world))
             raise RuntimeError("a fault in a hook")
 
-        if hook == "build_connector_meta":
+        if hook == "build_plan":
+            monkeypatch.setattr(CacheResets, "before_step", broken)
+        elif hook == "build_connector_meta":
             monkeypatch.setattr(BlockTables, "rewritten", broken)
         else:
             monkeypatch.setattr(ChunkBatches, "of_load", broken)
@@ -147,7 +150,7 @@ def test_a_fault_that_may_have_hidden_a_fence_fails_every_open_store(
         assert world.connector.faults.by_hook == {hook: 1}
         assert spoilt[0] > 0, "the stores ended before the fault"
         assert world.planner.totals()["store_failures:cpu"] == spoilt[0]
-        assert world.finished == (2 if hook == "build_connector_meta" else 3)
+        assert world.finished == (3 if hook == "update_state_after_alloc" else 2)
         assert world.mismatches == []
         world.planner.check()
 

@@ -364,13 +364,32 @@ class SchedulerSide:
     def update(
         self, report: StepReport | None, finished: Iterable[str], failed: Iterable[str]
     ) -> None:
-        """Process the results of the workers."""
+        """Process the results of the workers. Their jobs end even if something else here fails."""
+        ended, failures = self._note_loads(finished, failed)
+        now = time.monotonic()
+        if report is None or report.empty:
+            report = None
+        elif report.results or report.answers:
+            self._progress_at = now
+        try:
+            for request_id in finished:
+                self.planner.loads.request_ended(request_id)
+            if report is not None:
+                self.planner.tick(now)
+        finally:  # otherwise these jobs would stay open
+            if report is not None:
+                self.planner.complete(report)
+        self.lookups.ended(ended, failures)
+
+    def _note_loads(
+        self, finished: Iterable[str], failed: Iterable[str]
+    ) -> tuple[list[RequestState], list[RequestState]]:
+        """Record in the states of requests that their loads have ended or failed; return these
+        states."""
         by_name = self.requests.by_name
         ended = [by_name[name].state for name in finished if name in by_name]
         for state in ended:
             state.outcome.end_load()
-        for request_id in finished:
-            self.planner.loads.request_ended(request_id)
         failures = []
         for request_id in failed:
             if self._other_loads.is_open(request_id):  # another connector's load, not ours
@@ -383,12 +402,7 @@ class SchedulerSide:
                 state.outcome.fail_load()
                 self._store_progress.load_failed(state)
                 failures.append(state)
-        if report is not None and not report.empty:
-            if report.results or report.answers:
-                self._progress_at = time.monotonic()
-            self.planner.tick(time.monotonic())
-            self.planner.complete(report)
-        self.lookups.ended(ended, failures)
+        return ended, failures
 
     # -- the engine --------------------------------------------------------------------------
 
