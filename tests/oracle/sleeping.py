@@ -88,6 +88,18 @@ class SleepingEngine(OracleEngine):
         if self.handed_over_twice:
             self.connector.set_xfer_handshake_metadata({0: self.worker.get_handshake_metadata()})
 
+    def load_weights(self) -> None:
+        """Replace the weights of the running server."""
+        self._reset()
+        self.weights += 1
+        self.model.weight[0] += 1.0
+
+    def nap(self) -> None:
+        """Sleep without a change of the weights. The KV cache stays mapped."""
+        self._reset()
+        self.worker.unregister_kv_caches()
+        self.worker.restore_kv_caches()
+
     def _reset(self) -> None:
         for _ in range(1000):
             self.settle()  # a pause waits for the steps in flight

@@ -11,9 +11,10 @@ from typing import Any
 
 import pytest
 
+from offload.planner.write_through import WriteThrough
 from tests.oracle.models import MODELS
 from tests.oracle.serving import Conditions, OracleEngine
-from tests.oracle.sleeping import CYCLES
+from tests.oracle.sleeping import CYCLES, SleepingEngine
 from tests.oracle.test_miss_reasons import PROMPT, _request
 
 SEEDS = (0, 1)
@@ -68,3 +69,32 @@ def test_stores_that_were_not_sent_are_cancelled_when_the_server_falls_asleep(
         world.drain()
     assert planned
     assert sent == []
+
+
+def test_what_could_not_be_forgotten_is_not_kept_by_a_later_sleep(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An error stops the reset after new weights. Later the server sleeps with the same ones."""
+
+    def fail(_self: WriteThrough) -> None:
+        raise RuntimeError("a fault in a hook")
+
+    with SleepingEngine(MODELS["full"], Conditions(slots=100, late=0), tmp_path, 0) as world:
+        serve(world, "old", PROMPT)
+        with monkeypatch.context() as patch:
+            patch.setattr(WriteThrough, "suspend", fail)
+            world.load_weights()
+            serve(world, "new", PROMPT)
+        assert world.connector.faults.by_hook == {"update_connector_output": 1}
+        world.nap()
+        serve(world, "awake", PROMPT[::-1])
+        assert not world.connector.serving.side.is_held
+        world.forget_locally()
+        serve(world, "again", PROMPT)
+        assert world.mismatches == []
+        assert len(world.planner.cpu) > 0
+
+
+def serve(world: OracleEngine, name: str, prompt: list[int]) -> None:
+    world.scheduler.add_request(_request(world, name, prompt, None))
+    world.drain()

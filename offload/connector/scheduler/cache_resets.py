@@ -63,6 +63,7 @@ class CacheResets:
         self._side = side
         self._ranks = ranks
         self._held = HeldResets() if can_sleep else None
+        self._must_forget = False  # until the tiers have forgotten the old weights' content
 
     @property
     def question(self) -> int:
@@ -76,7 +77,7 @@ class CacheResets:
             self._held.reset()
             self._side.hold()
             return self.epochs.reset()
-        self._side.forget()
+        self._forget()
         is_noted = self.epochs.reset()
         self._begin_epochs()
         return is_noted
@@ -87,7 +88,7 @@ class CacheResets:
         keeps_content = self._held.answered(answer, self._ranks) if self._held is not None else None
         if keeps_content is None:
             return
-        if keeps_content:
+        if keeps_content and not self._must_forget:
             logger.info(
                 "kvtiers: the weights are the same as before the sleep: the tiers keep "
                 "their content"
@@ -96,8 +97,15 @@ class CacheResets:
             self.epochs.withdraw()
         else:
             logger.info("kvtiers: the caches were reset: the tiers begin a new epoch")
-            self._side.forget()
+            self._forget()
             self._begin_epochs()
+
+    def _forget(self) -> None:
+        """Make the tiers forget their content. If this fails, they stay held until it succeeds at a
+        later reset, even if the weights do not change again."""
+        self._must_forget = True
+        self._side.forget()
+        self._must_forget = False
 
     def before_step(self) -> None:
         """Let the workers write to the tiers whose new epochs have become durable, unless the
