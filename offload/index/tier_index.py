@@ -159,7 +159,8 @@ class TierIndex:
         Where space is missing, the policy's victims are evicted, as far as ``evict`` allows, but
         none of ``protect``. Stops at the first key without space, so the granted keys are a prefix
         without a hole. Pass the infos of the granted keys to ``commit``, too. Raises
-        ``InvariantError`` if a key is named twice, or if a key of a short batch is not absent.
+        ``InvariantError`` if a key is named twice or is being written, or if a key of a short batch
+        is not absent for another reason.
         """
         evicted: list[bytes] = []
         sizes = sizes_of(infos)
@@ -191,7 +192,8 @@ class TierIndex:
         evicted: list[bytes],
     ) -> Sequence[int] | None:
         """``reserve`` for many absent keys; returns ``None``, with nothing reserved, if one is
-        named twice."""
+        named twice. Raises ``InvariantError`` if one is being written: its first location is lost
+        then, and it cannot be committed."""
         locations = self.space.take_all(sizes)
         if locations is None:
             evicted += make_space(self.space.missing_all(sizes))
@@ -201,9 +203,12 @@ class TierIndex:
             keys = keys[: len(locations)]
         reserved, before = self._reserved, len(self._reserved)
         reserved.update(zip(keys, locations, strict=True))
-        if len(reserved) < before + len(keys):  # a key is named twice
+        if len(reserved) < before + len(keys):  # a key is named twice, or is being written
+            is_taken = len(reserved) < before + len(set(keys))
             deque(map(reserved.pop, keys, repeat(None)), maxlen=0)
             self.space.give_all(locations)
+            if is_taken:
+                raise InvariantError(f"index {self.name}: a key is reserved while it is written")
             return None
         return locations
 

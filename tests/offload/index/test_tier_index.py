@@ -14,7 +14,7 @@ from offload.errors import InvariantError
 from offload.index import tier_index as index_module
 from offload.index.capacity import ByteCapacity, Reservation, SlotCapacity
 from offload.index.states import TRANSITIONS, ChunkEvent, ChunkState, Transition
-from offload.index.tier_index import TierIndex
+from offload.index.tier_index import BULK_KEYS_MIN, TierIndex
 from policies.base import EntryInfo
 from policies.eviction.lru import LruPolicy
 from policies.guarded import GuardedPolicy
@@ -451,6 +451,23 @@ def test_bytes_are_evicted_ahead_to_the_low_watermark() -> None:
     assert answer.evicted == (KEYS[9], KEYS[8])
     assert index.space.used == 900
     index.check()
+
+
+@pytest.mark.parametrize("also_twice", [False, True])
+@pytest.mark.parametrize("count", [BULK_KEYS_MIN - 1, BULK_KEYS_MIN])
+def test_a_key_that_is_being_written_is_not_reserved_again(count: int, also_twice: bool) -> None:
+    """Otherwise the end of the first write would make it a hit, at the location of the second."""
+    keys = [bytes([n]) * 4 for n in range(count)]
+    index = TierIndex("cpu", SlotCapacity(100), LruPolicy())
+    reserve(index, keys[5:6])
+    again = [*keys[:-1], keys[0]] if also_twice else keys
+    with pytest.raises(InvariantError, match="reserve"):
+        reserve(index, again)
+    try:
+        commit(index, keys[5:6])
+    except InvariantError:
+        assert count == BULK_KEYS_MIN, "a long batch has lost the first location"
+    assert list(index.resident.values()) in ([], [0]), "a location that nothing was written to"
 
 
 def test_recovery_keeps_order_and_refuses_what_does_not_fit() -> None:
