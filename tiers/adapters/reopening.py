@@ -257,7 +257,7 @@ class ReopeningTier(Tier, Generic[Wrapped]):
         await self._note_epoch(epoch)
         if epoch != info.epoch:
             await tier.reset(epoch)
-        if not is_same:
+        if not is_same or (self._held and not info.record_count):  # ``Recovery.OFF`` drops them
             self._on_loss()
         self._medium, self._epoch = info.medium, epoch
         self._wanted_epoch = max(self._wanted_epoch, epoch)

@@ -130,6 +130,25 @@ async def test_a_folder_of_an_older_epoch_returns_nothing(tmp_path: Path, kind: 
     await tier.aclose()
 
 
+@pytest.mark.parametrize(("recovery", "losses"), [("off", 1), ("quiet", 0)])
+async def test_records_that_a_reopened_tier_drops_are_reported(
+    tmp_path: Path, recovery: str, losses: int
+) -> None:
+    """Otherwise every request would find out by a load that fails."""
+    path, away, lost = tmp_path / "kv", tmp_path / "away", list[int]()
+    tier = tier_at(path, recovery=recovery)
+    tier.on_loss(lambda: lost.append(1))
+    await tier.open()
+    await put(tier, KEYS, SIZE)
+    os.rename(path, away)
+    await fail(tier)
+    os.rename(away, path)
+    await tier.touch(KEYS)
+    assert len(await all_keys(tier)) == (0 if losses else len(KEYS))
+    assert lost == [1] * losses
+    await tier.aclose()
+
+
 async def test_a_tier_that_begins_empty_remembers_changed_weights(tmp_path: Path) -> None:
     """The weights were changed, so the epoch is odd; then another disk came back. Records stored
     from now on must not look like those of a server with the weights of the files."""
