@@ -93,9 +93,9 @@ def weights_problem(rank_folder: RankFolder, reader: OfflineFolder) -> str:
     whatever its number is. In a folder of one engine, an odd epoch stands for weights that may be
     in no file. Raises ``NamespaceError``.
     """
-    if reader.is_shared and reader.epoch:  # such engines do not change the epoch file
-        return ""
     noted = read_epoch(rank_folder.folder.parent)
+    if reader.is_shared and reader.epoch > noted:  # such engines do not change the epoch file
+        return ""
     if noted == reader.epoch and noted % 2 == 0:
         return ""
     return (

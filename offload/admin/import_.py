@@ -235,7 +235,7 @@ class _TierMaker:
             reader.close()
         if is_shared and self.kind == "file":
             return "engines share the folder there, which an import cannot do. Name another path"
-        if is_shared and epoch:  # such engines do not change the epoch file
+        if is_shared and epoch > self._epoch:  # such engines do not change the epoch file
             self._epoch, self._is_shared = epoch, True
         elif trouble := judge_epochs(epoch, self._epoch):
             return f"the folder there cannot be trusted: {trouble}. Name another path"

@@ -53,10 +53,12 @@ def _warn(line: str) -> None:
 
 @dataclass(slots=True)
 class ClaimedFolder:
-    """The folder of one rank, claimed by this process until ``close``."""
+    """The folder of one rank, claimed by this process until ``close``. ``epoch`` is that of this
+    server's weights, ``noted_epoch`` the one in the epoch file."""
 
     folder: Path
     epoch: int
+    noted_epoch: int
     _claim_fd: int = field(default=-1, repr=False)
 
     def close(self) -> None:
@@ -134,7 +136,7 @@ def claim_rank_folder(
         folder = replica_dir / f"rank-{rank}"
         folder.mkdir(mode=0o700, exist_ok=True)
         fd = claim(replica_dir / f"rank-{rank}.claim", engine)
-    return ClaimedFolder(folder, epoch, fd)
+    return ClaimedFolder(folder, epoch, epoch, fd)
 
 
 def share_rank_folder(
@@ -149,13 +151,19 @@ def share_rank_folder(
     namespace.
 
     The epoch of a server that starts is that of the model's files, 0, whatever the epoch file says;
-    the tier itself carries out a reset (docs/decisions/0081). Raises the errors of
-    ``open_namespace``, and ``TierUnavailableError`` if a process that does not share has the
-    folder.
+    the tier itself carries out a reset (docs/decisions/0081). The epoch file shows whether a server
+    that did not share the folder was reset. If it is damaged, the replica's folder is moved aside.
+    Raises the errors of ``open_namespace``, and ``TierUnavailableError`` if a process that does not
+    share has the folder.
     """
     base = _prepare_root(root)
     with locked(base, may_lack_locks=True):
         replica_dir = _open_locked(base, namespace, on_damage) / "replica-0"
+        try:
+            noted_epoch = read_epoch(replica_dir)
+        except NamespaceError as error:
+            _set_aside(base, replica_dir, str(error), on_damage)
+            noted_epoch = 0
         replica_dir.mkdir(mode=0o700, exist_ok=True)
         if not (replica_dir / EPOCH_NAME).exists():  # for a later server that does not share
             _write_epoch(replica_dir, 0)
@@ -163,7 +171,7 @@ def share_rank_folder(
         folder = replica_dir / f"rank-{rank}"
         folder.mkdir(mode=0o700, exist_ok=True)
         fd = claim_shared(replica_dir / f"rank-{rank}.claim", engine)
-    return ClaimedFolder(folder, 0, fd)
+    return ClaimedFolder(folder, 0, noted_epoch, fd)
 
 
 def replica_folder(root: str | Path, namespace: Namespace, replica: int = 0) -> Path:

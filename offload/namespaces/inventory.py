@@ -160,7 +160,8 @@ class RankFolder:
                 check_owner(reader.owner, Identity(records_of, self.rank))
         except (FolderUnusableError, NamespaceError) as error:
             return FolderVerdict(Standing.DAMAGED, str(error))
-        if reader.is_shared:  # the engines that share the folder decide about epochs
+        # the engines that share the folder decide about epochs, unless a reset began afterwards
+        if reader.is_shared and (self.kind == "file" or epoch >= noted):
             return None
         trouble = judge_epochs(epoch, noted)
         if trouble:

@@ -59,6 +59,11 @@ class TierClaim:
         """The epoch of the folder when it was claimed."""
         return self._claimed.epoch
 
+    @property
+    def noted_epoch(self) -> int:
+        """The epoch in the folder's epoch file when it was claimed."""
+        return self._claimed.noted_epoch
+
     def renew(self, epoch: int) -> None:
         """Claim the folder again after its medium has failed.
 

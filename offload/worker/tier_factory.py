@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 from offload.config.schema import OffloadConfig, TierConfig
@@ -53,6 +54,11 @@ class TierSpec:
         """Names the tier in messages: its path in the configuration, and its folder or the address
         of its store."""
         return f"{self.where} ({self.config.options.get('master') or self.folder})"
+
+    @property
+    def noted_epoch(self) -> int:
+        """The epoch that is noted beside the folder. It can be beyond that of the records in it."""
+        return self.claim.noted_epoch if self.claim is not None else 0
 
     def renewed(self, epoch: int) -> TierSpec:
         """Claim the folder again for a tier that has reached this ``epoch``. The capacity stays the
@@ -111,12 +117,19 @@ def _lmdb(spec: TierSpec, record_bytes: int, _memory: range | None) -> Tier:
     )
     where = (spec.folder, spec.capacity_bytes)
     if config.shared:
-        return SharedLmdbTier(*where, options=options, low_watermark=config.low_watermark)
+        return SharedLmdbTier(
+            *where,
+            options=options,
+            low_watermark=config.low_watermark,
+            noted_epoch=spec.noted_epoch,
+        )
     return LmdbTier(*where, options=options)
 
 
 def _file(spec: TierSpec, _record_bytes: int, _memory: range | None) -> Tier:
-    make = SharedFileTier if spec.config.shared else FileTier
+    make: Callable[..., Tier] = FileTier
+    if spec.config.shared:
+        make = partial(SharedFileTier, noted_epoch=spec.noted_epoch)
     return make(
         spec.folder,
         spec.capacity_bytes,

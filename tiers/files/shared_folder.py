@@ -76,8 +76,17 @@ class SharedFolder(RecordFiles):
     effective capacity. ``found_bytes`` and ``found_count`` are the amounts that all engines had
     stored at the start, and ``last_use_ns`` is the latest use among those records."""
 
-    def __init__(self, path: Path, identity: Identity, capacity_bytes: int, is_own: bool) -> None:
-        """Raises ``TierIoError`` and ``OSError``."""
+    def __init__(
+        self,
+        path: Path,
+        identity: Identity,
+        capacity_bytes: int,
+        is_own: bool,
+        was_reset: bool = False,
+    ) -> None:
+        """``is_own``: this engine has other weights than those of the model's files.
+        ``was_reset``: so had an exclusive tier that used the folder. Raises ``TierIoError`` and
+        ``OSError``."""
         self.capacity_bytes = self._configured_bytes = capacity_bytes
         self._granted = 0
         self._lock = threading.Lock()
@@ -89,7 +98,7 @@ class SharedFolder(RecordFiles):
             prepare(path, allow_network=True)
             super().__init__(path, identity)
             undo.callback(super().close)
-            self._take_over()
+            self._take_over(was_reset)
             self.medium = self._stored_medium()
             self.engines = FolderEngines(self._fd, engine_name(), capacity_bytes)
             undo.callback(self.engines.close)
@@ -103,12 +112,12 @@ class SharedFolder(RecordFiles):
             self.last_use_ns = max((one.use_ns for one in stored), default=0)
             undo.pop_all()
 
-    def _take_over(self) -> None:
+    def _take_over(self, was_reset: bool) -> None:
         """Mark the folder as shared. Keeps the records of an exclusive tier. Raises ``FolderError``
         if that tier is open, or was reset: its records may belong to other weights."""
         if self._exists(SHARED_NAME):
             return
-        if self._exists(EPOCH_NAME) and self._load(EPOCH_NAME) != "0":
+        if self._exists(EPOCH_NAME) and (was_reset or self._load(EPOCH_NAME) != "0"):
             raise FolderError(
                 f"{self._path} was used by a tier that was not shared and that was reset. Remove "
                 "it, or give another path"

@@ -17,6 +17,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import ExitStack
+from pathlib import Path
 from typing import Any
 
 from tiers.base import (
@@ -51,9 +52,18 @@ class SharedFileTier(RecordFileTier[SharedFolder], SharedTier):
     under its own path. An odd ``epoch`` means that this engine's weights are not those of the
     model's files."""
 
+    def __init__(
+        self, path: str | Path, capacity_bytes: int, *, noted_epoch: int = 0, **options: Any
+    ) -> None:
+        """``options`` are those of ``FileTier``. ``noted_epoch`` is the last one that a process
+        which did not share the folder has begun: a folder that may still have its records of
+        earlier epochs is refused."""
+        super().__init__(path, capacity_bytes, **options)
+        self._was_reset = noted_epoch > 0
+
     async def open(self) -> TierInfo:
-        is_own = self._wanted_epoch % 2 == 1
-        arguments = (self._folder, self._identity, self._capacity_bytes, is_own)
+        weights = (self._wanted_epoch % 2 == 1, self._was_reset)
+        arguments = (self._folder, self._identity, self._capacity_bytes, *weights)
         folder = await self._open_in_thread(SharedFolder, *arguments)
         used, count, epoch = folder.found_bytes, folder.found_count, self._wanted_epoch
         capacity_bytes, medium = folder.capacity_bytes, folder.medium

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from offload.namespaces.folders import (
+    ClaimedFolder,
     bump_epoch,
     claim_rank_folder,
     replica_folder,
@@ -39,8 +40,11 @@ NAMESPACE = Namespace.of(FIELDS)
 NEW = ("--capacity", CAPACITY)
 
 
-def tier_of(folder: Path, kind: str, *, shared: bool, epoch: int) -> Tier:
-    who: dict[str, Any] = {"namespace": RECORD_NAMESPACE, "rank": 0, "epoch": epoch}
+def tier_of(claimed: ClaimedFolder, kind: str, *, shared: bool) -> Tier:
+    folder = claimed.folder
+    who: dict[str, Any] = {"namespace": RECORD_NAMESPACE, "rank": 0, "epoch": claimed.epoch}
+    if shared:
+        who["noted_epoch"] = claimed.noted_epoch
     if kind == "file":
         return (SharedFileTier if shared else FileTier)(folder, CAPACITY, **who)
     sizes = {"reserve_bytes": 0, "grow_bytes": 1 << 20, "record_bytes": SIZE}
@@ -58,7 +62,7 @@ def serve(
         else claim_rank_folder(root, NAMESPACE, replica=0, rank=0, engine="t", starts=True)
     )
     with claimed:
-        tier = tier_of(claimed.folder, kind, shared=shared, epoch=claimed.epoch)
+        tier = tier_of(claimed, kind, shared=shared)
         return asyncio.run(_serve(tier, root, shared, resets, list(numbers)))
 
 
@@ -190,8 +194,23 @@ def used_by_sharers_before(root: Path) -> None:
     reset_only(root)
 
 
+def begun_in_the_epoch_of_sharers(root: Path) -> None:
+    """The server that was killed had gone on under the common epoch of engines that shared."""
+    begun_only(root)
+    assert serve(root, shared=True, numbers=range(6)) == set()
+    assert serve(root, shared=False) == set(range(6))
+    bump_epoch(replica_folder(root, NAMESPACE))
+
+
 @pytest.mark.parametrize(
-    "fill", [reset_only, begun_only, restarted_without_its_tier, used_by_sharers_before]
+    "fill",
+    [
+        reset_only,
+        begun_only,
+        restarted_without_its_tier,
+        used_by_sharers_before,
+        begun_in_the_epoch_of_sharers,
+    ],
 )
 def test_records_that_no_server_may_use_are_not_exported(tmp_path: Path, fill: Any) -> None:
     fill(tmp_path / "a")
@@ -232,6 +251,14 @@ def test_a_folder_of_changed_weights_receives_nothing(tmp_path: Path) -> None:
     export(tmp_path / "a", tmp_path / "f")
     serve(tmp_path / "b", shared=False, resets=3, numbers=range(10, 12))
     assert "is at epoch 5: a reset in between" in refusal(tmp_path / "f", tmp_path / "b")
+
+
+def test_a_folder_in_which_a_reset_has_begun_receives_nothing(tmp_path: Path) -> None:
+    """Its next server drops everything. Both folders were at the common epoch 2."""
+    shared(tmp_path / "a", "lmdb")
+    export(tmp_path / "a", tmp_path / "f")
+    begun_in_the_epoch_of_sharers(tmp_path / "b")
+    assert "a reset in between" in refusal(tmp_path / "f", tmp_path / "b")
 
 
 def test_a_folder_whose_epochs_disagree_receives_nothing(tmp_path: Path) -> None:

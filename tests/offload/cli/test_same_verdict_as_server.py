@@ -250,10 +250,13 @@ async def test_records_of_a_later_epoch_than_recorded_are_damage(tmp_path: Path,
     assert (info.record_count, set_aside) == (0, 1)
 
 
-@pytest.mark.parametrize("kind", ["lmdb", "file"])
-async def test_records_of_replaced_weights_are_not_damage(tmp_path: Path, kind: str) -> None:
+@pytest.mark.parametrize(("kind", "was_shared"), [("lmdb", False), ("lmdb", True), ("file", False)])
+async def test_records_of_replaced_weights_are_not_damage(
+    tmp_path: Path, kind: str, was_shared: bool
+) -> None:
     """The server was killed after a reset: the commands report that none of the records will be
     used, and no damage."""
+    await start(tmp_path, type=kind, shared=was_shared)
     await start(tmp_path, type=kind)
     bump_epoch(tmp_path / NAMESPACE.name / REPLICA)
     for command in ("inspect", "verify"):

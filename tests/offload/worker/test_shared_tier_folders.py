@@ -5,26 +5,30 @@ from __future__ import annotations
 import asyncio
 import errno
 import os
+import shutil
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
-from offload.errors import TierUnavailableError
+from offload.errors import NamespaceError, TierUnavailableError
 from offload.namespaces import claims, wait_for_owners
 from offload.namespaces.claims import live_owners
 from offload.namespaces.cleanup import remove_namespace
+from offload.namespaces.folders import EPOCH_NAME, bump_epoch, replica_folder
 from offload.namespaces.inventory import find_namespaces
 from offload.worker import tier_factory
 from offload.worker.tier_factory import make_tier
 from tests.offload.cli.rank_folders import kvtiers
-from tests.offload.worker.reopening_child import NAMESPACE, places
+from tests.offload.worker.reopening_child import KEYS, NAMESPACE, places
 from tests.offload.worker.test_tier_folders import release, renew
 from tests.tiers.shared.child import RANGE
 from tests.tiers.shared.processes import Child, children, watch
 from tiers.adapters.reopening import SharedReopeningTier
-from tiers.base import SharedTier, WriteOutcome
+from tiers.base import ReadOutcome, SharedTier, Tier, TierIoError, WriteOutcome
 from tiers.files.shared_tier import SharedFileTier
 from tiers.lmdb.shared.tier import SharedLmdbTier
 from tiers.testing import assert_holds, assert_misses, key_of, put
@@ -92,6 +96,76 @@ async def test_a_reopened_tier_keeps_its_weights(tmp_path: Path, kind: str) -> N
         assert await tier.present([key_of(1)]) == [is_there]
         await tier.aclose()
     release(spec)
+
+
+async def served(path: Path, numbers: Sequence[int], **options: Any) -> set[int]:
+    """A server starts, stores these records, and ends. Returns those of ``KEYS`` that it found."""
+    [spec] = places(path, **options).specs()
+    tier = make_tier(spec, 4096)
+    try:
+        await tier.open()
+        found = {n for n, key in enumerate(KEYS) if await holds(tier, key)}
+        await put(tier, [KEYS[n] for n in numbers], SIZE)
+        await tier.aclose()
+    finally:
+        release(spec)
+    return found
+
+
+async def holds(tier: Tier, key: bytes) -> bool:
+    """True if the tier can read this record, which is then right."""
+    into = np.empty(SIZE, np.uint8)
+    return await tier.read([key], [into]) == [ReadOutcome.OK]
+
+
+def begin_reset(path: Path) -> None:
+    """A server that does not share the folder is killed after its reset has begun an epoch, and
+    before its tier has begun it."""
+    bump_epoch(replica_folder(path, NAMESPACE))
+
+
+@pytest.mark.parametrize("before", ["alone", "shared", "restarted"])
+async def test_records_from_before_an_unfinished_reset_are_not_shared(
+    tmp_path: Path, before: str
+) -> None:
+    """They may be of the new weights, which are in no file. The folder may have been shared before,
+    or another server may have been killed before it opened the tier."""
+    path = tmp_path / "tier"
+    if before == "shared":
+        await served(path, [0], shared=True)
+        assert await served(path, [1]) == {0}
+    else:
+        await served(path, [0, 1])
+    begin_reset(path)
+    if before == "restarted":
+        release(*places(path).specs())
+    assert await served(path, [2], shared=True) == set()
+    assert await served(path, [3], shared=True) == {2}, "what engines share is dropped once"
+
+
+async def test_files_from_before_an_unfinished_reset_are_not_shared(tmp_path: Path) -> None:
+    path = tmp_path / "tier"
+    await served(path, [0], type="file")
+    begin_reset(path)
+    for _ in range(2):
+        with pytest.raises(TierIoError, match="not shared and that was reset"):
+            await served(path, [1], type="file", shared=True)
+    shutil.rmtree(replica_folder(path, NAMESPACE) / "rank-0")
+    assert await served(path, [1], type="file", shared=True) == set()
+    assert await served(path, [], type="file", shared=True) == {1}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+async def test_records_beside_a_damaged_epoch_are_not_shared(tmp_path: Path, kind: str) -> None:
+    """A power cut in the middle of a reset can leave a damaged epoch file."""
+    path = tmp_path / "tier"
+    await served(path, [0], type=kind)
+    (replica_folder(path, NAMESPACE) / EPOCH_NAME).write_bytes(b"")
+    if kind == "lmdb":
+        with pytest.raises(NamespaceError, match="is damaged"):
+            places(path, type=kind, shared=True, recovery="strict").specs()
+    assert await served(path, [1], type=kind, shared=True) == set()
+    assert await served(path, [], type=kind, shared=True) == {1}
 
 
 def test_a_file_system_without_locks_can_only_be_shared(

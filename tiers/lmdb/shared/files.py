@@ -64,11 +64,19 @@ class SharedLmdbFiles(LmdbFilesBase):
     record_index_bytes = SHARED_RECORD_INDEX_BYTES
     small_files_bytes = SHARED_SMALL_FILES_BYTES
 
-    def __init__(self, folder: Path, capacity_bytes: int, options: LmdbOptions, io: DiskIo) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        capacity_bytes: int,
+        options: LmdbOptions,
+        io: DiskIo,
+        noted_epoch: int = 0,
+    ) -> None:
         """Open or create the files. An odd ``options.epoch`` means that the weights are not those
         of the model's files. Raises ``TierIoError``, and ``ValueError`` if the capacity is too
         small."""
         super().__init__(folder, capacity_bytes, options, io)
+        self._noted_epoch = noted_epoch
         self.dropped = 0
         with contextlib.ExitStack() as undo, opening_lock(folder):
             self.member = Member(folder)
@@ -122,7 +130,8 @@ class SharedLmdbFiles(LmdbFilesBase):
 
     def _old_state(self, index: LmdbIndex) -> State:
         """Return the state that the last sharers left. Drops all records if an exclusive tier has
-        used and reset the folder since, or if ``Recovery.OFF`` is configured."""
+        used the folder since and was reset, perhaps not to the end, or if ``Recovery.OFF`` is
+        configured."""
         state = State()
         raw = index.state()
         if raw is not None:
@@ -130,12 +139,14 @@ class SharedLmdbFiles(LmdbFilesBase):
                 state = State.load(raw)
         was_shared = is_common(raw, index.epoch)
         is_stale = not was_shared and (index.epoch != self._options.epoch or index.epoch % 2 == 1)
-        state.see_epoch(index.epoch)
+        is_stale = is_stale or index.epoch < self._noted_epoch
+        highest = max(index.epoch, self._noted_epoch)
+        state.see_epoch(highest)
         if is_stale and any(table.count for table in index.tables()):
             logger.warning(
                 "kvtiers: the shared tier in %s begins empty: a server that did not share the "
                 "folder was reset (epoch %d), so its records may be of other weights",
-                *(self.folder, index.epoch),
+                *(self.folder, highest),
             )
         if self._options.recovery is Recovery.OFF or is_stale:
             index.apply(Changes(clear_to_epoch=state.begin_epoch()))

@@ -74,10 +74,13 @@ class SharedLmdbTier(FolderTier[SharedLmdbFiles], SharedTier):
         options: LmdbOptions | None = None,
         io: DiskIo | None = None,
         low_watermark: float = 0.9,
+        noted_epoch: int = 0,
         **changes: Any,
     ) -> None:
         """``changes`` are fields of ``LmdbOptions`` by name. An odd ``epoch`` means that this
-        process has weights other than those of the model's files."""
+        process has weights other than those of the model's files. ``noted_epoch`` is the last one
+        that a process which did not share the folder has begun; records of earlier epochs are
+        dropped, because that process may have ended before it dropped them."""
         changed = replace(options or LmdbOptions(), **changes)
         super().__init__(Path(path), changed.close_timeout_s)
         self._options = changed
@@ -85,12 +88,14 @@ class SharedLmdbTier(FolderTier[SharedLmdbFiles], SharedTier):
         check_identity(Identity(changed.namespace, changed.rank))
         self._io = io or DiskIo()
         self._low_watermark = low_watermark
+        self._noted_epoch = noted_epoch
         self._write_counts: dict[str, int] = {}
 
     # -- opening and closing ---------------------------------------------------------------
 
     async def open(self) -> TierInfo:
-        arguments = (self._folder, self._capacity_bytes, self._options, self._io)
+        settings = (self._capacity_bytes, self._options, self._io, self._noted_epoch)
+        arguments = (self._folder, *settings)
         files = await self._open_in_thread(SharedLmdbFiles, *arguments)
         try:
             state, medium = await self._lookup(lambda: (files.index.state(), files.medium))
