@@ -50,6 +50,7 @@ def fail_once(patch: pytest.MonkeyPatch, owner: type, name: str, due: Due) -> li
 
 
 PARTS: dict[str, tuple[type, str, Due]] = {
+    "the states of requests": (SchedulerSide, "_note_loads", lambda _, finished: finished),
     "the end of a load": (LoadPlanner, "request_ended", lambda _, finished: finished),
     "the time": (Planner, "tick", lambda _, finished: finished),
     "the state of a tier": (TierHealth, "observe", lambda report, _: report.tiers),

@@ -365,13 +365,13 @@ class SchedulerSide:
         self, report: StepReport | None, finished: Iterable[str], failed: Iterable[str]
     ) -> None:
         """Process the results of the workers. Their jobs end even if something else here fails."""
-        ended, failures = self._note_loads(finished, failed)
         now = time.monotonic()
         if report is None or report.empty:
             report = None
         elif report.results or report.answers:
             self._progress_at = now
         try:
+            ended, failures = self._note_loads(finished, failed)
             for request_id in finished:
                 self.planner.loads.request_ended(request_id)
             if report is not None:
