@@ -80,7 +80,12 @@ def _is_of(kind: type, value: object) -> bool:
         return isinstance(value, kind)
     if isinstance(value, bool) or not isinstance(value, int | float):
         return False
-    return math.isfinite(value) and (kind is float or isinstance(value, int))
+    if kind is int:
+        return isinstance(value, int)
+    try:
+        return math.isfinite(value)
+    except OverflowError:  # a whole number larger than any float
+        return False
 
 
 def _show(value: object) -> str:

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import difflib
 import json
-import math
 import os
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -25,6 +24,7 @@ from offload.sizes import format_size, parse_size
 Reader = Callable[[Any, str, list[Problem]], Any]
 
 _PLAIN = re.compile(r"[A-Za-z0-9_\-]{1,60}", re.ASCII)
+_PORT = re.compile(r"[0-9]{1,5}", re.ASCII)
 _POLICY_NAME = re.compile(r"[A-Za-z0-9_.\-]+(:[A-Za-z_][A-Za-z0-9_]*)?", re.ASCII)
 
 
@@ -167,7 +167,7 @@ def number(low: float, high: float, unit: str = "") -> Kind:
         if isinstance(value, bool) or not isinstance(value, int | float):
             problems.append(_wrong(where, value, "a number", _range_text(low, high, unit)))
             return None
-        if not math.isfinite(value) or not low <= value <= high:
+        if not low <= value <= high:  # always true for nan
             problems.append(_outside(where, value, low, high, unit))
             return None
         return float(value)
@@ -206,7 +206,7 @@ def path() -> Kind:
     """An absolute path; ``.`` and doubled slashes are removed, ``..`` is refused."""
 
     def read(value: Any, where: str, problems: list[Problem]) -> str | None:
-        if not isinstance(value, str) or not value or "\0" in value:
+        if not isinstance(value, str) or not value or not _is_name(value):
             what = f"must be an absolute path (got {show(value)})"
             problems.append(Problem(where, what, 'For example "/var/cache/kv".'))
             return None
@@ -224,12 +224,21 @@ def path() -> Kind:
     return Kind("absolute path", read, "/var/cache/kv")
 
 
+def _is_name(text: str) -> bool:
+    """Return True if the file system can have such a path. JSON can also contain half a character,
+    such as ``"\\ud800"``."""
+    try:
+        return b"\0" not in os.fsencode(text)
+    except UnicodeEncodeError:
+        return False
+
+
 def address() -> Kind:
     """``host:port``."""
 
     def read(value: Any, where: str, problems: list[Problem]) -> str | None:
         host, colon, port = value.rpartition(":") if isinstance(value, str) else ("", "", "")
-        if host and colon and port.isascii() and port.isdigit() and 0 < int(port) < 1 << 16:
+        if host and colon and _PORT.fullmatch(port) and 0 < int(port) < 1 << 16:
             return str(value)
         what = f"must be host:port (got {show(value)})"
         problems.append(Problem(where, what, 'For example "10.0.0.1:50051".'))

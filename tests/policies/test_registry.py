@@ -214,6 +214,11 @@ def test_all_wrong_values_are_reported_at_once() -> None:
     )
 
 
+def test_a_number_larger_than_any_float_is_refused() -> None:
+    with pytest.raises(PolicyOptionError, match="ttl_s must be a number above 0"):
+        make_policy({"name": "ttl", "ttl_s": 10**400})
+
+
 class ThirdParty(LruPolicy):
     """A third party's constructor: types without ranges, and some that are not checked."""
 
