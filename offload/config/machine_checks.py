@@ -259,15 +259,27 @@ def _folder_problem(tier: TierConfig, where: str) -> Problem | None:
         return Problem(where, f"{path} is a file", "Give a folder.")
     if found := path_problem(path):
         return Problem(where, *found)
+    return (
+        _creation_problem(path, where)
+        or _access_problem(path, where)
+        or _file_system_problem(tier, _existing(path), where)
+    )
+
+
+def _creation_problem(path: str, where: str) -> Problem | None:
+    """Describe why a folder cannot be created, or written to if it exists."""
     existing = _existing(path)
     if not existing.is_dir():
         return Problem(where, f"cannot create {path}: {existing} is a file", "Give another path.")
-    reason = _not_writable(existing)
-    if reason:
+    below = Path(path).relative_to(existing).parts
+    if below and os.path.islink(link := existing / below[0]):
+        what = f"cannot create {path}: {link} is a symbolic link that leads nowhere"
+        return Problem(where, what, "Remove the link, or give another path.")
+    if reason := _not_writable(existing):
         verb = "write to" if os.path.isdir(path) else "create"
         fix = "Give the user write access, or choose another folder."
         return Problem(where, f"cannot {verb} {path}: {reason} (uid {os.geteuid()})", fix)
-    return _access_problem(path, where) or _file_system_problem(tier, existing, where)
+    return None
 
 
 def _access_problem(path: str, where: str) -> Problem | None:
@@ -388,7 +400,8 @@ def _key_file_problem(path: str, where: str) -> Problem | None:
 
 
 def _recordings(config: OffloadConfig) -> Iterator[Problem]:
-    """Check files that a server opens later in a thread, where a failure only causes a log line."""
+    """Check files that a server opens later: in a thread, where a failure only causes a log line,
+    or in a worker, where it ends a start that has taken a minute."""
     for name, path in (
         ("record_trace", config.record_trace),
         ("record_requests", config.record_requests),
@@ -404,6 +417,9 @@ def _recordings(config: OffloadConfig) -> Iterator[Problem]:
             fix = "Give the user write access, or choose another folder."
             what = f"cannot write to {folder}: {reason} (uid {os.geteuid()})"
             yield Problem(where, what, fix)
+    path = config.verify_path
+    if path is not None and (trouble := _creation_problem(path, "$.verify_path")):
+        yield trouble
     if config.record_trace is not None and config.record_trace == config.record_requests:
         yield Problem("$.record_requests", "is also the file of record_trace", "Give another path.")
 

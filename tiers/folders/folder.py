@@ -108,7 +108,7 @@ def file_system_of(folder: Path, mounts: Path = Path("/proc/self/mountinfo")) ->
     path = str(folder.resolve())
     best, kind = "", "unknown"
     try:
-        lines = mounts.read_text().splitlines()
+        lines = mounts.read_text(errors="surrogateescape").splitlines()
     except OSError:
         return kind
     for line in lines:

@@ -104,3 +104,32 @@ def test_an_import_refuses_the_same_paths(tmp_path: Path) -> None:
     (tmp_path / "other" / "notes").touch()
     result = kvtiers("import", tmp_path / "blocks.kvt", tmp_path / "other", "--capacity", "64MiB")
     assert (result.code, "contains no kvtiers data: notes" in result.err) == (2, True)
+
+
+@pytest.mark.parametrize("target", ["nowhere", "link"])
+def test_a_link_that_leads_nowhere_is_reported_before_the_start(
+    tmp_path: Path, target: str
+) -> None:
+    """A server could not create a folder behind it, neither a dangling link nor a loop."""
+    link = tmp_path / "link"
+    link.symlink_to(target)
+    words = f"cannot create {link / 'a' / 'kv'}: {link} is a symbolic link that leads nowhere"
+    assert words in said(link / "a" / "kv")
+    (tmp_path / "nowhere").mkdir()
+    assert (said(link / "a" / "kv") == "") == (target == "nowhere")
+
+
+def test_the_folder_for_digests_is_checked_before_the_start(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    (tmp_path / "here").mkdir()
+    for path, words in (
+        (tmp_path / "file", "is a file"),
+        (tmp_path / "file" / "digests", f"{tmp_path / 'file'} is a file"),
+        (Path("/proc/digests"), "cannot create /proc/digests: "),
+    ):
+        with pytest.raises(ConfigError, match=r"\$\.verify_path: ") as refused:
+            load_config(extra() | {"verify_path": str(path)})
+        assert words in str(refused.value)
+    for path in (tmp_path / "here", tmp_path / "new" / "digests"):
+        load_config(extra() | {"verify_path": str(path)})
+    assert sorted(os.listdir(tmp_path)) == ["file", "here"]

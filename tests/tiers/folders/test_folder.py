@@ -83,7 +83,8 @@ def test_the_file_system_is_that_of_the_innermost_mount(
     tmp_path: Path, place: str, kind: str
 ) -> None:
     mounts = tmp_path / "mountinfo"
-    mounts.write_text(MOUNTS.format(tmp_path))
+    lines = MOUNTS.format(tmp_path).encode() + b"9 1 0:9 / /\xff rw - ext4 /dev/z rw\n"
+    mounts.write_bytes(lines)  # another mount's name is not UTF-8
     assert file_system_of(tmp_path / place, mounts) == kind
 
 
