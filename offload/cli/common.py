@@ -279,6 +279,9 @@ def screen() -> Console:
 def print_line(out: Console, text: str, style: str = "") -> None:
     """Print text, on a terminal broken between words; a word that fits on no line, such as a long
     path, stays whole."""
+    from policies.simulation.tables import printable
+
+    text = "\n".join(map(printable, text.split("\n")))
     fits = all(len(word) <= out.width for word in text.split())
     is_broken = out.is_terminal and fits
     out.print(text, style=style, markup=False, soft_wrap=not is_broken)

@@ -160,6 +160,8 @@ def _shown(found: View) -> Table:
     from rich.markup import escape
     from rich.table import Table
 
+    from policies.simulation.tables import printable
+
     grid = Table.grid(padding=(0, 2))
     grid.add_column(no_wrap=True, min_width=LABEL_WIDTH)
     grid.add_column(overflow="fold")
@@ -169,7 +171,7 @@ def _shown(found: View) -> Table:
             grid.add_row()
         for label, text in block.items():
             if text:
-                grid.add_row(label, escape(text))
+                grid.add_row(label, escape(printable(text)))
     return grid
 
 
@@ -207,6 +209,8 @@ def _tier(tier: TierView) -> dict[str, str]:
     """Lines about one tier, by label."""
     from rich.markup import escape
 
+    from policies.simulation.tables import printable
+
     rates = tier.rates
     tokens = [f"{count_text(rates[f'{n}_tokens_per_s'])} {n}" for n in ("loaded", "hit", "missed")]
     chunks = [f"{count_text(rates[f'{n}_chunks_per_s'])} {n}" for n in ("stored", "evicted")]
@@ -220,7 +224,7 @@ def _tier(tier: TierView) -> dict[str, str]:
         state.append(f"queue: {count_text(tier.queue_depth)}")
     is_disk = read is not None or written is not None
     return {
-        f"[bold]{escape(tier.name)}[/bold]": _used(tier),
+        f"[bold]{escape(printable(tier.name))}[/bold]": _used(tier),
         "  state": "; ".join(state),
         "  tokens/s": ", ".join(tokens),
         "  chunks/s": ", ".join(chunks),

@@ -46,6 +46,7 @@ def why(
     Works while the server runs. The counters vllm:kvtiers_misses_total cover all requests.
     """
     from offload.requests.miss_reasons import MEANINGS
+    from policies.simulation.tables import printable
 
     problems = Problems()
     meanings = {known.value: text for known, text in MEANINGS.items()}
@@ -69,7 +70,7 @@ def why(
     screen().print(_table(chosen))
     for name, count in Counter(record["reason"] for record in chosen).most_common():
         meaning = meanings.get(name, "this version of kvtiers does not know this reason")
-        screen().print(f"{count:>6,}  {name}: {meaning}", markup=False)
+        screen().print(f"{count:>6,}  {printable(name)}: {meaning}", markup=False)
 
 
 def _read(file: Path, problems: Problems) -> list[dict[str, Any]]:

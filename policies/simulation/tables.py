@@ -22,6 +22,18 @@ GAP = 2
 """Spaces between two columns that have no line between them."""
 
 
+def printable(text: str) -> str:
+    """Write characters that a terminal obeys or does not show, such as ESC, as escapes.
+
+    A client chooses the id of its request, and a trace its name.
+    """
+    if text.isprintable():
+        return text
+    return "".join(
+        one if one.isprintable() else one.encode("unicode_escape").decode() for one in text
+    )
+
+
 class FittingTable:
     """Headings and rows of plain text. Columns named in ``right`` are aligned to the right."""
 
@@ -35,7 +47,7 @@ class FittingTable:
         self._section_ends: set[int] = set()
 
     def add_row(self, *cells: str) -> None:
-        self._rows.append(cells)
+        self._rows.append(tuple(map(printable, cells)))
 
     def add_section(self) -> None:
         """Draw a line below the last row."""

@@ -81,6 +81,19 @@ def test_a_file_without_requests(tmp_path: Path) -> None:
     assert (result.code, result.out) == (0, "no request matches these options\n")
 
 
+def test_what_clients_choose_does_not_control_the_terminal(tmp_path: Path) -> None:
+    """A client can choose the id of its request."""
+    file = tmp_path / "requests.jsonl"
+    strange = {"request": "a\x1b]0;title\x07\n\u202e\ud800", "reason": "\x1b[2J"}
+    file.write_text(json.dumps(WHOLE | strange) + "\n")
+    result = kvtiers("why", file)
+    assert result.code == 0
+    assert r"a\x1b]0;title\x07\n\u202e\ud800 " in result.out
+    assert r"1  \x1b[2J: this version" in result.out
+    assert [one for one in result.out if not one.isprintable() and one != "\n"] == []
+    assert kvtiers("why", file, "--json").json["requests"][0]["request"] == strange["request"]
+
+
 @pytest.mark.parametrize("text", ["no json", '{"cpu": {}}', "[]", "[" * 100_000, "[" * 9 + "\n"])
 def test_other_files_are_refused(tmp_path: Path, text: str) -> None:
     """A file is refused even if its only line has no end, like a line that is being written."""

@@ -50,3 +50,12 @@ def test_the_three_forms() -> None:
         *("tier               a-long-name", "capacity           2TiB"),
         "last use           3d to 1h",
     ]
+
+
+def test_only_characters_that_are_not_shown_are_escaped() -> None:
+    table = FittingTable(("trace",))
+    table.add_row("grüße 東京 \x1b[31mred\ttab")
+    out = Console(file=io.StringIO(), width=60, highlight=False)
+    out.print(table)
+    assert isinstance(out.file, io.StringIO)
+    assert "grüße 東京 \\x1b[31mred\\ttab" in out.file.getvalue()
