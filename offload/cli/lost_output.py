@@ -1,4 +1,5 @@
-"""Ends a program whose output cannot be written, for example because the disk is full.
+"""Guards a program's output. It prints every text, whatever the encoding of the terminal, and ends
+a program whose output cannot be written, for example because the disk is full.
 
 It prints one line on stderr and exits with code 1, wherever the failure happens and whether the
 output is buffered or not. After a closed pipe (``| head``) it prints nothing and exits with 1 too.
@@ -7,6 +8,7 @@ output is buffered or not. After a closed pipe (``| head``) it prints nothing an
 from __future__ import annotations
 
 import contextlib
+import io
 import os
 import sys
 from collections.abc import Iterator
@@ -53,6 +55,8 @@ def guarded_output() -> Iterator[None]:
     if file is None:  # the program was started with stdout closed: print nothing
         yield
         return
+    if isinstance(file, io.TextIOWrapper):  # names of files may have bytes that are not UTF-8
+        file.reconfigure(errors="backslashreplace")
     sys.stdout = cast(TextIO, _Output(file))
     try:
         try:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -49,6 +50,18 @@ def test_output_to_a_closed_pipe(tmp_path: Path, unbuffered: str) -> None:
         assert run(pipe, "inspect", tmp_path, "--json", unbuffered=unbuffered) == (1, "")
     finally:
         os.close(pipe)
+
+
+def test_a_name_that_is_not_utf_8_is_printed(tmp_path: Path) -> None:
+    """Python writes such a name only with an encoding that is not strict, as most are."""
+    tier = {"type": "lmdb", "path": f"{tmp_path}/\udcffz", "capacity": "16MiB", "reserve": 0}
+    given = json.dumps({"cpu": {"capacity": "64MiB"}, "tiers": [tier]})
+    command = [sys.executable, "-m", "offload.cli", "check", given]
+    for encoding in ("utf-8:strict", "utf-8:surrogateescape", "ascii"):
+        env = os.environ | {"PYTHONIOENCODING": encoding}
+        done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, check=False)
+        assert done.returncode == 0, done.stderr
+        assert f"lmdb {tmp_path}/\\udcffz: 16MiB\n".encode() in done.stdout
 
 
 @pytest.mark.parametrize(
