@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import stat
 import sys
 from pathlib import Path
 from typing import Any
@@ -59,13 +61,24 @@ def _without_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return found
 
 
+def _is_pipe(where: str) -> bool:
+    """Return True for a pipe, as a shell makes of ``<(command)``. It can be opened only once."""
+    try:
+        return stat.S_ISFIFO(os.stat(where).st_mode)
+    except (OSError, ValueError):
+        return False
+
+
 def _read(problems: Problems, where: str, shown: str) -> str | None:
     try:
         if where == "-":
+            if sys.stdin is None:
+                raise ValueError("standard input is closed")
             found = sys.stdin.buffer.read(CONFIG_BYTES_MAX + 1)
         else:
             count = len(problems)
-            problems.file(Path(where), f"{NAME_A_FILE}, or give the JSON itself.", shown)
+            if not _is_pipe(where):
+                problems.file(Path(where), f"{NAME_A_FILE}, or give the JSON itself.", shown)
             if len(problems) > count:
                 return None
             with Path(where).open("rb") as file:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -91,6 +93,27 @@ def test_a_file_that_is_too_large_is_not_cut(tmp_path: Path) -> None:
     found = kvtiers("check", file)
     assert (found.code, found.out) == (2, "")
     assert f"{file}: is larger than 1MiB. Name a file with a configuration." in found.err
+
+
+def test_standard_input_that_is_closed(tmp_path: Path) -> None:
+    command = f"{shlex.quote(sys.executable)} -m offload.cli check - <&-"
+    done = subprocess.run(
+        command, shell=True, cwd=ROOT, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 2
+    assert done.stderr == (
+        "kvtiers check: -: cannot be read: standard input is closed. Name a file of JSON.\n"
+    )
+
+
+def test_a_pipe_is_read_like_a_file(tmp_path: Path) -> None:
+    """A shell replaces ``<(command)`` by the name of a pipe."""
+    ours, theirs = os.pipe()
+    os.write(theirs, json.dumps(GOOD).encode())
+    os.close(theirs)
+    found = kvtiers("check", f"/dev/fd/{ours}")
+    os.close(ours)
+    assert found.code == 0, found.err
 
 
 @pytest.mark.parametrize(
