@@ -149,10 +149,14 @@ def parse_request(row: Mapping[str, Any]) -> Request:
     """Parse one line of this project's format. Raises ``KeyError``, ``TypeError`` or
     ``ValueError``."""
     expected = row.get("return_s")
+    tokens = int(row["in"])
+    runs = tuple((int(first), int(count)) for first, count in row["r"])
+    if any(count < 1 for _, count in runs) or sum(count for _, count in runs) > tokens:
+        raise ValueError(f'"r" does not have the blocks of a prompt of {tokens} tokens')
     return Request(
         time_s=float(row["t"]),
-        prompt_tokens=int(row["in"]),
-        runs=tuple((int(first), int(count)) for first, count in row["r"]),
+        prompt_tokens=tokens,
+        runs=runs,
         output_tokens=int(row.get("out", 0)),
         session=int(row.get("s", -1)),
         stop=str(row.get("stop", "")),

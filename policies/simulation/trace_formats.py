@@ -62,8 +62,10 @@ def _own(path: Path, block_tokens: int | None) -> Trace:
         _, first = next(lines)
         meta = first["meta"]
         tokens = int(meta["block_tokens"])
-    except (KeyError, TypeError, ValueError, StopIteration) as error:
+    except (KeyError, TypeError, ValueError, OverflowError, StopIteration) as error:
         raise TraceError(f"{path}: line 1 must be meta with block_tokens ({error!r})") from error
+    if tokens < 1:
+        raise TraceError(f"{path}: line 1: block_tokens must be at least 1 (got {tokens})")
     if block_tokens not in (None, tokens):
         raise TraceError(
             f"{path}: its first line says {tokens} tokens per block (got {block_tokens}). "
@@ -141,7 +143,7 @@ def _kv_events(path: Path, block_tokens: int | None) -> Trace:
                 size = size or int(event["block_size"])
                 chain = _chain(parents, event["parent_block_hash"], event["block_hashes"])
                 found.append(Request(float(time_s), len(chain) * size, numbers.runs(chain)))
-        except (KeyError, TypeError, ValueError) as error:
+        except (KeyError, TypeError, ValueError, OverflowError) as error:
             raise TraceError(f"{path}: line {number}: {error!r}") from error
     return _sorted(path.name, size or 1, found, {})
 
@@ -150,10 +152,11 @@ def _chain(
     parents: dict[Hashable, Hashable | None], parent: Hashable | None, stored: list[Hashable]
 ) -> list[Hashable]:
     """The chain down to the last stored block, starting at its oldest known ancestor."""
-    above: list[Hashable] = []
-    while parent is not None and parent in parents:
-        above.append(parent)
+    found: dict[Hashable, None] = {}  # a damaged file may name a block as its own ancestor
+    while parent is not None and parent in parents and parent not in found:
+        found[parent] = None
         parent = parents[parent]
+    above = list(found)
     above.reverse()
     last = above[-1] if above else None
     for key in stored:

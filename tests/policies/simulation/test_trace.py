@@ -121,6 +121,23 @@ def test_kv_events_as_vllm_makes_them(tmp_path) -> None:
     assert trace.block_tokens == 16
 
 
+OWN = '{"meta": {"block_tokens": 16}}\n'
+EVENT = (
+    '[1, [{"type": "BlockStored", "block_hashes": [1], "parent_block_hash": null, '
+    '"block_size": %s}]]\n'
+)
+
+
+def test_events_in_which_a_block_is_its_own_ancestor_are_read(tmp_path) -> None:
+    rows = [
+        [1, [{"type": "BlockStored", "block_hashes": [one], "parent_block_hash": parent,
+              "block_size": 16}]]
+        for one, parent in ((1, 2), (2, 1), (1, 2), (3, 1))
+    ]  # fmt: skip
+    trace = read_trace(_lines(tmp_path / "e.jsonl", rows))
+    assert trace.unique_blocks() == 3
+
+
 @pytest.mark.parametrize(
     ("text", "complaint"),
     [
@@ -134,6 +151,11 @@ def test_kv_events_as_vllm_makes_them(tmp_path) -> None:
         ('{"meta": {"name": "x"}}\n', "block_tokens"),
         ('{"meta": {"block_tokens": 16}}\n{"t": 1}\n', "line 2: KeyError('in')"),
         ('{"meta": {"block_tokens": 16}}\n', "no request"),
+        ('{"meta": {"block_tokens": 0}}\n', "line 1: block_tokens must be at least 1 (got 0)"),
+        ('{"meta": {"block_tokens": Infinity}}\n', "line 1 must be meta with block_tokens"),
+        (OWN + '{"t": 1, "in": 32, "r": [[0, 1000000000000]]}\n', "line 2: ValueError"),
+        (OWN + '{"t": 1, "in": 32, "r": [[0, 2], [7, -1]]}\n', "line 2: ValueError"),
+        (EVENT % "Infinity", "line 1: OverflowError"),
     ],
 )
 def test_a_bad_file_is_reported_with_its_fault(tmp_path, text, complaint) -> None:
