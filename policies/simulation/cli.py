@@ -238,15 +238,16 @@ def _refuse(*problems: str) -> None:
 
 def _write(outcomes: list[Outcome], csv: Path | None, plot: Path | None) -> None:
     """Write the requested files; end the program if one cannot be written."""
-    try:
-        if csv:
-            write_csv(outcomes, csv)
-        if plot:
-            write_plot(outcomes, plot)
-    except ImportError as error:
-        _end(f"--plot needs matplotlib ({error}). Run: pip install matplotlib", 1)
-    except OSError as error:
-        _end(f"cannot write: {error}", 1)
+    for path, write in ((csv, write_csv), (plot, write_plot)):
+        if path is None:
+            continue
+        try:
+            write(outcomes, path)
+        except ImportError as error:
+            _end(f"--plot needs matplotlib ({error}). Run: pip install matplotlib", 1)
+        except OSError as error:
+            reason = error.strerror or error
+            _end(f"{path}: cannot be written: {reason}. Name another file", 1)
 
 
 def _end(text: str, code: int) -> NoReturn:

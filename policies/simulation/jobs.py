@@ -34,7 +34,13 @@ OPTIMUM, INFINITE = "optimum", "infinite"
 NOTHING, ALL_ABOVE = "nothing stored", "all in the upper tier"
 """The limits of runs with arrival times."""
 
-_UNITS = {"": 1, "B": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
+_CAPACITY = re.compile(
+    r"([0-9]{1,18}(?:\.[0-9]{0,18})?|\.[0-9]{1,18})\s*(%|blocks|(?:[KMGT]i?)?B)",
+    re.ASCII | re.IGNORECASE,
+)
+_UNITS = {"b": 1}
+for _power, _prefix in enumerate("kmgt", start=1):
+    _UNITS |= {f"{_prefix}ib": 1024**_power, f"{_prefix}b": 1000**_power}
 _counter: Synchronized[int] | None = None
 
 
@@ -124,10 +130,10 @@ def rounding_note(text: str, unique_blocks: int, block_bytes: int) -> str:
 
 def exact_capacity(text: str, unique_blocks: int, block_bytes: int) -> float:
     """The capacity in blocks, before rounding to whole blocks."""
-    found = re.fullmatch(r"\s*(\d+\.?\d*|\.\d+)\s*(%|blocks|[KMGT]iB|B)\s*", text)
+    found = _CAPACITY.fullmatch(text.strip())
     if not found:
         raise ValueError(f'capacity "{text}" must be like 5%, 800blocks or 10GiB')
-    number, unit = float(found[1]), found[2]
+    number, unit = float(found[1]), found[2].lower()
     if unit == "%":
         return number * unique_blocks / 100
     if unit == "blocks":
