@@ -12,6 +12,7 @@ from __future__ import annotations
 import contextlib
 import difflib
 import importlib
+import os
 import platform
 import sys
 from typing import Annotated, Any
@@ -124,6 +125,14 @@ def main_options(
     """KV-cache offloading for vLLM."""
 
 
+def _has_current_folder() -> bool:
+    try:
+        os.getcwd()
+    except FileNotFoundError:
+        return False
+    return True
+
+
 def main() -> None:
     """Entry point of the console script. Ctrl-C ends every command with ``INTERRUPTED``."""
     try:
@@ -131,6 +140,11 @@ def main() -> None:
             app()
     except KeyboardInterrupt:  # outside the part of a command that typer guards
         raise SystemExit(INTERRUPTED) from None
+    except FileNotFoundError:
+        if _has_current_folder():
+            raise
+        print("kvtiers: the current folder was deleted. Change to another one", file=sys.stderr)
+        raise SystemExit(1) from None
     except ModuleNotFoundError as error:
         if error.name != "vllm":
             raise

@@ -64,7 +64,7 @@ def import_(
     from offload.cli.path_hints import not_a_folder
 
     problems = Problems()
-    capacity_bytes = problems.size("--capacity", capacity)
+    capacity_bytes = problems.size("--capacity", capacity, is_positive=True)
     if type and type not in KINDS:
         problems.add("--type", f'is unknown (got "{type}")', "Use lmdb or file.")
     problems.file(file, "Name a file that kvtiers export wrote.")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -20,6 +21,7 @@ from offload.cli.common import (
 )
 from offload.cli.doctor import PASS_FLAGS_ON, ask_vllm, refused_early
 from offload.cli.numbers import share_text, size_text, speed_text
+from offload.errors import WRONG_USAGE
 
 if TYPE_CHECKING:
     from offload.admin.capacity_plan import CapacityEstimate, Machine, ModelSize, Simulated
@@ -103,6 +105,8 @@ def plan(
     )
     given_bytes = problems.size("--token-bytes", token_bytes, is_positive=True)
     _check(problems, model, token_bytes, context.args, cpu)
+    numbers = {"--gpu-tflops": gpu_tflops, "--parameters": parameters, "--years": years}
+    _check_finite(problems, numbers)
     requests = _requests(problems, trace, mix)
     _check_policies(problems, policy, disk_policy)
     problems.refuse("plan")
@@ -131,6 +135,12 @@ def _check(problems: Problems, model: str, given: str, flags: list[str], cpu: st
     elif model:
         known = [option for parameter in _parameters() for option in parameter.opts]
         check_spelling(problems, "plan", known, flags)
+
+
+def _check_finite(problems: Problems, given: dict[str, float]) -> None:
+    for name, value in given.items():
+        if not math.isfinite(value):
+            problems.add(name, f"must be a finite number (got {value:g})", "Give a number.")
 
 
 def _disk_size(problems: Problems, text: str) -> int:
@@ -213,6 +223,13 @@ def _work_out(
     trace = (
         mix_trace(Mix.parse(requests), size.chunk_tokens) if isinstance(requests, str) else requests
     )
+    if trace is not None and not trace.requests:
+        fix = "Give more hours, or longer prompts"
+        give_up(
+            "plan",
+            f"--mix: makes no prompt of {trace.block_tokens} tokens or more. {fix}",
+            WRONG_USAGE,
+        )
     block_tokens = trace.block_tokens if trace else size.chunk_tokens
     try:
         _check_tiers(size, machine, block_tokens)

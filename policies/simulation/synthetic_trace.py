@@ -56,7 +56,8 @@ class Mix:
             raise ValueError("has no requests. Give at least one user, turn, second and hour")
         if mix.requests > REQUESTS_MAX:
             raise ValueError(
-                f"makes {mix.requests:,.0f} requests, more than {REQUESTS_MAX:,}. Give fewer hours"
+                f"makes {mix.requests:,.0f} requests, more than {REQUESTS_MAX:,}. "
+                "Give fewer users or hours, or a longer gap"
             )
         longest = mix.tokens(mix.turns - 1)
         if mix.turns > TURNS_MAX or longest > TOKENS_MAX:

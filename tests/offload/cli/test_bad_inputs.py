@@ -9,6 +9,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from tests.offload.cli.rank_folders import ROOT
 from tests.scripts import load_script
 
@@ -47,6 +49,7 @@ BAD: list[tuple[int, str, str]] = [
     (2, "export . /no/such/file.kvt", "Name a file in a folder that exists"),
     (2, "import /no/such.kvt kv", "/no/such.kvt: does not exist"),
     (2, "import /proc/version kv --type tape", '(got "tape"). Use lmdb or file'),
+    (2, "import text kv --capacity 0", '--capacity: must be positive (got "0")'),
     (3, "doctor /no/such/model", "/no/such/model does not exist"),
     (2, "doctor --port 8000 m", "the model comes first"),
     (3, "doctor /proc", "/proc has no config.json"),
@@ -66,6 +69,15 @@ BAD: list[tuple[int, str, str]] = [
     (2, "plan llama --cpu 1GiB --kv-transfer-config {", "plan: --kv-transfer-config: is not JSON"),
     (2, "plan --token-bytes 1KiB --cpu 1GiB --trace /no/such", "--trace: cannot be read"),
     (2, "plan --token-bytes 1KiB --cpu 1GiB --policy lur", "--policy: "),
+    (
+        2,
+        "plan --token-bytes 1KiB --cpu 1GiB --mix prompt=0,answer=0,system=0",
+        "makes no prompt of",
+    ),
+    (2, "plan --token-bytes 1KiB --cpu 1GiB --mix users=99999999", "Give fewer users or hours"),
+    (2, "plan --token-bytes 1KiB --cpu 1GiB --years inf", "--years: must be a finite number"),
+    (2, "plan --token-bytes 1KiB --cpu 1GiB --gpu-tflops inf --parameters 9", "(got inf)"),
+    (1, "simulate own.jsonl --jobs 1 --csv /dev/full", "/dev/full: cannot be written: No space"),
     (2, "simulate /no/such.jsonl", "/no/such.jsonl: does not exist. Name a trace"),
     (2, "simulate /proc", "/proc: is a folder. Name a trace in it"),
     (2, "simulate text", "text: not JSON lines, at line 1: "),
@@ -121,6 +133,8 @@ def make_files(folder: Path) -> None:
     (folder / "text").write_text("no newline at the end")
     (folder / "config.json").write_text('{"cpu": {}}')
     (folder / "large.json").write_text(" " * (2 << 20))
+    own = '{"meta": {"block_tokens": 16}}\n{"t": 0, "in": 32, "r": [[0, 2]]}\n'
+    (folder / "own.jsonl").write_text(own)
     row = {"timestamp": 0, "input_length": 1024, "hash_ids": "abc"}
     (folder / "hashes.jsonl").write_text(json.dumps(row) + "\n")
 
@@ -145,6 +159,23 @@ def test_forty_bad_inputs(tmp_path: Path) -> None:
         assert found == code, f"{line}: {shown}"
         assert text in shown, f"{line}: {shown}"
         assert "Traceback" not in shown, line
+
+
+@pytest.mark.parametrize("words", ["simulate {0}/own.jsonl", "import {0}/text new"])
+def test_a_current_folder_that_was_deleted_is_named(tmp_path: Path, words: str) -> None:
+    make_files(tmp_path)
+    (tmp_path / "gone").mkdir()
+    program = f"{sys.executable} -m offload.cli {words.format(tmp_path)}"
+    done = subprocess.run(
+        f"cd {tmp_path}/gone && rmdir ../gone && exec {program}",
+        shell=True,
+        env={"PYTHONPATH": str(ROOT), "PATH": "/usr/bin:/bin"} | ENVIRONMENT,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    message = "kvtiers: the current folder was deleted. Change to another one\n"
+    assert (done.returncode, done.stderr) == (1, message)
 
 
 def test_the_measurement_finds_faults(tmp_path: Path) -> None:
