@@ -50,7 +50,7 @@ def export_file(path: Path, *, overwrite: bool) -> Iterator[IO[bytes]]:
     """
     part = path.with_name(f"{path.name}.part")
     flags = os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
-    with os.fdopen(os.open(part, flags, 0o600), "wb") as file:
+    with open(part, "wb", opener=lambda name, _: os.open(name, flags, 0o600)) as file:
         _take(file, part)
         try:
             # another export may have created the file before this one took the lock
@@ -61,13 +61,23 @@ def export_file(path: Path, *, overwrite: bool) -> Iterator[IO[bytes]]:
             os.fchmod(file.fileno(), 0o600)
             file.truncate(0)
             yield file
-            file.flush()
-            os.fsync(file.fileno())
+            with _names(part):
+                file.flush()
+                os.fsync(file.fileno())
             os.replace(part, path)
         except BaseException:  # Ctrl-C as well leaves no partial file
             part.unlink(missing_ok=True)
             raise
     sync_folder(path.absolute().parent)
+
+
+@contextlib.contextmanager
+def _names(path: object) -> Iterator[None]:
+    """Add the file's name to the ``OSError`` of a write, which does not know it."""
+    try:
+        yield
+    except OSError as error:
+        raise OSError(error.errno, error.strerror or str(error), str(path)) from error
 
 
 def _take(file: IO[bytes], part: Path) -> None:
@@ -136,9 +146,9 @@ def export_namespace(
 class _ArchiveFile:
     """Writes frames in a daemon thread, one at a time, while the caller prepares the next one."""
 
-    def __init__(self, file: Any, executor: DaemonExecutor) -> None:
-        """``file`` is an ``aiofiles`` file that uses the executor."""
-        self._file, self._executor = file, executor
+    def __init__(self, file: Any, executor: DaemonExecutor, path: object) -> None:
+        """``file`` is an ``aiofiles`` file that uses the executor; ``path`` is for messages."""
+        self._file, self._executor, self._path = file, executor, path
         self._writing: asyncio.Task[None] | None = None
 
     async def write(self, *parts: bytes | memoryview) -> None:
@@ -151,13 +161,15 @@ class _ArchiveFile:
     async def flush(self) -> None:
         """Wait until everything is written. Raises ``OSError``."""
         if self._writing is not None:
-            await self._writing
+            with _names(self._path):
+                await self._writing
 
     async def aclose(self) -> None:
         """Close the file when no write is in progress."""
         if self._writing is not None:
             await asyncio.gather(self._writing, return_exceptions=True)
-        await self._file.close()
+        with _names(self._path):
+            await self._file.close()
         self._executor.shutdown(wait=False)
 
 
@@ -170,7 +182,7 @@ async def _export(
 ) -> list[Exported]:
     executor = DaemonExecutor("kvtiers-export")
     opened = await aiofiles.open(file.fileno(), "wb", closefd=False, executor=executor)
-    async with contextlib.aclosing(_ArchiveFile(opened, executor)) as out:
+    async with contextlib.aclosing(_ArchiveFile(opened, executor, file.name)) as out:
         about = {"format": EXPORT_FORMAT, "namespace": namespace.name, "fields": namespace.fields}
         await out.write(MAGIC, *about_frame("M", about))
         found = [

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import difflib
+import errno
 import json
 import math
 import os
@@ -224,11 +225,21 @@ def guarded_work(command: str) -> Iterator[None]:
     except FolderUnusableError as error:
         text = "A server that opens the folder starts empty; kvtiers clear removes it"
         give_up(command, f"the tier's folder is damaged: {error}. {text}")
-    except (TierError, NamespaceError, TierUnavailableError, OSError) as error:
+    except (TierError, NamespaceError, TierUnavailableError) as error:
         give_up(command, str(error))
+    except OSError as error:
+        give_up(command, _os_error_text(error))
     finally:
         signal.signal(signal.SIGTSTP, before)
         signal.signal(signal.SIGTERM, ended_before)
+
+
+def _os_error_text(error: OSError) -> str:
+    """The file, what went wrong, and, on a full disk, what to do."""
+    text = error.strerror or str(error)
+    text = text if error.filename is None else f"{error.filename}: {text}"
+    is_full = error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+    return f"{text}. Free some space, or name another file" if is_full else text
 
 
 def rate_limit(bytes_per_s: int, *, is_used: bool) -> RateLimit:

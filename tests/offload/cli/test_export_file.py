@@ -160,7 +160,7 @@ def test_a_failed_write_leaves_no_file(
     make_rank_folder(tmp_path / "a", range(6))
     monkeypatch.setattr("aiofiles.open", opened)
     result = kvtiers("export", tmp_path / "a", tmp_path / "f")
-    assert (result.code, result.err) == (1, "kvtiers export: [Errno 5] planted\n")
+    assert (result.code, result.err) == (1, f"kvtiers export: {tmp_path}/f.part: planted\n")
     assert [path.name for path in tmp_path.iterdir()] == ["a"]
 
 
@@ -187,7 +187,10 @@ def test_an_export_that_does_not_fit_on_the_disk_leaves_no_file(
         [str(word) for word in words], cwd=ROOT, capture_output=True, text=True, check=False
     )
     assert (done.returncode, done.stdout) == (1, "")
-    assert done.stderr == "kvtiers export: [Errno 27] File too large\n"
+    assert done.stderr == (
+        f"kvtiers export: {tmp_path}/f.part: File too large. Free some space, or name another "
+        "file\n"
+    )
     assert [path.name for path in tmp_path.iterdir()] == ["a"]
 
 
