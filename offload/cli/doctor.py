@@ -15,7 +15,7 @@ import typer
 from offload.cli import INTERRUPTED
 from offload.cli.common import make_app, print_json
 from offload.cli.model_names import wrong_name, wrong_path
-from offload.cli.vllm_flags import transfer_problems
+from offload.cli.vllm_flags import SERVE_OPTIONS, TRANSFER, has_flag, transfer_problems
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -58,6 +58,9 @@ def refused_early(model: str, flags: list[str]) -> Report | None:
 
     if model.startswith("-"):
         reason = "the model comes first: kvtiers doctor MODEL [vllm flags]"
+        return refusal(model, ModelVerdict.WRONG_FLAGS, reason)
+    if own := [name for name in SERVE_OPTIONS if has_flag(flags, name)]:
+        reason = f"{own[0]} is an option of kvtiers serve. Give the tiers with {TRANSFER}"
         return refusal(model, ModelVerdict.WRONG_FLAGS, reason)
     if wrong := wrong_path(model, flags) or wrong_name(model, flags, os.environ):
         what, fix = wrong

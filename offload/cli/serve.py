@@ -18,7 +18,13 @@ from offload.cli.common import Problems, check_spelling, make_app
 from offload.cli.doctor import PASS_FLAGS_ON
 from offload.cli.json_input import FILE_OR_JSON, read_object
 from offload.cli.model_names import wrong_name, wrong_path
-from offload.cli.vllm_flags import TRANSFER, has_flag, transfer_problems
+from offload.cli.vllm_flags import (
+    EXTRA_OPTION,
+    SERVE_OPTIONS,
+    TRANSFER,
+    has_flag,
+    transfer_problems,
+)
 from offload.errors import WRONG_USAGE, ConfigError
 
 app = make_app()
@@ -28,8 +34,6 @@ VLLM = [sys.executable, "-P", "-m", "offload.connector.vllm_cli", "serve"]
 HASH, FILE = "--prefix-caching-hash-algo", "--config"
 STABLE_HASH = "sha256_cbor"
 CPU_VARIABLE, DISK_VARIABLE = "KVTIERS_CPU", "KVTIERS_DISK"
-EXTRA_OPTION = "--kv-extra"
-OPTIONS = ["--kv-cpu", "--kv-disk", EXTRA_OPTION, "--dry-run"]
 EXAMPLE = '{"record_requests": "/var/log/kvtiers.jsonl"}'
 
 Cpu = Annotated[
@@ -106,7 +110,7 @@ def serve(
     ):  # vLLM itself takes half a minute to report this
         problems.add(model, wrong[0], f"{wrong[1]}.")
         code = _unknown_model()
-    check_spelling(problems, "serve", OPTIONS, context.args)
+    check_spelling(problems, "serve", SERVE_OPTIONS, context.args)
     given = Given(kv_cpu, kv_disk or [], kv_extra)
     added = flags_to_add(context.args, given, os.environ, problems)
     if not dry_run and importlib.util.find_spec("vllm") is None:

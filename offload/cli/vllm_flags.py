@@ -7,6 +7,9 @@ import json
 from offload.errors import ConfigError, Problem
 
 TRANSFER = "--kv-transfer-config"
+EXTRA_OPTION = "--kv-extra"
+SERVE_OPTIONS = ["--kv-cpu", "--kv-disk", EXTRA_OPTION, "--dry-run"]
+"""The options of ``kvtiers serve``, which vLLM does not know."""
 
 
 def has_flag(flags: list[str], name: str) -> bool:
