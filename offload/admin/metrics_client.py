@@ -9,6 +9,7 @@ from __future__ import annotations
 import base64
 import http.client
 import math
+import string
 import urllib.error
 import urllib.parse
 import urllib.request
@@ -180,7 +181,10 @@ def metrics_url(text: str) -> str:
     if not is_good:
         raise ValueError(f'is not the address of a server (got "{_without_password(text)}")')
     path = parts.path if parts.path.strip("/") else "/metrics"
-    return urllib.parse.urlunsplit((parts.scheme, parts.netloc, path, parts.query, ""))
+    path, query = (
+        urllib.parse.quote(text, safe=string.punctuation) for text in (path, parts.query)
+    )  # what is quoted already stays so
+    return urllib.parse.urlunsplit((parts.scheme, parts.netloc, path, query, ""))
 
 
 def shown_url(url: str) -> str:

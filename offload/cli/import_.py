@@ -139,5 +139,6 @@ def _line(one: Imported) -> str:
     counts = one.counts
     line = f"{rank}: imported {counts.written:,} records ({size_text(counts.written_bytes)})"
     more = {"already present": counts.present, "damaged": one.damaged,
-            "did not fit": one.left, "could not be written": counts.failed}  # fmt: skip
+            "did not fit into the capacity or onto the disk": one.left,
+            "could not be written": counts.failed}  # fmt: skip
     return line + "".join(f", {count:,} {why}" for why, count in more.items() if count)

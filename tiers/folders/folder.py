@@ -82,8 +82,7 @@ def _check_owner(folder: Path, found: os.stat_result) -> None:
     if found.st_uid != os.geteuid():
         raise FolderError(
             f"{folder} belongs to user {found.st_uid}, but this process runs as "
-            f"{os.geteuid()}. "
-            "Use a folder that belongs to this user"
+            f"{os.geteuid()}. Run this as user {found.st_uid}, or use a folder of this user"
         )
     if found.st_mode & 0o022:
         raise FolderError(

@@ -51,6 +51,12 @@ BAD: list[tuple[int, str, str]] = [
     (2, "import /proc/version kv --type tape", '(got "tape"). Use lmdb or file'),
     (2, "import text kv --capacity 0", '--capacity: must be positive (got "0")'),
     (3, "doctor /no/such/model", "/no/such/model does not exist"),
+    (
+        2,
+        "doctor llama --kv-cpu 1GiB",
+        "--kv-cpu is an option of kvtiers serve. Give the tiers with",
+    ),
+    (1, "top 127.0.0.1:1/grüße --once", "does not answer: Connection refused"),
     (2, "doctor --port 8000 m", "the model comes first"),
     (3, "doctor /proc", "/proc has no config.json"),
     (3, "doctor /proc/version", "/proc/version is a file"),

@@ -60,3 +60,12 @@ def test_a_folder_that_is_not_a_tiers_path_is_refused(export: Path, tmp_path: Pa
     rank.rename(tmp_path / "single")
     result = kvtiers("import", export, tmp_path / "single", "--capacity", "24MiB")
     assert (result.code, "is the folder of a single tier" in result.err) == (2, True)
+
+
+def test_records_without_space_are_counted_with_both_causes(tmp_path: Path) -> None:
+    make_rank_folder(tmp_path / "a", range(40))
+    assert kvtiers("export", tmp_path / "a", tmp_path / "f").code == 0
+    words = ("--type", "file", "--capacity", "200KiB")
+    result = kvtiers("import", tmp_path / "f", tmp_path / "b", *words)
+    assert result.code == 1
+    assert " did not fit into the capacity or onto the disk\n" in result.out

@@ -96,3 +96,16 @@ def test_an_unreadable_export_is_reported(public_folder: Path) -> None:
         )
     assert result.code == 2, result.err
     assert "is not readable by this user" in result.err
+
+
+def test_a_folder_of_another_user_is_cleared_as_that_user(public_folder: Path) -> None:
+    """An operator may run the command as root, and has no other folder to use."""
+    root = public_folder / "kv"
+    make_rank_folder(root, range(2))
+    if os.geteuid() != 0:
+        pytest.skip("only root can give a folder to another user")
+    os.chown(root, NOBODY, -1)
+    result = kvtiers("clear", root, "--all", "--yes")
+    assert result.code == 1
+    assert f"{root} belongs to user {NOBODY}, but" in result.err
+    assert f"Run this as user {NOBODY}, or use a folder of this user" in result.err
