@@ -10,6 +10,7 @@ import base64
 import http.client
 import math
 import string
+import time
 import urllib.error
 import urllib.parse
 import urllib.request
@@ -21,6 +22,7 @@ from offload.telemetry.metrics import PREFIX
 
 TIMEOUT_S = 10.0
 PAGE_BYTES_MAX = 64 << 20
+PART_BYTES = 1 << 17
 
 STATES = {0: "closed", 1: "half-open", 2: "open"}
 HIGHEST = ("breaker_state",)
@@ -210,13 +212,20 @@ def fetch(url: str, timeout_s: float = TIMEOUT_S) -> str:
             user += "" if ":" in user else ":"
             token = base64.b64encode(urllib.parse.unquote_to_bytes(user)).decode()
             request.add_unredirected_header("Authorization", f"Basic {token}")
+        end_s = time.monotonic() + timeout_s
         with urllib.request.urlopen(request, timeout=timeout_s) as answer:
-            return str(answer.read(PAGE_BYTES_MAX).decode("utf-8", "replace"))
+            page = bytearray()
+            while len(page) < PAGE_BYTES_MAX and (part := answer.read1(PART_BYTES)):
+                page += part
+                if time.monotonic() > end_s:  # urlopen's limit is for each part
+                    raise TimeoutError("timed out")
+            return page.decode("utf-8", "replace")
     except http.client.HTTPException as error:  # another protocol, or a page that is cut off
         raise PageError(f"{url} answers, but not like a web server: {error!r}") from error
     except urllib.error.HTTPError as error:
         error.close()
-        raise PageError(f"{url} answers {error.code} {error.reason}") from error
+        line = str(error.reason).partition("\n")[0]  # Python's text about redirects has three
+        raise PageError(f"{url} answers {error.code} {line}") from error
     except (OSError, ValueError) as error:
         reason = getattr(error, "reason", None) or error
         text = getattr(reason, "strerror", None) or reason
@@ -232,7 +241,7 @@ def parse(text: str, at_s: float) -> Page:
     try:
         for family in text_string_to_metric_families(text):
             for sample in family.samples:
-                if math.isnan(sample.value):
+                if not math.isfinite(sample.value):
                     continue
                 if sample.name.startswith("vllm:"):
                     by_tier = samples.setdefault(sample.name, {})

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import contextlib
 import functools
 import http.server
 import re
@@ -11,6 +12,7 @@ import socket
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -321,9 +323,58 @@ def test_a_port_without_a_web_server(answer: bytes) -> None:
     assert f"http://{address}/metrics answers, but not like a web server" in result.err
 
 
-def test_invalid_numbers_are_treated_as_missing() -> None:
+def test_a_page_that_comes_too_slowly_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each part comes within the time limit, but not the whole page."""
+    impatient = functools.partial(metrics_client.fetch, timeout_s=0.5)
+    monkeypatch.setattr(metrics_client, "fetch", impatient)
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+
+        def drip() -> None:
+            peer = listener.accept()[0]
+            with peer, contextlib.suppress(OSError):
+                peer.recv(4096)
+                peer.sendall(b"HTTP/1.1 200 OK\r\n\r\n")
+                for _ in range(100):
+                    time.sleep(0.05)
+                    peer.sendall(b"# nothing\n")
+
+        thread = threading.Thread(target=drip)
+        thread.start()
+        address = f"127.0.0.1:{listener.getsockname()[1]}"
+        result = kvtiers("top", address, "--once", "--interval", "0")
+        thread.join()
+    assert result.code == 1
+    assert f"http://{address}/metrics does not answer: timed out" in result.err
+
+
+def test_a_redirect_without_end_is_reported_in_one_line() -> None:
+    with redirecting() as address:
+        result = kvtiers("top", address, "--once")
+    assert result.code == 1
+    assert f"http://{address}/metrics answers 302 " in result.err
+    assert "\n" not in result.err.strip()
+
+
+@contextmanager
+def redirecting() -> Iterator[str]:
+    """A port that answers every request with a redirect to itself."""
+    with serving([""]) as address:
+        original = http.server.BaseHTTPRequestHandler.send_response
+
+        def redirect(handler: http.server.BaseHTTPRequestHandler, _code: int) -> None:
+            original(handler, 302)
+            handler.send_header("Location", handler.path)
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(http.server.BaseHTTPRequestHandler, "send_response", redirect)
+            yield address
+
+
+@pytest.mark.parametrize("number", ["NaN", "+Inf", "1e400"])
+def test_invalid_numbers_are_treated_as_missing(number: str) -> None:
     page = (
-        'vllm:kvtiers_resident_chunks{tier="cpu"} 3\nvllm:kvtiers_breaker_state{tier="cpu"} NaN\n'
+        'vllm:kvtiers_resident_chunks{tier="cpu"} 3\n'
+        f'vllm:kvtiers_breaker_state{{tier="cpu"}} {number}\n'
     )
     with serving([page]) as address:
         found = kvtiers("top", address, "--json", "--interval", "0").json
