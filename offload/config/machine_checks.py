@@ -283,6 +283,11 @@ def _creation_problem(path: str, where: str) -> Problem | None:
 
 
 def _access_problem(path: str, where: str) -> Problem | None:
+    for parent in Path(path).parents:
+        owner = os.lstat(parent).st_uid if os.path.islink(parent) else 0
+        if owner not in (0, os.geteuid()):
+            what = f"{parent} is a symbolic link of uid {owner}, who could redirect it"
+            return Problem(where, what, "Use the real path.")
     if not os.path.isdir(path):
         return None
     found = os.lstat(path)

@@ -13,6 +13,7 @@ from offload.errors import ConfigError
 from tests.offload.cli.rank_folders import kvtiers, make_rank_folder
 from tests.offload.config.test_machine_checks import extra, problems_of, tier
 from tests.offload.worker.reopening_child import places
+from tiers.folders.folder import FolderError, prepare
 
 
 def said(path: Path | str) -> str:
@@ -133,3 +134,16 @@ def test_the_folder_for_digests_is_checked_before_the_start(tmp_path: Path) -> N
     for path in (tmp_path / "here", tmp_path / "new" / "digests"):
         load_config(extra() | {"verify_path": str(path)})
     assert sorted(os.listdir(tmp_path)) == ["file", "here"]
+
+
+def test_a_link_of_another_user_on_the_way_is_reported_before_the_start(tmp_path: Path) -> None:
+    """A server refuses it when it opens the tier."""
+    if os.geteuid() != 0:
+        pytest.skip("only root can give a link to another user")
+    link = tmp_path / "link"
+    link.symlink_to(tmp_path)
+    assert said(link / "kv") == ""
+    os.lchown(link, 65_534, -1)
+    with pytest.raises(FolderError, match="is a symbolic link of user 65534, who could"):
+        prepare(link / "kv")
+    assert f"{link} is a symbolic link of uid 65534, who could redirect it" in said(link / "kv")
