@@ -191,7 +191,8 @@ async def a_long_time_between_parts() -> None:
         await ready(rank, inner)
         post(rank, part(0, [4]))
         assert not (await rank.turn()).finished
-        await asyncio.sleep(10 * rank.executor.limits.load_timeout_s)
+        # half a timeout later than any time at which the worker looks for late loads
+        await asyncio.sleep(10.5 * rank.executor.limits.load_timeout_s)
         assert not (await rank.turn()).finished
         post(rank, part(1, [5, 6], last=True))
         await tier.waiting()
