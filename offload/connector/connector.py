@@ -327,7 +327,9 @@ class KvTiersConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  
         if self.serving is None:
             return
         side, meta = self.serving.side, connector_output.kv_connector_worker_meta
-        ours = meta if isinstance(meta, OffloadWorkerMetadata) else None
+        ours: OffloadWorkerMetadata | None = None
+        if isinstance(meta, OffloadWorkerMetadata):
+            ours = meta
         try:
             self._note_changes(self.serving, ours, connector_output)
         except Exception:  # what was not noted may concern what is being stored
