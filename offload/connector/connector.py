@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterable
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -54,6 +55,7 @@ if TYPE_CHECKING:
     from vllm.v1.attention.backend import AttentionMetadata
     from vllm.v1.core.block_pool import BlockPool
     from vllm.v1.core.kv_cache_manager import KVCacheBlocks, KVCacheManager
+    from vllm.v1.core.kv_cache_utils import BlockHash
     from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.kv_cache_interface import KVCacheConfig
     from vllm.v1.outputs import KVConnectorOutput
@@ -269,8 +271,15 @@ class KvTiersConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  
     def bind_kv_cache_manager(self, kv_cache_manager: KVCacheManager) -> None:
         super().bind_kv_cache_manager(kv_cache_manager)
         pool: BlockPool = kv_cache_manager.block_pool
-        cached_tokens = partial(_cached_tokens, kv_cache_manager)
-        self._gpu_cache = GpuCache(cached_tokens, pool.get_num_free_blocks)
+        self._gpu_cache = replace(
+            self._gpu_cache,
+            cached_tokens=partial(_cached_tokens, kv_cache_manager),
+            free_blocks=pool.get_num_free_blocks,
+        )
+
+    def bind_gpu_block_pool(self, gpu_block_pool: BlockPool) -> None:
+        # A MultiConnector passes on only this part of ``bind_kv_cache_manager``.
+        self._gpu_cache = replace(self._gpu_cache, remove=partial(_remove, gpu_block_pool))
 
     @guarded(lambda: None)
     def on_new_request(self, request: Request) -> None:
@@ -303,6 +312,13 @@ class KvTiersConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  
         counts = {CacheHitSource.HOST: host, CacheHitSource.DISK: disk}
         return {source: tokens for source, tokens in counts.items() if tokens}
 
+    @guarded(lambda: False)
+    def has_pending_block_frees(self) -> bool:
+        """Return False: no blocks become free instead. vLLM asks before each preemption."""
+        if self.serving is not None:
+            self.serving.side.before_preemption()
+        return False
+
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:
         plan = self._build_plan(scheduler_output)
         if self.serving is None:
@@ -326,10 +342,7 @@ class KvTiersConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
         if self.serving is None:
             return
-        side, meta = self.serving.side, connector_output.kv_connector_worker_meta
-        ours: OffloadWorkerMetadata | None = None
-        if isinstance(meta, OffloadWorkerMetadata):
-            ours = meta
+        side, ours = self.serving.side, _ours(connector_output.kv_connector_worker_meta)
         try:
             self._note_changes(self.serving, ours, connector_output)
         except Exception:  # what was not noted may concern what is being stored
@@ -437,6 +450,19 @@ def _cached_tokens(kv_cache_manager: KVCacheManager, request: Request) -> int | 
         return None
     found: int = kv_cache_manager.get_computed_blocks(request)[1]
     return found
+
+
+def _remove(pool: BlockPool, block_hash: BlockHash, group: int) -> None:
+    """Remove all blocks with this hash from vLLM's own cache; requests that use them keep them."""
+    removed = -1
+    while (found := pool.get_cached_block(block_hash, [group])) and found[0].block_id != removed:
+        removed = found[0].block_id
+        pool.evict_blocks({removed})
+
+
+def _ours(meta: object) -> OffloadWorkerMetadata | None:
+    """Return the workers' metadata unless it is of another connector."""
+    return meta if isinstance(meta, OffloadWorkerMetadata) else None
 
 
 def _state_of(metadata: KVConnectorHandshakeMetadata) -> RankState:

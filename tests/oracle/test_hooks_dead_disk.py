@@ -214,6 +214,7 @@ def live(world: Served, failed: list[str]) -> None:
     connector.get_kv_connector_stats()
     list(connector.take_events())
     connector.has_pending_push_work()
+    connector.has_pending_block_frees()
     lookups = connector.serving.side.lookups
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(lookups, "look_up", None)  # a fault, which is logged with its location

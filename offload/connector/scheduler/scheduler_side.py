@@ -7,6 +7,7 @@ workers have reported their tiers.
 from __future__ import annotations
 
 import logging
+import sys
 import time
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
@@ -21,6 +22,7 @@ from offload.connector.scheduler.live_requests import LiveRequests
 from offload.connector.scheduler.other_loads import OtherLoads
 from offload.connector.scheduler.prefill_rate import PrefillRate
 from offload.connector.scheduler.store_progress import StoreProgress
+from offload.connector.scheduler.uncomputed_blocks import UncomputedBlocks
 from offload.connector.scheduler.unfinished_loads import UnfinishedLoads
 from offload.connector.scheduler.waiting_requests import GpuCache, WaitingRequests
 from offload.connector.scheduler.wrong_kv import WrongKv, WrongKvCauses
@@ -55,8 +57,8 @@ class SchedulerSide:
 
     Callers use the ``planner``, the ``requests``, the ``lookups`` and their ``log`` directly.
     ``is_held`` means that lookups and stores are suspended. ``namespace_differences``: see
-    ``offload.requests.miss_reasons.Explainer``. ``wrong_kv`` says why vLLM may continue requests
-    from wrong KV.
+    ``offload.requests.miss_reasons.Explainer``. A step computes up to ``step_tokens`` tokens.
+    ``wrong_kv`` says why vLLM may continue requests from wrong KV.
     """
 
     def __init__(
@@ -72,6 +74,7 @@ class SchedulerSide:
         max_pinned_share: float = 0.25,
         verify: bool = False,
         by_priority: bool = False,
+        step_tokens: int = sys.maxsize,
         wrong_kv: WrongKvCauses | None = None,
     ) -> None:
         self.layout = layout
@@ -93,12 +96,15 @@ class SchedulerSide:
             layout, matcher, self._batches, planner, self._wrong_kv, self._digests
         )
         self._finished_requests = FinishedRequests(layout, planner, max_pinned_share)
+        gpu_cache = gpu_cache or GpuCache()
+        self._by_priority = by_priority
+        self._uncomputed = UncomputedBlocks(layout, requests, gpu_cache, step_tokens)
         computing = self._prefill_rate.left_tokens
         self.lookups = Lookups(matcher, planner, self.log, namespace_differences, computing)
         self._waiting_requests = WaitingRequests(
             planner,
             self.lookups,
-            gpu_cache or GpuCache(),
+            gpu_cache,
             computing,
             [group.block_tokens for group in layout.groups],
             by_priority=by_priority,
@@ -263,6 +269,12 @@ class SchedulerSide:
 
     # -- steps -------------------------------------------------------------------------------
 
+    def before_preemption(self) -> None:
+        """Prepare for vLLM to preempt a request, perhaps one that it has already scheduled in this
+        step."""
+        if self._by_priority:
+            self._uncomputed.before_preemption()
+
     def build_plan(self, output: SchedulerOutput) -> StepPlan:
         """The plan with all work for the workers in this step."""
         idle = output.total_num_scheduled_tokens == 0
@@ -285,6 +297,7 @@ class SchedulerSide:
             return self.planner.step(idle=idle, write_through=False)
 
     def _prepare(self, output: SchedulerOutput) -> None:
+        self._uncomputed.remove(output.preempted_req_ids or ())
         now = time.monotonic()
         self._prefill_rate.step_begins()
         self.planner.tick(now)

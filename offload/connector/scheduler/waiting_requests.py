@@ -27,17 +27,19 @@ from offload.requests.lookup import Lookups
 from offload.requests.request_state import RequestState
 
 if TYPE_CHECKING:
+    from vllm.v1.core.kv_cache_utils import BlockHash
     from vllm.v1.request import Request
 
 
 @dataclass(frozen=True, slots=True)
 class GpuCache:
-    """The functions that count in vLLM's own cache. ``cached_tokens`` returns how many tokens of a
-    request it holds, or ``None`` if nothing may be read ahead for this request. ``free_blocks``
-    counts the free blocks of the GPU."""
+    """The functions of vLLM's own cache. ``cached_tokens`` returns how many tokens of a request it
+    holds, or ``None`` if nothing may be read ahead for this request. ``free_blocks`` counts the
+    free blocks of the GPU. ``remove`` removes all blocks with a block hash from a group."""
 
     cached_tokens: Callable[[Request], int | None] = lambda _: 0
     free_blocks: Callable[[], int] = lambda: sys.maxsize
+    remove: Callable[[BlockHash, int], None] = lambda _block_hash, _group: None
 
 
 @dataclass(slots=True, eq=False)

@@ -1,0 +1,172 @@
+"""Requests that vLLM preempts by their priority. It may have scheduled them in the same step, and
+keeps blocks in its cache that this step would have computed (vllm#57580). Nobody may hit these."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
+from vllm.distributed.kv_transfer.kv_connector.v1.multi_connector import MultiConnector
+from vllm.v1.request import Request
+
+from offload.connector.connector import OffloadConnector
+from tests.oracle.mixed import MixedEngine
+from tests.oracle.models import MODELS
+from tests.oracle.serving import Conditions
+
+PROMPT, URGENT = list(range(90)), list(range(40, 60))
+STEP = 48
+CONDITIONS: dict[str, Any] = {
+    "slots": 200,
+    "tier": False,
+    "scheduling": "priority",
+    "batched_tokens": STEP,
+    "long_prefill": 8,
+    "features": ("priorities",),
+}
+NAMES = [name for name in MODELS if name not in ("sliding", "mamba1")]
+"""Without those of which vLLM caches only the end of a prompt."""
+QUICK = ("full", "sliding_full", "mamba1_full", "mamba1_full_match_unit", "full_mtp")
+
+
+@dataclass
+class Preempted:
+    """A request that was preempted when this many of its tokens were computed."""
+
+    request: Request
+    tokens: int
+
+
+class World(MixedEngine):
+    """Wrong KV in vLLM's own cache counts in ``events()``; wrong KV from the tiers is an error that
+    ``check`` raises."""
+
+    def __init__(self, name: str, folder: Path, *, asynchronous: bool = False) -> None:
+        conditions = Conditions(asynchronous=asynchronous, vllm_errs=True, **CONDITIONS)
+        super().__init__(MODELS[name], conditions, folder, 2)
+
+    def ask(self, name: str, prompt: list[int]) -> Request:
+        """Send a request. Those of equal priority begin in the order of the numbers in their
+        names."""
+        self._salts[name] = None
+        request = self.make_request(name, prompt, 8)
+        request.priority = 1
+        self.scheduler.add_request(request)
+        return request
+
+    def preempt(self, *, is_scheduled: bool, victims: int = 1) -> list[Preempted]:
+        """Preempt requests in the middle of their prompts, because a more urgent one gets no block.
+        ``is_scheduled``: the step has already scheduled them."""
+        requests = [self.ask(f"r{1 + at}", PROMPT[at:]) for at in range(victims)]
+        urgent = self.ask("r9" if is_scheduled else "r0", URGENT)
+        while urgent.num_computed_tokens < len(URGENT):
+            self.step()
+        self.settle()  # vLLM preempts no request of which a step is in flight
+        urgent.priority = 0
+        found = [Preempted(each, each.num_computed_tokens) for each in requests]
+        assert all(0 < each.tokens <= len(PROMPT) - STEP for each in found), found
+        manager = self.scheduler.kv_cache_manager
+        allocate, refused = manager.allocate_slots, []
+
+        def find_no_blocks(request: Request, *args: Any, **more: Any) -> Any:
+            if request is not urgent or len(refused) == victims:
+                return allocate(request, *args, **more)
+            refused.append(request)
+            return None
+
+        manager.allocate_slots = find_no_blocks
+        self.step()
+        assert [each.request.num_preemptions for each in found] == [1] * victims
+        assert bool(self.seen["uncomputed blocks"]) == is_scheduled
+        return found
+
+    def drain_and_check(self) -> None:
+        """Let all requests end; everything that they have read is right."""
+        self.drain()
+        self.check()
+        assert self.events()["vllm_errors"] == 0
+
+    def restore(self) -> None:
+        """Load the prompt of the preempted request from the CPU tier, and check it."""
+        self.forget_locally()
+        before = sum(self.loaded().values())
+        self.ask("r10", PROMPT)
+        self.drain_and_check()
+        assert sum(self.loaded().values()) > before
+        self.check_idle()
+
+
+MODEL = pytest.mark.parametrize(
+    "name",
+    [pytest.param(name, marks=() if name in QUICK else pytest.mark.thorough) for name in NAMES],
+)
+SCHEDULING = pytest.mark.parametrize("asynchronous", [False, True])
+
+
+@MODEL
+@SCHEDULING
+def test_nothing_follows_from_blocks_that_vllm_has_not_computed(
+    name: str, asynchronous: bool, tmp_path: Path
+) -> None:
+    """Neither the preempted request hits them, nor one with the same prompt."""
+    with World(name, tmp_path, asynchronous=asynchronous) as world:
+        world.preempt(is_scheduled=True)
+        world.ask("r5", [*PROMPT[:-2], 3])
+        world.drain()
+        world.check()
+        world.restore()
+
+
+@SCHEDULING
+@pytest.mark.parametrize("victims", [1, 2])
+@pytest.mark.parametrize("is_scheduled", [False, True])
+def test_what_preempted_requests_have_computed_is_used_and_stored(
+    is_scheduled: bool, victims: int, asynchronous: bool, tmp_path: Path
+) -> None:
+    with World("full", tmp_path, asynchronous=asynchronous) as world:
+        preempted = world.preempt(is_scheduled=is_scheduled, victims=victims)
+        side, found = world.connector.serving.side, []
+        for each in preempted:
+            cached = world.scheduler.kv_cache_manager.get_computed_blocks(each.request)[1]
+            assert cached == each.tokens // 4 * 4
+            found.append(side.admit(each.request).identity.keys[0])
+        world.drain_and_check()
+        for keys in found:
+            assert all(key in world.planner.cpu for key in list(keys)[: len(PROMPT) // 4 - 1])
+        world.restore()
+
+
+def test_only_uncomputed_blocks_are_removed(tmp_path: Path) -> None:
+    removed = []
+    with World("sliding_full", tmp_path) as world:
+        pool = world.scheduler.kv_cache_manager.block_pool
+        evict = pool.evict_blocks
+
+        def note_and_evict(blocks: set[int]) -> None:
+            removed.extend((block, pool.blocks[block].block_hash) for block in blocks)
+            evict(blocks)
+
+        pool.evict_blocks = note_and_evict
+        world.preempt(is_scheduled=True)
+        world.drain_and_check()
+        assert sorted(removed) == sorted(world._features[0].uncomputed)
+
+
+def test_a_multi_connector_passes_on_what_is_needed(tmp_path: Path) -> None:
+    with World("full", tmp_path) as world:
+        request = world.ask("r1", PROMPT)
+        world.step()
+        ours = OffloadConnector(world._config, KVConnectorRole.SCHEDULER, world.kv_cache_config)
+        multi: Any = MultiConnector.__new__(MultiConnector)
+        multi._connectors = [ours]
+        manager = world.scheduler.kv_cache_manager
+        multi.bind_kv_cache_manager(manager)
+        assert not multi.has_pending_block_frees()
+        pool, block_hash = manager.block_pool, request.block_hashes[1]
+        assert pool.get_cached_block(block_hash, [0])
+        ours._gpu_cache.remove(block_hash, 0)
+        assert pool.get_cached_block(block_hash, [0]) is None
+        world.drain_and_check()
