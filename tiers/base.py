@@ -147,7 +147,7 @@ class Tier(ABC):
 
     @abstractmethod
     async def write(self, keys: Sequence[Key], buffers: Sequence[Buffer]) -> list[WriteOutcome]:
-        """Store one record per key. A key that is present already is ``OK`` and keeps its
+        """Write one record per key. A key that is present already is ``OK`` and keeps its
         record."""
 
     @abstractmethod

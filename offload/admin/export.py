@@ -26,7 +26,7 @@ import aiofiles
 
 from offload.admin.verify import RateLimit
 from offload.errors import NamespaceError, OffloadError
-from offload.namespaces.folders import read_epoch
+from offload.namespaces.epoch_file import read_epoch
 from offload.namespaces.inventory import NamespaceFolder, RankFolder
 from tiers.base import Key
 from tiers.folders.folder import sync_folder, try_flock

@@ -20,12 +20,7 @@ from typing import IO, Any
 
 from offload.admin.export import EXPORT_FORMAT
 from offload.errors import NamespaceError
-from offload.namespaces.folders import (
-    OnDamage,
-    claim_rank_folder,
-    open_namespace,
-    replica_folder,
-)
+from offload.namespaces.folders import OnDamage, claim_rank_folder, open_namespace, replica_folder
 from offload.namespaces.inventory import RankFolder
 from offload.namespaces.manifest import Namespace, dump_manifest
 from tiers.adapters.reopening import judge_epochs

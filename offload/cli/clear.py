@@ -88,7 +88,7 @@ def clear(
     with guarded_work("clear"):
         removals = find_removals(namespaces, wanted)
         if not as_json:
-            _print_plan(removals)
+            _print_removals(removals)
         if not dry_run and any(not removal.owners for removal in removals):
             if not yes and not confirm("Remove this?"):
                 raise SystemExit(1)
@@ -131,7 +131,7 @@ def _list(names: list[str]) -> str:
     return ", ".join(names[:10]) + (", ..." if len(names) > 10 else "") or "none"
 
 
-def _print_plan(removals: list[Removal]) -> None:
+def _print_removals(removals: list[Removal]) -> None:
     from policies.simulation.tables import FittingTable
 
     if not removals:

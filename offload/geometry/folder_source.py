@@ -28,7 +28,7 @@ from offload.geometry.compatibility import problems_with, refusal
 from offload.geometry.translate import GroupTranslation, Incompatibility, apply, translation_of
 from offload.layout.keys import GROUP_BYTES, group_suffix
 from offload.namespaces.claims import entries
-from offload.namespaces.folders import read_epoch
+from offload.namespaces.epoch_file import read_epoch
 from offload.namespaces.geometry import GEOMETRY_BYTES_MAX, Geometry, content_fields
 from offload.namespaces.inventory import REPLICA, RankFolder
 from offload.namespaces.manifest import (

@@ -7,13 +7,8 @@ import time
 from collections.abc import Callable, Collection, Sequence
 
 from offload.errors import TierUnavailableError
-from offload.namespaces.folders import (
-    bump_epoch,
-    open_namespace,
-    read_epoch,
-    replica_folder,
-    restore_epoch,
-)
+from offload.namespaces.epoch_file import bump_epoch, read_epoch, restore_epoch
+from offload.namespaces.folders import open_namespace, replica_folder
 from offload.namespaces.manifest import Namespace
 from offload.namespaces.mounts import mount_point_of
 

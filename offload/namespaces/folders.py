@@ -1,4 +1,4 @@
-"""The folders of namespaces below a tier's path: opening, epochs, owners, and clean-up.
+"""The folders of namespaces below a tier's path: opening, owners, and clean-up.
 
     <path>/                              mode 0700
       .kvtiers.lock                      held for the moments in which folders come or go
@@ -16,10 +16,8 @@ be called from vLLM's threads while they serve.
 
 from __future__ import annotations
 
-import hashlib
 import logging
 import os
-import re
 import secrets
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -28,23 +26,19 @@ from types import TracebackType
 
 from offload.errors import NamespaceError, TierUnavailableError
 from offload.namespaces.claims import claim, claim_shared, entries, locked
+from offload.namespaces.epoch_file import EPOCH_NAME, raise_epoch, read_epoch, write_epoch
 from offload.namespaces.manifest import (
     MANIFEST_NAME,
     NAME,
     Namespace,
     NewerFormatError,
     read_manifest,
-    read_small_file,
-    write_durably,
     write_manifest,
 )
 from tiers.folders.folder import FolderError, sync_folder
 from tiers.folders.folder import prepare as prepare_folder
 
 logger = logging.getLogger(__name__)
-
-EPOCH_NAME = "epoch"
-_EPOCH = re.compile(rb"([0-9]{1,18}) ([0-9a-f]{16})\n")
 
 
 def _warn(line: str) -> None:
@@ -166,7 +160,7 @@ def share_rank_folder(
             noted_epoch = 0
         replica_dir.mkdir(mode=0o700, exist_ok=True)
         if not (replica_dir / EPOCH_NAME).exists():  # for a later server that does not share
-            _write_epoch(replica_dir, 0)
+            write_epoch(replica_dir, 0)
         # written last, because ranks without an epoch file count as damaged
         folder = replica_dir / f"rank-{rank}"
         folder.mkdir(mode=0o700, exist_ok=True)
@@ -178,71 +172,6 @@ def replica_folder(root: str | Path, namespace: Namespace, replica: int = 0) -> 
     """The folder with a replica's epoch, for ``read_epoch`` and ``bump_epoch``. Accesses no
     file."""
     return Path(root) / namespace.name / f"replica-{replica}"
-
-
-def read_epoch(folder: str | Path) -> int:
-    """The weights epoch of a replica's folder; 0 before the first ``bump_epoch``.
-
-    Raises ``NamespaceError`` if the file is damaged: then no record below the folder can be
-    trusted.
-    """
-    path = Path(folder) / EPOCH_NAME
-    text = read_small_file(path, 64)
-    if text is None:
-        return 0
-    match = _EPOCH.fullmatch(text)
-    if match is None or match[2] != _epoch_check(match[1]):
-        raise NamespaceError(f"{path} is damaged")
-    return int(match[1])
-
-
-def bump_epoch(
-    folder: str | Path, epoch_min: int = 0, noted: Callable[[], None] = lambda: None
-) -> int:
-    """Begin a new epoch that is not below ``epoch_min``, and return it.
-
-    The epoch is durable when this returns. ``noted`` is called as soon as other processes can see
-    it, before the syncs.
-
-    The new epoch is the next odd number: the weights of a running server have changed, and no file
-    has the new ones. A server that starts has the weights of the files, and begins an even epoch if
-    it finds an odd one. Records of earlier epochs are invalid from here on. If two processes bump,
-    each gets a different epoch. The namespace must have been opened. Raises ``OSError``,
-    ``NamespaceError`` (the old epoch is damaged) and ``TierUnavailableError``.
-    """
-    replica_dir = Path(folder)
-    replica_dir.mkdir(mode=0o700, exist_ok=True)
-    with locked(replica_dir):
-        epoch = max(read_epoch(replica_dir) + 1, epoch_min) | 1
-        # A file that a power cut damages here costs nothing: its epoch would be invalid anyway.
-        _write_epoch(replica_dir, epoch, noted)
-        return epoch
-
-
-def restore_epoch(folder: str | Path, begun: int, before: int) -> None:
-    """Durably go back from an epoch of ``bump_epoch`` to the one before it. Only for an epoch under
-    which nothing was stored. Does nothing if another epoch has begun since. Raises the errors of
-    ``bump_epoch``."""
-    replica_dir = Path(folder)
-    with locked(replica_dir):
-        if read_epoch(replica_dir) == begun:
-            _write_epoch(replica_dir, before)
-
-
-def raise_epoch(folder: str | Path, epoch_min: int) -> int:
-    """Raise the epoch of a replica's folder to ``epoch_min``; returns its epoch then, durably.
-
-    A tier calls this before it stores anything under that epoch. Otherwise ``bump_epoch`` could
-    later use the same epoch for other weights. Raises the errors of ``bump_epoch``, and creates no
-    folder.
-    """
-    replica_dir = Path(folder)
-    epoch = read_epoch(replica_dir)
-    if epoch < epoch_min:
-        with locked(replica_dir):
-            epoch = max(read_epoch(replica_dir), epoch_min)
-            _write_epoch(replica_dir, epoch)
-    return epoch
 
 
 def _prepare_root(root: str | Path) -> Path:
@@ -315,7 +244,7 @@ def _prepare_replica(base: Path, replica_dir: Path, on_damage: OnDamage) -> int:
         _set_aside(base, replica_dir, trouble, on_damage)
     replica_dir.mkdir(mode=0o700, exist_ok=True)
     if not (replica_dir / EPOCH_NAME).exists():
-        _write_epoch(replica_dir, 0)
+        write_epoch(replica_dir, 0)
         sync_folder(replica_dir.parent)
     return read_epoch(replica_dir)
 
@@ -332,13 +261,3 @@ def _set_aside(base: Path, folder: Path, why: str, on_damage: OnDamage) -> None:
     os.rename(folder, aside)
     sync_folder(base)
     on_damage.note(f"{folder} cannot be trusted ({why}): moved to {aside.name}, starting empty")
-
-
-def _write_epoch(replica_dir: Path, epoch: int, placed: Callable[[], None] | None = None) -> None:
-    digits = str(epoch).encode()
-    content = digits + b" " + _epoch_check(digits) + b"\n"
-    write_durably(replica_dir / EPOCH_NAME, content, placed=placed)
-
-
-def _epoch_check(digits: bytes) -> bytes:
-    return hashlib.sha256(b"kvtiers epoch\n" + digits).hexdigest()[:16].encode()

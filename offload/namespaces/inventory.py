@@ -21,7 +21,8 @@ from typing import Any
 from offload.errors import NamespaceError
 from offload.namespaces.claims import Owner, engines, entries, holder, members
 from offload.namespaces.cleanup import QUARANTINE, TRASH
-from offload.namespaces.folders import judge_namespace, judge_replica, read_epoch
+from offload.namespaces.epoch_file import read_epoch
+from offload.namespaces.folders import judge_namespace, judge_replica
 from offload.namespaces.geometry import GEOMETRY_BYTES_MAX, Geometry
 from offload.namespaces.manifest import (
     NAME,

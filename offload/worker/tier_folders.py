@@ -25,11 +25,11 @@ from offload.geometry.folder_source import (
 )
 from offload.geometry.mooncake_source import MooncakeView, notice_of, open_mooncake_source
 from offload.namespaces.cleanup import describe_nearest_namespace, make_space, other_namespaces
+from offload.namespaces.epoch_file import raise_epoch
 from offload.namespaces.folders import (
     ClaimedFolder,
     OnDamage,
     claim_rank_folder,
-    raise_epoch,
     replica_folder,
     share_rank_folder,
 )

@@ -40,7 +40,7 @@ class Preempted:
     tokens: int
 
 
-class World(MixedEngine):
+class PriorityEngine(MixedEngine):
     """Wrong KV in vLLM's own cache counts in ``events()``; wrong KV from the tiers is an error that
     ``check`` raises."""
 
@@ -112,7 +112,7 @@ def test_nothing_follows_from_blocks_that_vllm_has_not_computed(
     name: str, asynchronous: bool, tmp_path: Path
 ) -> None:
     """Neither the preempted request hits them, nor one with the same prompt."""
-    with World(name, tmp_path, asynchronous=asynchronous) as world:
+    with PriorityEngine(name, tmp_path, asynchronous=asynchronous) as world:
         world.preempt(is_scheduled=True)
         world.ask("r5", [*PROMPT[:-2], 3])
         world.drain()
@@ -126,7 +126,7 @@ def test_nothing_follows_from_blocks_that_vllm_has_not_computed(
 def test_what_preempted_requests_have_computed_is_used_and_stored(
     is_scheduled: bool, victims: int, asynchronous: bool, tmp_path: Path
 ) -> None:
-    with World("full", tmp_path, asynchronous=asynchronous) as world:
+    with PriorityEngine("full", tmp_path, asynchronous=asynchronous) as world:
         preempted = world.preempt(is_scheduled=is_scheduled, victims=victims)
         side, found = world.connector.serving.side, []
         for each in preempted:
@@ -141,7 +141,7 @@ def test_what_preempted_requests_have_computed_is_used_and_stored(
 
 def test_only_uncomputed_blocks_are_removed(tmp_path: Path) -> None:
     removed = []
-    with World("sliding_full", tmp_path) as world:
+    with PriorityEngine("sliding_full", tmp_path) as world:
         pool = world.scheduler.kv_cache_manager.block_pool
         evict = pool.evict_blocks
 
@@ -156,7 +156,7 @@ def test_only_uncomputed_blocks_are_removed(tmp_path: Path) -> None:
 
 
 def test_a_multi_connector_passes_on_what_is_needed(tmp_path: Path) -> None:
-    with World("full", tmp_path) as world:
+    with PriorityEngine("full", tmp_path) as world:
         request = world.ask("r1", PROMPT)
         world.step()
         ours = OffloadConnector(world._config, KVConnectorRole.SCHEDULER, world.kv_cache_config)

@@ -182,7 +182,7 @@ class FileTier(RecordFileTier[ExclusiveFolder]):
         if epoch != self._epoch or (not is_good and self._entries.get(key) is not entry):
             return ReadOutcome.MISS
         if not is_good:
-            removing = self._remove(folder, [key])  # makes room for an intact copy
+            removing = self._remove(folder, [key])  # so that an intact copy can be written
             await asyncio.wait([removing])
             removing.exception()  # if this fails, the next read finds and removes the record
         return ReadOutcome.OK if is_good else ReadOutcome.CORRUPT

@@ -119,7 +119,7 @@ class LmdbReads:
                     damaged.append(item.key)
             call.answer(item.position, outcome)
         call.answered(job.records)
-        contents.forget(damaged)  # makes room for an intact copy
+        contents.forget(damaged)  # so that an intact copy can be written
 
     def _is_still_there(self, item: ReadItem) -> bool:
         """Return True if the record is unchanged except for its time of use."""

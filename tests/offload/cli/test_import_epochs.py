@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 
+from offload.namespaces.epoch_file import bump_epoch
 from offload.namespaces.folders import (
     ClaimedFolder,
-    bump_epoch,
     claim_rank_folder,
     replica_folder,
     share_rank_folder,

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from offload.errors import OffloadError
-from offload.namespaces.folders import EPOCH_NAME, bump_epoch
+from offload.namespaces.epoch_file import EPOCH_NAME, bump_epoch
 from offload.namespaces.manifest import MANIFEST_NAME, Namespace, write_manifest
 from offload.worker.tier_factory import TierSpec, make_tier
 from tests.offload.cli.rank_folders import kvtiers

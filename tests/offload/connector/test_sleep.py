@@ -25,8 +25,9 @@ from offload.connector.scheduler.pending_epochs import PendingEpochs
 from offload.connector.worker.weights_watch import WeightsWatch
 from offload.messages.plan import StoreJob
 from offload.messages.report import JobResult, StepReport
+from offload.namespaces.epoch_file import read_epoch
 from offload.namespaces.epochs import TierEpochs
-from offload.namespaces.folders import claim_rank_folder, read_epoch, replica_folder
+from offload.namespaces.folders import claim_rank_folder, replica_folder
 from offload.worker.copy_pause import CopyPause
 from offload.worker.fences import Fences
 from offload.worker.open_loads import OpenLoads

@@ -14,7 +14,8 @@ from pathlib import Path
 
 import pytest
 
-from offload.namespaces.folders import bump_epoch, replica_folder
+from offload.namespaces.epoch_file import bump_epoch
+from offload.namespaces.folders import replica_folder
 from tests.offload.geometry.engines_on_disk import (
     KEYS,
     geometry_of,

@@ -14,8 +14,9 @@ from offload.geometry.folder_source import find_other_replicas
 from offload.index.capacity import ByteCapacity, SlotCapacity
 from offload.index.chunk_batch import GroupInfo
 from offload.index.tier_index import TierIndex
+from offload.namespaces.epoch_file import read_epoch
 from offload.namespaces.epochs import TierEpochs
-from offload.namespaces.folders import read_epoch, replica_folder
+from offload.namespaces.folders import replica_folder
 from offload.namespaces.geometry import OWN
 from offload.planner.planner import Planner, PlannerSettings
 from offload.planner.write_through import QueueSettings

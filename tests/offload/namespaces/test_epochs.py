@@ -17,8 +17,9 @@ import pytest
 from offload.connector.scheduler.pending_epochs import BeginOne, PendingEpochs
 from offload.errors import TierUnavailableError
 from offload.namespaces import epochs as tier_epochs
+from offload.namespaces.epoch_file import read_epoch
 from offload.namespaces.epochs import TierEpochs, draw_epoch
-from offload.namespaces.folders import claim_rank_folder, read_epoch, replica_folder
+from offload.namespaces.folders import claim_rank_folder, replica_folder
 from offload.namespaces.manifest import Namespace
 from offload.namespaces.mounts import MountPoint
 from tests.patience import PATIENCE_S

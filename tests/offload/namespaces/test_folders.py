@@ -1,4 +1,4 @@
-"""Folders of namespaces: opening, epochs, claims, moving aside, and freeing space. Uses real
+"""Folders of namespaces: opening, epoch files, claims, moving aside, and freeing space. Uses real
 processes."""
 
 from __future__ import annotations
@@ -23,14 +23,12 @@ from offload.namespaces.cleanup import (
     other_namespaces,
     remove_namespace,
 )
+from offload.namespaces.epoch_file import EPOCH_NAME, bump_epoch, read_epoch
 from offload.namespaces.folders import (
-    EPOCH_NAME,
     ClaimedFolder,
     OnDamage,
-    bump_epoch,
     claim_rank_folder,
     open_namespace,
-    read_epoch,
     replica_folder,
 )
 from offload.namespaces.manifest import MANIFEST_NAME, Namespace, read_manifest
@@ -135,7 +133,7 @@ def test_a_bump_is_durable_before_it_returns(tmp_path: Path) -> None:
     """After kill -9 right after the call returned, the returned epoch is on the disk."""
     code = """
 import sys
-from offload.namespaces.folders import bump_epoch
+from offload.namespaces.epoch_file import bump_epoch
 while True:
     print(bump_epoch(sys.argv[1]), flush=True)
 """
@@ -156,7 +154,7 @@ while True:
 def test_two_concurrent_bumps_never_return_the_same_epoch(tmp_path: Path) -> None:
     code = """
 import sys
-from offload.namespaces.folders import bump_epoch
+from offload.namespaces.epoch_file import bump_epoch
 print(*[bump_epoch(sys.argv[1]) for _ in range(20)])
 """
     with claim(tmp_path):

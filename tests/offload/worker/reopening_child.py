@@ -14,7 +14,8 @@ import sys
 from pathlib import Path
 
 from offload.config.schema import parse_config
-from offload.namespaces.folders import bump_epoch, replica_folder
+from offload.namespaces.epoch_file import bump_epoch
+from offload.namespaces.folders import replica_folder
 from offload.namespaces.manifest import Namespace
 from offload.worker.tier_factory import make_tier
 from offload.worker.tier_folders import TierFolders

@@ -18,7 +18,8 @@ from offload.errors import NamespaceError, TierUnavailableError
 from offload.namespaces import claims, wait_for_owners
 from offload.namespaces.claims import live_owners
 from offload.namespaces.cleanup import remove_namespace
-from offload.namespaces.folders import EPOCH_NAME, bump_epoch, replica_folder
+from offload.namespaces.epoch_file import EPOCH_NAME, bump_epoch
+from offload.namespaces.folders import replica_folder
 from offload.namespaces.inventory import find_namespaces
 from offload.worker import tier_factory
 from offload.worker.tier_factory import make_tier

@@ -14,8 +14,9 @@ from pathlib import Path
 import pytest
 
 from offload.errors import TierUnavailableError
-from offload.namespaces import folders as namespace_folders
-from offload.namespaces.folders import bump_epoch, raise_epoch, read_epoch, replica_folder
+from offload.namespaces import epoch_file
+from offload.namespaces.epoch_file import bump_epoch, raise_epoch, read_epoch
+from offload.namespaces.folders import replica_folder
 from offload.namespaces.mounts import MountPoint, mount_point_of
 from offload.worker import tier_claim
 from offload.worker.tier_factory import TierSpec, make_tier
@@ -252,16 +253,16 @@ def test_raising_an_epoch_never_lowers_one_that_was_raised_meanwhile(
 ) -> None:
     home = replica_folder(tmp_path, NAMESPACE)
     release(places(tmp_path).specs()[0])
-    real = namespace_folders.locked
+    real = epoch_file.locked
 
     @contextmanager
     def late(folder: Path) -> Iterator[None]:
-        monkeypatch.setattr(namespace_folders, "locked", real)
+        monkeypatch.setattr(epoch_file, "locked", real)
         assert bump_epoch(folder, epoch_min=9) == 9
         with real(folder):
             yield
 
-    monkeypatch.setattr(namespace_folders, "locked", late)
+    monkeypatch.setattr(epoch_file, "locked", late)
     assert raise_epoch(home, 5) == 9
     assert epoch_at(tmp_path) == 9
 

@@ -77,15 +77,15 @@ def rising(numbers: _Numbers) -> _Numbers:
     """
     if not numbers.size:
         return np.zeros(0, np.int64)
-    place_bits = numbers.size.bit_length()
+    position_bits = numbers.size.bit_length()
     least = int(numbers.min())
-    lost_bits = max(0, (int(numbers.max()) - least).bit_length() + place_bits - 64)
+    lost_bits = max(0, (int(numbers.max()) - least).bit_length() + position_bits - 64)
     carrying = (numbers - least).view(np.uint64)
     carrying >>= np.uint64(lost_bits)
-    carrying <<= np.uint64(place_bits)
+    carrying <<= np.uint64(position_bits)
     carrying |= np.arange(numbers.size, dtype=np.uint64)
     carrying.sort()
-    carrying &= np.uint64((1 << place_bits) - 1)
+    carrying &= np.uint64((1 << position_bits) - 1)
     order = carrying.view(np.int64)
     if lost_bits:
         sorted_so_far = numbers[order]

@@ -129,10 +129,10 @@ class _Walk:
     def _leaves(self, numbers: Numbers, on_leaf: _OnLeaf, *, is_list: bool) -> int:
         """Visit all leaves of one tree in file order; ``numbers`` is in key order. Returns the
         number of entries."""
-        by_place = np.argsort(numbers)
+        file_order = np.argsort(numbers)
         firsts, lasts = list[bytes](), list[bytes]()
         entries = 0
-        for nodes in self._nodes(numbers[by_place], LEAF):
+        for nodes in self._nodes(numbers[file_order], LEAF):
             last = np.cumsum(nodes.counts) - 1
             first = last - nodes.counts + 1
             firsts += nodes.keys(first)
@@ -140,7 +140,7 @@ class _Walk:
             _require_order(nodes, first, is_list=is_list)
             entries += nodes.at.size
             on_leaf(nodes)
-        order = np.argsort(by_place).tolist()
+        order = np.argsort(file_order).tolist()
         before = map(lasts.__getitem__, order)
         after = map(firsts.__getitem__, order[1:])
         if is_list:

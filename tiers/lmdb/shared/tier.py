@@ -242,7 +242,7 @@ class SharedLmdbTier(FolderTier[SharedLmdbFiles], SharedTier):
                 self._counts["read_bytes"] += job.into[n].nbytes
                 if job.uses[n] < fresh_ns:
                     self._note_use(job.keys[n])
-        if job.damaged:  # makes room for an intact copy
+        if job.damaged:  # so that an intact copy can be written
             self._client.submit(lambda changes: changes.remove_damaged(job.damaged))
 
     # -- deleting, recency, reset ----------------------------------------------------------
