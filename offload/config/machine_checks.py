@@ -422,7 +422,7 @@ def _recordings(config: OffloadConfig) -> Iterator[Problem]:
             fix = "Give the user write access, or choose another folder."
             what = f"cannot write to {folder}: {reason} (uid {os.geteuid()})"
             yield Problem(where, what, fix)
-    path = config.verify_path
+    path = config.verify_path if config.verify != "off" else None
     if path is not None and (trouble := _creation_problem(path, "$.verify_path")):
         yield trouble
     if config.record_trace is not None and config.record_trace == config.record_requests:

@@ -106,6 +106,13 @@ def test_standard_input_that_is_closed(tmp_path: Path) -> None:
     )
 
 
+def test_a_named_pipe_is_refused_and_not_waited_for(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    found = kvtiers("check", tmp_path / "pipe")
+    assert found.code == 2
+    assert "is not a file" in found.err
+
+
 def test_a_pipe_is_read_like_a_file(tmp_path: Path) -> None:
     """A shell replaces ``<(command)`` by the name of a pipe."""
     ours, theirs = os.pipe()
