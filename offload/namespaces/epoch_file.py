@@ -19,11 +19,15 @@ EPOCH_NAME = "epoch"
 _EPOCH = re.compile(rb"([0-9]{1,18}) ([0-9a-f]{16})\n")
 
 
+class EpochDamagedError(NamespaceError):
+    """An epoch file could be read, but its content is damaged."""
+
+
 def read_epoch(folder: str | Path) -> int:
     """The weights epoch of a replica's folder; 0 before the first ``bump_epoch``.
 
-    Raises ``NamespaceError`` if the file is damaged: then no record below the folder can be
-    trusted.
+    Raises ``EpochDamagedError`` if the content is damaged: then no record below the folder can be
+    trusted. Raises ``NamespaceError`` or ``OSError`` if the file cannot be read.
     """
     path = Path(folder) / EPOCH_NAME
     text = read_small_file(path, 64)
@@ -31,7 +35,7 @@ def read_epoch(folder: str | Path) -> int:
         return 0
     match = _EPOCH.fullmatch(text)
     if match is None or match[2] != _epoch_check(match[1]):
-        raise NamespaceError(f"{path} is damaged")
+        raise EpochDamagedError(f"{path} is damaged")
     return int(match[1])
 
 

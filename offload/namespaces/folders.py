@@ -16,6 +16,7 @@ be called from vLLM's threads while they serve.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import secrets
@@ -25,8 +26,14 @@ from pathlib import Path
 from types import TracebackType
 
 from offload.errors import NamespaceError, TierUnavailableError
-from offload.namespaces.claims import claim, claim_shared, entries, locked
-from offload.namespaces.epoch_file import EPOCH_NAME, raise_epoch, read_epoch, write_epoch
+from offload.namespaces.claims import claim, claim_shared, entries, live_owners, locked
+from offload.namespaces.epoch_file import (
+    EPOCH_NAME,
+    EpochDamagedError,
+    raise_epoch,
+    read_epoch,
+    write_epoch,
+)
 from offload.namespaces.manifest import (
     MANIFEST_NAME,
     NAME,
@@ -146,18 +153,15 @@ def share_rank_folder(
 
     The epoch of a server that starts is that of the model's files, 0, whatever the epoch file says;
     the tier itself carries out a reset (docs/decisions/0081). The epoch file shows whether a server
-    that did not share the folder was reset. If it is damaged, the replica's folder is moved aside.
-    Raises the errors of ``open_namespace``, and ``TierUnavailableError`` if a process that does not
-    share has the folder.
+    that did not share the folder was reset. If its content is damaged and no process uses the
+    folder, the replica's folder is moved aside. Raises the errors of ``open_namespace``, and
+    ``TierUnavailableError`` if a process that does not share has the folder, or if the epoch file
+    cannot be read.
     """
     base = _prepare_root(root)
     with locked(base, may_lack_locks=True):
         replica_dir = _open_locked(base, namespace, on_damage) / "replica-0"
-        try:
-            noted_epoch = read_epoch(replica_dir)
-        except NamespaceError as error:
-            _set_aside(base, replica_dir, str(error), on_damage)
-            noted_epoch = 0
+        noted_epoch = _noted_epoch(base, replica_dir, on_damage)
         replica_dir.mkdir(mode=0o700, exist_ok=True)
         if not (replica_dir / EPOCH_NAME).exists():  # for a later server that does not share
             write_epoch(replica_dir, 0)
@@ -166,6 +170,31 @@ def share_rank_folder(
         folder.mkdir(mode=0o700, exist_ok=True)
         fd = claim_shared(replica_dir / f"rank-{rank}.claim", engine)
     return ClaimedFolder(folder, 0, noted_epoch, fd)
+
+
+def _noted_epoch(base: Path, replica_dir: Path, on_damage: OnDamage) -> int:
+    """The epoch in the epoch file of a folder that is shared; 0 if the file is damaged."""
+    with contextlib.suppress(EpochDamagedError):
+        return _readable_epoch(replica_dir)
+    if live_owners(replica_dir):  # they have decided already whether they trust the records
+        return 0
+    try:
+        # Where nothing is locked, another process may have replaced the folder in the meantime.
+        return _readable_epoch(replica_dir)
+    except EpochDamagedError as error:
+        _set_aside(base, replica_dir, str(error), on_damage)
+        return 0
+
+
+def _readable_epoch(replica_dir: Path) -> int:
+    """Like ``read_epoch``, but a file that cannot be read now is not damaged: it raises
+    ``TierUnavailableError``."""
+    try:
+        return read_epoch(replica_dir)
+    except EpochDamagedError:
+        raise
+    except (NamespaceError, OSError) as error:
+        raise TierUnavailableError(f"the epoch of {replica_dir} is unknown: {error}") from error
 
 
 def replica_folder(root: str | Path, namespace: Namespace, replica: int = 0) -> Path:

@@ -6,7 +6,8 @@ import asyncio
 import errno
 import os
 import shutil
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -167,6 +168,68 @@ async def test_records_beside_a_damaged_epoch_are_not_shared(tmp_path: Path, kin
             places(path, type=kind, shared=True, recovery="strict").specs()
     assert await served(path, [1], type=kind, shared=True) == set()
     assert await served(path, [], type=kind, shared=True) == {1}
+
+
+@asynccontextmanager
+async def live_engine(path: Path, kind: str) -> AsyncIterator[Path]:
+    """An engine that shares the folder, has stored the first record, and still has it at the end.
+    Yields the folder."""
+    [spec] = places(path, type=kind, shared=True).specs()
+    tier = make_tier(spec, 4096)
+    try:
+        await tier.open()
+        await put(tier, [KEYS[0]], SIZE)
+        yield spec.folder
+        assert await holds(tier, KEYS[0])
+        await tier.aclose()
+    finally:
+        release(spec)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("damage", [b"", b"1 0123456789abcdef\n"])
+async def test_a_damaged_epoch_moves_no_folder_of_a_live_engine(
+    tmp_path: Path, kind: str, damage: bytes
+) -> None:
+    """Earlier versions started beside such a file. The folder of their engines stays where it is
+    until the last one has ended."""
+    path = tmp_path / "tier"
+    async with live_engine(path, kind) as folder:
+        inode = folder.stat().st_ino
+        (folder.parent / EPOCH_NAME).write_bytes(damage)
+        [joins] = places(path, type=kind, shared=True).specs()
+        assert (joins.folder.stat().st_ino, joins.noted_epoch, joins.set_aside) == (inode, 0, 0)
+        release(joins)
+    assert await served(path, [1], type=kind, shared=True) == set()
+    assert await served(path, [], type=kind, shared=True) == {1}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("call", ["open", "read"])
+async def test_an_epoch_that_cannot_be_read_is_not_damaged(
+    tmp_path: Path, kind: str, call: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """For a moment the file server does not know the file's handle."""
+    path, real = tmp_path / "tier", getattr(os, call)
+
+    def stale(file: Any, *arguments: Any, **options: Any) -> Any:
+        name = os.readlink(f"/proc/self/fd/{file}") if isinstance(file, int) else str(file)
+        if Path(name).name == EPOCH_NAME and Path(name).parent.name.startswith("replica-"):
+            raise OSError(errno.ESTALE, os.strerror(errno.ESTALE))
+        return real(file, *arguments, **options)
+
+    def refused() -> None:
+        with monkeypatch.context() as patch:
+            patch.setattr(os, call, stale)
+            with pytest.raises(TierUnavailableError, match="Stale file handle"):
+                places(path, type=kind, shared=True).specs()
+
+    async with live_engine(path, kind) as folder:
+        inode = folder.stat().st_ino
+        refused()
+        assert folder.stat().st_ino == inode
+    refused()
+    assert await served(path, [1], type=kind, shared=True) == {0}
 
 
 def test_a_file_system_without_locks_can_only_be_shared(
