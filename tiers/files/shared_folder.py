@@ -114,14 +114,16 @@ class SharedFolder(RecordFiles):
 
     def _take_over(self, was_reset: bool) -> None:
         """Mark the folder as shared. Keeps the records of an exclusive tier. Raises ``FolderError``
-        if that tier is open, or was reset: its records may belong to other weights."""
-        if self._exists(SHARED_NAME):
-            return
+        if that tier is open, or was reset: its records may belong to other weights. This holds for
+        a marked folder as well, because earlier versions did not know of resets that had only
+        begun."""
         if self._exists(EPOCH_NAME) and (was_reset or self._load(EPOCH_NAME) != "0"):
             raise FolderError(
                 f"{self._path} was used by a tier that was not shared and that was reset. Remove "
                 "it, or give another path"
             )
+        if self._exists(SHARED_NAME):
+            return
         if self._exists(LOCK_NAME) and _is_locked(self._path / LOCK_NAME):
             raise FolderError(f"{self._path} is in use by a tier that does not share it")
         self._store_once(SHARED_NAME, "1")

@@ -157,6 +157,19 @@ async def test_files_from_before_an_unfinished_reset_are_not_shared(tmp_path: Pa
     assert await served(path, [], type="file", shared=True) == {1}
 
 
+async def test_files_that_an_earlier_version_shares_after_such_a_reset_are_refused(
+    tmp_path: Path,
+) -> None:
+    """It did not compare the epochs, so it has marked the folder and uses its records."""
+    path = tmp_path / "tier"
+    await served(path, [0], type="file")
+    assert await served(path, [1], type="file", shared=True) == {0}
+    begin_reset(path)  # it was first, but the earlier version leaves the same files
+    for _ in range(2):
+        with pytest.raises(TierIoError, match="not shared and that was reset"):
+            await served(path, [2], type="file", shared=True)
+
+
 @pytest.mark.parametrize("kind", KINDS)
 async def test_records_beside_a_damaged_epoch_are_not_shared(tmp_path: Path, kind: str) -> None:
     """A power cut in the middle of a reset can leave a damaged epoch file."""
