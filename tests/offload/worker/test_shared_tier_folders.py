@@ -6,6 +6,8 @@ import asyncio
 import errno
 import os
 import shutil
+import subprocess
+import sys
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import replace
@@ -143,6 +145,46 @@ async def test_records_from_before_an_unfinished_reset_are_not_shared(
         release(*places(path).specs())
     assert await served(path, [2], shared=True) == set()
     assert await served(path, [3], shared=True) == {2}, "what engines share is dropped once"
+
+
+async def test_what_live_engines_adopted_from_before_an_unfinished_reset_is_dropped(
+    tmp_path: Path,
+) -> None:
+    """Engines of an earlier version did not compare the epochs. They go on with those that join,
+    under a new common epoch, which is begun once."""
+    path = tmp_path / "tier"
+    await served(path, [0])
+    [spec] = places(path, shared=True).specs()  # the earlier version
+    tier = make_tier(spec, 4096)
+    await tier.open()
+    assert await holds(tier, KEYS[0])
+    for _ in range(2):  # they were first, but the earlier version leaves the same index
+        begin_reset(path)
+    assert await served_by_another_process(path, 1) == "[]"
+    assert not await holds(tier, KEYS[0])
+    assert await holds(tier, KEYS[1]), "both engines are under the common epoch"
+    await put(tier, [KEYS[2]], SIZE)
+    assert await served_by_another_process(path, 3) == "[1, 2]"
+    await tier.aclose()
+    release(spec)
+    assert await served(path, [], shared=True) == {1, 2, 3}
+
+
+async def served_by_another_process(path: Path, number: int) -> str:
+    """What ``served`` returns there, sorted: LMDB opens an index once per process."""
+    code = (
+        "import asyncio, sys; from pathlib import Path; from tests.offload.worker."
+        "test_shared_tier_folders import served; print(sorted(asyncio.run("
+        "served(Path(sys.argv[1]), [int(sys.argv[2])], shared=True))))"
+    )
+    child = await asyncio.create_subprocess_exec(
+        *(sys.executable, "-c", code, path, str(number)),
+        stdout=subprocess.PIPE,
+        env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[3])},
+    )
+    out, _ = await child.communicate()
+    assert child.returncode == 0
+    return out.decode().strip()
 
 
 async def test_files_from_before_an_unfinished_reset_are_not_shared(tmp_path: Path) -> None:

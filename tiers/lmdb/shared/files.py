@@ -85,22 +85,35 @@ class SharedLmdbFiles(LmdbFilesBase):
                 if self.member.is_alone:
                     self._open_alone(undo)
                     self.member.join()
+                    self.own_epoch = self._begin(noted_epoch=0)  # the check has compared it
                 else:
                     self._open_beside(undo)
-                self.own_epoch = self._begin()
+                    self.own_epoch = self._begin(noted_epoch)
             except (OSError, lmdb.Error, IndexUnusableError) as error:
                 hint = _twin_hint() if os.strerror(errno.EAGAIN) in str(error) else ""
                 raise TierIoError(f"cannot open the tier in {folder}: {error}{hint}") from error
             undo.pop_all()
 
-    def _begin(self) -> int | None:
-        """Clean up after ended processes. Returns this process's epoch if it is not the common
-        one."""
+    def _begin(self, noted_epoch: int) -> int | None:
+        """Clean up after ended processes, and drop what those of an earlier version may have
+        adopted from before an unfinished reset. Returns this process's epoch if it is not the
+        common one."""
         is_own = self._options.epoch % 2 == 1
         with changing(self.index, self.member.number) as changes:
             changes.roll_back_one(self.member.number)
             changes.roll_back(self.member.is_alive)
-            return changes.begin_epoch(own_epoch=0) if is_own else None
+            was_stale = changes.pass_epoch(noted_epoch)
+            own_epoch = changes.begin_epoch(own_epoch=0) if is_own else None
+        if was_stale:
+            self._warn_of_reset(noted_epoch)
+        return own_epoch
+
+    def _warn_of_reset(self, epoch: int) -> None:
+        logger.warning(
+            "kvtiers: the shared tier in %s begins empty: a server that did not share the "
+            "folder was reset (epoch %d), so its records may be of other weights",
+            *(self.folder, epoch),
+        )
 
     # -- the first process ----------------------------------------------------------------------
 
@@ -143,11 +156,7 @@ class SharedLmdbFiles(LmdbFilesBase):
         highest = max(index.epoch, self._noted_epoch)
         state.see_epoch(highest)
         if is_stale and any(table.count for table in index.tables()):
-            logger.warning(
-                "kvtiers: the shared tier in %s begins empty: a server that did not share the "
-                "folder was reset (epoch %d), so its records may be of other weights",
-                *(self.folder, highest),
-            )
+            self._warn_of_reset(highest)
         if self._options.recovery is Recovery.OFF or is_stale:
             index.apply(Changes(clear_to_epoch=state.begin_epoch()))
         return state

@@ -243,9 +243,21 @@ class WriteTransaction:
         epoch begins."""
         epoch = self.state.begin_epoch()
         if own_epoch is None:
-            common = self.state.begin_epoch(is_common=True).to_bytes(8, "little")
-            self._txn.put(b"epoch", common, db=self._tables.meta)
+            self._begin_common_epoch()
         return epoch
+
+    def pass_epoch(self, noted: int) -> bool:
+        """Begin a common epoch beyond ``noted``, which a tier that does not share has begun, unless
+        the present one is at least ``noted``. Returns whether it did."""
+        if self._index.common_epoch_in(self._txn) >= noted:
+            return False
+        self.state.see_epoch(noted)
+        self._begin_common_epoch()
+        return True
+
+    def _begin_common_epoch(self) -> None:
+        common = self.state.begin_epoch(is_common=True).to_bytes(8, "little")
+        self._txn.put(b"epoch", common, db=self._tables.meta)
 
 
 @contextmanager
