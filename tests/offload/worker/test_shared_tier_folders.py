@@ -171,7 +171,7 @@ async def test_what_live_engines_adopted_from_before_an_unfinished_reset_is_drop
 
 
 async def served_by_another_process(path: Path, number: int) -> str:
-    """What ``served`` returns there, sorted: LMDB opens an index once per process."""
+    """The sorted result of ``served`` there: LMDB opens an index once per process."""
     code = (
         "import asyncio, sys; from pathlib import Path; from tests.offload.worker."
         "test_shared_tier_folders import served; print(sorted(asyncio.run("
