@@ -331,6 +331,10 @@ class KvTiersConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  
     def _build_plan(self, scheduler_output: SchedulerOutput) -> StepPlan:
         if self.serving is None:
             return StepPlan()
+        try:  # before anything that can fail
+            self.serving.side.uncomputed.remove(scheduler_output.preempted_req_ids or ())
+        except Exception as error:  # the step's plan must still be sent
+            self.faults.note("build_connector_meta", error)
         try:
             self.serving.resets.before_step()
             return self.serving.side.build_plan(scheduler_output)

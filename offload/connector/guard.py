@@ -11,7 +11,7 @@ import functools
 import logging
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, TypeVar
 
 logger = logging.getLogger(__name__)
@@ -96,6 +96,18 @@ def described(error: BaseException) -> str:
             lines.append(f"  at {code.co_filename}:{number} in {code.co_qualname}")
         cause = cause.__cause__ or cause.__context__
     return "\n".join(lines[:ERROR_LINES_MAX])
+
+
+def run_all(calls: Iterable[Callable[[], object]]) -> None:
+    """Make all calls, even if some raise errors; then raise the first of these errors."""
+    errors: list[Exception] = []
+    for call in calls:
+        try:
+            call()
+        except Exception as error:  # the other calls must still be made
+            errors.append(error)
+    if errors:
+        raise errors[0]
 
 
 def guarded(default: Callable[[], Any]) -> Callable[[F], F]:

@@ -3,6 +3,7 @@ keeps blocks in its cache that this step would have computed (vllm#57580). Nobod
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.multi_connector import MultiCo
 from vllm.v1.request import Request
 
 from offload.connector.connector import OffloadConnector
+from offload.connector.scheduler.cache_resets import CacheResets
 from tests.oracle.mixed import MixedEngine
 from tests.oracle.models import MODELS
 from tests.oracle.serving import Conditions
@@ -136,6 +138,41 @@ def test_what_preempted_requests_have_computed_is_used_and_stored(
         world.drain_and_check()
         for keys in found:
             assert all(key in world.planner.cpu for key in list(keys)[: len(PROMPT) // 4 - 1])
+        world.restore()
+
+
+@pytest.mark.parametrize("part", ["the plan", "a block"])
+def test_an_error_keeps_no_other_uncomputed_block(
+    part: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The step that preempts two requests fails: before its plan is made, or after the first block
+    is removed."""
+    with PriorityEngine("full", tmp_path) as world:
+        failed: list[str] = []
+
+        def fail_once(real: Callable[..., None]) -> Callable[..., None]:
+            def call(*args: Any) -> None:
+                real(*args)
+                if world.seen["uncomputed blocks"] and not failed:
+                    failed.append(part)
+                    raise RuntimeError("a fault in a hook")
+
+            return call
+
+        pool = world.scheduler.kv_cache_manager.block_pool
+        owner, name = {
+            "the plan": (CacheResets, "before_step"),
+            "a block": (pool, "evict_blocks"),
+        }[part]
+        monkeypatch.setattr(owner, name, fail_once(getattr(owner, name)))
+        world.preempt(is_scheduled=True, victims=2)
+        assert failed
+        for block, block_hash in world._features[0].uncomputed:
+            assert pool.blocks[block].block_hash != block_hash
+        hook = {"the plan": "build_plan", "a block": "build_connector_meta"}[part]
+        assert world.connector.faults.by_hook == {hook: 1}
+        world.connector.faults.by_hook.clear()
+        world.drain_and_check()
         world.restore()
 
 

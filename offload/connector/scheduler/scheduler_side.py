@@ -55,7 +55,8 @@ shutdown."""
 class SchedulerSide:
     """Does lookups, plans and progress tracking for one engine.
 
-    Callers use the ``planner``, the ``requests``, the ``lookups`` and their ``log`` directly.
+    Callers use the ``planner``, the ``requests``, the ``lookups`` and their ``log`` directly, and
+    call ``uncomputed.remove`` before ``build_plan``.
     ``is_held`` means that lookups and stores are suspended. ``namespace_differences``: see
     ``offload.requests.miss_reasons.Explainer``. A step computes up to ``step_tokens`` tokens.
     ``wrong_kv`` says why vLLM may continue requests from wrong KV.
@@ -98,7 +99,7 @@ class SchedulerSide:
         self._finished_requests = FinishedRequests(layout, planner, max_pinned_share)
         gpu_cache = gpu_cache or GpuCache()
         self._by_priority = by_priority
-        self._uncomputed = UncomputedBlocks(layout, requests, gpu_cache, step_tokens)
+        self.uncomputed = UncomputedBlocks(layout, requests, gpu_cache, step_tokens)
         computing = self._prefill_rate.left_tokens
         self.lookups = Lookups(matcher, planner, self.log, namespace_differences, computing)
         self._waiting_requests = WaitingRequests(
@@ -273,7 +274,7 @@ class SchedulerSide:
         """Prepare for vLLM to preempt a request, perhaps one that it has already scheduled in this
         step."""
         if self._by_priority:
-            self._uncomputed.before_preemption()
+            self.uncomputed.before_preemption()
 
     def build_plan(self, output: SchedulerOutput) -> StepPlan:
         """The plan with all work for the workers in this step."""
@@ -297,7 +298,6 @@ class SchedulerSide:
             return self.planner.step(idle=idle, write_through=False)
 
     def _prepare(self, output: SchedulerOutput) -> None:
-        self._uncomputed.remove(output.preempted_req_ids or ())
         now = time.monotonic()
         self._prefill_rate.step_begins()
         self.planner.tick(now)

@@ -9,15 +9,18 @@ A step that preempts a request begins no other, so nothing hits the blocks befor
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from functools import partial
 from itertools import product
 from typing import TYPE_CHECKING
 
+from offload.connector.guard import run_all
 from offload.connector.scheduler.live_requests import LiveRequests
 from offload.connector.scheduler.waiting_requests import GpuCache
 from offload.layout.groups import ModelLayout
 
 if TYPE_CHECKING:
+    from vllm.v1.core.kv_cache_utils import BlockHash
     from vllm.v1.request import Request
 
 
@@ -43,10 +46,17 @@ class UncomputedBlocks:
 
     def remove(self, preempted: Iterable[str]) -> None:
         """Remove what the step that was just scheduled does not compute, because it has preempted
-        these requests."""
+        these requests. An error leaves only its own blocks; the first error is raised at the end.
+        """
         found, self._computed = self._computed, {}
-        for request, computed in filter(None, map(found.get, preempted)):
-            first = computed // self._hash_tokens
-            end = (computed + self._step_tokens) // self._hash_tokens
-            for block_hash, group in product(request.block_hashes[first:end], self._groups):
-                self._gpu_cache.remove(block_hash, group)
+        run_all(
+            partial(self._gpu_cache.remove, block_hash, group)
+            for request, computed in filter(None, map(found.get, preempted))
+            for block_hash, group in product(self._uncomputed(request, computed), self._groups)
+        )
+
+    def _uncomputed(self, request: Request, computed: int) -> Sequence[BlockHash]:
+        """The hashes of all blocks that a step can add when this many tokens are computed."""
+        first = computed // self._hash_tokens
+        end = (computed + self._step_tokens) // self._hash_tokens
+        return request.block_hashes[first:end]
