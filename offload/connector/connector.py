@@ -10,7 +10,7 @@ once at start-up may raise: a clear error at start is better than a fault while 
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -28,7 +28,7 @@ from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
 from offload.config.schema import draft_config
 from offload.connector.compat import follow_sleep
-from offload.connector.guard import Faults, guarded
+from offload.connector.guard import Faults, guarded, run_all
 from offload.connector.log import adopt_vllm_logging
 from offload.connector.metadata import (
     OffloadHandshake,
@@ -278,7 +278,7 @@ class KvTiersConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  
         )
 
     def bind_gpu_block_pool(self, gpu_block_pool: BlockPool) -> None:
-        # A MultiConnector passes on only this part of ``bind_kv_cache_manager``.
+        # The base class calls this, too, with the pool of ``bind_kv_cache_manager``.
         self._gpu_cache = replace(self._gpu_cache, remove=partial(_remove, gpu_block_pool))
 
     @guarded(lambda: None)
@@ -349,30 +349,36 @@ class KvTiersConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  
         side, ours = self.serving.side, _ours(connector_output.kv_connector_worker_meta)
         try:
             self._note_changes(self.serving, ours, connector_output)
-        except Exception:  # what was not noted may concern what is being stored
-            side.planner.stores.distrust()
-            raise
         finally:
-            side.update(
-                ours.report if ours is not None else None,
-                connector_output.finished_recving or (),
-                connector_output.failed_recving or (),
-            )
-        if ours is not None:
-            self.serving.metrics.add_worker_counters(ours.counters)
+            try:
+                side.update(
+                    ours.report if ours is not None else None,
+                    connector_output.finished_recving or (),
+                    connector_output.failed_recving or (),
+                )
+            finally:
+                if ours is not None:
+                    self.serving.metrics.add_worker_counters(ours.counters)
 
     @staticmethod
     def _note_changes(
         serving: Serving, ours: OffloadWorkerMetadata | None, output: KVConnectorOutput
     ) -> None:
         """Record what decides whether stored chunks can be trusted. This must precede the planner's
-        commit of anything that was stored in the meantime."""
+        commit of anything that was stored in the meantime. Each part is recorded even if another
+        fails: the workers do not send it again."""
+        changes: list[Callable[[], None]] = []
         if ours is not None and ours.adapters:
-            serving.side.adapters_loaded(ours.adapters)
+            changes.append(partial(serving.side.adapters_loaded, ours.adapters))
         if ours is not None and ours.weights is not None:
-            serving.resets.answered(ours.weights)
+            changes.append(partial(serving.resets.answered, ours.weights))
         if output.invalid_block_ids:  # of another connector in a MultiConnector
-            serving.side.load_failed_elsewhere()
+            changes.append(serving.side.load_failed_elsewhere)
+        try:
+            run_all(changes)
+        except Exception:  # what was not noted may concern what is being stored
+            serving.side.planner.stores.distrust()
+            raise
 
     @guarded(lambda: (False, None))
     def request_finished(

@@ -6,11 +6,14 @@ import json
 import signal
 import subprocess
 import sys
+from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from offload.connector.scheduler.scheduler_side import SchedulerSide
 from offload.planner.write_through import WriteThrough
 from tests.oracle.models import MODELS
 from tests.oracle.serving import Conditions, OracleEngine
@@ -18,6 +21,7 @@ from tests.oracle.sleeping import CYCLES, SleepingEngine
 from tests.oracle.test_miss_reasons import PROMPT, _request
 
 SEEDS = (0, 1)
+COUNTER = "some_counter"
 
 
 @pytest.fixture(scope="module")
@@ -93,6 +97,50 @@ def test_what_could_not_be_forgotten_is_not_kept_by_a_later_sleep(
         serve(world, "again", PROMPT)
         assert world.mismatches == []
         assert len(world.planner.cpu) > 0
+
+
+def test_an_error_about_an_adapter_does_not_lose_the_answer_about_the_weights(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The workers answer each question once, so the tiers would stay held. Nor does the error lose
+    the workers' counters."""
+
+    def fail(_self: SchedulerSide, _loaded: object) -> None:
+        raise RuntimeError("a fault in a hook")
+
+    with SleepingEngine(MODELS["full"], Conditions(slots=100, late=0), tmp_path, 0) as world:
+        serve(world, "before", PROMPT)
+        world.nap()
+        serving, hook = world.connector.serving, world.connector.update_connector_output
+        failed: list[str] = []
+        counted: dict[str, float] = {}
+        add = serving.metrics.add_worker_counters
+
+        def counting(counters: Mapping[str, float]) -> None:
+            counted.update(counters)
+            add(counters)
+
+        def with_adapter(output: Any) -> None:
+            meta = output.kv_connector_worker_meta
+            if not failed and meta is not None and meta.weights is not None:
+                failed.append("adapter")
+                meta = replace(meta, adapters={"a": "content"}, counters={COUNTER: 1.0})
+                output = replace(output, kv_connector_worker_meta=meta)
+            hook(output)
+
+        monkeypatch.setattr(world.connector, "update_connector_output", with_adapter)
+        monkeypatch.setattr(SchedulerSide, "adapters_loaded", fail)
+        monkeypatch.setattr(serving.metrics, "add_worker_counters", counting)
+        serve(world, "awake", PROMPT[::-1])
+        assert failed
+        assert world.connector.faults.by_hook == {"update_connector_output": 1}
+        assert serving.resets.question == 0
+        assert not serving.side.is_held
+        assert counted[COUNTER] == 1
+        world.forget_locally()
+        serve(world, "again", PROMPT)
+        assert world.mismatches == []
+        assert world.loaded()["cpu"] > 0
 
 
 def serve(world: OracleEngine, name: str, prompt: list[int]) -> None:
