@@ -62,8 +62,8 @@ def _without_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def _is_pipe(where: str) -> bool:
-    """Return True for a pipe, as a shell makes of ``<(command)``. It can be opened only once. One
-    with a name of its own in a file system may have no writer, and is refused like a device."""
+    """Return True for a pipe, as a shell makes of ``<(command)``. It can be opened only once.
+    A named pipe may have no writer, and is refused like a device."""
     try:
         return where.startswith(("/dev/fd/", "/proc/")) and stat.S_ISFIFO(os.stat(where).st_mode)
     except (OSError, ValueError):

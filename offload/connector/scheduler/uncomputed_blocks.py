@@ -59,4 +59,5 @@ class UncomputedBlocks:
         """The hashes of all blocks that a step can add when this many tokens are computed."""
         first = computed // self._hash_tokens
         end = (computed + self._step_tokens) // self._hash_tokens
-        return request.block_hashes[first:end]
+        found: Sequence[BlockHash] = request.block_hashes[first:end]
+        return found
