@@ -102,8 +102,8 @@ def test_what_could_not_be_forgotten_is_not_kept_by_a_later_sleep(
 def test_an_error_about_an_adapter_does_not_lose_the_answer_about_the_weights(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The workers answer each question once, so the tiers would stay held. The workers' counters are
-    not lost either."""
+    """The workers answer each question once, so the tiers would stay held. The workers' counters
+    are not lost either."""
 
     def fail(_self: SchedulerSide, _loaded: object) -> None:
         raise RuntimeError("a fault in a hook")
