@@ -133,4 +133,5 @@ def test_an_adapter_is_identified_by_what_was_loaded(llama: Path, tmp_path: Path
         engine.reset_prefix_cache()
         before = loaded_tokens(engine, "cpu")
         assert is_answered(engine, of_second)
-        assert loaded_tokens(engine, "cpu") == before + HIT
+        loaded = loaded_tokens(engine, "cpu")
+        assert loaded == before + HIT, (engine.call(totals), engine.log()[-4000:])
