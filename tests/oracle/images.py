@@ -66,7 +66,12 @@ class Images(Feature):
         self._encoded: set[str] = set()
         scheduler = world.scheduler
         scheduler.max_num_encoder_input_tokens = self.random.choice(ENCODER_TOKENS)
-        scheduler.encoder_cache_manager = EncoderCacheManager(self.random.choice(ENCODER_TOKENS))
+        size = self.random.choice(ENCODER_TOKENS)
+        if scheduler.vllm_config.speculative_config is not None:
+            # Draft layers read one token ahead: with an image that ends here, the next one is
+            # needed, too. In a smaller cache vLLM would schedule nothing, for ever.
+            size = max(size, 2 * max(LENGTHS))
+        scheduler.encoder_cache_manager = EncoderCacheManager(size)
 
     # -- a request -------------------------------------------------------------------------------
 

@@ -22,7 +22,7 @@ from tests.oracle.features import Feature
 from tests.oracle.grammars import Grammars
 from tests.oracle.images import Images
 from tests.oracle.memory import Prefix
-from tests.oracle.models import OracleModel
+from tests.oracle.models import MODELS, OracleModel
 from tests.oracle.pauses import Pauses
 from tests.oracle.priorities import Priorities
 from tests.oracle.serving import OracleEngine, Step
@@ -46,10 +46,14 @@ def mixed(conditions: Conditions, name: str, seed: int) -> Conditions:
     """Draw more conditions for the world of this model and seed."""
     rng = random.Random(f"mixed {name} {seed}")
     features = tuple(each for each in FEATURES if rng.random() < 0.4)
+    seqs, batched_tokens = rng.choice(SEQS), conditions.batched_tokens
+    if "adapters" in features:  # vLLM insists on room for the drafts of all requests
+        batched_tokens = max(batched_tokens, seqs * (MODELS[name].drafts + 1))
     return dataclasses.replace(
         conditions,
         scheduling="priority" if "priorities" in features else "fcfs",
-        seqs=rng.choice(SEQS),
+        seqs=seqs,
+        batched_tokens=batched_tokens,
         options=rng.choice([{}, {}, WAIT]),
         long_prefill=rng.choice(LONG_PREFILL),
         loras=rng.choice([1, 2]) if "adapters" in features else 0,
