@@ -3,14 +3,16 @@ keeps blocks in its cache that this step would have computed (vllm#57580). Nobod
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 from vllm.distributed.kv_transfer.kv_connector.v1.multi_connector import MultiConnector
+from vllm.v1.core.kv_cache_utils import make_block_hash_with_group_id
 from vllm.v1.request import Request
 
 from offload.connector.connector import OffloadConnector
@@ -59,15 +61,18 @@ class PriorityEngine(MixedEngine):
         self.scheduler.add_request(request)
         return request
 
-    def preempt(self, *, is_scheduled: bool, victims: int = 1) -> list[Preempted]:
+    def preempt(
+        self, *, is_scheduled: bool, victims: int = 1, others: Sequence[Request] = ()
+    ) -> list[Preempted]:
         """Preempt requests in the middle of their prompts, because a more urgent one gets no block.
-        ``is_scheduled``: the step has already scheduled them."""
+        ``is_scheduled``: the step has already scheduled them. The ``others`` go on."""
         requests = [self.ask(f"r{1 + at}", PROMPT[at:]) for at in range(victims)]
         urgent = self.ask("r9" if is_scheduled else "r0", URGENT)
         while urgent.num_computed_tokens < len(URGENT):
             self.step()
         self.settle()  # vLLM preempts no request of which a step is in flight
-        urgent.priority = 0
+        for each in (urgent, *others):
+            each.priority = 0
         found = [Preempted(each, each.num_computed_tokens) for each in requests]
         assert all(0 < each.tokens <= len(PROMPT) - STEP for each in found), found
         manager = self.scheduler.kv_cache_manager
@@ -84,6 +89,20 @@ class PriorityEngine(MixedEngine):
         assert [each.request.num_preemptions for each in found] == [1] * victims
         assert bool(self.seen["uncomputed blocks"]) == is_scheduled
         return found
+
+    def note_removed(self) -> list[tuple[int, Any]]:
+        """Return a list of the blocks that are removed from vLLM's own cache from now on, with
+        their hashes."""
+        removed: list[tuple[int, Any]] = []
+        pool = self.scheduler.kv_cache_manager.block_pool
+        evict = pool.evict_blocks
+
+        def note_and_evict(blocks: set[int]) -> None:
+            removed.extend((block, pool.blocks[block].block_hash) for block in blocks)
+            evict(blocks)
+
+        pool.evict_blocks = note_and_evict
+        return removed
 
     def drain_and_check(self) -> None:
         """Let all requests end; everything that they have read is right."""
@@ -177,33 +196,72 @@ def test_an_error_keeps_no_other_uncomputed_block(
 
 
 def test_only_uncomputed_blocks_are_removed(tmp_path: Path) -> None:
-    removed = []
     with PriorityEngine("sliding_full", tmp_path) as world:
-        pool = world.scheduler.kv_cache_manager.block_pool
-        evict = pool.evict_blocks
-
-        def note_and_evict(blocks: set[int]) -> None:
-            removed.extend((block, pool.blocks[block].block_hash) for block in blocks)
-            evict(blocks)
-
-        pool.evict_blocks = note_and_evict
+        removed = world.note_removed()
         world.preempt(is_scheduled=True)
         world.drain_and_check()
         assert sorted(removed) == sorted(world._features[0].uncomputed)
 
 
-def test_a_multi_connector_passes_on_what_is_needed(tmp_path: Path) -> None:
+@pytest.mark.parametrize("is_scheduled", [False, True])
+def test_a_running_request_with_the_same_prompt_goes_on(is_scheduled: bool, tmp_path: Path) -> None:
+    """It is ahead of the preempted one, so that a hash may have two blocks: its right one, and one
+    that is not computed. Both are removed, but it keeps its own. If the preempted request was not
+    scheduled, only right ones are removed."""
+    with PriorityEngine("full", tmp_path) as world:
+        removed = world.note_removed()
+        twin = world.ask("r2", PROMPT)
+        (preempted,) = world.preempt(is_scheduled=is_scheduled, others=[twin])
+        assert twin.num_computed_tokens > preempted.tokens + CONDITIONS["long_prefill"]
+        uncomputed = world._features[0].uncomputed
+        manager, first = world.scheduler.kv_cache_manager, preempted.tokens // 4
+        hashes = [make_block_hash_with_group_id(each, 0) for each in twin.block_hashes]
+        table = manager.get_block_ids(twin.request_id)[0]
+        right = list(zip(table, hashes, strict=False))[first : twin.num_computed_tokens // 4]
+        assert {block_hash for _, block_hash in uncomputed} <= {each for _, each in right}
+        assert sorted(removed) == sorted([*uncomputed, *right])
+        world.ask("r5", PROMPT)
+        world.drain_and_check()
+        assert twin.num_preemptions == 0
+        assert len(twin.output_token_ids) == 8
+        world.restore()
+
+
+def multi_connector(*connectors: object) -> Any:
+    """vLLM's ``MultiConnector`` with these connectors."""
+    multi: Any = MultiConnector.__new__(MultiConnector)
+    multi._connectors = list(connectors)
+    return multi
+
+
+def test_a_multi_connector_passes_on_vllms_pool_of_blocks(tmp_path: Path) -> None:
     with PriorityEngine("full", tmp_path) as world:
         request = world.ask("r1", PROMPT)
         world.step()
         ours = OffloadConnector(world._config, KVConnectorRole.SCHEDULER, world.kv_cache_config)
-        multi: Any = MultiConnector.__new__(MultiConnector)
-        multi._connectors = [ours]
         manager = world.scheduler.kv_cache_manager
-        multi.bind_kv_cache_manager(manager)
-        assert not multi.has_pending_block_frees()
+        multi_connector(ours).bind_kv_cache_manager(manager)
         pool, block_hash = manager.block_pool, request.block_hashes[1]
         assert pool.get_cached_block(block_hash, [0])
         ours._gpu_cache.remove(block_hash, 0)
         assert pool.get_cached_block(block_hash, [0]) is None
         world.drain_and_check()
+
+
+def test_a_multi_connector_passes_on_that_vllm_preempts(tmp_path: Path) -> None:
+    """vLLM's scheduler asks the ``MultiConnector``, which must ask ours, which serves."""
+    with PriorityEngine("full", tmp_path) as world:
+        hook, recorded = "has_pending_block_frees", []
+        hooks = (lambda: False, getattr(world.connector, hook))
+        multi = multi_connector(*(SimpleNamespace(**{hook: each}) for each in hooks))
+
+        def ask_and_note() -> Any:
+            answer = multi.has_pending_block_frees()
+            recorded.append(dict(world.connector.serving.side.uncomputed._computed))
+            return answer
+
+        world.connector.has_pending_block_frees = ask_and_note
+        (preempted,) = world.preempt(is_scheduled=True)
+        assert [each["r1"] for each in recorded] == [(preempted.request, preempted.tokens)]
+        world.drain_and_check()
+        world.restore()
