@@ -10,7 +10,7 @@ once at start-up may raise: a clear error at start is better than a fault while 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -55,7 +55,7 @@ if TYPE_CHECKING:
     from vllm.v1.attention.backend import AttentionMetadata
     from vllm.v1.core.block_pool import BlockPool
     from vllm.v1.core.kv_cache_manager import KVCacheBlocks, KVCacheManager
-    from vllm.v1.core.kv_cache_utils import BlockHash
+    from vllm.v1.core.kv_cache_utils import BlockHashWithGroupId, KVCacheBlock
     from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.kv_cache_interface import KVCacheConfig
     from vllm.v1.outputs import KVConnectorOutput
@@ -275,6 +275,7 @@ class KvTiersConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  
             self._gpu_cache,
             cached_tokens=partial(_cached_tokens, kv_cache_manager),
             free_blocks=pool.get_num_free_blocks,
+            tables=partial(_tables, kv_cache_manager),
         )
 
     def bind_gpu_block_pool(self, gpu_block_pool: BlockPool) -> None:
@@ -462,12 +463,15 @@ def _cached_tokens(kv_cache_manager: KVCacheManager, request: Request) -> int | 
     return found
 
 
-def _remove(pool: BlockPool, block_hash: BlockHash, group: int) -> None:
-    """Remove all blocks with this hash from vLLM's own cache; requests that use them keep them."""
-    removed = -1
-    while (found := pool.get_cached_block(block_hash, [group])) and found[0].block_id != removed:
-        removed = found[0].block_id
-        pool.evict_blocks({removed})
+def _tables(kv_cache_manager: KVCacheManager, request_id: str) -> Sequence[Sequence[KVCacheBlock]]:
+    found: Sequence[Sequence[KVCacheBlock]] = kv_cache_manager.get_blocks(request_id).blocks
+    return found
+
+
+def _remove(pool: BlockPool, block: KVCacheBlock, block_hash: BlockHashWithGroupId) -> None:
+    """Remove a block from vLLM's own cache, unless vLLM has used it for something else by now."""
+    if block.block_hash == block_hash:
+        pool.evict_blocks({block.block_id})
 
 
 def _ours(meta: object) -> OffloadWorkerMetadata | None:

@@ -66,7 +66,6 @@ def begin_serving(
         max_pinned_share=config.max_pinned_share,
         verify=config.verify == "device",
         by_priority=setup.runs_by_priority,
-        step_tokens=setup.step_tokens,
         wrong_kv=setup.wrong_kv_causes,
     )
     on_disk = setup.tier_epochs()

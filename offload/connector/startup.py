@@ -135,11 +135,6 @@ class ServerSetup:
         return bool(self.vllm_config.scheduler_config.policy == "priority")
 
     @property
-    def step_tokens(self) -> int:
-        """The most tokens that a step computes."""
-        return int(self.vllm_config.scheduler_config.max_num_batched_tokens)
-
-    @property
     def wrong_kv_causes(self) -> WrongKvCauses:
         """Why vLLM may continue requests from wrong KV."""
         return WrongKvCauses.of(self.vllm_config, self.layout)

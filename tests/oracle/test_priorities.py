@@ -4,7 +4,7 @@ keeps blocks in its cache that this step would have computed (vllm#57580). Nobod
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -13,12 +13,13 @@ import pytest
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 from vllm.distributed.kv_transfer.kv_connector.v1.multi_connector import MultiConnector
 from vllm.v1.core.kv_cache_utils import make_block_hash_with_group_id
+from vllm.v1.kv_cache_interface import MambaSpec
 from vllm.v1.request import Request
 
 from offload.connector.connector import OffloadConnector
 from offload.connector.scheduler.cache_resets import CacheResets
 from tests.oracle.mixed import MixedEngine
-from tests.oracle.models import MODELS
+from tests.oracle.models import MODELS, OracleModel
 from tests.oracle.serving import Conditions
 
 PROMPT, URGENT = list(range(90)), list(range(40, 60))
@@ -203,11 +204,46 @@ def test_only_uncomputed_blocks_are_removed(tmp_path: Path) -> None:
         assert sorted(removed) == sorted(world._features[0].uncomputed)
 
 
+def with_checkpoints(model: OracleModel) -> OracleModel:
+    """The same model, whose prompts end with a checkpoint of their recurrent states."""
+
+    def layers() -> dict[str, Any]:
+        states = {"num_prefill_checkpoint_blocks": 1, "prefill_checkpoint_alignment": 1}
+        return {
+            name: replace(spec, **states) if isinstance(spec, MambaSpec) else spec
+            for name, spec in model.layers().items()
+        }
+
+    return replace(model, layers=layers)
+
+
+@pytest.mark.parametrize("name", [*MODELS, "checkpoints"])
+def test_all_uncomputed_blocks_of_a_request_are_found(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Wherever vLLM keeps them: at the end of a prompt, in a part of a block, or a checkpoint. The
+    oracle's forward pass has no checkpoints, so that the steps are only scheduled."""
+    monkeypatch.setitem(MODELS, "checkpoints", with_checkpoints(MODELS["mamba1_full_match_unit"]))
+    with PriorityEngine(name, tmp_path) as world:
+        request, in_all = world.ask("r1", PROMPT[:86]), 0
+        side, manager = world.connector.serving.side, world.scheduler.kv_cache_manager
+        while (before := request.num_computed_tokens) < request.num_tokens:
+            world.scheduler.schedule()
+            after, request.num_computed_tokens = request.num_computed_tokens, before
+            side.before_preemption()  # as if a more urgent request were scheduled now
+            request.num_computed_tokens = after
+            recorded = side.uncomputed._found.pop(request.request_id, [])
+            blocks = manager.block_pool.blocks
+            hashed = {b.block_id for b in blocks if (b.block_hash_num_tokens or 0) > before}
+            assert {block.block_id for block, _ in recorded} == hashed
+            in_all += len(hashed)
+        assert in_all
+
+
 @pytest.mark.parametrize("is_scheduled", [False, True])
 def test_a_running_request_with_the_same_prompt_goes_on(is_scheduled: bool, tmp_path: Path) -> None:
-    """It is ahead of the preempted one, so that a hash may have two blocks: its right one, and one
-    that is not computed. Both are removed, but it keeps its own. If the preempted request was not
-    scheduled, only right ones are removed."""
+    """It is ahead of the preempted one, so that a hash may have two blocks: one that it has
+    computed, which stays in vLLM's cache, and one that is removed, because it is not computed."""
     with PriorityEngine("full", tmp_path) as world:
         removed = world.note_removed()
         twin = world.ask("r2", PROMPT)
@@ -219,11 +255,33 @@ def test_a_running_request_with_the_same_prompt_goes_on(is_scheduled: bool, tmp_
         table = manager.get_block_ids(twin.request_id)[0]
         right = list(zip(table, hashes, strict=False))[first : twin.num_computed_tokens // 4]
         assert {block_hash for _, block_hash in uncomputed} <= {each for _, each in right}
-        assert sorted(removed) == sorted([*uncomputed, *right])
+        assert sorted(removed) == sorted(uncomputed)
+        assert all(manager.block_pool.blocks[block].block_hash == each for block, each in right)
         world.ask("r5", PROMPT)
         world.drain_and_check()
         assert twin.num_preemptions == 0
         assert len(twin.output_token_ids) == 8
+        world.restore()
+
+
+def test_a_block_that_the_same_step_uses_again_stays(tmp_path: Path) -> None:
+    """The urgent request gets the block of the preempted one, and computes it."""
+    with PriorityEngine("full", tmp_path) as world:
+        request, urgent = world.ask("r1", PROMPT), world.ask("r9", PROMPT[::-1])
+        world.step()
+        world.settle()
+        urgent.priority = 0
+        manager = world.scheduler.kv_cache_manager
+        pool = manager.block_pool
+        taken = pool.get_new_blocks(pool.get_num_free_blocks() - 2)
+        world.step()
+        assert request.num_preemptions == 1
+        uncomputed = dict(world._features[0].uncomputed)
+        used_again = manager.get_blocks(urgent.request_id).blocks[0][-2:]
+        assert {block.block_id for block in used_again} == set(uncomputed)
+        assert all(block.block_hash for block in used_again)
+        pool.free_blocks(taken)
+        world.drain_and_check()
         world.restore()
 
 
@@ -241,9 +299,10 @@ def test_a_multi_connector_passes_on_vllms_pool_of_blocks(tmp_path: Path) -> Non
         ours = OffloadConnector(world._config, KVConnectorRole.SCHEDULER, world.kv_cache_config)
         manager = world.scheduler.kv_cache_manager
         multi_connector(ours).bind_kv_cache_manager(manager)
+        block = ours._gpu_cache.tables(request.request_id)[0][1]
         pool, block_hash = manager.block_pool, request.block_hashes[1]
-        assert pool.get_cached_block(block_hash, [0])
-        ours._gpu_cache.remove(block_hash, 0)
+        assert pool.get_cached_block(block_hash, [0]) == [block]
+        ours._gpu_cache.remove(block, block.block_hash)
         assert pool.get_cached_block(block_hash, [0]) is None
         world.drain_and_check()
 
@@ -257,11 +316,12 @@ def test_a_multi_connector_passes_on_that_vllm_preempts(tmp_path: Path) -> None:
 
         def ask_and_note() -> Any:
             answer = multi.has_pending_block_frees()
-            recorded.append(dict(world.connector.serving.side.uncomputed._computed))
+            found = world.connector.serving.side.uncomputed._found
+            recorded.append([(block.block_id, each) for block, each in found["r1"]])
             return answer
 
         world.connector.has_pending_block_frees = ask_and_note
-        (preempted,) = world.preempt(is_scheduled=True)
-        assert [each["r1"] for each in recorded] == [(preempted.request, preempted.tokens)]
+        world.preempt(is_scheduled=True)
+        assert recorded == [world._features[0].uncomputed]
         world.drain_and_check()
         world.restore()

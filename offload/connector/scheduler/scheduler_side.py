@@ -7,7 +7,6 @@ workers have reported their tiers.
 from __future__ import annotations
 
 import logging
-import sys
 import time
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
@@ -58,7 +57,7 @@ class SchedulerSide:
     Callers use the ``planner``, the ``requests``, the ``lookups`` and their ``log`` directly, and
     call ``uncomputed.remove`` before ``build_plan``.
     ``is_held`` means that lookups and stores are suspended. ``namespace_differences``: see
-    ``offload.requests.miss_reasons.Explainer``. A step computes up to ``step_tokens`` tokens.
+    ``offload.requests.miss_reasons.Explainer``.
     ``wrong_kv`` says why vLLM may continue requests from wrong KV.
     """
 
@@ -75,7 +74,6 @@ class SchedulerSide:
         max_pinned_share: float = 0.25,
         verify: bool = False,
         by_priority: bool = False,
-        step_tokens: int = sys.maxsize,
         wrong_kv: WrongKvCauses | None = None,
     ) -> None:
         self.layout = layout
@@ -99,7 +97,7 @@ class SchedulerSide:
         self._finished_requests = FinishedRequests(layout, planner, max_pinned_share)
         gpu_cache = gpu_cache or GpuCache()
         self._by_priority = by_priority
-        self.uncomputed = UncomputedBlocks(layout, requests, gpu_cache, step_tokens)
+        self.uncomputed = UncomputedBlocks(layout, requests, gpu_cache)
         computing = self._prefill_rate.left_tokens
         self.lookups = Lookups(matcher, planner, self.log, namespace_differences, computing)
         self._waiting_requests = WaitingRequests(

@@ -9,10 +9,11 @@ A step that preempts a request begins no other, so nothing hits the blocks befor
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from functools import partial
-from itertools import product
 from typing import TYPE_CHECKING
+
+from vllm.v1.request import Request, RequestStatus
 
 from offload.connector.guard import run_all
 from offload.connector.scheduler.live_requests import LiveRequests
@@ -20,44 +21,43 @@ from offload.connector.scheduler.waiting_requests import GpuCache
 from offload.layout.groups import ModelLayout
 
 if TYPE_CHECKING:
-    from vllm.v1.core.kv_cache_utils import BlockHash
-    from vllm.v1.request import Request
+    from vllm.v1.core.kv_cache_utils import BlockHashWithGroupId, KVCacheBlock
 
 
 class UncomputedBlocks:
-    """Finds and removes the blocks. A step computes up to ``step_tokens`` tokens."""
+    """Finds and removes the blocks."""
 
-    def __init__(
-        self, layout: ModelLayout, requests: LiveRequests, gpu_cache: GpuCache, step_tokens: int
-    ) -> None:
-        self._groups = [group.group for group in layout.groups]
-        self._hash_tokens = layout.hash_tokens
+    def __init__(self, layout: ModelLayout, requests: LiveRequests, gpu_cache: GpuCache) -> None:
+        self._groups = [(group.group, group.block_tokens) for group in layout.groups]
         self._requests = requests
         self._gpu_cache = gpu_cache
-        self._step_tokens = step_tokens
-        self._computed: dict[str, tuple[Request, int]] = {}
+        self._found: dict[str, list[tuple[KVCacheBlock, BlockHashWithGroupId]]] = {}
 
     def before_preemption(self) -> None:
-        """Record how many tokens of each request are computed, because vLLM sets this number to 0
-        in the request that it preempts. Otherwise it does not change while a step is scheduled."""
-        if not self._computed:
-            requests = [live.request for live in self._requests.by_name.values()]
-            self._computed = {one.request_id: (one, one.num_computed_tokens) for one in requests}
+        """Record the blocks of each running request that have a hash but are not computed, because
+        vLLM takes all blocks from the request that it preempts."""
+        running = (
+            live.request
+            for live in self._requests.by_name.values()
+            if live.request.status is RequestStatus.RUNNING
+        )
+        self._found |= {one.request_id: found for one in running if (found := self._find(one))}
+
+    def _find(self, request: Request) -> list[tuple[KVCacheBlock, BlockHashWithGroupId]]:
+        computed, tables = request.num_computed_tokens, self._gpu_cache.tables(request.request_id)
+        return [
+            (block, block.block_hash)
+            for group, tokens in self._groups
+            for block in tables[group][computed // tokens :]
+            if (block.block_hash_num_tokens or 0) > computed
+        ]
 
     def remove(self, preempted: Iterable[str]) -> None:
         """Remove what the step that was just scheduled does not compute, because it has preempted
-        these requests. An error leaves only its own blocks; the first error is raised at the end.
-        """
-        found, self._computed = self._computed, {}
+        these requests. An error leaves only its own block; the first error is raised at the end."""
+        found, self._found = self._found, {}
         run_all(
-            partial(self._gpu_cache.remove, block_hash, group)
-            for request, computed in filter(None, map(found.get, preempted))
-            for block_hash, group in product(self._uncomputed(request, computed), self._groups)
+            partial(self._gpu_cache.remove, block, block_hash)
+            for name in preempted
+            for block, block_hash in found.get(name, ())
         )
-
-    def _uncomputed(self, request: Request, computed: int) -> Sequence[BlockHash]:
-        """The hashes of all blocks that a step can add when this many tokens are computed."""
-        first = computed // self._hash_tokens
-        end = (computed + self._step_tokens) // self._hash_tokens
-        found: Sequence[BlockHash] = request.block_hashes[first:end]
-        return found

@@ -27,7 +27,7 @@ from offload.requests.lookup import Lookups
 from offload.requests.request_state import RequestState
 
 if TYPE_CHECKING:
-    from vllm.v1.core.kv_cache_utils import BlockHash
+    from vllm.v1.core.kv_cache_utils import BlockHashWithGroupId, KVCacheBlock
     from vllm.v1.request import Request
 
 
@@ -35,11 +35,13 @@ if TYPE_CHECKING:
 class GpuCache:
     """The functions of vLLM's own cache. ``cached_tokens`` returns how many tokens of a request it
     holds, or ``None`` if nothing may be read ahead for this request. ``free_blocks`` counts the
-    free blocks of the GPU. ``remove`` removes all blocks with a block hash from a group."""
+    free blocks of the GPU. ``tables`` returns the blocks of a request by group. ``remove`` removes
+    a block if it has this hash; a request that uses it keeps it."""
 
     cached_tokens: Callable[[Request], int | None] = lambda _: 0
     free_blocks: Callable[[], int] = lambda: sys.maxsize
-    remove: Callable[[BlockHash, int], None] = lambda _block_hash, _group: None
+    tables: Callable[[str], Sequence[Sequence[KVCacheBlock]]] = lambda _: ()
+    remove: Callable[[KVCacheBlock, BlockHashWithGroupId], None] = lambda _block, _block_hash: None
 
 
 @dataclass(slots=True, eq=False)
