@@ -69,7 +69,7 @@ class Images(Feature):
         size = self.random.choice(ENCODER_TOKENS)
         if scheduler.vllm_config.speculative_config is not None:
             # Draft layers read one token ahead: with an image that ends here, the next one is
-            # needed, too. In a smaller cache vLLM would schedule nothing, for ever.
+            # needed, too. In a smaller cache vLLM would schedule nothing, forever.
             size = max(size, 2 * max(LENGTHS))
         scheduler.encoder_cache_manager = EncoderCacheManager(size)
 
