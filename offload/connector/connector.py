@@ -338,6 +338,9 @@ class KvTiersConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  
             self.faults.note("build_connector_meta", error)
         try:
             self.serving.resets.before_step()
+        except Exception as error:  # as above
+            self.faults.note("build_connector_meta", error)
+        try:
             return self.serving.side.build_plan(scheduler_output)
         except Exception:  # the fences of this step are lost
             self.serving.side.planner.stores.distrust()

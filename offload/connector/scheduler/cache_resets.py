@@ -64,6 +64,7 @@ class CacheResets:
         self._ranks = ranks
         self._held = HeldResets() if can_sleep else None
         self._must_forget = False  # until the tiers have forgotten the old weights' content
+        self._steps = 0  # since the tiers should have forgotten it
 
     @property
     def question(self) -> int:
@@ -77,8 +78,10 @@ class CacheResets:
             self._held.reset()
             self._side.hold()
             return self.epochs.reset()
-        self._forget()
-        is_noted = self.epochs.reset()
+        try:
+            self._forget()
+        finally:  # the weights have changed in any case
+            is_noted = self.epochs.reset()
         self._begin_epochs()
         return is_noted
 
@@ -101,17 +104,34 @@ class CacheResets:
             self._begin_epochs()
 
     def _forget(self) -> None:
-        """Make the tiers forget their content. If this fails, they stay held until it succeeds at a
-        later reset, even if the weights do not change again."""
+        """Make the tiers forget their content. If this fails, they stay held until ``before_step``
+        or a later reset succeeds, even if the weights do not change again."""
         self._must_forget = True
+        self._steps = 0
         self._side.forget()
         self._must_forget = False
 
     def before_step(self) -> None:
         """Let the workers write to the tiers whose new epochs have become durable, unless the
-        tiers are held: the epochs may be taken back."""
-        if not self._side.is_held:
-            self._begin_epochs()
+        tiers are held: the epochs may be taken back. Tiers that could not forget try again, as long
+        as no answer is awaited that would make them forget anyway."""
+        if self._side.is_held:
+            has_answer = not self.question
+            if not (self._must_forget and has_answer and self._retried()):
+                return
+        self._begin_epochs()
+
+    def _retried(self) -> bool:
+        """Try again to forget, 1, 2, 4, 8, ... steps after the failure: a fault that lasts costs
+        few steps, and its errors do not hide others in the log. Returns whether this succeeded.
+        Raises the error of an attempt that failed."""
+        self._steps += 1
+        if self._steps & (self._steps - 1):
+            return False
+        self._side.forget_chunks()
+        self._must_forget = False
+        logger.warning("kvtiers: the tiers have forgotten the old weights, and are used again")
+        return True
 
     def _begin_epochs(self) -> None:
         if epochs := self.epochs.take():

@@ -442,9 +442,15 @@ class SchedulerSide:
 
     def forget(self) -> None:
         """Forget everything, because the weights have changed: no chunk stored so far may be hit
-        again, and nothing is written to lower tiers before ``planner.begin_epochs``."""
-        self.is_held = True  # for good, if this does not end
+        again, and nothing is written to lower tiers before ``planner.begin_epochs``. If this fails,
+        lookups and stores stay suspended until ``forget_chunks`` succeeds."""
+        self.is_held = True
         self.requests.adapters.forget()
+        self.forget_chunks()
+
+    def forget_chunks(self) -> None:
+        """Complete ``forget``, perhaps at a later step. Adapters keep what was noted about them
+        since ``forget``: vLLM's own cache has not been reset again."""
         self.planner.forget_all()
         self._waiting_requests.match_again()
         self._finished_requests.clear()
