@@ -34,6 +34,7 @@ from offload.namespaces.inventory import REPLICA, RankFolder
 from offload.namespaces.manifest import (
     NAME,
     Namespace,
+    UnreadableError,
     read_manifest,
     read_small_file,
     write_durably,
@@ -84,7 +85,7 @@ def write_geometry(rank_folder: Path, geometry: Geometry) -> None:
     try:
         if read_small_file(path, GEOMETRY_BYTES_MAX) == content:
             return
-    except NamespaceError:
+    except (NamespaceError, UnreadableError):
         pass  # unreadable or not ours: replace it
     write_durably(path, content)
 
@@ -136,7 +137,7 @@ def _same_model(root: Path, namespace: Namespace) -> Iterator[tuple[str, Namespa
             continue
         try:
             other = read_manifest(root / name)
-        except NamespaceError:
+        except (NamespaceError, UnreadableError):
             continue  # the process that opens the folder reports the problem
         if other is not None and content_fields(other.fields) == content:
             yield name, other
@@ -161,7 +162,7 @@ def _replicas_in(namespace: Path) -> Iterator[OtherReplica]:
             continue
         try:
             epoch = read_epoch(folder)
-        except NamespaceError as error:
+        except (NamespaceError, UnreadableError) as error:
             logger.warning("kvtiers: %s", error)
             continue
         if epoch % 2:
@@ -180,7 +181,7 @@ def _geometries(folder: Path) -> Iterator[Geometry]:
             content = read_small_file(folder / name, GEOMETRY_BYTES_MAX)
             if content is not None:
                 yield Geometry.load(content, str(folder / name))
-        except NamespaceError as error:
+        except (NamespaceError, UnreadableError) as error:
             logger.warning("kvtiers: %s", error)
 
 

@@ -26,6 +26,7 @@ from offload.namespaces.manifest import (
     NAME,
     FieldDifference,
     Namespace,
+    UnreadableError,
     differing_fields,
     read_manifest,
 )
@@ -165,7 +166,7 @@ def describe_nearest_namespace(
     for name in names[:OTHER_NAMESPACES_MAX]:
         try:
             other = read_manifest(base / name)
-        except NamespaceError:
+        except (NamespaceError, UnreadableError):
             continue  # the process that opens it reports the problem
         differences = differing_fields(other, namespace) if other else []
         if differences and (nearest is None or len(differences) < len(nearest[1])):

@@ -19,23 +19,24 @@ EPOCH_NAME = "epoch"
 _EPOCH = re.compile(rb"([0-9]{1,18}) ([0-9a-f]{16})\n")
 
 
-class EpochDamagedError(NamespaceError):
-    """An epoch file could be read, but its content is damaged."""
-
-
 def read_epoch(folder: str | Path) -> int:
     """The weights epoch of a replica's folder; 0 before the first ``bump_epoch``.
 
-    Raises ``EpochDamagedError`` if the content is damaged: then no record below the folder can be
-    trusted. Raises ``NamespaceError`` or ``OSError`` if the file cannot be read.
+    Raises ``NamespaceError`` if the file is damaged: then no record below the folder can be
+    trusted. Raises ``UnreadableError`` if the file cannot be read.
     """
+    return find_epoch(folder) or 0
+
+
+def find_epoch(folder: str | Path) -> int | None:
+    """Like ``read_epoch``, but ``None`` if there is no epoch file."""
     path = Path(folder) / EPOCH_NAME
     text = read_small_file(path, 64)
     if text is None:
-        return 0
+        return None
     match = _EPOCH.fullmatch(text)
     if match is None or match[2] != _epoch_check(match[1]):
-        raise EpochDamagedError(f"{path} is damaged")
+        raise NamespaceError(f"{path} is damaged")
     return int(match[1])
 
 

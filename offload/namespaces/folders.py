@@ -16,20 +16,26 @@ be called from vLLM's threads while they serve.
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import os
 import secrets
+import stat
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
 
 from offload.errors import NamespaceError, TierUnavailableError
-from offload.namespaces.claims import claim, claim_shared, entries, live_owners, locked
+from offload.namespaces.claims import (
+    FolderClaimedError,
+    claim,
+    claim_shared,
+    live_owners,
+    locked,
+)
 from offload.namespaces.epoch_file import (
     EPOCH_NAME,
-    EpochDamagedError,
+    find_epoch,
     raise_epoch,
     read_epoch,
     write_epoch,
@@ -39,6 +45,7 @@ from offload.namespaces.manifest import (
     NAME,
     Namespace,
     NewerFormatError,
+    UnreadableError,
     read_manifest,
     write_manifest,
 )
@@ -97,9 +104,11 @@ def open_namespace(
 ) -> Path:
     """The folder of ``namespace`` below ``root``: created or validated, and marked as in use now.
 
-    A folder that ``judge_namespace`` rejects is moved aside, and an empty one takes its place.
-    Raises ``NamespaceError`` if the manifest has a newer format (nothing is changed then),
-    ``TierUnavailableError`` if others hold the lock of ``root`` for too long, and ``OSError``.
+    A folder that ``judge_namespace`` rejects is moved aside, and an empty one takes its place. In
+    the following cases nothing is changed: raises ``NamespaceError`` if the manifest has a newer
+    format, ``UnreadableError`` if a file cannot be read, ``FolderClaimedError`` if a process uses a
+    rejected folder, ``TierUnavailableError`` if others hold the lock of ``root`` for too long, and
+    ``OSError``.
     """
     base = _prepare_root(root)
     with locked(base):
@@ -125,7 +134,7 @@ def claim_rank_folder(
 
     If the epoch file is damaged, the replica's folder is moved aside, because it could contain
     valid-looking records of an older epoch. Raises the errors of ``open_namespace``, and
-    ``TierUnavailableError`` if another process holds the claim.
+    ``FolderClaimedError`` if another process holds the claim, or uses a folder with such a file.
     """
     base = _prepare_root(root)
     with locked(base):
@@ -154,13 +163,15 @@ def share_rank_folder(
     The epoch of a server that starts is that of the model's files, 0, whatever the epoch file says;
     the tier itself carries out a reset (docs/decisions/0081). The epoch file shows whether a server
     that did not share the folder was reset. If its content is damaged and no process uses the
-    folder, the replica's folder is moved aside. Raises the errors of ``open_namespace``, and
-    ``TierUnavailableError`` if a process that does not share has the folder, or if the epoch file
-    cannot be read.
+    folder, the replica's folder is moved aside. A damaged folder that others use is joined as it
+    is, unless ``on_damage`` is strict. Raises the errors of ``open_namespace``, and
+    ``TierUnavailableError`` if a process that does not share has the folder.
     """
     base = _prepare_root(root)
     with locked(base, may_lack_locks=True):
-        replica_dir = _open_locked(base, namespace, on_damage) / "replica-0"
+        replica_dir = replica_folder(base, namespace)
+        if on_damage.is_strict or not _is_joined_damaged(replica_dir):
+            _open_locked(base, namespace, on_damage)
         noted_epoch = _noted_epoch(base, replica_dir, on_damage)
         replica_dir.mkdir(mode=0o700, exist_ok=True)
         if not (replica_dir / EPOCH_NAME).exists():  # for a later server that does not share
@@ -172,29 +183,34 @@ def share_rank_folder(
     return ClaimedFolder(folder, 0, noted_epoch, fd)
 
 
+def _is_joined_damaged(replica_dir: Path) -> bool:
+    """True if the namespace of ``replica_dir`` is damaged and processes use ``replica_dir``.
+
+    They have decided already whether they trust its records, each of which names the namespace. An
+    engine that joins them relies on that: otherwise no engine could be added to a group before all
+    of its engines had ended.
+    """
+    folder = replica_dir.parent
+    trouble = judge_namespace(folder)
+    if not trouble or _is_something_else(folder) or not live_owners(replica_dir):
+        return False
+    _warn(f"{folder} cannot be trusted ({trouble}), but stays where it is while others use it")
+    return True
+
+
 def _noted_epoch(base: Path, replica_dir: Path, on_damage: OnDamage) -> int:
     """The epoch in the epoch file of a folder that is shared; 0 if the file is damaged."""
-    with contextlib.suppress(EpochDamagedError):
-        return _readable_epoch(replica_dir)
-    if live_owners(replica_dir):  # they have decided already whether they trust the records
-        return 0
-    try:
-        # Where nothing is locked, another process may have replaced the folder in the meantime.
-        return _readable_epoch(replica_dir)
-    except EpochDamagedError as error:
-        _set_aside(base, replica_dir, str(error), on_damage)
-        return 0
-
-
-def _readable_epoch(replica_dir: Path) -> int:
-    """Like ``read_epoch``, but a file that cannot be read now is not damaged: it raises
-    ``TierUnavailableError``."""
     try:
         return read_epoch(replica_dir)
-    except EpochDamagedError:
-        raise
-    except (NamespaceError, OSError) as error:
-        raise TierUnavailableError(f"the epoch of {replica_dir} is unknown: {error}") from error
+    except NamespaceError:
+        if live_owners(replica_dir):  # they have decided already whether they trust the records
+            return 0
+    try:
+        # Where nothing is locked, another process may have replaced the folder in the meantime.
+        return read_epoch(replica_dir)
+    except NamespaceError as error:
+        _set_aside(base, replica_dir, str(error), on_damage)
+        return 0
 
 
 def replica_folder(root: str | Path, namespace: Namespace, replica: int = 0) -> Path:
@@ -216,7 +232,8 @@ def judge_namespace(folder: Path) -> str:
     """The reason why the folder of a namespace cannot be used; empty if it can, or if it does not
     exist yet.
 
-    Used at start and by the command line. Raises ``NewerFormatError``.
+    Used at start and by the command line. Raises ``NewerFormatError``, and ``UnreadableError`` if
+    the reason cannot be known now.
     """
     if _is_something_else(folder):
         return "is not a folder"
@@ -227,7 +244,7 @@ def judge_namespace(folder: Path) -> str:
     except NamespaceError as error:
         return str(error)
     if found is None:
-        content = [name for name in entries(folder) if not name.startswith(".")]
+        content = [name for name in _names_in(folder) if not name.startswith(".")]
         return "has no manifest" if content else ""
     return "" if found.name == folder.name else "contains the manifest of another namespace"
 
@@ -240,24 +257,35 @@ def judge_replica(replica_dir: Path) -> str:
     if _is_something_else(replica_dir):
         return "is not a folder"
     try:
-        read_epoch(replica_dir)
+        is_missing = find_epoch(replica_dir) is None
     except NamespaceError as error:
         return str(error)
-    is_missing = not (replica_dir / EPOCH_NAME).exists()
-    if is_missing and any(name.startswith("rank-") for name in entries(replica_dir)):
+    if is_missing and any(name.startswith("rank-") for name in _names_in(replica_dir)):
         return "its epoch file is missing"
     return ""
 
 
 def _is_something_else(folder: Path) -> bool:
-    return folder.is_symlink() or (folder.exists() and not folder.is_dir())
+    try:
+        return not stat.S_ISDIR(os.lstat(folder).st_mode)
+    except FileNotFoundError:
+        return False
+    except OSError as error:
+        raise UnreadableError(folder, error) from error
+
+
+def _names_in(folder: Path) -> list[str]:
+    try:
+        return os.listdir(folder)
+    except FileNotFoundError:
+        return []
+    except OSError as error:
+        raise UnreadableError(folder, error) from error
 
 
 def _open_locked(base: Path, namespace: Namespace, on_damage: OnDamage) -> Path:
     folder = base / namespace.name
-    trouble = judge_namespace(folder)
-    if trouble:
-        _set_aside(base, folder, trouble, on_damage)
+    _set_aside_if_damaged(base, folder, judge_namespace, on_damage)
     folder.mkdir(mode=0o700, exist_ok=True)
     if not (folder / MANIFEST_NAME).exists():
         write_manifest(folder, namespace)
@@ -268,14 +296,38 @@ def _open_locked(base: Path, namespace: Namespace, on_damage: OnDamage) -> Path:
 
 def _prepare_replica(base: Path, replica_dir: Path, on_damage: OnDamage) -> int:
     """Create a replica's folder with its epoch file, or read the epoch of an existing one."""
-    trouble = judge_replica(replica_dir)
-    if trouble:
-        _set_aside(base, replica_dir, trouble, on_damage)
+    _set_aside_if_damaged(base, replica_dir, judge_replica, on_damage)
     replica_dir.mkdir(mode=0o700, exist_ok=True)
-    if not (replica_dir / EPOCH_NAME).exists():
-        write_epoch(replica_dir, 0)
+    epoch = find_epoch(replica_dir)
+    if epoch is None:
+        epoch = 0
+        write_epoch(replica_dir, epoch)
         sync_folder(replica_dir.parent)
-    return read_epoch(replica_dir)
+    return epoch
+
+
+def _set_aside_if_damaged(
+    base: Path, folder: Path, judge: Callable[[Path], str], on_damage: OnDamage
+) -> None:
+    """Move a folder aside that ``judge`` rejects.
+
+    Raises ``FolderClaimedError`` if a process uses it, because that process would lose its records.
+    A user who starts a server on a path in use gets that error for a whole folder, too, and the
+    server waits in the same way for one that is about to end.
+    """
+    why = judge(folder)
+    if not why:
+        return
+    for owner in live_owners(folder):
+        engine = f" (engine {owner.engine})" if owner.engine else ""
+        raise FolderClaimedError(
+            f"{folder} cannot be trusted ({why}), but it is in use by pid {owner.pid}{engine} and "
+            "perhaps others, so it was left as it is",
+            "Stop them, or give this server another path.",
+        )
+    # Where nothing is locked, another process may have replaced the folder in the meantime.
+    if why := judge(folder):
+        _set_aside(base, folder, why, on_damage)
 
 
 def _set_aside(base: Path, folder: Path, why: str, on_damage: OnDamage) -> None:

@@ -28,6 +28,7 @@ from offload.namespaces.manifest import (
     NAME,
     Namespace,
     NewerFormatError,
+    UnreadableError,
     read_manifest,
     read_small_file,
 )
@@ -53,6 +54,7 @@ class Standing(enum.Enum):
     * ``DAMAGED``: begin empty because it cannot be trusted, or refuse to start if recovery is
       strict.
     * ``NEWER``: refuse to start, because a newer version wrote the folder.
+    * ``UNREADABLE``: refuse to start, because a file that decides this cannot be read now.
     """
 
     EMPTY = "empty"
@@ -60,6 +62,7 @@ class Standing(enum.Enum):
     STALE = "stale"
     DAMAGED = "damaged"
     NEWER = "newer"
+    UNREADABLE = "unreadable"
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +77,7 @@ class FolderVerdict:
         """The fault that a start would find; empty if there is none."""
         if self.standing is Standing.DAMAGED:
             return f"damaged: {self.why}"
-        return self.why if self.standing is Standing.NEWER else ""
+        return self.why if self.standing in (Standing.NEWER, Standing.UNREADABLE) else ""
 
     @property
     def remark(self) -> str:
@@ -148,6 +151,8 @@ class RankFolder:
             trouble = judge_namespace(replica.parent) or judge_replica(replica)
         except NewerFormatError as error:
             return FolderVerdict(Standing.NEWER, str(error))
+        except UnreadableError as error:
+            return FolderVerdict(Standing.UNREADABLE, str(error))
         return FolderVerdict(Standing.DAMAGED, trouble) if trouble else None
 
     def _judge_records(self, reader: OfflineFolder) -> FolderVerdict | None:
@@ -161,6 +166,8 @@ class RankFolder:
                 check_owner(reader.owner, Identity(records_of, self.rank))
         except (FolderUnusableError, NamespaceError) as error:
             return FolderVerdict(Standing.DAMAGED, str(error))
+        except UnreadableError as error:
+            return FolderVerdict(Standing.UNREADABLE, str(error))
         # the engines that share the folder decide about epochs, unless a reset began afterwards
         if reader.is_shared and (self.kind == "file" or epoch >= noted):
             return None
@@ -182,7 +189,7 @@ class RankFolder:
         try:
             content = read_small_file(path, GEOMETRY_BYTES_MAX)
             return Geometry.load(content, str(path)).records if content is not None else b""
-        except NamespaceError:
+        except (NamespaceError, UnreadableError):
             return b""
 
     def open(self, key_file: str = "") -> OfflineFolder:
@@ -281,7 +288,7 @@ def _namespace_in(folder: Path, below: Path | None = None) -> NamespaceFolder:
     found = NamespaceFolder(folder.name, folder)
     try:
         if NAME.fullmatch(folder.name):
-            found.problem = judge_namespace(folder)
+            found.problem = _problem_of(folder)
         if _is_real(folder):
             ranks = _rank_folders(folder)
             found.rank_folders = [
@@ -289,9 +296,17 @@ def _namespace_in(folder: Path, below: Path | None = None) -> NamespaceFolder:
             ]
             namespace: Namespace | None = read_manifest(folder)
             found.fields = namespace.fields if namespace else {}
-    except NamespaceError as error:
+    except (NamespaceError, UnreadableError) as error:
         found.problem = str(error)
     return found
+
+
+def _problem_of(namespace: Path) -> str:
+    """The reason why the next start would not use a namespace. Raises ``NewerFormatError``."""
+    try:
+        return judge_namespace(namespace)
+    except UnreadableError as error:
+        return str(error)
 
 
 def _rank_folders(namespace: Path) -> Iterator[RankFolder]:

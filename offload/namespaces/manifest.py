@@ -24,7 +24,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from offload.errors import NamespaceError
+from offload.errors import NamespaceError, TierUnavailableError
 from tiers.folders.folder import sync_folder
 
 FORMAT_VERSION = 1
@@ -37,6 +37,14 @@ _MEMBERS = frozenset({"format", "namespace", "fields"})
 
 class NewerFormatError(NamespaceError):
     """A newer version of this package wrote the data: leave it alone."""
+
+
+class UnreadableError(TierUnavailableError):
+    """A file or folder exists but cannot be read now, say because of a stale NFS handle. Nothing is
+    known about its content, so it does not count as damaged."""
+
+    def __init__(self, path: Path, error: OSError) -> None:
+        super().__init__(f"{path} cannot be read: {error.strerror}")
 
 
 class _Absent:
@@ -128,7 +136,7 @@ def read_manifest(folder: str | Path) -> Namespace | None:
 
     The content is not trusted: only a regular file of at most 64 KiB is opened for reading, and its
     digest must match its fields. Raises ``NamespaceError`` that describes what is wrong with the
-    manifest.
+    manifest, and ``UnreadableError``.
     """
     path = Path(folder) / MANIFEST_NAME
     text = read_small_file(path, MANIFEST_BYTES_MAX)
@@ -144,24 +152,29 @@ def read_manifest(folder: str | Path) -> Namespace | None:
 def read_small_file(path: Path, size_max: int) -> bytes | None:
     """The content of a regular file of at most ``size_max`` bytes; ``None`` if there is none.
 
-    Never follows a link and never waits for a pipe. Raises ``NamespaceError``.
+    Never follows a link and never waits for a pipe. Raises ``NamespaceError`` for anything else,
+    and ``UnreadableError`` if the system cannot read it, or if it is a link.
     """
     flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
     try:
         fd = os.open(path, flags)
+        try:
+            return _content(fd, path, size_max)
+        finally:
+            os.close(fd)
     except FileNotFoundError:
         return None
     except OSError as error:
-        raise NamespaceError(f"{path} cannot be read: {error.strerror}") from None
-    try:
-        found = os.fstat(fd)
-        if not stat.S_ISREG(found.st_mode):
-            raise NamespaceError(f"{path} is not a regular file")
-        if found.st_size > size_max:
-            raise NamespaceError(f"{path} has {found.st_size} bytes, more than {size_max}")
-        return os.read(fd, size_max)
-    finally:
-        os.close(fd)
+        raise UnreadableError(path, error) from error
+
+
+def _content(fd: int, path: Path, size_max: int) -> bytes:
+    found = os.fstat(fd)
+    if not stat.S_ISREG(found.st_mode):
+        raise NamespaceError(f"{path} is not a regular file")
+    if found.st_size > size_max:
+        raise NamespaceError(f"{path} has {found.st_size} bytes, more than {size_max}")
+    return os.read(fd, size_max)
 
 
 def write_durably(path: Path, content: bytes, *, placed: Callable[[], None] | None = None) -> None:

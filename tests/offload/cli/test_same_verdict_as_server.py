@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
+import errno
 import logging
+import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -298,3 +301,41 @@ def test_a_newer_format_is_left_alone(tmp_path: Path) -> None:
     with pytest.raises(OffloadError, match="newer than this build"):
         places(tmp_path).specs()
     assert contents(tmp_path) == before
+
+
+@pytest.mark.parametrize("kind", ["lmdb", "file"])
+@pytest.mark.parametrize("name", [MANIFEST_NAME, EPOCH_NAME])
+def test_what_cannot_be_read_is_left_alone(
+    tmp_path: Path, kind: str, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The commands name the file and the error, as a server does that refuses to start."""
+    root, export = tmp_path / "tier", tmp_path / "export"
+    asyncio.run(start(root, type=kind))
+    assert kvtiers("export", root, export).code == 0
+    real, before = os.open, contents(root)
+
+    def stale(file: Any, *arguments: Any, **options: Any) -> int:
+        if Path(file).name == name and "rank-" not in str(file):
+            raise OSError(errno.ESTALE, os.strerror(errno.ESTALE))
+        return real(file, *arguments, **options)
+
+    words = f"{name} cannot be read: Stale file handle"
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "open", stale)
+        with pytest.raises(OffloadError, match=words):
+            asyncio.run(start(root, type=kind))
+        for command, options in (("inspect", []), ("verify", ["--check-only"]), ("verify", [])):
+            code, problems = judged(root, command, *options)
+            assert code == 1, command
+            assert any(problem.endswith(words) for problem in problems), (command, problems)
+        assert kvtiers("inspect", root, "--json").json["namespaces"][0]["rank_folders"][0][
+            "standing"
+        ] == "unreadable"
+        for words_of in (("export", root, tmp_path / "other"), ("import", export, root)):
+            result = kvtiers(*words_of)
+            assert result.code
+            assert words in result.err
+        assert kvtiers("clear", root, "--set-aside", "--yes").code == 0
+    assert contents(root) == before
+    info, set_aside = asyncio.run(start(root, type=kind))
+    assert (info.record_count, set_aside) == (len(KEYS), 0)

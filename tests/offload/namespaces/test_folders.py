@@ -3,6 +3,7 @@ processes."""
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import os
 import signal
@@ -11,6 +12,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -229,6 +231,27 @@ def test_a_folder_that_cannot_be_trusted_is_moved_aside(damage: object, tmp_path
     (aside,) = tmp_path.glob("quarantine-*")
     assert (aside / "replica-0" / "rank-0" / "data").read_bytes() == b"old"
     assert [stored.name for stored in other_namespaces(tmp_path, ONE)].count(aside.name) == 1
+
+
+@pytest.mark.parametrize("call", ["lstat", "listdir"])
+def test_a_folder_that_cannot_be_examined_is_left_alone(
+    call: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    claim(tmp_path).close()
+    folder = tmp_path / ONE.name
+    (folder / MANIFEST_NAME).unlink()  # so that the folder's content decides
+    inode, real = folder.stat().st_ino, getattr(os, call)
+
+    def failing(path: Any, *arguments: Any, **options: Any) -> Any:
+        if path == folder:
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        return real(path, *arguments, **options)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, call, failing)
+        with pytest.raises(TierUnavailableError, match=f"{folder} cannot be read: Input/output"):
+            claim(tmp_path)
+    assert folder.stat().st_ino == inode
 
 
 @pytest.mark.parametrize("damage", [b"", b"7\n", b"7 0123456789abcdef\n", None])

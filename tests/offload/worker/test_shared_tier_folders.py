@@ -24,6 +24,7 @@ from offload.namespaces.cleanup import remove_namespace
 from offload.namespaces.epoch_file import EPOCH_NAME, bump_epoch
 from offload.namespaces.folders import replica_folder
 from offload.namespaces.inventory import find_namespaces
+from offload.namespaces.manifest import MANIFEST_NAME
 from offload.worker import tier_factory
 from offload.worker.tier_factory import make_tier
 from tests.offload.cli.rank_folders import kvtiers
@@ -259,25 +260,86 @@ async def test_a_damaged_epoch_moves_no_folder_of_a_live_engine(
     assert await served(path, [], type=kind, shared=True) == {1}
 
 
+MANIFESTS: dict[str, bytes | None] = {"garbled": b"{", "empty": b"", "missing": None}
+
+
+def damage_manifest(namespace: Path, content: bytes | None) -> None:
+    path = namespace / MANIFEST_NAME
+    path.unlink() if content is None else path.write_bytes(content)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("manifest", MANIFESTS)
+async def test_engines_join_others_beside_a_damaged_manifest(
+    tmp_path: Path, kind: str, manifest: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Their folder stays where it is until the last one has ended."""
+    monkeypatch.setattr(wait_for_owners, "OWNERS_WAIT_S", 0.0)
+    path = tmp_path / "tier"
+    async with live_engine(path, kind) as folder:
+        inode = folder.stat().st_ino
+        damage_manifest(folder.parent.parent, MANIFESTS[manifest])
+        [joins] = places(path, type=kind, shared=True).specs()
+        assert (joins.folder.stat().st_ino, joins.set_aside) == (inode, 0)
+        release(joins)
+        if kind == "lmdb":
+            with pytest.raises(TierUnavailableError, match="cannot be trusted .* in use by pid"):
+                places(path, type=kind, shared=True, recovery="strict").specs()
+    assert await served(path, [1], type=kind, shared=True) == set()
+    assert await served(path, [], type=kind, shared=True) == {1}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("damaged", [MANIFEST_NAME, EPOCH_NAME])
+async def test_a_server_alone_moves_no_folder_that_others_share(
+    tmp_path: Path, kind: str, damaged: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(wait_for_owners, "OWNERS_WAIT_S", 0.0)
+    path = tmp_path / "tier"
+    async with live_engine(path, kind) as folder:
+        inode = folder.stat().st_ino
+        [file] = path.rglob(damaged) if damaged == MANIFEST_NAME else [folder.parent / damaged]
+        file.write_bytes(b"{")
+        refused = pytest.raises(TierUnavailableError, match="cannot be trusted .* in use by pid")
+        with refused as caught:
+            places(path, type=kind).specs()
+        assert str(file) in str(caught.value)
+        assert folder.stat().st_ino == inode
+        assert file.read_bytes() == b"{"
+    [alone] = places(path, type=kind).specs()
+    assert (alone.set_aside, alone.folder) == (1, folder)
+    assert alone.folder.stat().st_ino != inode
+    release(alone)
+
+
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("call", ["open", "read"])
-async def test_an_epoch_that_cannot_be_read_is_not_damaged(
-    tmp_path: Path, kind: str, call: str, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("name", "error"),
+    [
+        (EPOCH_NAME, errno.ESTALE),
+        *((MANIFEST_NAME, one) for one in (errno.ESTALE, errno.EIO, errno.EACCES, errno.ELOOP)),
+    ],
+)
+async def test_a_file_that_cannot_be_read_is_not_damaged(
+    tmp_path: Path, kind: str, call: str, name: str, error: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """For a moment the file server does not know the file's handle."""
+    """For a moment, say, the file server does not know the file's handle."""
     path, real = tmp_path / "tier", getattr(os, call)
 
-    def stale(file: Any, *arguments: Any, **options: Any) -> Any:
-        name = os.readlink(f"/proc/self/fd/{file}") if isinstance(file, int) else str(file)
-        if Path(name).name == EPOCH_NAME and Path(name).parent.name.startswith("replica-"):
-            raise OSError(errno.ESTALE, os.strerror(errno.ESTALE))
+    def failing(file: Any, *arguments: Any, **options: Any) -> Any:
+        found = os.readlink(f"/proc/self/fd/{file}") if isinstance(file, int) else str(file)
+        if Path(found).name == name and not Path(found).parent.name.startswith("rank-"):
+            raise OSError(error, os.strerror(error))
         return real(file, *arguments, **options)
 
     def refused() -> None:
         with monkeypatch.context() as patch:
-            patch.setattr(os, call, stale)
-            with pytest.raises(TierUnavailableError, match="Stale file handle"):
-                places(path, type=kind, shared=True).specs()
+            patch.setattr(os, call, failing)
+            for shared in (True, False):
+                text = f"{path}/.*{name} cannot be read: {os.strerror(error)}"
+                with pytest.raises(TierUnavailableError, match=text):
+                    places(path, type=kind, shared=shared).specs()
 
     async with live_engine(path, kind) as folder:
         inode = folder.stat().st_ino
