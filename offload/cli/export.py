@@ -82,7 +82,11 @@ def _choose(
             what = chosen.problem or (
                 "has no manifest, so it is unknown which model its records belong to"
             )
-            problems.add(str(chosen.folder), what, "Only namespaces with a readable manifest can be exported.")
+            problems.add(
+                str(chosen.folder),
+                what,
+                "Only namespaces with a readable manifest can be exported.",
+            )
         return chosen
     if namespaces:
         known = ", ".join(

@@ -87,9 +87,7 @@ def test_a_reset_that_keeps_failing_costs_only_hits(
     tmp_path: Path, kind: type[OracleEngine], hook: str
 ) -> None:
     """Each step's plan is sent, and few of the steps try again."""
-    with kind(
-        MODELS["full"], Conditions(slots=100, late=0, fault_rate=0.0), tmp_path, 0
-    ) as world:
+    with kind(MODELS["full"], Conditions(slots=100, late=0, fault_rate=0.0), tmp_path, 0) as world:
         serve(world, "old", PROMPT)
         side, plans = world.connector.serving.side, 0
         build_plan, step, steps = side.build_plan, world.step, 0

@@ -80,7 +80,7 @@ class CacheResets:
             return self.epochs.reset()
         try:
             self._forget()
-        finally:  # the weights have changed in any case
+        finally:  # the weights have changed all the same
             is_noted = self.epochs.reset()
         self._begin_epochs()
         return is_noted

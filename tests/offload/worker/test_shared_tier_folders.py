@@ -283,7 +283,7 @@ async def test_engines_join_others_beside_a_damaged_manifest(
         assert (joins.folder.stat().st_ino, joins.set_aside) == (inode, 0)
         release(joins)
         if kind == "lmdb":
-            with pytest.raises(TierUnavailableError, match="cannot be trusted .* in use by pid"):
+            with pytest.raises(TierUnavailableError, match=r"cannot be trusted .* in use by pid"):
                 places(path, type=kind, shared=True, recovery="strict").specs()
     assert await served(path, [1], type=kind, shared=True) == set()
     assert await served(path, [], type=kind, shared=True) == {1}
@@ -300,7 +300,7 @@ async def test_a_server_alone_moves_no_folder_that_others_share(
         inode = folder.stat().st_ino
         [file] = path.rglob(damaged) if damaged == MANIFEST_NAME else [folder.parent / damaged]
         file.write_bytes(b"{")
-        refused = pytest.raises(TierUnavailableError, match="cannot be trusted .* in use by pid")
+        refused = pytest.raises(TierUnavailableError, match=r"cannot be trusted .* in use by pid")
         with refused as caught:
             places(path, type=kind).specs()
         assert str(file) in str(caught.value)
