@@ -10,8 +10,7 @@ once at start-up may raise: a clear error at start is better than a fault while 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Iterable
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -38,8 +37,8 @@ from offload.connector.metadata import (
 )
 from offload.connector.model.adapters import AdapterWatch
 from offload.connector.model.loaded_weights import LoadedWeights
+from offload.connector.scheduler.gpu_cache import GpuCache
 from offload.connector.scheduler.prometheus import OffloadPromMetrics, OffloadStats
-from offload.connector.scheduler.waiting_requests import GpuCache
 from offload.connector.serving import Serving, begin_serving
 from offload.connector.startup import ServerSetup
 from offload.connector.worker.weights_watch import WeightsWatch
@@ -55,7 +54,6 @@ if TYPE_CHECKING:
     from vllm.v1.attention.backend import AttentionMetadata
     from vllm.v1.core.block_pool import BlockPool
     from vllm.v1.core.kv_cache_manager import KVCacheBlocks, KVCacheManager
-    from vllm.v1.core.kv_cache_utils import BlockHashWithGroupId, KVCacheBlock
     from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.kv_cache_interface import KVCacheConfig
     from vllm.v1.outputs import KVConnectorOutput
@@ -270,17 +268,11 @@ class KvTiersConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  
 
     def bind_kv_cache_manager(self, kv_cache_manager: KVCacheManager) -> None:
         super().bind_kv_cache_manager(kv_cache_manager)
-        pool: BlockPool = kv_cache_manager.block_pool
-        self._gpu_cache = replace(
-            self._gpu_cache,
-            cached_tokens=partial(_cached_tokens, kv_cache_manager),
-            free_blocks=pool.get_num_free_blocks,
-            tables=partial(_tables, kv_cache_manager),
-        )
+        self._gpu_cache = self._gpu_cache.with_manager(kv_cache_manager)
 
     def bind_gpu_block_pool(self, gpu_block_pool: BlockPool) -> None:
         # The base class calls this, too, with the pool of ``bind_kv_cache_manager``.
-        self._gpu_cache = replace(self._gpu_cache, remove=partial(_remove, gpu_block_pool))
+        self._gpu_cache = self._gpu_cache.with_pool(gpu_block_pool)
 
     @guarded(lambda: None)
     def on_new_request(self, request: Request) -> None:
@@ -333,7 +325,9 @@ class KvTiersConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  
         if self.serving is None:
             return StepPlan()
         try:  # before anything that can fail
-            self.serving.side.uncomputed.remove(scheduler_output.preempted_req_ids or ())
+            side = self.serving.side
+            preempted = partial(side.uncomputed.remove, scheduler_output.preempted_req_ids or ())
+            run_all([preempted, side.old_kv.step])
         except Exception as error:  # the step's plan must still be sent
             self.faults.note("build_connector_meta", error)
         try:
@@ -407,6 +401,10 @@ class KvTiersConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  
         """
         if self.serving is None:
             return False, None
+        try:
+            self.serving.side.old_kv.ended(request.request_id)
+        except Exception as error:  # the request ends all the same
+            self.faults.note("request_finished", error)
         return False, self.serving.side.finished(request, block_ids)
 
     @guarded(lambda: False)
@@ -453,28 +451,6 @@ class KvTiersConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  
 def _plan_of(metadata: KVConnectorMetadata | None) -> StepPlan:
     """The plan in a step's metadata, or an empty plan if there is none (profiling runs)."""
     return metadata.plan if isinstance(metadata, OffloadMetadata) else StepPlan()
-
-
-def _cached_tokens(kv_cache_manager: KVCacheManager, request: Request) -> int | None:
-    """Count the tokens of a waiting request that vLLM's own cache holds now. ``None`` for requests
-    that load nothing, or whose lookups vLLM reports as KV events."""
-    if request.num_computed_tokens or request.skip_reading_prefix_cache:
-        return None
-    if getattr(request, "kv_cache_report_mode", "incremental") == "full":
-        return None
-    found: int = kv_cache_manager.get_computed_blocks(request)[1]
-    return found
-
-
-def _tables(kv_cache_manager: KVCacheManager, request_id: str) -> Sequence[Sequence[KVCacheBlock]]:
-    found: Sequence[Sequence[KVCacheBlock]] = kv_cache_manager.get_blocks(request_id).blocks
-    return found
-
-
-def _remove(pool: BlockPool, block: KVCacheBlock, block_hash: BlockHashWithGroupId) -> None:
-    """Remove a block from vLLM's own cache, unless vLLM has used it for something else by now."""
-    if block.block_hash == block_hash:
-        pool.evict_blocks({block.block_id})
 
 
 def _ours(meta: object) -> OffloadWorkerMetadata | None:

@@ -12,12 +12,12 @@ from offload.config.schema import tier_names
 from offload.connector.guard import Faults
 from offload.connector.model.adapters import AdapterBook
 from offload.connector.scheduler.cache_resets import CacheResets
+from offload.connector.scheduler.gpu_cache import GpuCache
 from offload.connector.scheduler.kv_events import KvEvents
 from offload.connector.scheduler.live_requests import LiveRequests
 from offload.connector.scheduler.metrics_collector import MetricsCollector
 from offload.connector.scheduler.pending_epochs import PendingEpochs
 from offload.connector.scheduler.scheduler_side import SchedulerSide
-from offload.connector.scheduler.waiting_requests import GpuCache
 from offload.connector.startup import ServerSetup, agreed_namespace
 from offload.messages.report import RankState
 from offload.planner.build import make_planner

@@ -343,8 +343,9 @@ class StepPlan:
     """The work of all workers for one scheduler step.
 
     ``fence`` names store jobs whose source blocks get new content in this step: they must have read
-    those blocks before the step's forward pass. ``reset`` requests a reset of all tiers, which is
-    carried out before everything else in the plan; ``epochs`` are new epochs of lower tiers, by
+    those blocks before the step's forward pass. ``cancel_loads`` ends all loads of earlier plans as
+    failed, before everything else in the plan. ``reset`` says that all tiers are reset, and what is
+    known of their content is forgotten; ``epochs`` are new epochs of lower tiers, by
     tier number. ``deletes`` and ``touches`` have the keys to delete, and the used keys, by lower
     tier. ``queries`` go to shared tiers at any time. ``digests`` are present only with
     ``"verify": "device"``. ``idle`` means that this step has no forward pass.
@@ -357,6 +358,7 @@ class StepPlan:
     touches: Mapping[int, Keys] = field(default_factory=dict)
     fence: tuple[int, ...] = ()
     reset: bool = False
+    cancel_loads: bool = False
     epochs: Mapping[int, int] = field(default_factory=dict)
     queries: tuple[PresenceQuery, ...] = ()
     digests: tuple[DigestJob, ...] = ()
@@ -373,6 +375,7 @@ class StepPlan:
             or self.touches
             or self.fence
             or self.reset
+            or self.cancel_loads
             or self.epochs
             or self.queries
             or self.digests

@@ -192,10 +192,13 @@ class LoadPlanner:
         if load is not None and load.rest:
             self._cut(load)
 
-    def forget_all(self) -> None:
-        """Fail the loads that are partly planned, because all chunks are forgotten."""
+    def fail_planned(self) -> None:
+        """Fail the loads that are partly planned."""
         for load in list(self.queue):
             self._cut(load, MISSING_CHUNK)
+
+    def forget_all(self) -> None:
+        """Forget where all chunks are."""
         self._sources.forget_all()
 
     def plan(self, request: str, batches: Sequence[ChunkBatch]) -> LoadTokens:

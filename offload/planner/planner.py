@@ -141,6 +141,7 @@ class Planner:
             JobKind.AHEAD: self._read_ahead,
         }
         self._reset = False
+        self._cancel_loads = False
         self._epochs: dict[int, int] = {}
 
     # -- a step ------------------------------------------------------------------------------
@@ -172,6 +173,7 @@ class Planner:
             or (self.presence.tiers and len(self.presence))
             or self.deferred.pieces
             or self._reset
+            or self._cancel_loads
             or self._epochs
             or self.write_through.is_waiting
             or self.write_through.can_delete
@@ -200,13 +202,14 @@ class Planner:
             touches=self.recency.take() if self.recency.waiting else {},
             fence=fence,
             reset=self._reset,
+            cancel_loads=self._cancel_loads,
             epochs=dict(self._epochs),
             queries=self.presence.take() if self.presence.tiers else (),
             idle=idle,
             # last, because what is taken here must be sent
             loads=self._take_loads() if has_loads else (),
         )
-        self._reset = False
+        self._reset = self._cancel_loads = False
         self._epochs.clear()
         self.budget.end_step(self.now, half=bool(self.loads.queue))  # for loads that continue
         return plan
@@ -334,6 +337,11 @@ class Planner:
         self.presence.begin_epochs(epochs)
         self.write_through.resume(epochs)
 
+    def fail_loads(self) -> None:
+        """Fail all open loads: what they restore may have been computed with old weights."""
+        self.loads.fail_planned()
+        self._cancel_loads = True
+
     def forget_all(self) -> None:
         """Forget everything, because the weights have changed: nothing stored so far may be hit
         again, in any tier.
@@ -348,6 +356,7 @@ class Planner:
         self.stats.reset(some, {n: len(index) for n, index in enumerate(indexes, CPU)})
         for index in indexes:
             index.clear()
+        self.fail_loads()
         self.loads.forget_all()
         self.look_ahead.forget_all()
         self.presence.forget_all()

@@ -201,7 +201,6 @@ class StoreState:
         """Start again after a preemption, which has freed all blocks."""
         self.next_chunk = [0] * len(self.next_chunk)
         self.ready_at = 0
-        self.stale = False
         self.right_tokens = sys.maxsize
         self.hashes_checked = 0
         self.loaded = ()

@@ -240,8 +240,8 @@ class Executor:
         loads: dict[int, OpenLoad],
         after: object | None,
     ) -> None:
-        """Start all jobs of a plan, in this order: reset, deletes, stores, write-throughs,
-        loads."""
+        """Carry out a plan in this order: cancelled loads, new epochs, deletes, stores,
+        write-throughs, loads."""
         unanswered = Unanswered(plan)
         try:
             self._accept(plan, sources, loads, after, unanswered)
@@ -257,7 +257,7 @@ class Executor:
         after: object | None,
         unanswered: Unanswered,
     ) -> None:
-        if plan.reset:
+        if plan.cancel_loads:
             self._loads.cancel_all()
         for tier, writer in enumerate(self._writers):
             if tier in plan.epochs:

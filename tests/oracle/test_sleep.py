@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from vllm.v1.request import RequestStatus
 
 from offload.connector.scheduler.scheduler_side import SchedulerSide
 from offload.planner.write_through import WriteThrough
@@ -151,3 +152,21 @@ def test_an_error_about_an_adapter_does_not_lose_the_answer_about_the_weights(
 def serve(world: OracleEngine, name: str, prompt: list[int]) -> None:
     world.scheduler.add_request(_request(world, name, prompt, None))
     world.drain()
+
+
+def test_a_reset_without_a_sleep_fails_loads(tmp_path: Path) -> None:
+    """The weights are replaced in a server that can sleep, while a request waits for its load."""
+    with SleepingEngine(MODELS["full"], Conditions(slots=100, late=3), tmp_path, 0) as world:
+        serve(world, "before", PROMPT)
+        assert world.scheduler.reset_prefix_cache()
+        world.scheduler.add_request(_request(world, "loading", PROMPT, None))
+        world.step()
+        assert world.scheduler.requests["loading"].status is RequestStatus.WAITING_FOR_REMOTE_KVS
+        assert not world.scheduler.reset_prefix_cache(reset_connector=True)
+        world.weights += 1
+        world.model.weight[0] += 1.0
+        world.drain()
+        assert world.planner.totals()["load_failures"] == 1
+        serve(world, "after", PROMPT)
+        assert world.mismatches == []
+        assert len(world.planner.cpu) > 0

@@ -10,7 +10,7 @@ import pytest
 from vllm.v1.request import RequestStatus
 
 from offload.connector.scheduler.block_tables import BlockTables, ChunkBatches
-from offload.connector.scheduler.cache_resets import CacheResets
+from offload.connector.scheduler.scheduler_side import SchedulerSide
 from offload.planner.jobs import JobKind
 from tests.oracle.models import MODELS
 from tests.oracle.serving import Conditions, OracleEngine
@@ -83,6 +83,89 @@ def test_a_restarted_request_is_stored_under_new_weights(world: OracleEngine) ->
     world.check_idle()
 
 
+def change_weights(world: OracleEngine) -> bool:
+    """Reset all caches for new weights, as a server does. Returns vLLM's answer."""
+    world.weights += 1
+    return world.scheduler.reset_prefix_cache(reset_connector=True)
+
+
+def ask_later(world: OracleEngine, wrong: int = 0) -> None:
+    """Ask for the prompt again, then empty vLLM's own cache and restore it from the tiers. After
+    ``wrong`` reads of old KV, no other may be wrong."""
+    ask(world, "next", PROMPT)
+    world.drain()
+    assert world.scheduler.reset_prefix_cache()
+    before = sum(world.loaded().values())
+    ask(world, "third", PROMPT)
+    world.drain()
+    assert sum(world.loaded().values()) > before
+    assert len(world.mismatches) == wrong
+    assert world.connector.faults.by_hook == {}
+
+
+def test_a_reset_empties_the_gpu_cache_although_a_request_runs(tmp_path: Path) -> None:
+    """vLLM refuses. The tiers are empty, and must not be filled from its old blocks."""
+    with OracleEngine(MODELS["full"], Conditions(slots=100), tmp_path, 0) as world:
+        ask(world, "cached", PROMPT)
+        world.drain()
+        running = ask(world, "running", OTHER)
+        while not running.num_output_tokens:
+            world.step()
+        assert not change_weights(world)
+        ask_later(world)
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+@pytest.mark.parametrize("name", ["full", "sliding_full", "mamba1_full"])
+def test_what_a_running_request_adds_after_a_reset_is_not_hit(
+    name: str, asynchronous: bool, tmp_path: Path
+) -> None:
+    """It computes the rest of its prompt from old KV, and its answer."""
+    conditions = Conditions(slots=100, batched_tokens=16, asynchronous=asynchronous)
+    with OracleEngine(MODELS[name], conditions, tmp_path, 0) as world:
+        running = ask(world, "running", PROMPT)
+        while not running.num_computed_tokens:
+            world.step()
+        assert running.num_computed_tokens < len(PROMPT)
+        assert not change_weights(world)
+        world.drain()
+        ask_later(world)
+
+
+def test_what_hits_old_kv_in_the_step_that_adds_it_is_not_stored(tmp_path: Path) -> None:
+    """A load had ended when the weights changed. When its request begins, vLLM adds the blocks to
+    its cache, and a request that begins in the same step hits them."""
+    conditions = Conditions(slots=100, late=0, batched_tokens=64)
+    with OracleEngine(MODELS["full"], conditions, tmp_path, 0) as world:
+        stored(world)
+        assert world.scheduler.reset_prefix_cache()
+        loading = ask(world, "loading", PROMPT)
+        while "loading" not in world.scheduler.finished_recving_kv_req_ids:
+            world.step()
+        assert loading.status is RequestStatus.WAITING_FOR_REMOTE_KVS
+        ask(world, "beside", PROMPT)
+        assert not change_weights(world)
+        world.drain()
+        wrong = world.mismatches
+        assert any("beside" in each for each in wrong), "it has not hit old blocks"
+        ask_later(world, len(wrong))
+
+
+def test_a_request_whose_load_a_reset_fails_is_stored(tmp_path: Path) -> None:
+    """vLLM computes all of it under the new weights."""
+    with OracleEngine(MODELS["full"], Conditions(slots=100, late=3), tmp_path, 0) as world:
+        stored(world)
+        assert world.scheduler.reset_prefix_cache()
+        loading = ask(world, "loading", PROMPT)
+        world.step()
+        assert loading.status is RequestStatus.WAITING_FOR_REMOTE_KVS
+        assert not change_weights(world)
+        world.drain()
+        assert world.planner.totals()["load_failures"] == 1
+        assert len(world.planner.cpu) >= (len(PROMPT) - 1) // 4
+        assert world.mismatches == []
+
+
 @pytest.mark.parametrize("how", ["failed", "preempted"])
 def test_chunks_computed_after_a_failed_load_are_stored(how: str, tmp_path: Path) -> None:
     """A load has failed, or its request has lost its blocks again: none of its chunks count as
@@ -140,7 +223,7 @@ def test_a_fault_that_may_have_hidden_a_fence_fails_every_open_store(
             raise RuntimeError("a fault in a hook")
 
         if hook == "build_plan":
-            monkeypatch.setattr(CacheResets, "before_step", broken)
+            monkeypatch.setattr(SchedulerSide, "build_plan", broken)
         elif hook == "build_connector_meta":
             monkeypatch.setattr(BlockTables, "rewritten", broken)
         else:

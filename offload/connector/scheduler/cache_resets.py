@@ -74,6 +74,12 @@ class CacheResets:
     def reset(self) -> bool:
         """Invalidate every tier, because the weights may have changed. Returns ``False`` if the
         disk of a tier did not answer in time."""
+        try:
+            return self._reset_tiers()
+        finally:
+            self._side.old_kv.reset()
+
+    def _reset_tiers(self) -> bool:
         if self._held is not None:
             self._held.reset()
             self._side.hold()

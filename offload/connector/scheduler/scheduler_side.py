@@ -17,13 +17,15 @@ from offload.connector.model.adapters import Loaded
 from offload.connector.scheduler.block_tables import BlockTables, ChunkBatches
 from offload.connector.scheduler.chunk_digests import ChunkDigests
 from offload.connector.scheduler.finished_requests import FinishedRequests
+from offload.connector.scheduler.gpu_cache import GpuCache
 from offload.connector.scheduler.live_requests import LiveRequests
+from offload.connector.scheduler.old_kv import OldKv
 from offload.connector.scheduler.other_loads import OtherLoads
 from offload.connector.scheduler.prefill_rate import PrefillRate
 from offload.connector.scheduler.store_progress import StoreProgress
 from offload.connector.scheduler.uncomputed_blocks import UncomputedBlocks
 from offload.connector.scheduler.unfinished_loads import UnfinishedLoads
-from offload.connector.scheduler.waiting_requests import GpuCache, WaitingRequests
+from offload.connector.scheduler.waiting_requests import WaitingRequests
 from offload.connector.scheduler.wrong_kv import WrongKv, WrongKvCauses
 from offload.index.chunk_batch import ChunkBatch
 from offload.layout.groups import ModelLayout
@@ -55,7 +57,8 @@ class SchedulerSide:
     """Does lookups, plans and progress tracking for one engine.
 
     Callers use the ``planner``, the ``requests``, the ``lookups`` and their ``log`` directly, and
-    call ``uncomputed.remove`` before ``build_plan``.
+    call ``uncomputed.remove`` and ``old_kv.step`` before ``build_plan``, ``old_kv.ended`` before
+    ``finished``, and ``old_kv.reset`` at each reset.
     ``is_held`` means that lookups and stores are suspended. ``namespace_differences``: see
     ``offload.requests.miss_reasons.Explainer``.
     ``wrong_kv`` says why vLLM may continue requests from wrong KV.
@@ -98,6 +101,7 @@ class SchedulerSide:
         gpu_cache = gpu_cache or GpuCache()
         self._by_priority = by_priority
         self.uncomputed = UncomputedBlocks(layout, requests, gpu_cache)
+        self.old_kv = OldKv(requests, gpu_cache)
         computing = self._prefill_rate.left_tokens
         self.lookups = Lookups(matcher, planner, self.log, namespace_differences, computing)
         self._waiting_requests = WaitingRequests(
@@ -144,6 +148,7 @@ class SchedulerSide:
         if state is None:
             return None
         self._unfinished_loads.ended(request.request_id)
+        self.old_kv.begins(self.requests.by_name[request.request_id])
         self._other_loads.asked(request.request_id, computed_tokens)
         if state.outcome.failures:
             return (
@@ -171,6 +176,7 @@ class SchedulerSide:
     ) -> None:
         """Plan a load if ``external_tokens`` > 0; vLLM has allocated its blocks."""
         name = request.request_id
+        self.old_kv.allocated(name)
         self._other_loads.allocated(request, block_ids, external_tokens)
         if external_tokens <= 0:
             self._unfinished_loads.forget(name)
@@ -431,6 +437,7 @@ class SchedulerSide:
         Reading ahead ends for the requests that wait now."""
         self.is_held = True
         self.planner.stores.cancel_planned()
+        self.planner.fail_loads()
         self.planner.look_ahead.forget_all()  # until release, all are computed
         if self._digests is not None:
             self._digests.clear()
@@ -456,8 +463,6 @@ class SchedulerSide:
         self._finished_requests.clear()
         if self._digests is not None:
             self._digests.clear()
-        for live in self.requests.by_name.values():
-            self._store_progress.weights_changed(live.state, live.request.num_computed_tokens)
         self.is_held = False
 
     def close(self) -> None:

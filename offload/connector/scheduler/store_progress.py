@@ -67,11 +67,6 @@ class StoreProgress:
         """Record that the load has failed: vLLM will compute its chunks."""
         state.stores.note_loaded(())
 
-    def weights_changed(self, state: RequestState, computed_tokens: int) -> None:
-        """Treat the tokens computed so far as computed with the old weights, until the request
-        restarts."""
-        state.stores.set_stale(stale=computed_tokens > 0)
-
     def scheduled(
         self, output: SchedulerOutput, state: RequestState, request: Request, scheduled: int
     ) -> None:

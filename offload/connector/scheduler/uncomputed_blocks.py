@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING
 from vllm.v1.request import Request, RequestStatus
 
 from offload.connector.guard import run_all
+from offload.connector.scheduler.gpu_cache import GpuCache
 from offload.connector.scheduler.live_requests import LiveRequests
-from offload.connector.scheduler.waiting_requests import GpuCache
 from offload.layout.groups import ModelLayout
 
 if TYPE_CHECKING:

@@ -9,13 +9,13 @@ or stored meanwhile. A step without waiting requests costs nothing.
 
 from __future__ import annotations
 
-import sys
 from bisect import bisect_left, insort
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any
 
+from offload.connector.scheduler.gpu_cache import GpuCache
 from offload.index.chunk_batch import ChunkBatch
 from offload.layout.keys import CPU
 from offload.planner.look_ahead.ahead_use import NOT_READ_AHEAD, AheadUse
@@ -27,21 +27,7 @@ from offload.requests.lookup import Lookups
 from offload.requests.request_state import RequestState
 
 if TYPE_CHECKING:
-    from vllm.v1.core.kv_cache_utils import BlockHashWithGroupId, KVCacheBlock
     from vllm.v1.request import Request
-
-
-@dataclass(frozen=True, slots=True)
-class GpuCache:
-    """The functions of vLLM's own cache. ``cached_tokens`` returns how many tokens of a request it
-    holds, or ``None`` if nothing may be read ahead for this request. ``free_blocks`` counts the
-    free blocks of the GPU. ``tables`` returns the blocks of a request by group. ``remove`` removes
-    a block if it has this hash; a request that uses it keeps it."""
-
-    cached_tokens: Callable[[Request], int | None] = lambda _: 0
-    free_blocks: Callable[[], int] = lambda: sys.maxsize
-    tables: Callable[[str], Sequence[Sequence[KVCacheBlock]]] = lambda _: ()
-    remove: Callable[[KVCacheBlock, BlockHashWithGroupId], None] = lambda _block, _block_hash: None
 
 
 @dataclass(slots=True, eq=False)

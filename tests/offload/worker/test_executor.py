@@ -263,7 +263,7 @@ async def test_a_reset_fails_loads_under_way_and_old_writes_stay_old() -> None:
         rank.executor.post(StepPlan(write_throughs=(WriteThroughJob(1, 0, 0, (KEYS[0],), (0,)),)))
         rank.executor.post(StepPlan(loads=(load(2, [1], [9], tier=0),)))
         await tier.waiting()
-        rank.executor.post(StepPlan(reset=True, epochs={0: 5}))
+        rank.executor.post(StepPlan(cancel_loads=True, epochs={0: 5}))
         tier.release()
         done = await rank.turn()
         assert done.failed == {"r2"}

@@ -123,7 +123,7 @@ async def after_the_end(rank: Rank) -> None:
     content of its slot for its chunk."""
     post(rank, part(0, [4]))
     await rank.turn()
-    post(rank, reset=True)
+    post(rank, cancel_loads=True)
     done = await rank.turn()
     assert done.failed == {"r"}
     assert done.report.results[7].failed

@@ -121,7 +121,7 @@ async def joined_after_a_long_wait() -> None:
 
 async def given_up_behind_a_busy_disk() -> None:
     async with busy_disk() as (rank, tier):
-        rank.executor.post(StepPlan(reset=True))
+        rank.executor.post(StepPlan(cancel_loads=True))
         done = await rank.turn()
         assert done.report.results[AHEAD].failed
         assert 1 not in done.report.results, "the other read may still write into its slot"
