@@ -36,6 +36,7 @@ from tiers.offline.interrupts import run_until_interrupted
 from tiers.offline.offline_folder import Checker, OfflineFolder, RecordHealth
 
 EXPORT_FORMAT = 1
+_RESET = "{} was reset during the export"
 
 
 class ExportFileError(OffloadError):
@@ -212,13 +213,13 @@ async def _export_folder(
     order = sorted((use_ns, key) for use_ns, key, _ in found)
     for use_ns, key in order:
         record = reader.find(key)
+        _check_epoch(rank_folder, reader, epoch)  # after a reset, a shared folder finds nothing
         if record is None:
             counts.gone += 1
             continue
         await asyncio.sleep(rate_limit.delay_s(record.stored_bytes))
         health, payload = checker.check(record)
-        if reader.epoch != epoch:
-            raise NamespaceError(f"{rank_folder.folder} was reset during the export")
+        _check_epoch(rank_folder, reader, epoch)
         if health is RecordHealth.GOOD:
             await out.write(*record_frame(Record(key, use_ns, payload)))
             checker, other = other, checker  # the payload must not change until it is written
@@ -228,9 +229,18 @@ async def _export_folder(
         counts.damaged += health is RecordHealth.DAMAGED
         counts.unread += health is RecordHealth.SEALED
         advance(record.stored_bytes)
+    if order:
+        reader.find(order[-1][1])  # reads the epoch again
+    _check_epoch(rank_folder, reader, epoch)
     if weights_problem(rank_folder, reader):  # the epoch file changes before the tier is reset
-        raise NamespaceError(f"{rank_folder.folder} was reset during the export")
+        raise NamespaceError(_RESET.format(rank_folder.folder))
     return counts
+
+
+def _check_epoch(rank_folder: RankFolder, reader: OfflineFolder, epoch: int) -> None:
+    """Raise ``NamespaceError`` if the reader has read another epoch than this one."""
+    if reader.epoch != epoch:
+        raise NamespaceError(_RESET.format(rank_folder.folder))
 
 
 def _about(rank_folder: RankFolder, reader: OfflineFolder, record_bytes: int) -> dict[str, Any]:

@@ -4,12 +4,15 @@ records of weights other than those of the model's files."""
 from __future__ import annotations
 
 import asyncio
+import subprocess
+import sys
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from offload.admin.verify import RateLimit
 from offload.namespaces.epoch_file import bump_epoch
 from offload.namespaces.folders import (
     ClaimedFolder,
@@ -22,6 +25,7 @@ from tests.offload.cli.rank_folders import (
     CAPACITY,
     FIELDS,
     RECORD_NAMESPACE,
+    ROOT,
     SIZE,
     Result,
     kvtiers,
@@ -219,6 +223,37 @@ def test_records_that_no_server_may_use_are_not_exported(tmp_path: Path, fill: A
     for words in (str(rank_folder_of(tmp_path / "a")), "was reset", "Start the server again"):
         assert words in result.err.replace("\n", " ")
     assert not (tmp_path / "f").exists()
+
+
+RESET_SHARED = """
+import sys
+from pathlib import Path
+from tests.offload.cli.test_import_epochs import serve
+serve(Path(sys.argv[1]), shared=True, resets=1)
+"""
+
+
+@pytest.mark.parametrize("read_before", [2, 6], ids=["amid", "at-the-last-record"])
+def test_an_export_of_a_shared_folder_that_is_reset_meanwhile_leaves_no_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, read_before: int
+) -> None:
+    """Nothing is found after the reset, because the common epoch has ended."""
+    shared(tmp_path / "a", "lmdb")
+    begun: list[int] = []
+
+    def reset_once(rate_limit: RateLimit, byte_count: int) -> float:
+        begun.append(byte_count)
+        if len(begun) == read_before:
+            command = [sys.executable, "-c", RESET_SHARED, str(tmp_path / "a")]
+            subprocess.run(command, cwd=ROOT, check=True)
+        return 0.0
+
+    monkeypatch.setattr(RateLimit, "delay_s", reset_once)
+    result = kvtiers("export", tmp_path / "a", tmp_path / "f")
+    assert len(begun) == read_before
+    assert result.code == 1
+    assert "was reset during the export" in result.err.replace("\n", " ")
+    assert [path.name for path in tmp_path.iterdir()] == ["a"]
 
 
 def export_as_before(monkeypatch: pytest.MonkeyPatch, root: Path, file: Path) -> Result:
