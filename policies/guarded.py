@@ -17,6 +17,7 @@ from typing import Any
 
 from policies.base import EntryInfo, EvictionPolicy, Key, RemoveCause, free_among, free_in
 from policies.eviction.lru import LruPolicy
+from policies.safe_text import safe_repr
 
 logger = logging.getLogger(__name__)
 
@@ -124,7 +125,7 @@ class GuardedPolicy(EvictionPolicy):
             wall_s = self._wall_clock() - wall_s
             fault = self._wrong(names, count, evictable)
         except (Exception, SystemExit) as error:  # containing any exception is this class's purpose
-            fault = f"victims raised {error!r}"
+            fault = f"victims raised {safe_repr(error)}"
         if fault:
             self._fall_back(fault)
             return self._active.victims(count, evictable)
@@ -163,7 +164,7 @@ class GuardedPolicy(EvictionPolicy):
                 result = getattr(self._active, name)(*arguments)
             except (Exception, SystemExit) as error:
                 # containing any exception is this class's purpose
-                self._fall_back(f"{name} raised {error!r}")
+                self._fall_back(f"{name} raised {safe_repr(error)}")
             else:
                 if keys is not None:
                     cpu_s = self._cpu_clock() - cpu_s
@@ -248,5 +249,5 @@ def contained(
 
 
 def _brief(value: object) -> str:
-    text = repr(value)
+    text = safe_repr(value)
     return text if len(text) <= 60 else text[:57] + "..."

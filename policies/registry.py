@@ -22,6 +22,7 @@ from typing import Any, TypeVar, cast
 
 from policies.base import AdmissionPolicy, EvictionPolicy
 from policies.options import InvalidOption, invalid_options
+from policies.safe_text import safe_repr, safe_str
 
 Spec = str | Mapping[str, Any]
 P = TypeVar("P")
@@ -202,7 +203,9 @@ def _check_values(name: str, noun: str, found: type, options: Mapping[str, Any])
 def _reason(error: BaseException) -> str:
     """Describe an exception, including its type, because the text of ``SystemExit`` is only a
     number."""
-    return str(error) if isinstance(error, Exception) else f"it raised {error!r}"
+    if isinstance(error, Exception):
+        return safe_str(error)
+    return f"it raised {safe_repr(error)}"
 
 
 def _option_names(found: type) -> list[str]:

@@ -29,7 +29,7 @@ FILE_LINES_MAX = 500
 
 ORDER = (
     # policies: which chunks to keep
-    "policies.base policies.hints policies.sketch policies.options",
+    "policies.base policies.hints policies.sketch policies.options policies.safe_text",
     "policies.eviction",
     "policies.adaptive",
     "policies.guarded policies.admission policies.registry",

@@ -14,6 +14,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from offload.worker.tier_monitor import WatchedTier
+from policies.safe_text import safe_repr
 from tiers.base import Scrubbed, TierClosedError
 
 logger = logging.getLogger(__name__)
@@ -71,7 +72,7 @@ class IdleScrub:
             except TierClosedError:
                 return
             except Exception as error:  # the tier may be third-party code
-                found = Scrubbed(trouble=repr(error))
+                found = Scrubbed(trouble=safe_repr(error))
             await asyncio.sleep(self._take(found))
 
     def _take(self, found: Scrubbed | None) -> float:

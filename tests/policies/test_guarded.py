@@ -329,6 +329,36 @@ def test_a_good_policy_is_left_alone() -> None:
     assert policy.keeps_prefixes_closed
 
 
+class Unprintable(Exception):
+    """An error with a fault in its own texts."""
+
+    def __repr__(self) -> str:
+        return f"Unprintable({self.key})"  # type: ignore[attr-defined]  # the fault
+
+    __str__ = __repr__
+
+
+@pytest.mark.parametrize("call", ["insert", "victims", "returns"])
+def test_an_error_whose_text_cannot_be_made_is_contained(call: str) -> None:
+    class Faulty(LruPolicy):
+        def insert(self, key, info):
+            if call == "insert":
+                raise Unprintable
+            super().insert(key, info)
+
+        def victims(self, count, evictable):
+            if call == "victims":
+                raise Unprintable
+            return Unprintable()
+
+    policy = GuardedPolicy(Faulty())
+    for key in range(2):
+        policy.insert(key, INFO)
+    assert policy.victims(1, lambda key: True) == [0]
+    doing = "victims(1) returned" if call == "returns" else f"{call} raised"
+    assert policy.faults == [f"{doing} Unprintable (its __repr__ raises)"]
+
+
 def test_hints_that_raise_are_contained() -> None:
     class Deaf(LruPolicy):
         def advise(self, keys, hints):

@@ -131,13 +131,22 @@ def test_a_tier_with_no_record_due_is_checked_from_time_to_time() -> None:
     assert found == []
 
 
-@pytest.mark.parametrize("how", ["says so", "raises"])
+class Unprintable(Exception):
+    """An error with a fault in its own text."""
+
+    def __repr__(self) -> str:
+        raise AttributeError("on purpose")
+
+
+@pytest.mark.parametrize("how", ["says so", "raises", "raises without a text"])
 def test_a_failing_tier_is_left_alone_for_a_while(
     how: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     def answer() -> Scrubbed:
         if how == "raises":
             raise TierIoError("planted")
+        if how == "raises without a text":
+            raise Unprintable
         return Scrubbed(trouble="planted")
 
     tier, found = scrubbing(answer, 10 * TROUBLE_S, nothing)
