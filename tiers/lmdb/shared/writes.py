@@ -70,8 +70,10 @@ class SharedWrites:
                 put = self.filling[key] = Put(key, 0, data.nbytes, ())
                 own.append((put, data))
             call.expect(put.waiters, position)
-        # A task, so that it continues when this call is cancelled.
+        # A task, so that it continues when this call is cancelled. If the loop ends, it is cancelled
+        # too, perhaps before it begins.
         filling = asyncio.ensure_future(self._fill(own, own_epoch))
+        filling.add_done_callback(partial(self._filled, own))
         call.begun()
         try:
             await settled(call.done)
@@ -99,6 +101,13 @@ class SharedWrites:
             raise
         self._settle(left, WriteOutcome.FULL)
 
+    def _filled(self, own: list[Record], filling: asyncio.Future[None]) -> None:
+        """Settle the records that a cancelled ``_fill`` leaves. Threads end those that got
+        extents."""
+        if filling.cancelled():
+            left = [record for record in own if record[0].waiters and not record[0].extents]
+            self._settle(left, WriteOutcome.FAILED)
+
     async def _write_all(self, own: list[Record], own_epoch: int | None) -> list[Record]:
         """Write all records for which there is space, or for which space can be freed. Returns the
         rest."""
@@ -111,12 +120,14 @@ class SharedWrites:
             needed = [pages_for(data.nbytes) for _put, data in left]
             if attempt and not await self._make_space(needed):
                 break
-            found = await self._reserve(left, own_epoch)
-            if found is None:
-                self._settle(left, WriteOutcome.FAILED)
-                return []
-            if epochs_ended != self._epochs_ended:  # a reset came first
-                self._abandon([extents for extents in found.allocations if extents is not None])
+            reserving = self._reserve(left, own_epoch)
+            try:
+                found = await settled(reserving)
+            except asyncio.CancelledError:
+                self._abandon_all(reserving.result())
+                raise
+            if found is None or epochs_ended != self._epochs_ended:  # it failed, or a reset came
+                self._abandon_all(found)
                 self._settle(left, WriteOutcome.FAILED)
                 return []
             left = self._send(left, found, own_epoch)
@@ -204,6 +215,11 @@ class SharedWrites:
 
         if given:
             self._client.submit_then(partial(WriteTransaction.abandon, allocations=given), end)
+
+    def _abandon_all(self, found: ReservedExtents | None) -> None:
+        """Free all allocations of a reservation."""
+        if found is not None:
+            self._abandon([extents for extents in found.allocations if extents is not None])
 
     def _end_write(self, puts: list[Put], is_done: bool) -> None:
         for put in puts:
