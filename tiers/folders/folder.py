@@ -20,6 +20,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from tiers.base import TierIoError
+from tiers.folders.lock_file import LockFile
 
 DISK_FULL = (errno.ENOSPC, errno.EDQUOT)
 MEMBERS_MAX = 64
@@ -129,25 +130,23 @@ class OwnerLock:
         """Raises ``FolderError``, or ``FolderInUseError`` that names the other owner."""
         path = folder / LOCK_NAME
         try:
-            self._fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+            self._file = LockFile(path)
         except OSError as error:
             raise FolderError(f"cannot open the lock {path}: {error}") from error
         try:
-            if not try_flock(self._fd, fcntl.LOCK_EX, LOCK_WAIT_S):
+            if not try_flock(self._file.fd, fcntl.LOCK_EX, LOCK_WAIT_S):
                 raise BlockingIOError(errno.EAGAIN, "another process holds the lock")
         except OSError as error:
-            owner = os.pread(self._fd, 32, 0).decode("ascii", "replace").strip() or "unknown"
-            os.close(self._fd)
+            owner = os.pread(self._file.fd, 32, 0).decode("ascii", "replace").strip() or "unknown"
+            self._file.close()
             raise FolderInUseError(f"{folder} is in use by process {owner}") from error
         with contextlib.suppress(OSError):  # the disk is full or read-only; the lock is held anyway
-            os.ftruncate(self._fd, 0)
-            os.pwrite(self._fd, f"{os.getpid()}\n".encode(), 0)
+            os.ftruncate(self._file.fd, 0)
+            os.pwrite(self._file.fd, f"{os.getpid()}\n".encode(), 0)
 
     def release(self) -> None:
         """Release the folder. Idempotent."""
-        if self._fd >= 0:
-            os.close(self._fd)
-            self._fd = -1
+        self._file.close()
 
 
 def try_flock(fd: int, kind: int, wait_s: float = 0.0) -> bool:

@@ -22,7 +22,6 @@ Ownership: any thread may begin transactions; one process at a time writes (``wr
 from __future__ import annotations
 
 import fcntl
-import os
 import struct
 import threading
 from collections.abc import Iterator, Sequence
@@ -34,6 +33,7 @@ from typing import Any
 import lmdb
 
 from tiers.base import Key, StoredKeys
+from tiers.folders.lock_file import LockFile
 from tiers.io.extents import Extent, gaps
 from tiers.lmdb.index import (
     DATA_NAME,
@@ -55,7 +55,6 @@ READERS_MAX = 256
 SHARED_RECORD_INDEX_BYTES = 768
 """Index space reserved per record: ``lmdb.index`` takes 512, and a record is also in ``order``."""
 _EPOCH_AT = USE_BYTES + 16
-_LOCK_FLAGS = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
 
 
 @dataclass(slots=True)
@@ -204,9 +203,9 @@ class SharedIndex:
             writemap=False,
         )
         self._turn = threading.Lock()
-        self._turns = -1
+        self._turns: LockFile | None = None
         try:
-            self._turns = os.open(folder / WRITING_NAME, _LOCK_FLAGS, 0o600)
+            self._turns = LockFile(folder / WRITING_NAME)
             self.env.reader_check()
             names = (b"meta", RECORDS_NAME, b"order", b"free", b"intents")
             self.tables = Databases(*(self.env.open_db(name) for name in names))
@@ -236,13 +235,15 @@ class SharedIndex:
         killed just as it is woken, the others can sleep forever although the lock is free. A
         ``flock`` has no such gap."""
         self.see_file()
+        turns = self._turns
+        assert turns is not None
         with self._turn:
-            fcntl.flock(self._turns, fcntl.LOCK_EX)
+            fcntl.flock(turns.fd, fcntl.LOCK_EX)
             try:
                 with self.env.begin(write=True) as txn:
                     yield txn
             finally:
-                fcntl.flock(self._turns, fcntl.LOCK_UN)
+                fcntl.flock(turns.fd, fcntl.LOCK_UN)
 
     def manifest_in(self, txn: Any) -> Manifest | None:
         raw = txn.get(b"manifest", db=self.tables.meta)
@@ -301,6 +302,5 @@ class SharedIndex:
     def close(self) -> None:
         """Release the files."""
         self.env.close()
-        if self._turns >= 0:
-            os.close(self._turns)
-            self._turns = -1
+        if self._turns is not None:
+            self._turns.close()

@@ -17,25 +17,25 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from tiers.folders.folder import LOCK_NAME, LOCK_WAIT_S, MEMBERS_MAX, FolderError, try_flock
+from tiers.folders.lock_file import LockFile
 
 OPENING_NAME = "opening.lock"
 OPENING_WAIT_S = 120.0
 """Long enough for the first process to check the files."""
-_FLAGS = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
 
 
 @contextlib.contextmanager
 def opening_lock(folder: Path) -> Iterator[None]:
     """Let only one process at a time open the folder. Raises ``FolderError``."""
-    fd = _open(folder / OPENING_NAME)
+    file = _open(folder / OPENING_NAME)
     try:
-        if not try_flock(fd, fcntl.LOCK_EX, OPENING_WAIT_S):
+        if not try_flock(file.fd, fcntl.LOCK_EX, OPENING_WAIT_S):
             raise FolderError(
                 f"{folder} is still being opened by another process after {OPENING_WAIT_S:g} s"
             )
         yield
     finally:
-        os.close(fd)
+        file.close()
 
 
 class Member:
@@ -46,12 +46,13 @@ class Member:
         it."""
         self._folder = folder
         self._common = _open(folder / LOCK_NAME)
-        self._own = self.number = -1
-        self.is_alone = try_flock(self._common, fcntl.LOCK_EX)
+        self._own: LockFile | None = None
+        self.number = -1
+        self.is_alone = try_flock(self._common.fd, fcntl.LOCK_EX)
         """True if no other process used the folder at the start. False after ``join``."""
         try:
-            if not self.is_alone and not try_flock(self._common, fcntl.LOCK_SH, LOCK_WAIT_S):
-                owner = os.pread(self._common, 32, 0).decode("ascii", "replace").strip()
+            if not self.is_alone and not try_flock(self._common.fd, fcntl.LOCK_SH, LOCK_WAIT_S):
+                owner = os.pread(self._common.fd, 32, 0).decode("ascii", "replace").strip()
                 raise FolderError(
                     f"{folder} is in use by process {owner or 'unknown'}, which does not share it. "
                     'Stop it, or give all of them "shared": true'
@@ -63,20 +64,20 @@ class Member:
 
     def _take_number(self) -> None:
         for number in range(MEMBERS_MAX):
-            fd = _open(_path(self._folder, number))
-            if try_flock(fd, fcntl.LOCK_EX):
-                self._own, self.number = fd, number
+            file = _open(_path(self._folder, number))
+            if try_flock(file.fd, fcntl.LOCK_EX):
+                self._own, self.number = file, number
                 with contextlib.suppress(OSError):  # the disk may be full; the lock is held anyway
-                    os.ftruncate(fd, 0)
-                    os.pwrite(fd, f"{os.getpid()}\n".encode(), 0)
+                    os.ftruncate(file.fd, 0)
+                    os.pwrite(file.fd, f"{os.getpid()}\n".encode(), 0)
                 return
-            os.close(fd)
+            file.close()
         raise FolderError(f"{self._folder} is shared by {MEMBERS_MAX} processes already")
 
     def join(self) -> None:
         """Let other processes join. Raises ``FolderError`` if an exclusive tier took the folder in
         between."""
-        if not try_flock(self._common, fcntl.LOCK_SH, LOCK_WAIT_S):
+        if not try_flock(self._common.fd, fcntl.LOCK_SH, LOCK_WAIT_S):
             raise FolderError(f"{self._folder} was taken by a process that does not share it")
         self.is_alone = False
 
@@ -85,26 +86,25 @@ class Member:
         number."""
         if number == self.number:
             return True
-        fd = _open(_path(self._folder, number))
+        file = _open(_path(self._folder, number))
         try:
-            return not try_flock(fd, fcntl.LOCK_EX)
+            return not try_flock(file.fd, fcntl.LOCK_EX)
         finally:
-            os.close(fd)
+            file.close()
 
     def release(self) -> None:
         """Give up the number and the folder. Idempotent."""
-        for fd in (self._own, self._common):
-            if fd >= 0:
-                os.close(fd)
-        self._own = self._common = -1
+        for file in (self._own, self._common):
+            if file is not None:
+                file.close()
 
 
 def _path(folder: Path, number: int) -> Path:
     return folder / f"sharer-{number}.lock"
 
 
-def _open(path: Path) -> int:
+def _open(path: Path) -> LockFile:
     try:
-        return os.open(path, _FLAGS, 0o600)
+        return LockFile(path)
     except OSError as error:
         raise FolderError(f"cannot open the lock {path}: {error}") from error

@@ -70,7 +70,7 @@ class SharedWrites:
                 put = self.filling[key] = Put(key, 0, data.nbytes, ())
                 own.append((put, data))
             call.expect(put.waiters, position)
-        # A task, so that it continues when this call is cancelled. If the loop ends, it is cancelled
+        # A task, so that it continues when this call is cancelled. A loop that ends cancels it,
         # too, perhaps before it begins.
         filling = asyncio.ensure_future(self._fill(own, own_epoch))
         filling.add_done_callback(partial(self._filled, own))
