@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 import signal
 import threading
-from collections.abc import Coroutine
+from collections.abc import Callable, Coroutine
+from functools import partial
 from types import FrameType
 from typing import Any, TypeVar
 
@@ -18,33 +19,43 @@ def run_until_interrupted(coroutine: Coroutine[Any, Any, T]) -> T:
     The first Ctrl-C cancels the coroutine, which cleans up, and then ``KeyboardInterrupt`` is
     raised; a second one raises it at once. ``asyncio.run`` cancels inside the signal handler, even
     while the loop is passing a result to a future; the loop then prints an ``InvalidStateError``.
-    Here the loop itself cancels, between two callbacks. A thread other than the main one gets no
-    Ctrl-C.
+    Here the loop itself cancels, between two callbacks. While the loop is made or closed, Ctrl-C
+    waits, because Python prints an error about a loop that is left half-way. A thread other than
+    the main one gets no Ctrl-C.
     """
+    if threading.current_thread() is not threading.main_thread():
+        return asyncio.run(coroutine)
     presses = 0
+    cancel: Callable[[], object] | None = None
+
+    def interrupt(_number: int, _frame: FrameType | None) -> None:
+        nonlocal presses
+        presses += 1
+        if presses > 1:
+            raise KeyboardInterrupt
+        if cancel is not None:
+            cancel()
 
     async def cancellable() -> T:
-        loop, task = asyncio.get_running_loop(), asyncio.current_task()
+        nonlocal cancel
+        task = asyncio.current_task()
         assert task is not None
-
-        def interrupt(_number: int, _frame: FrameType | None) -> None:
-            nonlocal presses
-            presses += 1
-            if presses > 1:
-                raise KeyboardInterrupt
-            loop.call_soon_threadsafe(task.cancel)
-
-        before = signal.signal(signal.SIGINT, interrupt)
+        cancel = partial(asyncio.get_running_loop().call_soon_threadsafe, task.cancel)
+        if presses:
+            task.cancel()
         try:
             return await coroutine
         finally:
-            signal.signal(signal.SIGINT, before)
+            cancel = None
 
-    if threading.current_thread() is not threading.main_thread():
-        return asyncio.run(coroutine)
+    before = signal.signal(signal.SIGINT, interrupt)
     try:
-        return asyncio.run(cancellable())
+        found = asyncio.run(cancellable())
     except asyncio.CancelledError:
-        if presses:
-            raise KeyboardInterrupt from None
-        raise
+        if not presses:
+            raise
+    finally:
+        signal.signal(signal.SIGINT, before)
+    if presses:
+        raise KeyboardInterrupt
+    return found

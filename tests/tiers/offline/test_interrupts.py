@@ -43,6 +43,40 @@ def test_an_interrupt_while_a_future_gets_its_result_is_no_error() -> None:
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
 
+@pytest.mark.parametrize("moment", ["made", "closed"])
+def test_an_interrupt_does_not_leave_a_loop_half_way(
+    moment: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    steps: list[str] = []
+
+    class Loop(asyncio.SelectorEventLoop):
+        def __init__(self) -> None:
+            if moment == "made":
+                signal.raise_signal(signal.SIGINT)
+            super().__init__()
+            steps.append("made")
+
+        def close(self) -> None:
+            if moment == "closed":
+                signal.raise_signal(signal.SIGINT)
+            super().close()
+            steps.append("closed")
+
+    async def command() -> None:
+        try:
+            await asyncio.sleep(0)
+            steps.append("goes on")
+        finally:
+            steps.append("cleans up")
+
+    monkeypatch.setattr(asyncio.events, "new_event_loop", Loop)
+    with pytest.raises(KeyboardInterrupt):
+        run_until_interrupted(command())
+    goes_on = ["goes on"] if moment == "closed" else []
+    assert steps == ["made", *goes_on, "cleans up", "closed"]
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
 def test_a_second_interrupt_ends_a_command_that_cleans_up_for_too_long() -> None:
     async def command() -> None:
         try:
