@@ -107,12 +107,15 @@ class Step:
 
 
 class OracleEngine:
-    """One engine under one seed. ``mismatches`` are wrong bytes that a forward pass has read."""
+    """One engine under one seed. ``mismatches`` are wrong bytes that a forward pass has read.
+    ``excused`` requests may read them, because they held KV of old weights when the caches were
+    reset, or hit it in the step that added it."""
 
     def __init__(self, model: OracleModel, conditions: Conditions, folder: Path, seed: int) -> None:
         self.seed = seed
         self.random = random.Random(seed)
         self.mismatches: list[str] = []
+        self.excused: set[str] = set()
         self.finished = 0
         self.weights = 0
         self._preempted = self._fenced = self._copied = self._ahead = self._stale = 0
@@ -292,6 +295,7 @@ class OracleEngine:
         processes all outputs only when there is nothing to schedule."""
         self._ahead += bool(self._queue)
         scheduled = self.scheduler.schedule()
+        self.excused |= self.connector.serving.side.old_kv._holders
         self._queue.append(self._submit(scheduled))
         self._turn()
         is_ahead = self._conditions.asynchronous and self.random.random() < 0.9
@@ -309,7 +313,8 @@ class OracleEngine:
     def check(self) -> None:
         """Check the invariants; raises ``AssertionError``."""
         where = f"seed {self.seed}"
-        assert self.mismatches == [], f"{where}: {self.mismatches[:5]}"
+        wrong = [each for each in self.mismatches if each.split()[1] not in self.excused]
+        assert wrong == [], f"{where}: {wrong[:5]}"
         assert self.engine.hazards == [], f"{where}: {self.engine.hazards[:5]}"
         faults = self.connector.faults.by_hook | self.worker.faults.by_hook
         assert faults == {}, f"{where}: {faults}"

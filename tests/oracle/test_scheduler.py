@@ -78,6 +78,13 @@ def change_weights_in_flight(world: OracleEngine) -> None:
     assert world.scheduler.reset_prefix_cache()
 
 
+def reset_in_flight(world: OracleEngine) -> None:
+    """Change the weights while requests run, wait and load. vLLM refuses to empty its own cache,
+    and goes on."""
+    world.scheduler.reset_prefix_cache(reset_connector=True)
+    world.weights += 1
+
+
 def live(world: OracleEngine, steps: int = STEPS, *, in_flight: float = 0.0) -> None:
     """Add, run and abort requests, and empty caches; from time to time the weights change, in the
     share ``in_flight`` of cases while requests run."""
@@ -92,7 +99,7 @@ def live(world: OracleEngine, steps: int = STEPS, *, in_flight: float = 0.0) -> 
             world.forget_locally()
         elif chance < 0.425:
             if in_flight and rng.random() < in_flight:
-                change_weights_in_flight(world)
+                rng.choice([change_weights_in_flight, reset_in_flight])(world)
             else:
                 world.change_weights()
         world.act()

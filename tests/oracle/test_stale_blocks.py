@@ -89,14 +89,14 @@ def change_weights(world: OracleEngine) -> bool:
     return world.scheduler.reset_prefix_cache(reset_connector=True)
 
 
-def ask_later(world: OracleEngine, wrong: int = 0) -> None:
-    """Ask for the prompt again, then empty vLLM's own cache and restore it from the tiers. After
+def ask_later(world: OracleEngine, prompt: list[int] = PROMPT, wrong: int = 0) -> None:
+    """Ask for a prompt again, then empty vLLM's own cache and restore it from the tiers. After
     ``wrong`` reads of old KV, no other may be wrong."""
-    ask(world, "next", PROMPT)
+    ask(world, "next", prompt)
     world.drain()
     assert world.scheduler.reset_prefix_cache()
     before = sum(world.loaded().values())
-    ask(world, "third", PROMPT)
+    ask(world, "third", prompt)
     world.drain()
     assert sum(world.loaded().values()) > before
     assert len(world.mismatches) == wrong
@@ -116,20 +116,24 @@ def test_a_reset_empties_the_gpu_cache_although_a_request_runs(tmp_path: Path) -
 
 
 @pytest.mark.parametrize("asynchronous", [False, True])
-@pytest.mark.parametrize("name", ["full", "sliding_full", "mamba1_full"])
+@pytest.mark.parametrize("name", ["full", "sliding_full", "mamba1_full_match_unit", "full_mtp"])
 def test_what_a_running_request_adds_after_a_reset_is_not_hit(
     name: str, asynchronous: bool, tmp_path: Path
 ) -> None:
-    """It computes the rest of its prompt from old KV, and its answer."""
+    """It computes the rest of its prompt from old KV, and its answer, whose block is complete at
+    the end."""
     conditions = Conditions(slots=100, batched_tokens=16, asynchronous=asynchronous)
     with OracleEngine(MODELS[name], conditions, tmp_path, 0) as world:
         running = ask(world, "running", PROMPT)
+        running.max_tokens = 5
         while not running.num_computed_tokens:
             world.step()
         assert running.num_computed_tokens < len(PROMPT)
         assert not change_weights(world)
         world.drain()
-        ask_later(world)
+        ask(world, "beside", PROMPT)
+        world.drain()
+        ask_later(world, [*PROMPT, *running.output_token_ids, *OTHER[:3]])
 
 
 def test_what_hits_old_kv_in_the_step_that_adds_it_is_not_stored(tmp_path: Path) -> None:
@@ -148,7 +152,7 @@ def test_what_hits_old_kv_in_the_step_that_adds_it_is_not_stored(tmp_path: Path)
         world.drain()
         wrong = world.mismatches
         assert any("beside" in each for each in wrong), "it has not hit old blocks"
-        ask_later(world, len(wrong))
+        ask_later(world, wrong=len(wrong))
 
 
 def test_a_request_whose_load_a_reset_fails_is_stored(tmp_path: Path) -> None:

@@ -35,9 +35,9 @@ class LockFile:
 
     def close_copy(self) -> None:
         """Close the descriptor, which leaves copies in other processes locked."""
-        if self.fd >= 0:
-            os.close(self.fd)
-            self.fd = -1
+        fd, self.fd = self.fd, -1  # first: another thread may fork while the file is closed
+        if fd >= 0:
+            os.close(fd)
 
 
 _open_files: weakref.WeakSet[LockFile] = weakref.WeakSet()
@@ -45,7 +45,8 @@ _open_files: weakref.WeakSet[LockFile] = weakref.WeakSet()
 
 def _close_copies() -> None:
     for file in list(_open_files):
-        file.close_copy()
+        with contextlib.suppress(OSError):  # the other locks must be closed, too
+            file.close_copy()
 
 
 os.register_at_fork(after_in_child=_close_copies)

@@ -69,4 +69,6 @@ def _remove(pool: BlockPool, block: KVCacheBlock, block_hash: BlockHashWithGroup
 
 
 def _remove_all(pool: BlockPool) -> None:
+    if len(pool.cached_block_hash_to_block) == 0:
+        return
     pool.evict_blocks({block.block_id for block in pool.blocks if block.block_hash is not None})

@@ -5,94 +5,64 @@ blocks. It says so, but the tiers are reset all the same, and the requests go on
 blocks to its cache that are computed, in part, from KV of the old weights. Later requests would hit
 them, and a tier would keep what is computed from them under the new weights.
 
-So a reset removes all blocks from vLLM's cache, and each later step those that vLLM has added for
-requests that hold old KV. A request that begins in the same step may have hit them; then it holds
-old KV, too. A request holds old KV until it ends or restarts.
+So a reset empties vLLM's cache, and so does each step until all requests have ended or restarted
+that hold old KV. A request that hits anything in that cache meanwhile, because it begins in the
+step that has added it, counts as one of them. Later requests load from the tiers instead.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from functools import partial
-from typing import TYPE_CHECKING
-
-from offload.connector.guard import run_all
 from offload.connector.scheduler.gpu_cache import GpuCache
 from offload.connector.scheduler.live_requests import LiveRequest, LiveRequests
 
-if TYPE_CHECKING:
-    from vllm.v1.core.kv_cache_utils import BlockHashWithGroupId, KVCacheBlock
-
 
 class OldKv:
-    """Follows the requests that hold KV of old weights. None of them stores anything."""
+    """Knows the requests that may hold KV of old weights. None of them stores anything."""
 
     def __init__(self, requests: LiveRequests, gpu_cache: GpuCache) -> None:
         self._requests = requests
         self._gpu_cache = gpu_cache
-        self._followed: dict[str, dict[int, int]] = {}  # by group, the blocks already removed
-        self._began: list[str] = []
+        self._holders: set[str] = set()
+        self._began: list[tuple[str, int]] = []
 
     def reset(self) -> None:
-        """Follow the requests that hold KV, because the weights may have changed, and empty vLLM's
+        """Find the requests that hold KV, because the weights may have changed, and empty vLLM's
         own cache."""
         for name, live in self._requests.by_name.items():
             if live.request.num_computed_tokens > 0:
-                self._follow(name, live)
+                self._hold(name, live)
         self._gpu_cache.remove_all()
 
     def begins(self, live: LiveRequest) -> None:
         """Record that a request holds no KV, because vLLM looks it up."""
-        self._followed.pop(live.request.request_id, None)
+        self._holders.discard(live.request.request_id)
         live.state.stores.set_stale(stale=False)
 
-    def allocated(self, request_id: str) -> None:
-        """Record that vLLM has given blocks to a request that held none."""
-        if self._followed:
-            self._began.append(request_id)
+    def allocated(self, request_id: str, external_tokens: int) -> None:
+        """Record that vLLM has given blocks to a request that held none, also for this many tokens
+        that a connector loads."""
+        if self._holders:
+            self._began.append((request_id, external_tokens))
 
     def step(self) -> None:
-        """Remove what vLLM has added to its cache while it scheduled a step, and since the step
-        before, and follow the requests that have hit it. This must precede the stores of the step.
-        An error leaves only its own block; the first error is raised at the end."""
+        """Empty vLLM's own cache after it has scheduled a step, and find the requests that have hit
+        it. This must precede the stores of the step."""
         began, self._began = self._began, []
-        if not self._followed:
+        if not self._holders:
             return
-        found: list[tuple[KVCacheBlock, BlockHashWithGroupId]] = []
-        for name in list(self._followed):
-            found += self._added(name)
-        wrong = {block.block_id for block, _ in found}
-        for name in began:  # in the order in which vLLM has scheduled them
+        for name, external_tokens in began:
             live = self._requests.by_name.get(name)
-            if live is None or name in self._followed or wrong.isdisjoint(self._blocks(name)):
-                continue
-            self._follow(name, live)
-            added = list(self._added(name))
-            wrong.update(block.block_id for block, _ in added)
-            found += added
-        run_all(partial(self._gpu_cache.remove, *one) for one in found)
+            if live is not None and live.request.num_computed_tokens > external_tokens:
+                self._hold(name, live)
+        self._gpu_cache.remove_all()
 
     def ended(self, request_id: str) -> None:
-        """Remove what vLLM has added for a request that ends and still has its blocks."""
-        if request_id in self._followed:
-            found = list(self._added(request_id))
-            del self._followed[request_id]
-            run_all(partial(self._gpu_cache.remove, *one) for one in found)
+        """Empty vLLM's own cache after a request that holds old KV, because vLLM has added its last
+        blocks."""
+        if request_id in self._holders:
+            self._holders.remove(request_id)
+            self._gpu_cache.remove_all()
 
-    def _follow(self, name: str, live: LiveRequest) -> None:
-        self._followed[name] = {}
+    def _hold(self, name: str, live: LiveRequest) -> None:
+        self._holders.add(name)
         live.state.stores.set_stale(stale=True)
-
-    def _blocks(self, name: str) -> set[int]:
-        return {block.block_id for table in self._gpu_cache.tables(name) for block in table}
-
-    def _added(self, name: str) -> Iterator[tuple[KVCacheBlock, BlockHashWithGroupId]]:
-        """The blocks of a request that are in vLLM's cache. vLLM adds the blocks of a group in
-        their order."""
-        removed = self._followed[name]
-        for group, table in enumerate(self._gpu_cache.tables(name)):
-            first = removed.get(group, 0)
-            for at, block in enumerate(table[first:], first):
-                if block.block_hash is not None:
-                    removed[group] = at + 1
-                    yield block, block.block_hash

@@ -176,7 +176,7 @@ class SchedulerSide:
     ) -> None:
         """Plan a load if ``external_tokens`` > 0; vLLM has allocated its blocks."""
         name = request.request_id
-        self.old_kv.allocated(name)
+        self.old_kv.allocated(name, external_tokens)
         self._other_loads.allocated(request, block_ids, external_tokens)
         if external_tokens <= 0:
             self._unfinished_loads.forget(name)
