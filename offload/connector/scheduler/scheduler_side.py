@@ -434,7 +434,7 @@ class SchedulerSide:
     def hold(self) -> None:
         """Suspend lookups and stores until ``release`` or ``forget``, because the weights may have
         changed. Cancel stores that were planned but not sent: their blocks have lost their content.
-        Reading ahead ends for the requests that wait now."""
+        Open loads fail, and reading ahead ends for the requests that wait now."""
         self.is_held = True
         self.planner.stores.cancel_planned()
         self.planner.fail_loads()
