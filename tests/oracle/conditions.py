@@ -19,17 +19,19 @@ from tests.vllm.engine import transfer_config
 
 HASH = "sha256_cbor"
 MAX_TOKENS = 152
+SLOT_BYTES = 4096
 
 
 @dataclass(frozen=True)
 class Conditions:
     """The conditions of a world. ``slots`` of the CPU tier; ``tier``: whether there is a lower
-    tier; ``fault_rate`` of its reads; ``late``: the maximum number of turns that copies get per
+    tier; ``tiers``: options of each lower tier, instead of those of one large tier; ``fault_rate``
+    of their reads; ``late``: the maximum number of turns that copies get per
     step; ``runner``: the simulated model runner; ``scheduling``: vLLM's policy; ``seqs``: the
     requests that vLLM runs at a time; ``long_prefill``: the tokens of a prompt that it computes in
     a step if others run (0: no limit); ``loras``: the LoRA adapters in a step; ``vllm_errs``:
-    whether vLLM continues requests from wrong KV as it really does; ``options``: more of the
-    configuration; ``features``: see ``tests.oracle.mixed``."""
+    whether vLLM continues requests from wrong KV as it really does; ``cpu``: more options of the
+    CPU tier; ``options``: more of the configuration; ``features``: see ``tests.oracle.mixed``."""
 
     slots: int = 24
     tier: bool = True
@@ -44,15 +46,20 @@ class Conditions:
     long_prefill: int = 0
     loras: int = 0
     vllm_errs: bool = False
+    cpu: Mapping[str, Any] = field(default_factory=dict)
+    tiers: tuple[Mapping[str, Any], ...] = ({"capacity": "1MiB"},)
     options: Mapping[str, Any] = field(default_factory=dict)
     features: tuple[str, ...] = ()
 
 
 def make_config(model: OracleModel, conditions: Conditions, folder: Path) -> tuple[VllmConfig, Any]:
     """vLLM's own configuration and KV cache configuration for the model's layers."""
-    tiers = [{"type": "file", "path": str(folder / "kv"), "capacity": "1MiB", "reserve": 0}]
+    tiers = [
+        {"type": "file", "path": str(folder / f"kv{number}"), "reserve": 0, **options}
+        for number, options in enumerate(conditions.tiers)
+    ]
     extra = {
-        "cpu": {"capacity": conditions.slots * 4096},
+        "cpu": {"capacity": conditions.slots * SLOT_BYTES, **conditions.cpu},
         "tiers": tiers if conditions.tier else [],
         "chunk_blocks": conditions.chunk_blocks,
         **dict.fromkeys(("load_timeout_s", "tier_timeout_s"), PATIENCE_S),

@@ -9,15 +9,17 @@ from __future__ import annotations
 import dataclasses
 import random
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.request import Request
 
+from policies.registry import policy_names
 from tests.oracle.adapters import ADAPTERS, Adapters
-from tests.oracle.conditions import Conditions
+from tests.oracle.conditions import SLOT_BYTES, Conditions
+from tests.oracle.controls import Controls
 from tests.oracle.features import Feature
 from tests.oracle.grammars import Grammars
 from tests.oracle.images import Images
@@ -31,6 +33,20 @@ SEQS = (2, 4, 8)
 LONG_PREFILL = (0, 0, 5, 12, 20)
 WAIT = {"look_ahead": 0.5, "wait_for_reads": "always", "max_load_gpu_share": 1.0}
 """Requests wait for their reads ahead, and loads may take all of the GPU's cache."""
+OPTIONS: dict[str, tuple[Any, ...]] = {
+    "look_ahead": (0, 0.1, 0.5),
+    "wait_for_reads": ("auto", "always"),
+    "break_even": (False,),
+    "max_load_gpu_share": (0.1, 0.3, 1.0),
+    "max_inflight_load": (4 * SLOT_BYTES, 12 * SLOT_BYTES),
+    "max_inflight_store": (3 * SLOT_BYTES, 12 * SLOT_BYTES),
+    "staging": (2 * SLOT_BYTES, 6 * SLOT_BYTES),
+    "max_pinned_share": (0, 0.5, 1.0),
+}
+"""Values that each option has in some worlds; in the others it has its default."""
+ADMISSIONS = ("all", "all", "second-use", "frequency")
+FILES_BYTES = 64 << 10
+"""What a small tier needs beside its chunks."""
 
 
 FEATURES: dict[str, type[Feature]] = {
@@ -39,6 +55,7 @@ FEATURES: dict[str, type[Feature]] = {
     "images": Images,
     "grammars": Grammars,
     "pauses": Pauses,
+    "controls": Controls,
 }
 
 
@@ -54,10 +71,26 @@ def mixed(conditions: Conditions, name: str, seed: int) -> Conditions:
         scheduling="priority" if "priorities" in features else "fcfs",
         seqs=seqs,
         batched_tokens=batched_tokens,
-        options=rng.choice([{}, {}, WAIT]),
+        cpu={"policy": rng.choice(policy_names()), "admission": rng.choice(ADMISSIONS)},
+        tiers=_tiers(rng, conditions.slots),
+        options=rng.choice([{}, WAIT]) | _options(rng),
         long_prefill=rng.choice(LONG_PREFILL),
         loras=_loras(rng, features),
         features=features,
+    )
+
+
+def _options(rng: random.Random) -> Mapping[str, Any]:
+    return {name: rng.choice(OPTIONS[name]) for name in OPTIONS if rng.random() < 0.2}
+
+
+def _tiers(rng: random.Random, slots: int) -> tuple[Mapping[str, Any], ...]:
+    """Draw one or two lower tiers: smaller than the CPU tier, larger, or with room for all
+    chunks."""
+    sizes = (slots // 2 * SLOT_BYTES + FILES_BYTES, 2 * slots * SLOT_BYTES + FILES_BYTES, "1MiB")
+    return tuple(
+        {"capacity": rng.choice(sizes), "policy": rng.choice(policy_names())}
+        for _ in range(rng.choice([1, 1, 2]))
     )
 
 

@@ -1,6 +1,6 @@
-"""Worlds with priorities, long prompts, adapters, images, grammars and pauses: what happens in
-them, and that faults are detected in each. ``test_scheduler.py`` draws the features of its
-worlds."""
+"""Worlds with priorities, long prompts, adapters, images, grammars, pauses and clients' controls:
+what happens in them, and that faults are detected in each. ``test_scheduler.py`` draws the features
+of its worlds."""
 
 from __future__ import annotations
 
@@ -28,6 +28,7 @@ EVENTS = {
     "images": ("images", "encoded", "begun inside"),
     "grammars": ("grammars", "no grammar"),
     "pauses": PAUSED,
+    "controls": ("controls",),
 }
 """The events that worlds with a feature must see."""
 

@@ -53,8 +53,11 @@ def conditions_of(name: str, seed: int) -> Conditions:
 
 
 def must_restore(conditions: Conditions) -> bool:
-    """True if the CPU tier is large enough to hold chunks until they are requested again."""
-    return conditions.slots > (60 if conditions.asynchronous else 12)
+    """True if the CPU tier admits every chunk, is large enough to hold chunks until they are
+    requested again, and loads may take enough of the GPU's cache."""
+    is_large = conditions.slots > (60 if conditions.asynchronous else 12)
+    admits_all = conditions.cpu.get("admission", "all") == "all"
+    return is_large and admits_all and conditions.options.get("max_load_gpu_share", 1) > 0.1
 
 
 def change_weights_in_flight(world: OracleEngine) -> None:
