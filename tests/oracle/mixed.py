@@ -46,7 +46,7 @@ OPTIONS: dict[str, tuple[Any, ...]] = {
 """Values that each option has in some worlds; in the others it has its default."""
 ADMISSIONS = ("all", "all", "second-use", "frequency")
 FILES_BYTES = 64 << 10
-"""What a small tier needs beside its chunks."""
+"""The capacity that a small tier needs beside its chunks."""
 
 
 FEATURES: dict[str, type[Feature]] = {
