@@ -143,9 +143,8 @@ class FileTier(RecordFileTier[ExclusiveFolder]):
             self._serial += 1
             outcome = WriteOutcome.FAILED
             try:
-                outcome = await self._threads.run(
-                    folder.write, key, epoch, data, use_ns, self._serial
-                )
+                writing = self._threads.run(folder.write, key, epoch, data, use_ns, self._serial)
+                outcome = await settled(writing)
             finally:
                 if outcome is not WriteOutcome.OK and epoch == self._epoch:
                     self._used_bytes -= size
@@ -178,7 +177,7 @@ class FileTier(RecordFileTier[ExclusiveFolder]):
             return ReadOutcome.MISS
         if entry.payload_bytes != into.nbytes:
             return ReadOutcome.CORRUPT
-        is_good = await self._threads.run(folder.read, key, epoch, into)
+        is_good = await settled(self._threads.run(folder.read, key, epoch, into))
         if epoch != self._epoch or (not is_good and self._entries.get(key) is not entry):
             return ReadOutcome.MISS
         if not is_good:

@@ -147,7 +147,8 @@ def _prepared(
 
 async def settled(future: asyncio.Future[T], on_cancel: Callable[[], object] = lambda: None) -> T:
     """Return the result of ``future``. If the caller is cancelled, call ``on_cancel``, still wait
-    for the end, and only then raise ``CancelledError``."""
+    for the end, and only then raise ``CancelledError``. A loop that ends cancels ``future``, too,
+    if that is a task; the task must then wait in the same way for threads that it uses."""
     cancelled: asyncio.CancelledError | None = None
     while not future.done():
         try:

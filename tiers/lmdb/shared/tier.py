@@ -200,9 +200,8 @@ class SharedLmdbTier(FolderTier[SharedLmdbFiles], SharedTier):
             try:
                 for job in jobs:
                     self._read_threads.submit(job)
-                if jobs:
-                    ended = asyncio.wait([job.ended for job in jobs])
-                    await settled(asyncio.ensure_future(ended))
+                # no task: a loop that ends would cancel it, and the jobs use the caller's buffers
+                await settled(asyncio.gather(*(job.ended for job in jobs)))
             finally:
                 self._reads_queued -= len(keys)
             for job in jobs:
