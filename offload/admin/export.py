@@ -30,6 +30,7 @@ from offload.namespaces.epoch_file import read_epoch
 from offload.namespaces.inventory import NamespaceFolder, RankFolder
 from tiers.base import Key
 from tiers.folders.folder import sync_folder, try_flock
+from tiers.folders.lock_file import LockFile
 from tiers.io.threads import DaemonExecutor
 from tiers.offline.archive import MAGIC, Record, about_frame, record_frame
 from tiers.offline.interrupts import run_until_interrupted
@@ -50,21 +51,24 @@ def export_file(path: Path, *, overwrite: bool) -> Iterator[IO[bytes]]:
     If the block raises, the file is removed. Raises ``ExportFileError`` and ``OSError``.
     """
     part = path.with_name(f"{path.name}.part")
-    flags = os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
-    with open(part, "wb", opener=lambda name, _: os.open(name, flags, 0o600)) as file:
-        _take(file, part)
+    flags = os.O_WRONLY | os.O_CLOEXEC | os.O_NOFOLLOW
+    with contextlib.closing(LockFile(part)) as lock:
+        _take(lock, part)
         try:
-            # another export may have created the file before this one took the lock
-            if not overwrite and os.path.lexists(path):
-                raise ExportFileError(
-                    f"{path} was created in the meantime. Name another file, or give --overwrite"
-                )
-            os.fchmod(file.fileno(), 0o600)
-            file.truncate(0)
-            yield file
-            with _names(part):
-                file.flush()
-                os.fsync(file.fileno())
+            # opened again: a forked child keeps a copy of this file and must not hold the lock
+            with open(part, "wb", opener=lambda name, _: os.open(name, flags)) as file:
+                # another export may have created the file before this one took the lock
+                if not overwrite and os.path.lexists(path):
+                    raise ExportFileError(
+                        f"{path} was created in the meantime. Name another file, or give "
+                        "--overwrite"
+                    )
+                os.fchmod(file.fileno(), 0o600)
+                file.truncate(0)
+                yield file
+                with _names(part):
+                    file.flush()
+                    os.fsync(file.fileno())
             os.replace(part, path)
         except BaseException:  # Ctrl-C as well leaves no partial file
             part.unlink(missing_ok=True)
@@ -81,13 +85,13 @@ def _names(path: object) -> Iterator[None]:
         raise OSError(error.errno, error.strerror or str(error), str(path)) from error
 
 
-def _take(file: IO[bytes], part: Path) -> None:
+def _take(lock: LockFile, part: Path) -> None:
     """Lock a part file. Raises ``ExportFileError`` if another export has it."""
-    found = os.fstat(file.fileno())
+    found = os.fstat(lock.fd)
     if not stat.S_ISREG(found.st_mode):
         raise ExportFileError(f"{part} is not a regular file. Remove it, or name another file")
     try:
-        is_mine = try_flock(file.fileno(), fcntl.LOCK_EX)
+        is_mine = try_flock(lock.fd, fcntl.LOCK_EX)
         is_named = is_mine and os.path.samestat(found, os.lstat(part))
     except FileNotFoundError:
         is_named = False

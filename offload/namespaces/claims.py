@@ -25,6 +25,7 @@ from tiers.files.engines import FOLDER as ENGINES
 from tiers.files.engines import engine_files, machine, seen_alive
 from tiers.folders.folder import LOCK_NAME as TIER_LOCK_NAME
 from tiers.folders.folder import MEMBERS_MAX, try_flock
+from tiers.folders.lock_file import LockFile
 
 LOCK_NAME = ".kvtiers.lock"
 LOCK_WAIT_S = 10.0
@@ -80,47 +81,46 @@ def locked(folder: Path, *, may_lack_locks: bool = False) -> Iterator[None]:
     With ``may_lack_locks``, nothing is locked on a file system without locks; otherwise that is an
     error.
     """
-    fd = _open_lock(folder / LOCK_NAME)
+    file = _open_lock(folder / LOCK_NAME)
     try:
-        if not _lock(fd, LOCK_WAIT_S, may_lack_locks=may_lack_locks):
+        if not _lock(file, LOCK_WAIT_S, may_lack_locks=may_lack_locks):
             raise TierUnavailableError(
                 f"{folder} has been locked by another process for more than {LOCK_WAIT_S:g} s"
             )
         yield
     finally:
-        os.close(fd)
+        file.close()
 
 
-def _open_lock(path: Path) -> int:
+def _open_lock(path: Path) -> LockFile:
     """A lock file, created if necessary. Raises ``NamespaceError`` if the path is something
     else."""
-    flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
     try:
-        fd = os.open(path, flags, 0o600)
+        file = LockFile(path)
     except OSError as error:
         if path.is_symlink() or (path.exists() and not path.is_file()):
             raise NamespaceError(f"{path} is not a regular file") from None
         raise TierUnavailableError(f"{path} cannot be opened: {error.strerror}") from error
-    if not stat.S_ISREG(os.fstat(fd).st_mode):
-        os.close(fd)
+    if not stat.S_ISREG(os.fstat(file.fd).st_mode):
+        file.close()
         raise NamespaceError(f"{path} is not a regular file")
-    return fd
+    return file
 
 
-def _lock(fd: int, wait_s: float, *, may_lack_locks: bool = False) -> bool:
+def _lock(file: LockFile, wait_s: float, *, may_lack_locks: bool = False) -> bool:
     """Take an exclusive lock within ``wait_s`` seconds; return whether that worked."""
     try:
-        return try_flock(fd, fcntl.LOCK_EX, wait_s)
+        return try_flock(file.fd, fcntl.LOCK_EX, wait_s)
     except OSError as error:
         if not (may_lack_locks and error.errno in _NO_LOCKS):
             raise
         return True
 
 
-def claim_shared(path: Path, engine: str) -> int:
+def claim_shared(path: Path, engine: str) -> LockFile:
     """Claim a folder that others share, under a number chosen for this process.
 
-    ``path`` is the claim of a process that does not share. Returns the descriptor to close when the
+    ``path`` is the claim of a process that does not share. Returns the file to close when the
     folder is no longer used. Raises ``FolderClaimedError`` if a process that does not share has the
     folder, and ``TierUnavailableError`` if too many processes share it.
     """
@@ -132,11 +132,11 @@ def claim_shared(path: Path, engine: str) -> int:
             'Stop that server, or give all of them "shared": true',
         )
     for number in range(MEMBERS_MAX):
-        fd = _open_lock(path.with_suffix(f".sharer-{number}.claim"))
-        if _lock(fd, 0.0, may_lack_locks=True):
-            _write_owner(fd, engine)
-            return fd
-        os.close(fd)
+        file = _open_lock(path.with_suffix(f".sharer-{number}.claim"))
+        if _lock(file, 0.0, may_lack_locks=True):
+            _write_owner(file.fd, engine)
+            return file
+        file.close()
     raise TierUnavailableError(f"{path.parent} is shared by {MEMBERS_MAX} processes already")
 
 
@@ -146,8 +146,8 @@ def members(path: Path) -> list[Owner]:
     return [owner for one in claims if (owner := holder(one)) is not None]
 
 
-def claim(path: Path, engine: str) -> int:
-    """Claim ``path`` for this process; return the descriptor to close when it is no longer used.
+def claim(path: Path, engine: str) -> LockFile:
+    """Claim ``path`` for this process; return the file to close when it is no longer used.
 
     Raises ``FolderClaimedError`` that names the owner if another process has it.
     """
@@ -157,16 +157,16 @@ def claim(path: Path, engine: str) -> int:
             "others",
             'Give this server "shared": true as well, or another path.',
         )
-    fd = _open_lock(path)
-    if not _lock(fd, CLAIM_WAIT_S):
-        owner = _read_owner(fd, path)
-        os.close(fd)
+    file = _open_lock(path)
+    if not _lock(file, CLAIM_WAIT_S):
+        owner = _read_owner(file.fd, path)
+        file.close()
         raise FolderClaimedError(
             f"{path.parent} is in use by pid {owner.pid} (engine {owner.engine})",
             "Stop that server or give this one another path.",
         )
-    _write_owner(fd, engine)
-    return fd
+    _write_owner(file.fd, engine)
+    return file
 
 
 def _write_owner(fd: int, engine: str) -> None:
@@ -188,19 +188,19 @@ def holder(claim: Path) -> Owner | None:
     if claim.parent.name == ENGINES:
         return _engine(claim)
     try:
-        fd = os.open(claim, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+        file = LockFile(claim, creates=False)
     except OSError:
         return None
     try:
         # A shared lock is enough to find out. With exclusive locks, two processes that check at
         # the same time would take each other for owners.
-        if not try_flock(fd, fcntl.LOCK_SH):
-            return _settled_owner(fd, claim)
+        if not try_flock(file.fd, fcntl.LOCK_SH):
+            return _settled_owner(file.fd, claim)
     except OSError as error:
         if error.errno not in _NO_LOCKS:
             raise
     finally:
-        os.close(fd)
+        file.close()
     return None
 
 

@@ -51,6 +51,7 @@ from offload.namespaces.manifest import (
 )
 from tiers.folders.folder import FolderError, sync_folder
 from tiers.folders.folder import prepare as prepare_folder
+from tiers.folders.lock_file import LockFile
 
 logger = logging.getLogger(__name__)
 
@@ -67,13 +68,11 @@ class ClaimedFolder:
     folder: Path
     epoch: int
     noted_epoch: int
-    _claim_fd: int = field(default=-1, repr=False)
+    _claim: LockFile = field(repr=False)
 
     def close(self) -> None:
         """Release the claim. Idempotent."""
-        if self._claim_fd >= 0:
-            os.close(self._claim_fd)
-            self._claim_fd = -1
+        self._claim.close()
 
     def __enter__(self) -> ClaimedFolder:
         return self
@@ -145,8 +144,8 @@ def claim_rank_folder(
             epoch = raise_epoch(replica_dir, wanted)
         folder = replica_dir / f"rank-{rank}"
         folder.mkdir(mode=0o700, exist_ok=True)
-        fd = claim(replica_dir / f"rank-{rank}.claim", engine)
-    return ClaimedFolder(folder, epoch, epoch, fd)
+        held = claim(replica_dir / f"rank-{rank}.claim", engine)
+    return ClaimedFolder(folder, epoch, epoch, held)
 
 
 def share_rank_folder(
@@ -179,8 +178,8 @@ def share_rank_folder(
         # written last, because ranks without an epoch file count as damaged
         folder = replica_dir / f"rank-{rank}"
         folder.mkdir(mode=0o700, exist_ok=True)
-        fd = claim_shared(replica_dir / f"rank-{rank}.claim", engine)
-    return ClaimedFolder(folder, 0, noted_epoch, fd)
+        held = claim_shared(replica_dir / f"rank-{rank}.claim", engine)
+    return ClaimedFolder(folder, 0, noted_epoch, held)
 
 
 def _is_joined_damaged(replica_dir: Path) -> bool:

@@ -39,6 +39,7 @@ from tiers.files.engines import Announced, FolderEngines, engine_name
 from tiers.files.exclusive_folder import EPOCH_NAME, MEDIUM_NAME, SHARED_NAME
 from tiers.files.record_files import PREFIX, READ, Entry, RecordFiles, by_use
 from tiers.folders.folder import LOCK_NAME, FolderError, prepare, try_flock
+from tiers.folders.lock_file import LockFile
 from tiers.io.direct_io import pages_for
 from tiers.record import HEADER_BYTES, Identity, RecordError, parse, verify
 
@@ -435,8 +436,10 @@ class SharedFolder(RecordFiles):
 
 def _is_locked(path: Path) -> bool:
     """Return True if an exclusive tier of this machine holds the folder's lock."""
-    with path.open("rb") as file:
-        try:
-            return not try_flock(file.fileno(), fcntl.LOCK_SH)
-        except OSError:
-            return False  # a file system without locks: no process holds one
+    file = LockFile(path, creates=False)
+    try:
+        return not try_flock(file.fd, fcntl.LOCK_SH)
+    except OSError:
+        return False  # a file system without locks: no process holds one
+    finally:
+        file.close()

@@ -10,24 +10,25 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import os
-import weakref
 from pathlib import Path
 
-_FLAGS = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
+_CHECKED = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
+_CREATED = _CHECKED | os.O_RDWR | os.O_CREAT
 
 
 class LockFile:
     """An open file to lock. In a forked child it is closed: ``fd`` is -1."""
 
-    def __init__(self, path: Path) -> None:
-        """Open or create. Raises ``OSError``."""
-        self.fd = os.open(path, _FLAGS, 0o600)
+    def __init__(self, path: Path, *, creates: bool = True) -> None:
+        """Open or create. Without ``creates``, open an existing file, for reading only. Raises
+        ``OSError``."""
+        self.fd = os.open(path, _CREATED if creates else _CHECKED, 0o600)
         self._pid = os.getpid()
         _open_files.add(self)
 
     def close(self) -> None:
-        """Unlock and close. Idempotent. A child that was forked without Python's knowledge may
-        still have a copy, so closing alone is not enough."""
+        """Unlock and close. Idempotent. A child that was forked without Python's knowledge, or that
+        has not yet begun another program, may have a copy, so closing alone is not enough."""
         if self.fd >= 0 and os.getpid() == self._pid:  # a child must not unlock its parent's file
             with contextlib.suppress(OSError):  # a file system without locks
                 fcntl.flock(self.fd, fcntl.LOCK_UN)
@@ -36,11 +37,13 @@ class LockFile:
     def close_copy(self) -> None:
         """Close the descriptor, which leaves copies in other processes locked."""
         fd, self.fd = self.fd, -1  # first: another thread may fork while the file is closed
+        _open_files.discard(self)
         if fd >= 0:
             os.close(fd)
 
 
-_open_files: weakref.WeakSet[LockFile] = weakref.WeakSet()
+_open_files: set[LockFile] = set()
+"""Includes files that nothing refers to any more, because they are still locked."""
 
 
 def _close_copies() -> None:

@@ -17,6 +17,7 @@ from typing import IO
 import pytest
 
 from offload.admin.export import ExportFileError, export_file
+from tests.forks import child_of_killed
 from tests.offload.cli.rank_folders import ROOT, kvtiers, make_rank_folder
 from tests.offload.cli.test_export_import import export, frames
 from tests.patience import PATIENCE_S, turns
@@ -71,6 +72,8 @@ def test_an_export_that_ends_while_another_starts(
     path, part = tmp_path / "f", tmp_path / "f.part"
 
     def lock(fd: int, how: int) -> None:
+        if how == fcntl.LOCK_UN:
+            return real(fd, how)
         if ended == "published":
             part.rename(path)
             path.write_text("whole")
@@ -212,3 +215,21 @@ def test_a_path_that_is_not_a_regular_file_is_not_replaced(tmp_path: Path) -> No
     assert result.code == 2
     assert "is not a regular file" in result.err
     assert (tmp_path / "pipe").is_fifo()
+
+
+KILLED = """
+from pathlib import Path
+from offload.admin.export import export_file
+
+with export_file(Path(sys.argv[1]), overwrite=False) as file:
+    fork_and_die()
+"""
+
+
+def test_an_export_does_not_wait_for_the_child_of_a_killed_one(tmp_path: Path) -> None:
+    with (
+        child_of_killed(KILLED, tmp_path / "f"),
+        export_file(tmp_path / "f", overwrite=False) as file,
+    ):
+        file.write(b"whole")
+    assert (tmp_path / "f").read_bytes() == b"whole"
