@@ -48,10 +48,12 @@ class Member:
         self._common = _open(folder / LOCK_NAME)
         self._own: LockFile | None = None
         self.number = -1
-        self.is_alone = try_flock(self._common.fd, fcntl.LOCK_EX)
+        # A process that only looks up the owner holds the lock briefly and is no sharer: without
+        # the wait, this process would trust tables that no running process keeps.
+        self.is_alone = try_flock(self._common.fd, fcntl.LOCK_EX, LOCK_WAIT_S)
         """True if no other process used the folder at the start. False after ``join``."""
         try:
-            if not self.is_alone and not try_flock(self._common.fd, fcntl.LOCK_SH, LOCK_WAIT_S):
+            if not self.is_alone and not try_flock(self._common.fd, fcntl.LOCK_SH):
                 owner = os.pread(self._common.fd, 32, 0).decode("ascii", "replace").strip()
                 raise FolderError(
                     f"{folder} is in use by process {owner or 'unknown'}, which does not share it. "

@@ -72,7 +72,7 @@ class SharedWrites:
             call.expect(put.waiters, position)
         # A task, so that it continues when this call is cancelled. A loop that ends cancels it,
         # too, perhaps before it begins.
-        filling = asyncio.ensure_future(self._fill(own, own_epoch))
+        filling = asyncio.ensure_future(self._fill(own, own_epoch, self._epochs_ended))
         filling.add_done_callback(partial(self._filled, own))
         call.begun()
         try:
@@ -91,11 +91,11 @@ class SharedWrites:
             call.begun()
             await settled(call.done)
 
-    async def _fill(self, own: list[Record], own_epoch: int | None) -> None:
+    async def _fill(self, own: list[Record], own_epoch: int | None, epochs_ended: int) -> None:
         """Allocate extents for the records and write them. Settle records that get no extents as
         ``FULL``."""
         try:
-            left = await self._write_all(own, own_epoch)
+            left = await self._write_all(own, own_epoch, epochs_ended)
         except Exception:  # waiting callers need an answer after any failure
             self._settle([record for record in own if record[0].waiters], WriteOutcome.FAILED)
             raise
@@ -108,10 +108,12 @@ class SharedWrites:
             left = [record for record in own if record[0].waiters and not record[0].extents]
             self._settle(left, WriteOutcome.FAILED)
 
-    async def _write_all(self, own: list[Record], own_epoch: int | None) -> list[Record]:
+    async def _write_all(
+        self, own: list[Record], own_epoch: int | None, epochs_ended: int
+    ) -> list[Record]:
         """Write all records for which there is space, or for which space can be freed. Returns the
-        rest."""
-        pages_max, epochs_ended = self._files.pages_max - 1, self._epochs_ended
+        rest. ``epochs_ended`` is as it was at the call: a reset may come before this begins."""
+        pages_max = self._files.pages_max - 1
         left = [record for record in own if pages_for(record[1].nbytes) <= pages_max]
         self._settle([r for r in own if pages_for(r[1].nbytes) > pages_max], WriteOutcome.FULL)
         for attempt in range(SPACE_ATTEMPTS):

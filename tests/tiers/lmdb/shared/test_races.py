@@ -21,6 +21,7 @@ from tests.tiers.shared.processes import make_tier
 from tiers.adapters import reopening
 from tiers.adapters.reopening import SharedReopeningTier
 from tiers.base import Buffer, ReadOutcome, TierIoError, WriteOutcome
+from tiers.folders.folder import LOCK_NAME
 from tiers.io.codec import Codec
 from tiers.io.direct_io import DiskIo
 from tiers.lmdb.shared.index import WRITING_NAME
@@ -143,6 +144,20 @@ async def test_a_reset_by_one_process_forgets_for_all_and_separates_them(tmp_pat
     await tier.aclose()
 
 
+async def test_a_write_that_a_reset_overtakes_is_not_stored_for_the_others(tmp_path: Path) -> None:
+    """The reset is called before the loop begins the write's own task."""
+    folder, keys = tmp_path / "tier", [key_of(1), key_of(2)]
+    tier = await opened(folder)
+    writing = asyncio.ensure_future(put(tier, keys, SIZE))
+    resetting = asyncio.ensure_future(tier.reset(1))
+    assert await writing == [WriteOutcome.FAILED] * 2
+    await resetting
+    assert await tier.present(keys) == [False] * 2
+    assert "True" not in in_other_process(folder, "print(await tier.present([key_of(1)]))")
+    tier.check()
+    await tier.aclose()
+
+
 async def test_changed_weights_do_not_join_the_others(tmp_path: Path) -> None:
     """A server that was reset reopens a tier after its disk was away."""
     folder = tmp_path / "tier"
@@ -234,6 +249,40 @@ async def test_records_of_changed_weights_in_an_exclusive_folder_are_not_shared(
         assert await shared.present([key_of(1)]) == [False]
         shared.check()
         await shared.aclose()
+
+
+@pytest.mark.parametrize("is_new", [False, True])
+async def test_a_look_at_the_owner_does_not_count_as_a_sharer(tmp_path: Path, is_new: bool) -> None:
+    """A command looks up the owner while the first sharer opens the folder. This sharer must not
+    trust the tables of earlier sharers: another tier has used the folder since, and was reset."""
+    folder = tmp_path / "tier"
+    folder.mkdir(mode=0o700)
+    if not is_new:
+        shared, alone = await opened(folder), LmdbTier(folder, CAPACITY, reserve_bytes=0)
+        await shared.aclose()
+        await alone.open()
+        await alone.reset(1)
+        await put(alone, [key_of(1)], SIZE)
+        await alone.aclose()
+    real = fcntl.flock
+    with (folder / LOCK_NAME).open("ab") as other, pytest.MonkeyPatch.context() as patched:
+
+        def noted(fd: int, flags: int) -> None:
+            """Let the look end after the sharer's first attempt."""
+            is_common = os.path.samestat(os.fstat(fd), os.fstat(other.fileno()))
+            try:
+                real(fd, flags)
+            finally:
+                if is_common and flags == fcntl.LOCK_EX | fcntl.LOCK_NB:
+                    real(other, fcntl.LOCK_UN)
+
+        real(other, fcntl.LOCK_SH)
+        patched.setattr(fcntl, "flock", noted)
+        shared = SharedLmdbTier(folder, CAPACITY, reserve_bytes=0, noted_epoch=int(not is_new))
+        await shared.open()
+    assert await shared.present([key_of(1)]) == [False]
+    shared.check()
+    await shared.aclose()
 
 
 @pytest.mark.parametrize("at", ["reserve", "publish"])
