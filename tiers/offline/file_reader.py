@@ -16,7 +16,7 @@ from typing import Any
 
 from tiers.base import ALIGNMENT, Buffer, Key
 from tiers.files.exclusive_folder import EPOCH_NAME, SHARED_NAME, judge_epoch
-from tiers.files.record_files import CAPACITY_NAME, PREFIX, record_name
+from tiers.files.record_files import CAPACITY_NAME, PREFIX, READ, record_name
 from tiers.folders.folder import FolderUnusableError
 from tiers.offline.offline_folder import FolderChangedError, ListedRecord
 from tiers.record import HEADER_BYTES, Identity, RecordError, parse, verify
@@ -47,6 +47,7 @@ class FileReader:
         # 0 for tiers of versions that did not store it
         self.capacity_bytes = self._number(CAPACITY_NAME)
         self._owner: Identity | None = None
+        self._records_fd = -1  # of a shared folder: the folder of the records, as last seen
 
     @property
     def owner(self) -> Identity | None:
@@ -117,6 +118,7 @@ class FileReader:
         return sum(1 for _path in self._files())
 
     def batches(self) -> Iterator[list[ListedRecord]]:
+        self._see_epoch()
         batch: list[ListedRecord] = []
         for path in self._files():
             found = _read_head(path)
@@ -127,13 +129,33 @@ class FileReader:
                 batch = []
         if batch:
             yield batch
-        if self._stored_epoch() != self.epoch:
-            raise FolderChangedError(f"{self.folder} began a new epoch")
+        self._see_epoch()
 
     def find(self, key: Key) -> ListedRecord | None:
-        if self._stored_epoch() != self.epoch:
-            raise FolderChangedError(f"{self.folder} began a new epoch")
+        self._see_epoch()
         return _read_head(self.path_of(key))
+
+    def _see_epoch(self) -> None:
+        """Raise ``FolderChangedError`` if the epoch has ended since this was last called. A reset
+        of a shared folder renames the folder of its records, and a new one takes its place under
+        the same number. So each reset of a shared folder raises only once."""
+        if self._stored_epoch() != self.epoch or (self.is_shared and self._is_other_folder()):
+            raise FolderChangedError(f"{self.folder} began a new epoch")
+
+    def _is_other_folder(self) -> bool:
+        """Look up the folder of the records, and return True if it is not the one seen before."""
+        before, self._records_fd = self._records_fd, -1
+        try:
+            with contextlib.suppress(FileNotFoundError):
+                folder = self._epoch_folder(self.epoch)
+                self._records_fd = os.open(folder, READ | os.O_DIRECTORY)
+            if before < 0:
+                return False
+            # the old folder stays open until here, so that the new one cannot have its number
+            return self._records_fd < 0 or not os.path.sameopenfile(before, self._records_fd)
+        finally:
+            if before >= 0:
+                os.close(before)
 
     def path_of(self, key: Key) -> Path:
         """Return the path of a record's file. ``key`` is the record's key, or the file name if the
@@ -166,7 +188,10 @@ class FileReader:
         return not is_longer and verify(header, owner, found.key, self.epoch, into)
 
     def close(self) -> None:
-        """Do nothing: no file stays open between calls."""
+        """Idempotent."""
+        if self._records_fd >= 0:
+            os.close(self._records_fd)
+            self._records_fd = -1
 
 
 def _is_name(key: Key) -> bool:
@@ -184,7 +209,7 @@ def _identity(header: bytes) -> Identity | None:
 def _read_head(path: Path) -> ListedRecord | None:
     """Read the header of a file; ``None`` if the file is gone."""
     try:
-        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
+        fd = os.open(path, READ | os.O_NONBLOCK)
     except OSError:
         return None
     try:
