@@ -27,6 +27,8 @@ SILENT_NS = 15 * 60 * 10**9
 """An engine on another machine that has not touched its file for this long counts as dead."""
 CLOCKS_NS = 15 * 60 * 10**9
 """The largest expected difference between the clocks of a machine and of the file server."""
+_ENDED = ("Z", "X")
+"""States of a process that has ended (proc(5)): a zombie, or dead."""
 _NAME = re.compile(r"([0-9a-f]{12})-([0-9]+)-([0-9]+)-[0-9a-f]{8}", re.ASCII)
 
 
@@ -54,13 +56,15 @@ def machine() -> str:
 
 
 def start_time(pid: int) -> int:
-    """Return when a process began, in clock ticks since boot; 0 if it does not exist. Pid and start
-    time together are unique. Raises ``OSError`` if the time cannot be read now."""
+    """Return when a process began, in clock ticks since boot; 0 if it does not exist, or has ended
+    and its parent has not noticed (some launchers, and some containers' first process, never do).
+    Pid and start time together are unique. Raises ``OSError`` if the time cannot be read now."""
     try:
         text = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
     except (FileNotFoundError, ProcessLookupError):
         return 0
-    return int(text.rpartition(")")[2].split()[19])
+    fields = text.rpartition(")")[2].split()
+    return 0 if fields[0] in _ENDED else int(fields[19])
 
 
 class LiveEngine(NamedTuple):

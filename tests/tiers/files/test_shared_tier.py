@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import errno
 import os
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import AsyncIterator
@@ -18,7 +20,7 @@ from tests.patience import PATIENCE_S
 from tests.tiers.shared.contract import SharedTierContract
 from tiers.base import ReadOutcome, Tier, TierIoError, WriteOutcome
 from tiers.files import record_files
-from tiers.files.engines import FolderEngines, engine_name
+from tiers.files.engines import FolderEngines, engine_name, seen_alive
 from tiers.files.record_files import record_name
 from tiers.files.shared_folder import SharedFolder
 from tiers.files.shared_tier import SharedFileTier
@@ -35,6 +37,7 @@ class TestSharedFileTier(SharedTierContract):
         return SharedFileTier(folder, capacity_bytes)
 
 
+ROOT = Path(__file__).parents[3]
 SIZE = 10_000
 OK = WriteOutcome.OK
 
@@ -397,5 +400,27 @@ def test_a_reused_pid_is_another_process(tmp_path: Path) -> None:
     machine, pid, start, _rest = living.name.split("-")
     assert living.is_alive(living.name)
     assert not living.is_alive(f"{machine}-{pid}-{int(start) + 1}-{'0' * 8}")
+    living.close()
+    os.close(fd)
+
+
+def test_a_killed_engine_is_dead_before_its_parent_notices(tmp_path: Path) -> None:
+    """Until then the process is a zombie, which still has a pid and a start time."""
+    code = "from tiers.files.engines import engine_name; print(engine_name(), flush=True); input()"
+    command = [sys.executable, "-c", code]
+    pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+    fd = os.open(tmp_path, os.O_RDONLY)
+    living = FolderEngines(fd, engine_name())
+    with subprocess.Popen(command, cwd=ROOT, **pipes) as other:
+        assert other.stdout is not None
+        name = other.stdout.readline().strip()
+        file = tmp_path / "engines" / name
+        file.touch()
+        assert living.is_alive(name)
+        assert seen_alive(file)
+        other.kill()
+        os.waitid(os.P_PID, other.pid, os.WEXITED | os.WNOWAIT)
+        assert not living.is_alive(name)
+        assert seen_alive(file) is None
     living.close()
     os.close(fd)
