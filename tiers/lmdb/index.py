@@ -72,6 +72,7 @@ class IndexFile:
 
     def __init__(self, path: Path) -> None:
         self.path = path
+        self._reserved: os.stat_result | None = None
         self._size_bytes = 0
 
     def reserve(self, map_bytes: int) -> None:
@@ -79,7 +80,8 @@ class IndexFile:
         check_space(self.path, map_bytes)
         fd = os.open(self.path, os.O_RDWR | os.O_CLOEXEC)
         try:
-            size = os.fstat(fd).st_size
+            found = os.fstat(fd)
+            size = found.st_size
             if size < map_bytes:
                 try:
                     os.posix_fallocate(fd, size, map_bytes - size)
@@ -89,11 +91,15 @@ class IndexFile:
                     raise
         finally:
             os.close(fd)
-        self._size_bytes = max(size, map_bytes)
+        self._reserved, self._size_bytes = found, max(size, map_bytes)
 
     def check(self) -> None:
-        """Raise ``OSError`` if the file was truncated after it was reserved."""
-        if os.stat(self.path).st_size < self._size_bytes:
+        """Raise ``OSError`` if the file was truncated, removed or replaced after it was reserved.
+        A removed file takes disk space that nobody sees, and other processes do not use it."""
+        found = os.stat(self.path)
+        if self._reserved is not None and not os.path.samestat(found, self._reserved):
+            raise OSError(f"{self.path} was replaced while in use")
+        if found.st_size < self._size_bytes:
             raise OSError(f"{self.path} was truncated while in use")
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import fcntl
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -249,6 +250,28 @@ async def test_records_of_changed_weights_in_an_exclusive_folder_are_not_shared(
         assert await shared.present([key_of(1)]) == [False]
         shared.check()
         await shared.aclose()
+
+
+@pytest.mark.parametrize("is_shared", [False, True])
+async def test_a_tier_whose_folder_was_replaced_does_not_go_on_in_the_old_one(
+    tmp_path: Path, is_shared: bool
+) -> None:
+    """An operator removes the folder, and another engine that shares it reopens it first."""
+    folder = tmp_path / "tier"
+    tier = await opened(folder) if is_shared else LmdbTier(folder, CAPACITY, reserve_bytes=0)
+    if not is_shared:
+        await tier.open()
+    await put(tier, [key_of(1)], SIZE)
+    shutil.rmtree(folder)
+    in_other_process(folder, f"await put(tier, [key_of(2)], {SIZE})")
+    assert await put(tier, [key_of(3)], SIZE) == [WriteOutcome.FAILED]
+    with pytest.raises(TierIoError, match="was replaced while in use"):
+        await put(tier, [key_of(3)], SIZE)
+    await tier.aclose()
+    await tier.open()
+    await assert_misses(tier, [key_of(1), key_of(3)], SIZE)
+    await assert_holds(tier, [key_of(2)], SIZE)
+    await tier.aclose()
 
 
 @pytest.mark.parametrize("is_new", [False, True])
