@@ -239,7 +239,7 @@ serve(Path(sys.argv[1]), sys.argv[2], shared=True, numbers=range(20, 22))
 def test_an_export_of_a_shared_folder_that_is_reset_meanwhile_leaves_no_file(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, read_before: int, kind: str
 ) -> None:
-    """None of the records is found after the reset. Others are stored by then."""
+    """The reset discards all records, and others are stored before the export goes on."""
     shared(tmp_path / "a", kind)
     begun: list[int] = []
 
