@@ -30,7 +30,13 @@ from tiers.lmdb.folder import (
     open_or_quarantine,
     read_id,
 )
-from tiers.lmdb.index import Changes, IndexUnusableError, LmdbIndex, index_exists
+from tiers.lmdb.index import (
+    DATA_NAME,
+    Changes,
+    IndexUnusableError,
+    LmdbIndex,
+    index_exists,
+)
 from tiers.lmdb.options import LmdbOptions, Recovery
 from tiers.lmdb.records.record_table import USE_BYTES, with_use
 from tiers.lmdb.recovery.recover import Expected, Recovered
@@ -187,7 +193,8 @@ class SharedLmdbFiles(LmdbFilesBase):
     def _open_beside(self, undo: contextlib.ExitStack) -> None:
         if not index_exists(self.folder):
             raise IndexUnusableError("its index was removed while other processes used it")
-        self._open_files(self._divide(), undo)
+        # with its present size: an index of this process's capacity can be larger or smaller
+        self._open_files((self.folder / DATA_NAME).stat().st_size, undo)
         with self.index.reading() as txn:
             manifest, limits = self.index.manifest_in(txn), self.index.limits_in(txn)
             self.index.state_in(txn)
@@ -205,7 +212,7 @@ class SharedLmdbFiles(LmdbFilesBase):
                 *(self._limits.capacity_bytes, self._limits.record_bytes),
             )
             self._limits = limits
-            self.index.env.set_mapsize(self._divide())
+        self.index.env.set_mapsize(self._divide())
         self.index.reserve_file()
 
     def _open_files(self, index_bytes: int, undo: contextlib.ExitStack) -> None:

@@ -122,6 +122,17 @@ async def test_processes_read_each_others_records(tmp_path: Path) -> None:
     await tier.aclose()
 
 
+async def test_a_capacity_below_the_first_index_has_no_effect(tmp_path: Path) -> None:
+    folder = tmp_path / "tier"
+    tier = SharedLmdbTier(folder, 32 * CAPACITY, record_bytes=4096, reserve_bytes=0)
+    await tier.open()
+    assert (folder / "data.mdb").stat().st_size > CAPACITY
+    in_other_process(folder, f"await put(tier, [key_of(n) for n in range(200)], {SIZE})")
+    assert await tier.present([key_of(n) for n in range(200)]) == [True] * 200
+    tier.check()
+    await tier.aclose()
+
+
 async def test_a_reset_by_one_process_forgets_for_all_and_separates_them(tmp_path: Path) -> None:
     """The process with other weights continues alone; the others continue together."""
     folder = tmp_path / "tier"
