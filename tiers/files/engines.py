@@ -112,10 +112,20 @@ class FolderEngines:
         with contextlib.suppress(FileExistsError):
             os.mkdir(FOLDER, 0o700, dir_fd=folder_fd)
         flags = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC | os.O_NOFOLLOW
+        self._folder_fd = folder_fd
         self._fd = os.open(FOLDER, flags, dir_fd=folder_fd)
         self._machine = machine()
         self.now_ns = 0
         """The server's clock at the last touch, in ns."""
+
+    def are_here(self) -> bool:
+        """Return False if the folder of the engines' files was removed or replaced. Raises
+        ``OSError``."""
+        try:
+            found = os.stat(FOLDER, dir_fd=self._folder_fd, follow_symlinks=False)
+        except FileNotFoundError:
+            return False
+        return os.path.samestat(found, os.fstat(self._fd))
 
     def announce(self, own_epoch: int) -> None:
         """Declare that this engine is alive, and publish its separate epoch. Raises ``OSError``."""

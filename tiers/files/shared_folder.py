@@ -148,6 +148,12 @@ class SharedFolder(RecordFiles):
         with contextlib.suppress(FileNotFoundError):
             os.unlink(temporary, dir_fd=self._fd)
 
+    def _is_here(self) -> bool:
+        try:
+            return super()._is_here() and self.engines.are_here()
+        except OSError as error:
+            raise TierIoError(f"the folder {self._path} cannot be read: {error}") from error
+
     # -- records ---------------------------------------------------------------------------
 
     def store(self, key: Key, epoch: int, data: Buffer, use_ns: int, serial: int) -> WriteOutcome:

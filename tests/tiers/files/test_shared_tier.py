@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import errno
 import os
+import shutil
 import subprocess
 import sys
 import threading
@@ -87,6 +88,20 @@ async def test_a_reset_by_one_engine_forgets_for_all_and_separates_them(tmp_path
         assert await put(two, old, SIZE) == [OK] * 2
         await assert_holds(three, old, SIZE)
         assert await one.present(old) == [False] * 2
+
+
+async def test_a_folder_whose_content_was_removed_is_opened_again(tmp_path: Path) -> None:
+    """An operator removes everything in the folder, but not the folder."""
+    async with engines(tmp_path / "tier", 1) as [tier]:
+        await put(tier, [key_of(1)], SIZE)
+        for path in (tmp_path / "tier").iterdir():
+            shutil.rmtree(path) if path.is_dir() else path.unlink()
+        with pytest.raises(TierIoError, match="was removed or replaced"):
+            await put(tier, [key_of(2)], SIZE)
+        await tier.aclose()
+        await tier.open()
+        assert await put(tier, [key_of(n) for n in range(100)], SIZE) == [OK] * 100
+        assert (tmp_path / "tier" / "shared").exists()
 
 
 async def test_a_damaged_file_is_removed_for_all(tmp_path: Path) -> None:
