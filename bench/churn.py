@@ -20,11 +20,13 @@ from typing import Annotated
 import typer
 from rich.progress import Progress
 
+from bench import arguments
+from bench.arguments import AtLeastOne, DiskFolder
 from bench.charts import Chart
 from bench.environment import describe
 from bench.report import command_line, deliver
-from bench.scenario import Report, Row, median, parse_size, progress_bar, size_text
-from bench.tiers_optional import available
+from bench.scenario import Report, Row, median, progress_bar, size_text
+from bench.tiers_optional import OPTIONAL, available
 from bench.tiers_systems import SYSTEMS as BUILT_IN
 from bench.tiers_systems import Arena, RawDisk, System
 
@@ -123,14 +125,16 @@ def register(app: typer.Typer) -> None:
     @app.command("churn", help=__doc__)
     def churn(
         size: Annotated[str, typer.Option(help="Size of a block in bytes.")] = "256KiB",
-        cap: Annotated[int, typer.Option(help="Number of blocks that fit.")] = 1000,
-        depth: int = 4,
+        cap: Annotated[int, typer.Option(min=2, help="Number of blocks that fit.")] = 1000,
+        depth: AtLeastOne = 4,
         systems: str = ",".join(DEFAULT),
-        folder: Annotated[str, typer.Option(help="Folder on the disk to measure.")] = "",
+        folder: DiskFolder = "",
         as_json: Annotated[bool, typer.Option("--json", help="Print JSON only.")] = False,
         keep: Annotated[bool, typer.Option(help="Write to bench/results.")] = False,
     ) -> None:
-        config = Config(parse_size(size), cap, depth, tuple(systems.split(",")), folder)
+        block_bytes = arguments.size("--size", size)
+        names = arguments.words("--systems", systems, BUILT_IN | OPTIONAL)
+        config = Config(block_bytes, cap, depth, names, folder)
         with progress_bar() as progress:
             report = run(config, progress)
         deliver(

@@ -20,11 +20,13 @@ from typing import Annotated
 import typer
 from rich.progress import Progress
 
+from bench import arguments
+from bench.arguments import AtLeastOne
 from bench.charts import Chart
 from bench.copy_beds import LARGE_COPY_BYTES, LAYOUTS, Bed, CpuBed, CudaBed, Layout, Load, layout
 from bench.environment import describe
 from bench.report import command_line, deliver
-from bench.scenario import Report, Row, median, parse_size, progress_bar, size_text, spread
+from bench.scenario import Report, Row, median, progress_bar, size_text, spread
 from tiers.copy.base import CopyEngine
 
 DIRECTIONS = ("store", "load", "both")
@@ -199,6 +201,19 @@ def _rows(
             yield Row(f"{text}, {direction}", name, values, intervals)
 
 
+def _usable_device(name: str) -> str:
+    import torch
+
+    problem = ""
+    if name not in ("cpu", "cuda"):
+        problem = f"{name!r} is neither cpu nor cuda"
+    elif name == "cuda" and not torch.cuda.is_available():
+        problem = "PyTorch finds no GPU here"
+    if problem:
+        raise typer.BadParameter(problem, param_hint="--device")
+    return name
+
+
 def register(app: typer.Typer) -> None:
     """Add ``python -m bench copy``."""
 
@@ -209,16 +224,16 @@ def register(app: typer.Typer) -> None:
         layouts: str = ",".join(LAYOUTS),
         job: Annotated[str, typer.Option(help="Bytes that one job moves.")] = "64MiB",
         cache: Annotated[str, typer.Option(help="Size of the cache and of the slab.")] = "512MiB",
-        rounds: int = 9,
+        rounds: AtLeastOne = 9,
         as_json: Annotated[bool, typer.Option("--json", help="Print JSON only.")] = False,
         keep: Annotated[bool, typer.Option(help="Write to bench/results.")] = False,
     ) -> None:
         config = Config(
-            device,
-            tuple(parse_size(text) for text in sizes.split(",")),
-            tuple(layouts.split(",")),
-            parse_size(job),
-            parse_size(cache),
+            _usable_device(device),
+            arguments.sizes("--sizes", sizes),
+            arguments.words("--layouts", layouts, LAYOUTS),
+            arguments.size("--job", job),
+            arguments.size("--cache", cache),
             rounds,
         )
         with progress_bar() as progress:

@@ -21,7 +21,7 @@ from bench.environment import describe
 from bench.report import command_line, deliver
 from bench.scenario import Report, Row, progress_bar
 from policies.registry import DEFAULT_CPU_POLICY
-from policies.simulation.jobs import OPTIMUM, SimulationJob, TraceSource, load, run_jobs
+from policies.simulation.jobs import OPTIMUM, SimulationJob, TraceSource, load, parse_part, run_jobs
 from policies.simulation.simulator import Result
 
 ALLOWANCE = 0.005
@@ -135,7 +135,9 @@ def register(app: typer.Typer) -> None:
 
     @app.command("gates", help=__doc__)
     def gates(
-        traces: Annotated[list[Path], typer.Argument(help="Trace files.")],
+        traces: Annotated[
+            list[Path], typer.Argument(exists=True, dir_okay=False, help="Trace files.")
+        ],
         share: Annotated[list[float] | None, typer.Option(help="Capacities, 0.01 for 1 %.")] = None,
         part: Annotated[
             list[str] | None, typer.Option(help="Part of each trace, e.g. 0.5:1. Repeatable.")
@@ -143,11 +145,14 @@ def register(app: typer.Typer) -> None:
         as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
         keep: Annotated[bool, typer.Option(help="Keep the result in bench/results.")] = False,
     ) -> None:
-        spans = [text.partition(":") for text in part or ["0:1"]]
+        try:
+            spans = tuple(parse_part(text) for text in part or ["0:1"])
+        except ValueError as error:
+            raise typer.BadParameter(str(error), param_hint="--part") from None
         config = Config(
             tuple(str(path) for path in traces),
             tuple(share or Config(()).shares),
-            tuple((float(start), float(stop)) for start, _, stop in spans),
+            spans,
             os.cpu_count() or 1,
         )
         with progress_bar() as progress:

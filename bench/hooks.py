@@ -23,6 +23,7 @@ import numpy as np
 import typer
 from rich.progress import Progress
 
+from bench.arguments import known_policy
 from bench.charts import Chart
 from bench.environment import describe
 from bench.report import command_line, deliver
@@ -417,13 +418,15 @@ def register(app: typer.Typer) -> None:
     @app.command("hooks", help=__doc__)
     def hooks(
         chunks: Annotated[
-            list[int] | None, typer.Option(help=("Number of chunks of one request."))
+            list[int] | None, typer.Option(min=1, help="Number of chunks of one request.")
         ] = None,
         keys: Annotated[
-            list[int] | None, typer.Option(help=("Number of keys in the lower tier."))
+            list[int] | None, typer.Option(min=1, help="Number of keys in the lower tier.")
         ] = None,
         repeats: Annotated[int, typer.Option(min=1)] = 5,
-        policy: Annotated[str, typer.Option(help="Policy of the CPU tier.")] = POLICY,
+        policy: Annotated[
+            str, typer.Option(help="Policy of the CPU tier.", callback=known_policy)
+        ] = POLICY,
         as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
         keep: Annotated[bool, typer.Option(help="Write into bench/results.")] = False,
     ) -> None:

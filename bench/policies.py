@@ -15,6 +15,7 @@ from typing import Annotated
 import typer
 from rich.progress import Progress
 
+from bench.arguments import known_policies
 from bench.charts import Chart, trace_label
 from bench.environment import describe
 from bench.policies_rivals import VllmPolicy, libcachesim_run
@@ -151,13 +152,18 @@ def register(app: typer.Typer) -> None:
 
     @app.command("policies", help=__doc__)
     def policies(
-        traces: Annotated[list[Path] | None, typer.Argument(help="Trace files.")] = None,
+        traces: Annotated[
+            list[Path] | None, typer.Argument(exists=True, dir_okay=False, help="Trace files.")
+        ] = None,
         policy: Annotated[
-            list[str] | None, typer.Option(help=("Only these policies. Repeatable."))
+            list[str] | None,
+            typer.Option(help="Only these policies. Repeatable.", callback=known_policies),
         ] = None,
         share: Annotated[list[float] | None, typer.Option(help="Capacities, 0.01 for 1 %.")] = None,
-        rounds: Annotated[int, typer.Option(help="Number of replays of each policy.")] = 5,
-        part: Annotated[float, typer.Option(help="Share of each trace, from its start.")] = 1.0,
+        rounds: Annotated[int, typer.Option(min=1, help="Number of replays of each policy.")] = 5,
+        part: Annotated[
+            float, typer.Option(min=0, max=1, help="Share of each trace, from its start.")
+        ] = 1.0,
         as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
         keep: Annotated[bool, typer.Option(help="Keep the result in bench/results.")] = False,
     ) -> None:

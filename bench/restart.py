@@ -30,6 +30,7 @@ from typing import Annotated
 import typer
 from rich.progress import Progress
 
+from bench.arguments import AtLeastOne, DiskFolder
 from bench.charts import Chart
 from bench.environment import describe
 from bench.report import command_line, deliver
@@ -188,9 +189,11 @@ def register(app: typer.Typer) -> None:
 
     @app.command("restart", help=__doc__)
     def restart(
-        records: Annotated[int, typer.Option(help="Number of records in the index.")] = 1_000_000,
-        rounds: int = 5,
-        folder: Annotated[str, typer.Option(help="Folder on the disk to measure.")] = "",
+        records: Annotated[
+            int, typer.Option(min=1, help="Number of records in the index.")
+        ] = 1_000_000,
+        rounds: AtLeastOne = 5,
+        folder: DiskFolder = "",
         as_json: Annotated[bool, typer.Option("--json", help="Print JSON only.")] = False,
         keep: Annotated[bool, typer.Option(help="Write to bench/results.")] = False,
     ) -> None:

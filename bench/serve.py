@@ -20,7 +20,7 @@ import shutil
 import signal
 import sys
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any
@@ -28,6 +28,7 @@ from typing import Annotated, Any
 import typer
 from rich.progress import Progress
 
+from bench import arguments
 from bench.charts import Chart
 from bench.environment import describe
 from bench.report import command_line, deliver
@@ -306,16 +307,11 @@ def _observed(model: Model, samples: Samples) -> list[str]:
 # -- command line --------------------------------------------------------------------------------
 
 
-def _list_of(kind: Callable[[str], Any]) -> Callable[[str], tuple[Any, ...]]:
-    return lambda text: tuple(kind(part) for part in text.split(",") if part)
-
-
-def _known_systems(text: str) -> tuple[str, ...]:
-    names = tuple(name for name in text.split(",") if name)
-    if unknown := sorted(set(names) - set(SYSTEMS)):
-        problem = f"unknown: {', '.join(unknown)}; known: {', '.join(SYSTEMS)}"
-        raise typer.BadParameter(problem, param_hint="--systems")
-    return names
+def _share(text: str) -> float:
+    found = float(text)
+    if not 0 <= found <= 1:
+        raise ValueError("must be from 0 to 1")
+    return found
 
 
 def _known_model(name: str) -> str:
@@ -368,14 +364,14 @@ def register(app: typer.Typer) -> None:
         keep: Annotated[bool, typer.Option(help="Write to bench/results.")] = False,
     ) -> None:
         config = Config(
-            _list_of(int)(sizes),
-            _list_of(float)(hits),
+            arguments.values("--sizes", sizes, arguments.count),
+            arguments.values("--hits", hits, _share) if hits else (),
             rounds,
             misses,
             requests,
             in_flight,
             output_tokens,
-            _known_systems(systems),
+            arguments.words("--systems", systems, SYSTEMS),
             _known_model(model),
             threads,
             folder,

@@ -23,10 +23,12 @@ from typing import Annotated
 import typer
 from rich.progress import Progress
 
+from bench import arguments
+from bench.arguments import AtLeastOne, DiskFolder
 from bench.charts import Chart
 from bench.environment import describe
 from bench.report import command_line, deliver
-from bench.scenario import Report, Row, median, parse_size, progress_bar, size_text
+from bench.scenario import Report, Row, median, progress_bar, size_text
 from bench.shared_systems import Contestant, Store, contestants
 from bench.tiers_systems import Arena
 from demo.mooncake import why_not
@@ -161,14 +163,14 @@ def register(app: typer.Typer) -> None:
     def shared(
         sizes: Annotated[str, typer.Option(help="Block sizes.")] = "2MiB,256KiB",
         total: Annotated[str, typer.Option(help="Bytes moved per phase and round.")] = "128MiB",
-        depth: Annotated[int, typer.Option(help="Number of threads of each system.")] = 4,
-        rounds: int = 7,
-        folder: Annotated[str, typer.Option(help="Folder on the disk to measure.")] = "",
+        depth: Annotated[int, typer.Option(min=1, help="Number of threads of each system.")] = 4,
+        rounds: AtLeastOne = 7,
+        folder: DiskFolder = "",
         as_json: Annotated[bool, typer.Option("--json", help="Print JSON only.")] = False,
         keep: Annotated[bool, typer.Option(help="Write to bench/results.")] = False,
     ) -> None:
-        parsed = tuple(parse_size(text) for text in sizes.split(","))
-        config = Config(parsed, parse_size(total), depth, rounds, folder)
+        parsed = arguments.sizes("--sizes", sizes)
+        config = Config(parsed, arguments.size("--total", total), depth, rounds, folder)
         with progress_bar() as progress:
             report = run(config, progress)
         deliver(

@@ -14,7 +14,7 @@ import shutil
 import tempfile
 import time
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
@@ -22,6 +22,8 @@ from typing import Annotated
 import typer
 from rich.progress import Progress
 
+from bench import arguments
+from bench.arguments import AtLeastOne, DiskFolder
 from bench.charts import Chart
 from bench.environment import describe
 from bench.report import command_line, deliver
@@ -29,7 +31,6 @@ from bench.scenario import (
     Report,
     Row,
     median,
-    parse_size,
     percentile,
     progress_bar,
     size_text,
@@ -208,7 +209,7 @@ def _is_compared(config: Config) -> bool:
     return {"lmcache", "files"} <= set(config.systems)
 
 
-def default_points(sizes: list[int], depths: list[int]) -> tuple[tuple[int, int], ...]:
+def default_points(sizes: Sequence[int], depths: Sequence[int]) -> tuple[tuple[int, int], ...]:
     """The points to measure: every size at the first depth, and every depth at 2 MiB (or at the
     only size)."""
     pivot = 2 << 20 if 2 << 20 in sizes else sizes[0]
@@ -228,20 +229,20 @@ def register(app: typer.Typer) -> None:
             str, typer.Option(help=("Queue depths; the first one is used for all sizes."))
         ] = "4,1,8,32",
         total: Annotated[str, typer.Option(help="Bytes moved per phase and round.")] = "256MiB",
-        rounds: int = 5,
+        rounds: AtLeastOne = 5,
         systems: str = ",".join(SYSTEMS),
-        folder: Annotated[str, typer.Option(help="Folder on the disk to measure.")] = "",
+        folder: DiskFolder = "",
         as_json: Annotated[bool, typer.Option("--json", help="Print JSON only.")] = False,
         keep: Annotated[bool, typer.Option(help="Write to bench/results.")] = False,
     ) -> None:
         config = Config(
             default_points(
-                [parse_size(text) for text in sizes.split(",")],
-                [int(text) for text in depths.split(",")],
+                arguments.sizes("--sizes", sizes),
+                arguments.values("--depths", depths, arguments.count),
             ),
-            parse_size(total),
+            arguments.size("--total", total),
             rounds,
-            tuple(systems.split(",")),
+            arguments.words("--systems", systems, SYSTEMS),
             folder,
         )
         with progress_bar() as progress:
