@@ -92,8 +92,13 @@ def _choose(
         known = ", ".join(
             f"{chosen.name} ({chosen.model or 'unknown'})" for chosen in namespaces[:10]
         )
-        count = len(fitting) or "no"
-        problems.add("namespace", f"{count} of them match", f"Give --namespace. Known: {known}.")
+        if fitting:
+            what = f"{len(fitting)} of them match"
+            problems.add("namespace", what, f"Give --namespace. Known: {known}.")
+        else:
+            given = {"--namespace": namespace, "--model": model}
+            where = " with ".join(f'{name} "{text}"' for name, text in given.items() if text)
+            problems.add(where, "matches nothing", f"Known: {known}.")
     return None
 
 

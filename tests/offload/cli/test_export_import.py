@@ -320,6 +320,9 @@ def test_choosing_a_namespace(tmp_path: Path) -> None:
     assert result.code == 2
     assert "2 of them match" in result.err
     assert f"{NAME} (tiny/llama)" in result.err
+    none = kvtiers("export", tmp_path / "a", tmp_path / "f", "--namespace", "zz", "--model", "m")
+    assert none.code == 2
+    assert '--namespace "zz" with --model "m": matches nothing. Known: ' in none.err
     assert export(tmp_path / "a", tmp_path / "f", "--model", "tiny/qwen")["model"] == "tiny/qwen"
     again = kvtiers("export", tmp_path / "a", tmp_path / "f", "--namespace", NAME[:6])
     assert again.code == 2
