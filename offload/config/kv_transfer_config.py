@@ -4,6 +4,7 @@ for the connector."""
 from __future__ import annotations
 
 import difflib
+import importlib.util
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -92,10 +93,20 @@ def ours(transfer: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
 
 def field_problems(transfer: Mapping[str, Any]) -> list[Problem]:
     """Check vLLM's own fields, which vLLM would refuse only after it has loaded for a while."""
+    from offload.config.fields import show  # late: other callers need only names
+    from offload.config.options import TOP_FIELDS
+
     problems = role_problems(transfer.get("kv_role"))
+    options = {field.name for field in TOP_FIELDS}
     for name in transfer:
-        if name not in FIELDS and (near := difflib.get_close_matches(name, FIELDS, 1, 0.8)):
+        if name in options:
+            problems.append(Problem(name, "is in the wrong place", f'Move it to "{EXTRA}".'))
+        elif name not in FIELDS and (near := difflib.get_close_matches(name, FIELDS, 1, 0.8)):
             problems.append(Problem(name, "is unknown", f'Write "{near[0]}".'))
+    module = transfer.get("kv_connector_module_path")
+    if module is not None and not _has_connector(module):
+        what = f"is not the connector's module (got {show(module)})"
+        problems.append(Problem("kv_connector_module_path", what, f'Write "{MODULE}".'))
     policy = transfer.get("kv_load_failure_policy", "fail")
     if policy not in FAILURE_POLICIES:
         what = f'must be "recompute" or "fail" (got "{policy}")'
@@ -106,6 +117,19 @@ def field_problems(transfer: Mapping[str, Any]) -> list[Problem]:
         what = f"must be an object (got {extra!r})"
         problems.append(Problem(EXTRA, what, 'Write {"cpu": {...}, "tiers": [...]}.'))
     return problems
+
+
+def _has_connector(module: object) -> bool:
+    """False if vLLM could not import the connector from this module. A module of another package
+    may offer it, too: vLLM imports that one itself."""
+    if module == MODULE:
+        return True
+    if not isinstance(module, str) or module.partition(".")[0] == MODULE.partition(".")[0]:
+        return False
+    try:
+        return importlib.util.find_spec(module) is not None
+    except (ImportError, ValueError):
+        return False
 
 
 def role_problems(role: object) -> list[Problem]:

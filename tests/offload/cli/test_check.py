@@ -165,6 +165,32 @@ def test_the_role_is_required(role: dict) -> None:
     assert f"kv_role: {what}" in found.err
 
 
+def test_an_option_of_ours_beside_the_extra_config_is_found() -> None:
+    """vLLM refuses it; a check of the options alone would check the defaults."""
+    transfer = transfer_config(GOOD)
+    tiers = transfer["kv_connector_extra_config"].pop("tiers", [])
+    found = kvtiers("check", json.dumps(transfer | {"tiers": tiers, "chunk_blocks": 2}))
+    assert found.code == 1
+    for name in ("tiers", "chunk_blocks"):
+        problem = f'{name}: is in the wrong place. Move it to "kv_connector_extra_config".'
+        assert problem in found.err
+
+
+@pytest.mark.parametrize("module", ["offload.conector", "offload", "no_such_module", "", 1])
+def test_a_wrong_module_of_the_connector_is_found(module: object) -> None:
+    transfer = transfer_config(GOOD) | {"kv_connector_module_path": module}
+    found = kvtiers("check", json.dumps(transfer))
+    assert found.code == 1
+    what = f"kv_connector_module_path: is not the connector's module (got {json.dumps(module)})."
+    assert f'{what} Write "offload.connector".' in found.err
+
+
+@pytest.mark.parametrize("module", [None, "offload.connector", "json.decoder"])
+def test_the_module_may_be_left_out_or_that_of_another_package(module: str | None) -> None:
+    transfer = transfer_config(GOOD) | {"kv_connector_module_path": module}
+    assert kvtiers("check", json.dumps(transfer)).code == 0
+
+
 def test_mistakes_in_vllms_own_fields_are_found() -> None:
     """vLLM refuses them, too, but only after it has imported everything."""
     transfer = transfer_config(GOOD)
