@@ -167,7 +167,11 @@ def _load(path: str, noun: str) -> Any:
     except KeyboardInterrupt:
         raise
     except BaseException as error:  # a third-party module may raise anything when imported
-        raise PolicyImportError(f'cannot import {noun} "{path}": {_reason(error)}.') from error
+        is_missing = isinstance(error, ModuleNotFoundError)
+        hint = " Install it, or add its folder to PYTHONPATH." if is_missing else ""
+        raise PolicyImportError(
+            f'cannot import {noun} "{path}": {_reason(error)}.{hint}'
+        ) from error
     found = getattr(module, class_name, None)
     if found is None:
         near = difflib.get_close_matches(class_name, dir(module), n=1)
@@ -201,10 +205,11 @@ def _check_values(name: str, noun: str, found: type, options: Mapping[str, Any])
 
 
 def _reason(error: BaseException) -> str:
-    """Describe an exception, including its type, because the text of ``SystemExit`` is only a
-    number."""
-    if isinstance(error, Exception):
-        return safe_str(error)
+    """Describe an exception. Its type is left out if its text alone is a reason: that of
+    ``SystemExit`` is a number, that of ``KeyError`` a key, and others may have none."""
+    text = safe_str(error)
+    if isinstance(error, Exception) and text and not isinstance(error, KeyError):
+        return text
     return f"it raised {safe_repr(error)}"
 
 

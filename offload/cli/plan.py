@@ -92,6 +92,8 @@ def plan(
     lifetime = problems.size("--endurance", endurance, is_positive=True)
     if daily and lifetime:
         problems.add("--endurance", "beside --write-budget", "Give one of them.")
+    if not disk:
+        _refuse_disk_options(problems, disk_read, write_budget, endurance)
     if gpu_tflops and token_bytes and not parameters:
         problems.add("--gpu-tflops", "needs --parameters", "Give it, for example 8e9.")
     machine = Machine(
@@ -135,6 +137,13 @@ def _check(problems: Problems, model: str, given: str, flags: list[str], cpu: st
     elif model:
         known = [option for parameter in _parameters() for option in parameter.opts]
         check_spelling(problems, "plan", known, flags)
+
+
+def _refuse_disk_options(problems: Problems, *texts: str) -> None:
+    names = ("--disk-read", "--write-budget", "--endurance")
+    for name, text in zip(names, texts, strict=True):
+        if text:
+            problems.add(name, "has no effect without a disk tier", "Give --disk.")
 
 
 def _check_finite(problems: Problems, given: dict[str, float]) -> None:

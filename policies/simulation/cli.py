@@ -11,11 +11,12 @@ from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
 import typer
 
-from policies.registry import make_admission, make_policy, policy_names
+from policies.registry import DEFAULT_TIER_POLICY, make_admission, make_policy, policy_names
 from policies.simulation.jobs import (
     INFINITE,
     OPTIMUM,
     Lower,
+    PolicyFailedError,
     SimulationJob,
     TraceSource,
     list_jobs,
@@ -60,6 +61,9 @@ BlockTokens = Annotated[
 BlockBytes = Annotated[
     int | None, typer.Option(min=1, help="Bytes of a block, for capacities in bytes.")
 ]
+LowerPolicy = Annotated[
+    str, typer.Option(help=f"Policy of the lower tier. (default: {DEFAULT_TIER_POLICY})")
+]
 LookAhead = Annotated[
     float | None,
     typer.Option(
@@ -84,7 +88,7 @@ def simulate(
         typer.Option(help="Capacity: 5% of the unique blocks, 800blocks or 10GiB. Repeatable."),
     ] = None,
     lower_capacity: Annotated[str, typer.Option(help="Adds a lower tier of this capacity.")] = "",
-    lower_policy: Annotated[str, typer.Option(help="Policy of the lower tier.")] = "lru",
+    lower_policy: LowerPolicy = "",
     mode: Annotated[str, typer.Option(help=", ".join(MODES))] = "write-through",
     admission: Annotated[str, typer.Option(help="Admission policy (of the lower tier).")] = "",
     hints: Annotated[
@@ -108,25 +112,27 @@ def simulate(
     With --timing, follow the arrival times, with and without look-ahead.
     """
     sys.path.append(str(Path.cwd()))  # for module:Class; last, so that it hides no other module
-    lower = Lower(lower_capacity, lower_policy, mode) if lower_capacity else None
+    below = lower_policy or DEFAULT_TIER_POLICY
+    lower = Lower(lower_capacity, below, mode) if lower_capacity else None
     capacities = capacity or ["1%", "5%", "10%"]
     _refuse(
         *_wrong_words(mode, hints, format),
-        *_wrong_tiers(mode, lower, admission),
+        *_wrong_tiers(mode, lower, admission, lower_policy),
         *_wrong_timing(timing, look_ahead, mode, lower, plot),
-        *_wrong_policies([*(policy or []), lower_policy], admission),
+        *_wrong_policies([*(policy or []), below], admission),
     )
     share = LOOK_AHEAD if look_ahead is None else look_ahead
-    block_bytes = block_bytes or 0
-    options: dict[str, Any] = {"block_bytes": block_bytes, "hints": hints, "lower": lower}
+    options: dict[str, Any] = {"block_bytes": block_bytes or 0, "hints": hints, "lower": lower}
     kind = {"timing": timing, "look_ahead": share} if timing else {"admission": admission}
     try:
         chosen = (format, block_tokens, parse_part(part))
         sources = [TraceSource(str(trace), *chosen) for trace in traces]
         wanted = _list(sources, policy, capacities, options | kind)
-        notes = _rounded(sources, [*capacities, *filter(None, [lower_capacity])], block_bytes)
+        notes = _rounded(sources, [*capacities, *filter(None, [lower_capacity])], block_bytes or 0)
         _check_outputs(csv, plot)
         outcomes = _run(wanted, jobs or os.cpu_count() or 1)
+    except PolicyFailedError as error:
+        _end(str(error), 1)
     except (ValueError, OSError) as error:
         _end(f"{_text_of(error)}{_hint(traces, as_json)}", WRONG)
     _show(outcomes, notes, as_json)
@@ -169,8 +175,12 @@ def _wrong_words(mode: str, hints: str, format: str) -> Iterator[str]:
             yield f'{option}: is unknown (got "{given}"). {fix}'
 
 
-def _wrong_tiers(mode: str, lower: Lower | None, admission: str) -> Iterator[str]:
+def _wrong_tiers(
+    mode: str, lower: Lower | None, admission: str, lower_policy: str
+) -> Iterator[str]:
     """Reports options that contradict each other."""
+    if lower is None and lower_policy:
+        yield "--lower-policy: has no effect without a lower tier. Give --lower-capacity."
     if lower is None and mode in MODES and mode != MODES[0]:
         yield f"--mode: {mode} needs a lower tier. Give --lower-capacity."
     if lower is not None and mode in MODES and (mode == "selective") != bool(admission):

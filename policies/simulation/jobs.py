@@ -11,6 +11,7 @@ import multiprocessing
 import re
 import signal
 import threading
+import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from dataclasses import dataclass
@@ -20,6 +21,7 @@ from types import FrameType
 from typing import Any
 
 from policies.registry import make_admission, make_policy
+from policies.safe_text import safe_repr
 from policies.simulation.belady import next_uses
 from policies.simulation.simulator import Result, SimTier, bound, simulate
 from policies.simulation.timing import Speeds, simulate_timed
@@ -234,9 +236,25 @@ def _uses(source: TraceSource) -> Any:
     return next_uses(load(source))
 
 
+class PolicyFailedError(RuntimeError):
+    """Raised if a policy raises an exception during a simulation. The message names the policy, the
+    exception and its place."""
+
+
 def run_job(job: SimulationJob, progress: Callable[[int], None] | None = None) -> Result:
-    """Run one job in this process."""
+    """Run one job in this process. Raises ``PolicyFailedError``."""
     trace = load(job.source)
+    try:
+        return _run(job, trace, progress)
+    except Exception as error:  # a policy may be foreign code
+        place = traceback.extract_tb(error.__traceback__)[-1]
+        names = " / ".join(filter(None, [job.policy, job.lower_policy]))
+        raise PolicyFailedError(
+            f"policy {names} raised {safe_repr(error)} in {place.filename}, line {place.lineno}"
+        ) from error
+
+
+def _run(job: SimulationJob, trace: Trace, progress: Callable[[int], None] | None) -> Result:
     if job.timing:
         return _run_timed(job, trace, progress)
     if job.policy == OPTIMUM:

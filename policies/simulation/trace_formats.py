@@ -82,7 +82,11 @@ def _guard(
     try:
         return parse(row)
     except (KeyError, TypeError, ValueError, OverflowError) as error:
-        raise TraceError(f"{path}: line {number}: {error!r}") from error
+        raise TraceError(f"{path}: line {number}: {_reason(error)}") from error
+
+
+def _reason(error: Exception) -> str:
+    return f'has no "{error.args[0]}"' if isinstance(error, KeyError) else repr(error)
 
 
 def _sorted(name: str, block_tokens: int, found: list[Request], meta: Mapping[str, Any]) -> Trace:
@@ -144,7 +148,7 @@ def _kv_events(path: Path, block_tokens: int | None) -> Trace:
                 chain = _chain(parents, event["parent_block_hash"], event["block_hashes"])
                 found.append(Request(float(time_s), len(chain) * size, numbers.runs(chain)))
         except (KeyError, TypeError, ValueError, OverflowError) as error:
-            raise TraceError(f"{path}: line {number}: {error!r}") from error
+            raise TraceError(f"{path}: line {number}: {_reason(error)}") from error
     return _sorted(path.name, size or 1, found, {})
 
 

@@ -101,7 +101,8 @@ BAD = [
     (
         "acme.pol:Foo",
         PolicyImportError,
-        'cannot import policy "acme.pol:Foo": No module named \'ac',
+        "cannot import policy \"acme.pol:Foo\": No module named 'acme'. Install it, or add its "
+        "folder to PYTHONPATH.",
     ),
     (
         "policies.eviction.lru:LruPolcy",

@@ -75,6 +75,8 @@ BAD: list[tuple[int, str, str]] = [
     (2, "plan llama --cpu 1GiB --kv-transfer-config {", "plan: --kv-transfer-config: is not JSON"),
     (2, "plan --token-bytes 1KiB --cpu 1GiB --trace /no/such", "--trace: cannot be read"),
     (2, "plan --token-bytes 1KiB --cpu 1GiB --policy lur", "--policy: "),
+    (2, "plan --token-bytes 1KiB --cpu 1GiB --disk-read 3GB", "--disk-read: has no effect without"),
+    (2, "plan --token-bytes 1KiB --cpu 1GiB --endurance 3TB", "--endurance: has no effect without"),
     (
         2,
         "plan --token-bytes 1KiB --cpu 1GiB --mix prompt=0,answer=0,system=0",
@@ -93,6 +95,11 @@ BAD: list[tuple[int, str, str]] = [
     (2, "simulate t --look-ahead 0.2", "--look-ahead: has no effect without arrival times"),
     (2, "simulate t --mode write-back", '--mode: is unknown (got "write-back")'),
     (2, "simulate t --mode exclusive", "--mode: exclusive needs a lower tier"),
+    (2, "simulate t --lower-policy lru", "--lower-policy: has no effect without a lower tier"),
+    (2, "simulate own.jsonl --format mooncake", 'own.jsonl: line 1: has no "input_length"'),
+    (1, "simulate own.jsonl --policy broken:Broken", "policy broken:Broken raised ValueError('no"),
+    (1, "simulate own.jsonl --policy broken:Broken --jobs 1", "broken.py, line 4"),
+    (2, "simulate own.jsonl --policy keyless:K", "keyless:K\": it raised KeyError('absent')"),
     (2, "simulate t --hints some", "Use one of: none, end, all."),
     (2, "serve m --kv-cpu 8G", "--kv-cpu: has an ambiguous unit"),
     (2, "serve m --kv-disk /data", "--kv-disk: must be PATH:SIZE"),
@@ -141,6 +148,10 @@ def make_files(folder: Path) -> None:
     (folder / "large.json").write_text(" " * (2 << 20))
     own = '{"meta": {"block_tokens": 16}}\n{"t": 0, "in": 32, "r": [[0, 2]]}\n'
     (folder / "own.jsonl").write_text(own)
+    broken = "from policies.eviction.lru import LruPolicy\nclass Broken(LruPolicy):\n"
+    broken += "    def insert(self, key, info):\n        raise ValueError('no\\nroom')\n"
+    (folder / "broken.py").write_text(broken)
+    (folder / "keyless.py").write_text("{}['absent']\n")
     row = {"timestamp": 0, "input_length": 1024, "hash_ids": "abc"}
     (folder / "hashes.jsonl").write_text(json.dumps(row) + "\n")
 

@@ -149,7 +149,7 @@ def test_events_in_which_a_block_is_its_own_ancestor_are_read(tmp_path) -> None:
         ('{"what": 1}\n', "no known format"),
         ("", "no known format"),
         ('{"meta": {"name": "x"}}\n', "block_tokens"),
-        ('{"meta": {"block_tokens": 16}}\n{"t": 1}\n', "line 2: KeyError('in')"),
+        ('{"meta": {"block_tokens": 16}}\n{"t": 1}\n', 'line 2: has no "in"'),
         ('{"meta": {"block_tokens": 16}}\n', "no request"),
         ('{"meta": {"block_tokens": 0}}\n', "line 1: block_tokens must be at least 1 (got 0)"),
         ('{"meta": {"block_tokens": Infinity}}\n', "line 1 must be meta with block_tokens"),
