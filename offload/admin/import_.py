@@ -218,14 +218,19 @@ class _TierMaker:
         one."""
         if self.kind != self._rank_folder.kind:
             return f"the target folder is of type {self._rank_folder.kind}, not {self.kind}"
-        reader = self._rank_folder.open()
+        reader = self._rank_folder.open(self._target.key_file)
         try:
             self._known_bytes = reader.capacity_bytes
             if isinstance(reader, LmdbReader) and reader.limits:
                 self._record_bytes = reader.limits.record_bytes
             owner = reader.owner
             epoch, is_shared = reader.epoch, reader.is_shared
-            sealed = {record.is_sealed for batch in reader.batches() for record in batch}
+            states = {
+                (record.is_sealed, reader.can_decrypt(record))
+                for batch in reader.batches()
+                for record in batch
+            }
+            sealed = {is_sealed for is_sealed, _ in states}
         finally:
             reader.close()
         if is_shared and self.kind == "file":
@@ -240,6 +245,8 @@ class _TierMaker:
             return "the target's records are encrypted: give --key-file"
         if False in sealed and self._target.key_file:
             return "the target's records are not encrypted: omit --key-file"
+        if (True, False) in states:  # opening the tier would drop these records
+            return f"{self._target.key_file} does not have the key of all records of the target"
         return ""
 
     def _check(self) -> str:

@@ -55,7 +55,7 @@ class VerifyResult:
     """The result for one rank's folder.
 
     ``gone`` counts records that the owner removed or replaced meanwhile, ``unread`` counts
-    encrypted records for which no key was given. ``problem`` is the reason why the folder could not
+    encrypted records whose key was not given. ``problem`` is the reason why the folder could not
     be read to its end, or why a server would not use it; ``standing`` and ``remark`` are as in
     ``offload.namespaces.inventory``.
     """

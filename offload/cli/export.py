@@ -46,7 +46,7 @@ def export(
     namespace.
 
     The file is neither encrypted nor compressed, and only its owner can read it. Exits with 1 if
-    damaged records had to be left out.
+    damaged records, or encrypted ones without their key, had to be left out.
     """
     problems = Problems()
     bytes_per_s = problems.size("--rate", rate, -1)
@@ -64,7 +64,7 @@ def export(
     assert chosen is not None
     with guarded_work("export"):
         found = _write(chosen, file, overwrite, bytes_per_s, key_file)
-    _report(chosen, file, found, as_json)
+    _report(chosen, file, found, key_file, as_json)
 
 
 def _choose(
@@ -142,9 +142,11 @@ def _write(
         )
 
 
-def _report(chosen: NamespaceFolder, file: Path, found: list[Exported], as_json: bool) -> None:
+def _report(
+    chosen: NamespaceFolder, file: Path, found: list[Exported], key_file: str, as_json: bool
+) -> None:
     """Report what was written, and end the program."""
-    damaged = sum(one.damaged for one in found)
+    lacking = sum(one.damaged + one.unread for one in found)
     if as_json:
         rank_folders = [asdict(one) for one in found]
         print_json({"namespace": chosen.name, "model": chosen.model, "file": str(file),
@@ -153,10 +155,12 @@ def _report(chosen: NamespaceFolder, file: Path, found: list[Exported], as_json:
         records = sum(one.records for one in found)
         size = size_text(sum(one.payload_bytes for one in found))
         print(f"{records:,} records ({size}) of {chosen.name} {chosen.model} in {file}")
+        sealed = (
+            f"whose key {key_file} does not have" if key_file else "encrypted (give --key-file)"
+        )
         for one in found:
-            left = {"damaged": one.damaged, "removed meanwhile": one.gone,
-                    "encrypted (give --key-file)": one.unread}  # fmt: skip
+            left = {"damaged": one.damaged, "removed meanwhile": one.gone, sealed: one.unread}
             for why, count in left.items():
                 if count:
                     print(f"replica {one.replica} rank {one.rank}: left out {count:,} {why}")
-    raise SystemExit(1 if damaged else 0)
+    raise SystemExit(1 if lacking else 0)

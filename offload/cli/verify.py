@@ -65,12 +65,14 @@ def verify(
         ]
     results = [result for result in results if result.standing != Standing.EMPTY.value]
     faulty = {namespace.name: namespace.problem for namespace in namespaces if namespace.problem}
-    ok = not faulty and all(result.is_ok for result in results)
+    has_wrong_key = bool(key_file) and any(result.unread for result in results)
+    ok = not (faulty or has_wrong_key) and all(result.is_ok for result in results)
     if as_json:
         found = [result.to_json() for result in results]
         print_json({"folder": str(folder), "ok": ok, "rank_folders": found, "namespaces": faulty})
     else:
-        _print(results, [f"{folder / name}: {problem}" for name, problem in faulty.items()])
+        broken = [f"{folder / name}: {problem}" for name, problem in faulty.items()]
+        _print(results, broken, key_file)
     raise SystemExit(0 if ok else 1)
 
 
@@ -121,7 +123,7 @@ def _scrub(result: VerifyResult, rate: int, key_file: str, bar: Progress) -> Non
         reader.close()
 
 
-def _print(results: list[VerifyResult], problems: list[str]) -> None:
+def _print(results: list[VerifyResult], problems: list[str], key_file: str) -> None:
     from policies.simulation.tables import FittingTable
 
     numbers = ("records", "read", "good", "gone meanwhile", "not read", "damaged", "removed")
@@ -138,7 +140,7 @@ def _print(results: list[VerifyResult], problems: list[str]) -> None:
         )
     out = screen()
     out.print(table)
-    lines = [line for result in results for line in _remarks(result)] + problems
+    lines = [line for result in results for line in _remarks(result, key_file)] + problems
     lines += [line for result in results for line in _damaged(result)]
     for line in lines[:REMARK_LINES_MAX]:
         print_line(out, line)
@@ -152,7 +154,7 @@ def _damaged(result: VerifyResult) -> list[str]:
     ]
 
 
-def _remarks(result: VerifyResult) -> list[str]:
+def _remarks(result: VerifyResult, key_file: str) -> list[str]:
     folder = str(result.rank_folder.folder)
     lines = [f"{folder}: {text}" for text in (result.problem, result.remark) if text]
     if result.damaged and result.owner_pid is not None:
@@ -162,7 +164,6 @@ def _remarks(result: VerifyResult) -> list[str]:
             f"this again"
         )
     if result.unread:
-        lines.append(
-            f"{folder}: {result.unread:,} encrypted records were not read: give --key-file"
-        )
+        why = f"{key_file} does not have their key" if key_file else "give --key-file"
+        lines.append(f"{folder}: {result.unread:,} encrypted records were not read: {why}")
     return lines

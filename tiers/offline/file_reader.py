@@ -37,7 +37,6 @@ class FileReader:
     unknown; the name of its file is used instead."""
 
     kind = "file"
-    has_key = False  # no record of a file tier is encrypted
 
     def __init__(self, folder: Path) -> None:
         """Raises ``FolderUnusableError`` and ``OSError``."""
@@ -48,6 +47,9 @@ class FileReader:
         self.capacity_bytes = self._number(CAPACITY_NAME)
         self._owner: Identity | None = None
         self._records_fd = -1  # of a shared folder: the folder of the records, as last seen
+
+    def can_decrypt(self, found: ListedRecord) -> bool:
+        return True  # no record of a file tier is encrypted
 
     @property
     def owner(self) -> Identity | None:

@@ -42,10 +42,12 @@ from tiers.lmdb.io_jobs import ReadItem, ReadJob
 from tiers.lmdb.records.record_table import EXTENT_BYTES, EXTENTS_AT, USE_BYTES
 from tiers.lmdb.shared.index import READERS_MAX, epoch_of, is_common
 from tiers.offline.offline_folder import FolderChangedError, ListedRecord
-from tiers.record import DATED_FROM_NS, ENCRYPTED, Identity
+from tiers.record import DATED_FROM_NS, ENCRYPTED, KEY_ID_BYTES, PREFIX_BYTES, Identity
 
 _FIELDS = struct.Struct("<8s5xB18xQQ")
 """Time of last use, and fields of the header (``record``): flags, payload and stored length."""
+_KEY_ID = slice(PREFIX_BYTES - KEY_ID_BYTES, PREFIX_BYTES)
+"""The id of the encryption key in a record's mark, which begins with the header."""
 _NOT_OF_THE_INDEX = (lmdb.DiskError, lmdb.LockError, lmdb.MemoryError, lmdb.ReadersFullError)
 SCANNED_AT_ONCE = 2048
 """Number of keys per transaction, which takes about 2 ms."""
@@ -59,7 +61,6 @@ class LmdbReader:
     def __init__(self, folder: Path, *, is_owned: bool, key_file: str = "") -> None:
         """Raises ``IndexUnusableError``, ``OSError``, and ``TierIoError`` for a bad key file."""
         self.folder = folder
-        self.has_key = bool(key_file)
         self._path = folder / DATA_NAME
         _check_user(folder)
         if not is_owned:
@@ -79,6 +80,7 @@ class LmdbReader:
                 self._file = PayloadFile(folder / PAYLOAD_NAME, DiskIo(), read_only=True)
                 undo.callback(self._file.close)
                 keys = KeyRing.load(Path(key_file), self.owner.namespace) if key_file else None
+                self._key_ids = frozenset(keys.ciphers if keys else ())
                 self._codec = Codec(self.owner, keys=keys, compress=False)
                 undo.pop_all()
         except lmdb.ReadonlyError as error:  # LMDB raises this error for EACCES
@@ -160,6 +162,9 @@ class LmdbReader:
 
     def _read_epoch(self, txn: Any) -> None:
         self.epoch = int.from_bytes(txn.get(b"epoch", db=self._meta) or b"", "little")
+
+    def can_decrypt(self, found: ListedRecord) -> bool:
+        return not found.is_sealed or found.mark[_KEY_ID] in self._key_ids
 
     def load(self, found: Sequence[ListedRecord], into: Sequence[Buffer]) -> list[bool]:
         items = [

@@ -45,8 +45,8 @@ class ListedRecord(NamedTuple):
 
 
 class RecordHealth(enum.Enum):
-    """The state of one record. ``GONE``: removed since it was found. ``SEALED``: encrypted, and the
-    encryption key is not available."""
+    """The state of one record. ``GONE``: removed since it was found. ``SEALED``: encrypted, and
+    its key is not available."""
 
     GOOD = "good"
     DAMAGED = "damaged"
@@ -64,8 +64,6 @@ class OfflineFolder(Protocol):
     """True if several engines share the tier and may use separate epochs."""
     capacity_bytes: int
     """The capacity that the tier was last opened with; 0 if unknown."""
-    has_key: bool
-    """True if encrypted records can be read."""
 
     @property
     def owner(self) -> Identity | None:
@@ -87,6 +85,10 @@ class OfflineFolder(Protocol):
 
     def find(self, key: Key) -> ListedRecord | None:
         """Return one record as it is now. Raises ``FolderChangedError``."""
+        ...
+
+    def can_decrypt(self, found: ListedRecord) -> bool:
+        """False if the record is encrypted with a key that is not available."""
         ...
 
     def load(self, found: Sequence[ListedRecord], into: Sequence[Buffer]) -> list[bool]:
@@ -115,7 +117,7 @@ class Checker:
         nothing = self._scratch.data[:0]
         failed: bytes | None = None
         for _attempt in range(LOOKUP_ATTEMPTS):
-            if found.is_sealed and not self._folder.has_key:
+            if not self._folder.can_decrypt(found):
                 return RecordHealth.SEALED, nothing
             if 0 < found.payload_bytes <= PAYLOAD_BYTES_MAX:
                 payload = self._scratch.at_least(found.payload_bytes)

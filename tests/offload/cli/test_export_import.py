@@ -215,10 +215,19 @@ def test_encrypted_stores_are_exported_and_imported(tmp_path: Path) -> None:
     key_file.chmod(0o600)
     make_rank_folder(tmp_path / "a", range(3), key_file=str(key_file), compress=True)
     make_rank_folder(tmp_path / "plain", range(3))
-    left_out = export(tmp_path / "a", tmp_path / "nothing")
-    assert left_out["rank_folders"][0]["unread"] == 3
+    other = tmp_path / "other"
+    other.write_text("ab" * 32)
+    other.chmod(0o600)
+    for key in ([], ["--key-file", other]):
+        left_out = kvtiers("export", tmp_path / "a", tmp_path / "no", "--overwrite", "--json", *key)
+        assert left_out.code == 1
+        assert left_out.json["rank_folders"][0]["unread"] == 3
     export(tmp_path / "a", tmp_path / "f", "--key-file", key_file)
-    for root, key, words in (("a", [], "encrypted: give"), ("plain", [key_file], "not encrypted")):
+    for root, key, words in (
+        ("a", [], "encrypted: give"),
+        ("a", [other], "other does not have the key of all records of the target"),
+        ("plain", [key_file], "not encrypted"),
+    ):
         options = ["--key-file", *key] if key else []
         result = kvtiers("import", tmp_path / "f", tmp_path / root, *options, "--json")
         assert words in result.json["rank_folders"][0]["refused"]

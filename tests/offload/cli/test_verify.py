@@ -276,6 +276,15 @@ def test_encrypted_records_need_their_key(tmp_path: Path) -> None:
     folder = make_rank_folder(root, range(4), key_file=str(key_file), compress=True)
     found = verify(root)
     assert (found["unread"], found["good"], found["damaged"]) == (4, 0, [])
+    other = tmp_path / "other key"
+    other.write_text("cd" * 32)
+    other.chmod(0o600)
+    result = kvtiers("verify", root, "--key-file", other, "--json")
+    [found] = result.json["rank_folders"]
+    assert (result.code, result.json["ok"]) == (1, False)
+    assert (found["unread"], found["damaged"], found["removed"]) == (4, [], 0)
+    text = f"4 encrypted records were not read: {other} does not have their key"
+    assert text in kvtiers("verify", root, "--key-file", other).out
     damage(folder, 3)
     found = verify(root, "--key-file", key_file)
     assert (found["unread"], found["good"], set(found["damaged"])) == (0, 3, names(3))
