@@ -43,7 +43,7 @@ class TraceRecorder:
     existing file.
 
     ``block_tokens`` is the size of a recorded chunk. A file whose name ends in ``.gz`` is
-    compressed and is complete only after ``close``.
+    compressed.
     """
 
     def __init__(
@@ -80,7 +80,10 @@ class TraceRecorder:
         pack = zlib.compressobj(wbits=GZIP_WBITS) if self._path.endswith(".gz") else None
 
         def packed(text: str) -> bytes:
-            return pack.compress(text.encode()) if pack is not None else text.encode()
+            if pack is None:
+                return text.encode()
+            # so that a trace can be read up to here while the server runs, and if it is killed
+            return pack.compress(text.encode()) + pack.flush(zlib.Z_SYNC_FLUSH)
 
         async with opened(self._path, "wb", private, executor) as file:
             await file.write(packed(self._lines.head))

@@ -98,8 +98,10 @@ def open_text(path: Path) -> IO[str]:
 
 
 def json_lines(path: Path) -> Iterator[tuple[int, Any]]:
-    """Line numbers and values of a JSON-lines file. A last line without valid JSON is skipped: a
-    server is still writing it, or ended while writing it. Raises ``TraceError``."""
+    """Line numbers and values of a JSON-lines file. A last line without valid JSON is skipped, and
+    the missing end of a compressed file is not an error: a server is still writing it, or ended
+    while writing it. Raises ``TraceError``."""
+    number = 0
     with open_text(path) as file:
         try:
             for number, line in enumerate(file, 1):
@@ -115,6 +117,8 @@ def json_lines(path: Path) -> Iterator[tuple[int, Any]]:
         except TraceError:
             raise
         except (ValueError, OSError, EOFError, zlib.error) as error:  # not text, or damaged
+            if isinstance(error, EOFError) and number:
+                return
             raise TraceError(f"{path}: not JSON lines: {error}") from error
 
 

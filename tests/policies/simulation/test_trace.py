@@ -170,10 +170,21 @@ def test_a_file_that_is_not_text_has_no_line(tmp_path) -> None:
     path = tmp_path / "bad.jsonl.gz"
     whole = gzip.compress(b"\n".join(b"%d" % (number**9) for number in range(9999)))
     damaged = whole[:10] + b"\xff" * 100
-    for content in (b"no gzip", gzip.compress(b"\xff\xfe"), whole[:-20], damaged):
+    for content in (b"no gzip", gzip.compress(b"\xff\xfe"), whole[:5], damaged):
         path.write_bytes(content)
         with pytest.raises(TraceError, match=r"bad\.jsonl\.gz: not JSON lines: "):
             list(json_lines(path))
+
+
+def test_the_missing_end_of_a_compressed_file_is_ignored(tmp_path) -> None:
+    """A trace has no end while its server runs, or permanently if the server was killed."""
+    path = tmp_path / "cut.jsonl.gz"
+    rows = [{"number": number**9} for number in range(9999)]
+    whole = gzip.compress("".join(json.dumps(row) + "\n" for row in rows).encode())
+    path.write_bytes(whole[: len(whole) // 2])
+    found = [row for _, row in json_lines(path)]
+    assert 1000 < len(found) < len(rows)
+    assert found == rows[: len(found)]
 
 
 def test_an_incomplete_last_line_is_ignored(tmp_path) -> None:
