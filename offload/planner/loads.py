@@ -291,7 +291,12 @@ class LoadPlanner:
         self._send(load, Columns.of(items) if items else NO_CHUNKS)
 
     def plan_failed(self, request: str) -> None:
-        """Report a failed load to a waiting request, which vLLM then recomputes."""
+        """Report a failed load to a waiting request, which vLLM then recomputes. Does nothing if a
+        load of this request was planned in this step: that load reports its own end, and a second
+        report would end the engine."""
+        planned = {job.request for job in self.planned}
+        if request in planned.union(load.request for load in self.queue):
+            return
         job = self._jobs.next_id()
         self._jobs.open(Job(job, JobKind.LOAD, request=request))
         self.planned.append(LoadJob(job, request, (MISSING_CHUNK,)))

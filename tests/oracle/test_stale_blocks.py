@@ -11,7 +11,9 @@ from vllm.v1.request import RequestStatus
 
 from offload.connector.scheduler.block_tables import BlockTables, ChunkBatches
 from offload.connector.scheduler.scheduler_side import SchedulerSide
+from offload.connector.scheduler.store_progress import StoreProgress
 from offload.planner.jobs import JobKind
+from offload.planner.load_or_recompute import ReadQueue
 from tests.oracle.models import MODELS
 from tests.oracle.serving import Conditions, OracleEngine
 from tests.oracle.test_miss_reasons import PROMPT, stored
@@ -266,3 +268,28 @@ def test_blocks_of_a_load_that_could_not_be_planned_are_not_stored(
             world.step()
         assert all(map(world.planner.cpu.is_absent, keys)), "blocks that were never filled"
         assert world.connector.faults.by_hook == {"update_state_after_alloc": 1}
+
+
+@pytest.mark.parametrize(("owner", "part"), [(StoreProgress, "load_planned"), (ReadQueue, "begin")])
+def test_a_load_that_was_planned_before_a_fault_ends_once(
+    owner: type, part: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """vLLM begins with the request when a load is reported as ended. If another load of the request
+    went on, it would fill blocks that the request computes, and its end would end the engine."""
+    with OracleEngine(MODELS["full"], Conditions(slots=100), tmp_path, 2) as world:
+        stored(world)
+        world.planner.cpu.clear()
+
+        def broken(*_: Any) -> Any:
+            raise RuntimeError("a fault in a hook")
+
+        with monkeypatch.context() as patch:
+            patch.setattr(owner, part, broken)
+            request = ask(world, "loading", PROMPT)
+            world.step()
+        assert request.status is RequestStatus.WAITING_FOR_REMOTE_KVS
+        world.drain()
+        assert world.loaded() == {"cpu": 0, "file": 64}
+        assert world.connector.faults.by_hook == {"update_state_after_alloc": 1}
+        world.connector.faults.by_hook.clear()
+        world.check_idle()
