@@ -193,25 +193,28 @@ class Planner:
         if errors:
             raise errors[0]
         write_throughs, deletes = self.write_through.take(writes=write_through)
+        self.budget.end_step(self.now, half=bool(self.loads.queue))  # for loads that continue
+        touches = self.recency.take() if self.recency.waiting else {}
+        queries = self.presence.take() if self.presence.tiers else ()
+        # From here on, nothing may fail: what is taken must be sent. A load that is not sent never
+        # ends, and others would join its reads and copy slots that nothing has filled.
         stores, fence = self.stores.take()
         has_loads = self.loads.planned or self.look_ahead.planned or self.probes.planned
         plan = StepPlan(
             stores=stores,
             write_throughs=write_throughs,
             deletes=deletes,
-            touches=self.recency.take() if self.recency.waiting else {},
+            touches=touches,
             fence=fence,
             reset=self._reset,
             cancel_loads=self._cancel_loads,
             epochs=dict(self._epochs),
-            queries=self.presence.take() if self.presence.tiers else (),
+            queries=queries,
             idle=idle,
-            # last, because what is taken here must be sent
             loads=self._take_loads() if has_loads else (),
         )
         self._reset = self._cancel_loads = False
         self._epochs.clear()
-        self.budget.end_step(self.now, half=bool(self.loads.queue))  # for loads that continue
         return plan
 
     def _take_loads(self) -> tuple[LoadJob, ...]:

@@ -14,6 +14,7 @@ from offload.connector.scheduler.scheduler_side import SchedulerSide
 from offload.connector.scheduler.store_progress import StoreProgress
 from offload.planner.jobs import JobKind
 from offload.planner.load_or_recompute import ReadQueue
+from offload.planner.step_budget import StepBudget
 from tests.oracle.models import MODELS
 from tests.oracle.serving import Conditions, OracleEngine
 from tests.oracle.test_miss_reasons import PROMPT, stored
@@ -291,5 +292,37 @@ def test_a_load_that_was_planned_before_a_fault_ends_once(
         world.drain()
         assert world.loaded() == {"cpu": 0, "file": 64}
         assert world.connector.faults.by_hook == {"update_state_after_alloc": 1}
+        world.connector.faults.by_hook.clear()
+        world.check_idle()
+
+
+def test_a_load_is_sent_although_the_end_of_its_step_fails(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """If it were not sent, its request would wait forever, and a request with the same prompt would
+    copy the slots into which nothing has read."""
+    conditions = Conditions(slots=100, options={"max_load_gpu_share": 1.0})
+    with OracleEngine(MODELS["full"], conditions, tmp_path, 2) as world:
+        stored(world)
+        world.planner.cpu.clear()
+        ask(world, "other", OTHER)  # its chunks stay in the slots
+        world.drain()
+        world.planner.cpu.clear()
+        end_step = StepBudget.end_step
+
+        def broken(*_: Any, **__: Any) -> Any:
+            monkeypatch.setattr(StepBudget, "end_step", end_step)
+            raise RuntimeError("a fault in a hook")
+
+        monkeypatch.setattr(StepBudget, "end_step", broken)
+        loading = ask(world, "loading", PROMPT)
+        world.step()
+        assert loading.status is RequestStatus.WAITING_FOR_REMOTE_KVS
+        ask(world, "joining", PROMPT)
+        for _ in range(40):
+            world.step()
+        assert world.mismatches == []
+        assert world.finished == 4
+        assert world.connector.faults.by_hook == {"build_connector_meta": 1}
         world.connector.faults.by_hook.clear()
         world.check_idle()

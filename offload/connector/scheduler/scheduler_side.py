@@ -292,10 +292,9 @@ class SchedulerSide:
             self._faults.note("lookup", error)
         try:
             self._prepare(output)
-            plan = self.planner.step(idle=idle)
-            if self._digests is not None:
-                return replace(plan, digests=self._digests.take())
-            return plan
+            digests = self._digests.take() if self._digests is not None else ()
+            plan = self.planner.step(idle=idle)  # last, because what it contains must be sent
+            return replace(plan, digests=digests) if digests else plan
         except Exception as error:  # the loads and fences of this step must still be sent
             self._faults.note("build_connector_meta", error)
             self.planner.stores.distrust()
