@@ -161,6 +161,20 @@ def test_what_preempted_requests_have_computed_is_used_and_stored(
         world.restore()
 
 
+def test_uncomputed_blocks_of_a_request_whose_hooks_fail_are_removed(
+    unknown: set[str], tmp_path: Path
+) -> None:
+    unknown.add("r1")
+    with PriorityEngine("full", tmp_path) as world:
+        world.preempt(is_scheduled=True)
+        unknown.clear()
+        assert set(world.connector.faults.by_hook.values()) == {1}
+        world.connector.faults.by_hook.clear()
+        world.ask("r5", [*PROMPT[:-2], 3])
+        world.drain_and_check()
+        world.restore()
+
+
 @pytest.mark.parametrize("part", ["the plan", "a block"])
 def test_an_error_keeps_no_other_uncomputed_block(
     part: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

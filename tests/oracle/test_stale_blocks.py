@@ -92,9 +92,15 @@ def change_weights(world: OracleEngine) -> bool:
     return world.scheduler.reset_prefix_cache(reset_connector=True)
 
 
-def ask_later(world: OracleEngine, prompt: list[int] = PROMPT, wrong: int = 0) -> None:
+def ask_later(
+    world: OracleEngine,
+    prompt: list[int] = PROMPT,
+    wrong: int = 0,
+    faults: dict[str, int] | None = None,
+) -> None:
     """Ask for a prompt again, then empty vLLM's own cache and restore it from the tiers. After
-    ``wrong`` reads of old KV, no other may be wrong."""
+    ``wrong`` reads of old KV, no other may be wrong. ``faults`` are those of the hooks until then
+    and from then on."""
     ask(world, "next", prompt)
     world.drain()
     assert world.scheduler.reset_prefix_cache()
@@ -103,7 +109,7 @@ def ask_later(world: OracleEngine, prompt: list[int] = PROMPT, wrong: int = 0) -
     world.drain()
     assert sum(world.loaded().values()) > before
     assert len(world.mismatches) == wrong
-    assert world.connector.faults.by_hook == {}
+    assert world.connector.faults.by_hook == (faults or {})
 
 
 def test_a_reset_empties_the_gpu_cache_although_a_request_runs(tmp_path: Path) -> None:
@@ -156,6 +162,121 @@ def test_what_hits_old_kv_in_the_step_that_adds_it_is_not_stored(tmp_path: Path)
         wrong = world.mismatches
         assert any("beside" in each for each in wrong), "it has not hit old blocks"
         ask_later(world, wrong=len(wrong))
+
+
+def test_a_request_whose_hooks_fail_can_hold_old_kv(unknown: set[str], tmp_path: Path) -> None:
+    """Its arrival, its lookup and the allocation of its blocks fail, so it has no state here. vLLM
+    computes the rest of it from old KV, and adds the blocks to its own cache."""
+    unknown.add("running")
+    conditions = Conditions(slots=100, batched_tokens=16)
+    with OracleEngine(MODELS["full"], conditions, tmp_path, 0) as world:
+        running = ask(world, "running", PROMPT)
+        while not running.num_computed_tokens:
+            world.step()
+        assert running.num_computed_tokens < len(PROMPT)
+        assert not change_weights(world)
+        world.drain()
+        ask(world, "beside", PROMPT)
+        world.drain()
+        faults = dict.fromkeys(
+            ("on_new_request", "get_num_new_matched_tokens", "update_state_after_alloc"), 1
+        )
+        ask_later(world, faults=faults)
+
+
+def test_a_request_whose_hooks_fail_can_hit_old_kv(unknown: set[str], tmp_path: Path) -> None:
+    """It begins in the step that adds old KV to vLLM's own cache, and goes on after the request
+    that had this KV has ended."""
+    conditions = Conditions(slots=100, late=0, batched_tokens=64, vllm_errs=True)
+    with OracleEngine(MODELS["full"], conditions, tmp_path, 0) as world:
+        stored(world)
+        assert world.scheduler.reset_prefix_cache()
+        loading = ask(world, "loading", PROMPT)
+        while "loading" not in world.scheduler.finished_recving_kv_req_ids:
+            world.step()
+        unknown.add("beside")
+        beside = ask(world, "beside", PROMPT)
+        beside.max_tokens = 20
+        assert not change_weights(world)
+        while not loading.is_finished():
+            world.step()
+        assert not beside.is_finished()
+        world.drain()
+        assert world.events()["vllm_errors"] > 0, "it has not hit old blocks"
+        wrong, faults = list(world.mismatches), dict(world.connector.faults.by_hook)
+        assert all("request loading" in each for each in wrong)
+        answered = [*PROMPT, *beside.output_token_ids, *OTHER[:3]]
+        ask(world, "again", PROMPT)
+        world.drain()
+        ask_later(world, answered, wrong=len(wrong), faults=faults)
+
+
+def test_an_ended_request_holds_no_old_kv(unknown: set[str], tmp_path: Path) -> None:
+    """Although its hooks have failed. vLLM's own cache is used after a reset."""
+    unknown.add("gone")
+    with OracleEngine(MODELS["full"], Conditions(slots=100), tmp_path, 0) as world:
+        ask(world, "gone", PROMPT)
+        world.drain()
+        assert change_weights(world)
+        ask(world, "next", PROMPT)
+        world.drain()
+        cached = world.scheduler.kv_cache_manager.block_pool.cached_block_hash_to_block
+        assert len(cached) > 0
+
+
+def test_a_session_that_is_admitted_late_can_hold_old_kv(unknown: set[str], tmp_path: Path) -> None:
+    """The hooks of its first part have failed. It waits for its client while the caches are reset,
+    and is admitted when it continues."""
+    unknown.add("session")
+    with OracleEngine(MODELS["full"], Conditions(slots=100), tmp_path, 0) as world:
+        session = ask_part(world, OTHER[:40])
+        while session.status is not RequestStatus.WAITING_FOR_STREAMING_REQ:
+            world.step()
+        assert not change_weights(world)
+        unknown.clear()
+        ask_part(world, OTHER[40:60])
+        while session.status is not RequestStatus.WAITING_FOR_STREAMING_REQ:
+            world.step()
+        assert session.num_computed_tokens > 60
+        assert "session" in world.connector.serving.side.requests.by_name
+        world.scheduler.finish_requests("session", RequestStatus.FINISHED_ABORTED)
+        world.drain()
+        assert len(world.planner.cpu) == 0
+
+
+def ask_part(world: OracleEngine, tokens: list[int]) -> Any:
+    """Send a part of a streamed prompt."""
+    part = _request(world, "session", tokens, None)
+    part.resumable = True
+    world.scheduler.add_request(part)
+    return part
+
+
+def test_a_request_that_loads_after_a_reset_holds_no_old_kv(tmp_path: Path) -> None:
+    """While another request holds old KV, it loads from the tiers what was stored since then. Its
+    own chunks are stored, and vLLM's cache is used again when the other one has ended."""
+    with OracleEngine(MODELS["full"], Conditions(slots=100), tmp_path, 0) as world:
+        holder = ask(world, "holder", OTHER[:20])
+        holder.max_tokens = 60
+        while not holder.num_output_tokens:
+            world.step()
+        assert not change_weights(world)
+        first = ask(world, "first", PROMPT)
+        while not first.is_finished() or world.planner.busy:
+            world.step()
+        loading = ask(world, "loading", PROMPT)
+        loading.max_tokens = 100
+        while not holder.is_finished():
+            world.step()
+        assert world.loaded()["cpu"] == len(PROMPT)
+        before = len(world.planner.cpu)
+        while not loading.is_finished():
+            world.step()
+        world.drain()
+        assert len(world.planner.cpu) >= before + 10
+        cached = world.scheduler.kv_cache_manager.block_pool.cached_block_hash_to_block
+        assert len(cached) > 0
+        world.check()
 
 
 def test_a_request_whose_load_a_reset_fails_is_stored(tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import logging
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -36,7 +36,7 @@ class LiveRequest:
 
 
 class LiveRequests:
-    """The live requests ``by_name``, and the ``adapters`` that they use.
+    """The admitted live requests ``by_name``, and the ``adapters`` that they use.
 
     With ``require_salt``, requests without a salt are excluded; ``tiers`` are the names of the
     lower tiers. ``wrong_values`` counts invalid values that clients have sent.
@@ -52,6 +52,7 @@ class LiveRequests:
         tiers: Sequence[str] = (),
     ) -> None:
         self.by_name: dict[str, LiveRequest] = {}
+        self._not_admitted: dict[str, Request] = {}  # not yet, or because it failed
         self.adapters = adapters
         self.wrong_values = 0
         self._tiers = tuple(tiers)
@@ -67,6 +68,7 @@ class LiveRequests:
         ``None`` means: call this again in the next step, because the content of the request's
         adapter may be known by then. If it stays unknown, the request is excluded.
         """
+        self._not_admitted[request.request_id] = request
         adapter = self.adapters.identity_of(request)
         if adapter is None and self.adapters.may_come(request):
             return None
@@ -84,12 +86,19 @@ class LiveRequests:
         if self._recorder is not None:
             self._record(self._recorder, identity, request)
         live = self.by_name[request.request_id] = LiveRequest(RequestState(identity), request)
+        del self._not_admitted[request.request_id]
         return live
+
+    def all(self) -> Iterator[Request]:
+        """All live requests, also those that could not be admitted."""
+        yield from (live.request for live in self.by_name.values())
+        yield from self._not_admitted.values()
 
     def end(self, request_id: str) -> RequestState | None:
         """Remove a request that has ended. Returns its state, if it was admitted."""
-        self.adapters.end(request_id)
+        self._not_admitted.pop(request_id, None)
         live = self.by_name.pop(request_id, None)
+        self.adapters.end(request_id)
         return live.state if live is not None else None
 
     def adapters_loaded(self, loaded: Loaded) -> bool:

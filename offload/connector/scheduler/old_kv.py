@@ -12,8 +12,13 @@ step that has added it, counts as one of them. Later requests load from the tier
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 from offload.connector.scheduler.gpu_cache import GpuCache
-from offload.connector.scheduler.live_requests import LiveRequest, LiveRequests
+from offload.connector.scheduler.live_requests import LiveRequests
+
+if TYPE_CHECKING:
+    from vllm.v1.request import Request
 
 
 class OldKv:
@@ -23,26 +28,28 @@ class OldKv:
         self._requests = requests
         self._gpu_cache = gpu_cache
         self._holders: set[str] = set()
-        self._began: list[tuple[str, int]] = []
+        self._began: list[tuple[Request, int]] = []
 
     def reset(self) -> None:
         """Find the requests that hold KV, because the weights may have changed, and empty vLLM's
         own cache."""
-        for name, live in self._requests.by_name.items():
-            if live.request.num_computed_tokens > 0:
-                self._hold(name, live)
+        for request in self._requests.all():
+            if request.num_computed_tokens > 0:
+                self._hold(request)
         self._gpu_cache.remove_all()
 
-    def begins(self, live: LiveRequest) -> None:
+    def begins(self, request: Request) -> None:
         """Record that a request holds no KV, because vLLM looks it up."""
-        self._holders.discard(live.request.request_id)
-        live.state.stores.set_stale(stale=False)
+        self._holders.discard(request.request_id)
+        self._set_stale(request, stale=False)
 
-    def allocated(self, request_id: str, external_tokens: int) -> None:
-        """Record that vLLM has given blocks to a request that held none, also for this many tokens
-        that a connector loads."""
-        if self._holders:
-            self._began.append((request_id, external_tokens))
+    def allocated(self, request: Request, external_tokens: int) -> None:
+        """Record that vLLM has given blocks to a request, also for this many tokens that a
+        connector loads. vLLM calls again when the load has ended, but this adds no hit."""
+        if self._holders and request.num_computed_tokens == 0:
+            self._began.append((request, external_tokens))
+        elif request.request_id in self._holders:  # perhaps kvtiers did not know it until now
+            self._began.append((request, 0))
 
     def step(self) -> None:
         """Empty vLLM's own cache after it has scheduled a step, and find the requests that have hit
@@ -50,10 +57,9 @@ class OldKv:
         began, self._began = self._began, []
         if not self._holders:
             return
-        for name, external_tokens in began:
-            live = self._requests.by_name.get(name)
-            if live is not None and live.request.num_computed_tokens > external_tokens:
-                self._hold(name, live)
+        for request, external_tokens in began:
+            if request.num_computed_tokens > external_tokens:
+                self._hold(request)
         self._gpu_cache.remove_all()
 
     def ended(self, request_id: str) -> None:
@@ -63,6 +69,11 @@ class OldKv:
             self._holders.remove(request_id)
             self._gpu_cache.remove_all()
 
-    def _hold(self, name: str, live: LiveRequest) -> None:
-        self._holders.add(name)
-        live.state.stores.set_stale(stale=True)
+    def _hold(self, request: Request) -> None:
+        self._holders.add(request.request_id)
+        self._set_stale(request, stale=True)
+
+    def _set_stale(self, request: Request, *, stale: bool) -> None:
+        live = self._requests.by_name.get(request.request_id)
+        if live is not None:
+            live.state.stores.set_stale(stale=stale)

@@ -144,11 +144,11 @@ class SchedulerSide:
         at the first one without blocks, and requests behind this one may hold the blocks. A second
         load could wait forever, because vLLM reserves the request's blocks against itself, too.
         """
+        self.old_kv.begins(request)
         state = self.admit(request)
         if state is None:
             return None
         self._unfinished_loads.ended(request.request_id)
-        self.old_kv.begins(self.requests.by_name[request.request_id])
         self._other_loads.asked(request.request_id, computed_tokens)
         if state.outcome.failures:
             return (
@@ -176,7 +176,7 @@ class SchedulerSide:
     ) -> None:
         """Plan a load if ``external_tokens`` > 0; vLLM has allocated its blocks."""
         name = request.request_id
-        self.old_kv.allocated(name, external_tokens)
+        self.old_kv.allocated(request, external_tokens)
         self._other_loads.allocated(request, block_ids, external_tokens)
         if external_tokens <= 0:
             self._unfinished_loads.forget(name)

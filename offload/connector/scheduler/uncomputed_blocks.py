@@ -36,11 +36,7 @@ class UncomputedBlocks:
     def before_preemption(self) -> None:
         """Record the blocks of each running request that have a hash but are not computed, because
         vLLM takes all blocks from the request that it preempts."""
-        running = (
-            live.request
-            for live in self._requests.by_name.values()
-            if live.request.status is RequestStatus.RUNNING
-        )
+        running = (one for one in self._requests.all() if one.status is RequestStatus.RUNNING)
         self._found |= {one.request_id: found for one in running if (found := self._find(one))}
 
     def _find(self, request: Request) -> list[tuple[KVCacheBlock, BlockHashWithGroupId]]:
