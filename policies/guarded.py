@@ -79,6 +79,8 @@ class GuardedPolicy(EvictionPolicy):
         self._keys = 0
         self._passed = 0  # number of keys before the current window
         self._slow_at: deque[int] = deque(maxlen=patience)
+        self._closes_prefixes = self._declares("keeps_prefixes_closed")
+        self._takes_parts = self._declares("takes_parts")
 
     @property
     def active(self) -> EvictionPolicy:
@@ -89,12 +91,12 @@ class GuardedPolicy(EvictionPolicy):
     def keeps_prefixes_closed(self) -> bool:  # type: ignore[override]  # changes with a fault
         """The policy's guarantee. False after a fault, because LRU then starts from an arbitrary
         order."""
-        return not self.faults and self._active.keeps_prefixes_closed
+        return not self.faults and self._closes_prefixes
 
     @property
     def takes_parts(self) -> bool:  # type: ignore[override]  # changes with a fault
         """True if the active policy accepts a request's touches in parts."""
-        return self._active.takes_parts
+        return LruPolicy.takes_parts if self.faults else self._takes_parts
 
     def insert(self, key: Key, info: EntryInfo) -> None:
         if self._own is not None:
@@ -151,7 +153,28 @@ class GuardedPolicy(EvictionPolicy):
         self._call("clear", None)
 
     def __len__(self) -> int:
-        return len(self._own) if self._own is not None else self._call("__len__", None)
+        if self._own is not None:
+            return len(self._own)
+        if not self.faults:
+            try:
+                return len(self._active)
+            except (Exception, SystemExit) as error:  # as in ``_call``
+                self._fall_back(f"__len__ raised {safe_repr(error)}")
+        return len(self._active)
+
+    def _declares(self, name: str) -> bool:
+        """Read an attribute of the policy. It is read only once, because it may be a property. A
+        fault counts as False."""
+        fault = ""
+        try:
+            value = getattr(self._active, name)
+            if not isinstance(value, bool):
+                fault = f"{name} is {_brief(value)}, not True or False"
+        except (Exception, SystemExit) as error:  # as in ``_call``
+            fault = f"{name} raised {safe_repr(error)}"
+        if fault and not self.faults:
+            self._fall_back(fault)
+        return value if not fault else False
 
     def _call(self, name: str, keys: int | None, *arguments: Any) -> Any:
         """Pass a call on to the active policy. It gets the budget of ``keys`` keys; ``None`` means

@@ -17,6 +17,7 @@ from policies.eviction.lru import LruPolicy
 from policies.guarded import GuardedPolicy
 from policies.testing import PolicyContract
 from tests.patience import PATIENCE_S
+from tests.unprintable import Unprintable
 
 INFO = EntryInfo()
 
@@ -329,15 +330,6 @@ def test_a_good_policy_is_left_alone() -> None:
     assert policy.keeps_prefixes_closed
 
 
-class Unprintable(Exception):
-    """An error with a fault in its own texts."""
-
-    def __repr__(self) -> str:
-        return f"Unprintable({self.key})"  # type: ignore[attr-defined]  # the fault
-
-    __str__ = __repr__
-
-
 @pytest.mark.parametrize("call", ["insert", "victims", "returns"])
 def test_an_error_whose_text_cannot_be_made_is_contained(call: str) -> None:
     class Faulty(LruPolicy):
@@ -404,3 +396,52 @@ def test_parts_are_accepted_if_the_policy_in_use_accepts_them() -> None:
     policy.touch([1])
     assert policy.faults
     assert policy.takes_parts
+
+
+@pytest.mark.parametrize("name", ["keeps_prefixes_closed", "takes_parts"])
+@pytest.mark.parametrize("wrong", ["raises", "exits", "has no text", "is no bool"])
+def test_an_attribute_that_cannot_be_read_is_contained(name: str, wrong: str) -> None:
+    """The policy is replaced at the start, before its first call."""
+
+    def read(_: object) -> object:
+        if wrong == "raises":
+            raise RuntimeError("on purpose")
+        if wrong == "exits":
+            sys.exit(3)
+        return Unprintable() if wrong == "has no text" else 1
+
+    policy_class = type("Faulty", (FifoPolicy,), {name: property(read)})
+    told: list[str] = []
+    members = dict.fromkeys(range(3))
+    policy = GuardedPolicy(policy_class(), told.append, members=members)
+    what = {
+        "raises": "raised RuntimeError('on purpose')",
+        "exits": "raised SystemExit(3)",
+        "has no text": "is Unprintable (its __repr__ raises), not True or False",
+        "is no bool": "is 1, not True or False",
+    }[wrong]
+    assert policy.faults == told == [f"{name} {what}"]
+    assert type(policy.active) is LruPolicy
+    assert not policy.keeps_prefixes_closed
+    assert policy.takes_parts, "those of LRU"
+    assert policy.victims(2, lambda key: True) == [0, 1]
+
+
+@pytest.mark.parametrize("name", ["keeps_prefixes_closed", "takes_parts"])
+def test_an_attribute_that_fails_later_is_contained(name: str) -> None:
+    """It is a promise, which must not change, so it is read once."""
+    values = [True]
+    policy = GuardedPolicy(type("Once", (FifoPolicy,), {name: property(lambda _: values.pop())})())
+    assert getattr(policy, name)
+    assert getattr(policy, name)
+    assert policy.faults == []
+
+
+@pytest.mark.parametrize("size", ["three", -1, None])
+def test_a_size_that_is_no_number_is_contained(size: object) -> None:
+    wrong = type("Sizeless", (FifoPolicy,), {"__len__": lambda _: size})
+    policy = GuardedPolicy(wrong(), members=dict.fromkeys(range(3)))
+    assert len(policy) == 3
+    assert len(policy) == 3
+    assert len(policy.faults) == 1
+    assert policy.faults[0].startswith("__len__ raised ")

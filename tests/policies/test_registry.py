@@ -242,15 +242,6 @@ class Ends(BaseException):
     """Not a subclass of ``Exception``."""
 
 
-class Unprintable(Exception):
-    """An error with a fault in its own texts."""
-
-    def __repr__(self) -> str:
-        raise AttributeError("on purpose")
-
-    __str__ = __repr__
-
-
 @pytest.mark.parametrize(
     "line",
     ["sys.exit(3)", "raise SystemExit", "raise KeyError(3)", "raise Ends", "raise Unprintable"],
@@ -262,7 +253,7 @@ def test_a_policy_that_ends_the_process_is_refused(
     body = f"    def __init__(self): {line}" if where == "constructor" else "    pass"
     text = (
         f"import sys\nfrom policies.eviction.lru import LruPolicy\n"
-        f"from {__name__} import Ends, Unprintable\n"
+        f"from {__name__} import Ends\nfrom tests.unprintable import Unprintable\n"
         f"class Mine(LruPolicy):\n{body}\n"
     )
     (tmp_path / "acme_ends.py").write_text(text + ("" if where == "constructor" else line + "\n"))
