@@ -14,6 +14,8 @@ import traceback
 from collections.abc import Callable, Iterable
 from typing import Any, TypeVar
 
+from policies.safe_text import safe_repr
+
 logger = logging.getLogger(__name__)
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -90,7 +92,7 @@ def described(error: BaseException) -> str:
     lines: list[str] = []
     cause: BaseException | None = error
     while cause is not None and len(lines) < ERROR_LINES_MAX:
-        lines.append(f"{'caused by ' if lines else ''}{cause!r}")
+        lines.append(f"{'caused by ' if lines else ''}{safe_repr(cause)}")
         for frame, number in traceback.walk_tb(cause.__traceback__):
             code = frame.f_code
             lines.append(f"  at {code.co_filename}:{number} in {code.co_qualname}")

@@ -37,6 +37,7 @@ from offload.worker.rank_memory import RankMemory
 from offload.worker.tier_monitor import WatchedTier, close_tier
 from offload.worker.tier_writer import TierWriter
 from offload.worker.unanswered_jobs import Drained, Unanswered
+from policies.safe_text import safe_repr
 from tiers.base import Scrubbed, Tier
 from tiers.copy.base import CopyBatch, TransferError
 
@@ -246,7 +247,7 @@ class Executor:
         try:
             self._accept(plan, sources, loads, after, unanswered)
         except Exception as error:  # every job must be answered, whatever the error
-            self._degrade(f"a plan could not be carried out: {error!r}")
+            self._degrade(f"a plan could not be carried out: {safe_repr(error)}")
             self._refuse(unanswered, sources, self._loads.refuse)
 
     def _accept(
@@ -437,7 +438,7 @@ class Executor:
     def _task_ended(self, task: asyncio.Task[None]) -> None:
         self._tasks.discard(task)
         if not task.cancelled() and task.exception() is not None:
-            self._degrade(f"a transfer task failed: {task.exception()!r}")
+            self._degrade(f"a transfer task failed: {safe_repr(task.exception())}")
 
     @property
     def degraded(self) -> str:

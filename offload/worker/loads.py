@@ -24,6 +24,7 @@ from offload.worker.rank_memory import RankMemory
 from offload.worker.read_turns import ReadTurns
 from offload.worker.staging import Staging, Window
 from offload.worker.tier_monitor import WatchedTier
+from policies.safe_text import safe_str
 from tiers.base import ReadOutcome
 from tiers.copy.base import CopyBatch, TransferError
 from tiers.tally import Tally
@@ -416,7 +417,7 @@ class LoadTask:
         try:
             outcomes = await loads.tiers[tier].read([item.key for item in items], views)
         except Exception as error:  # the tier may be third-party code
-            logger.warning("kvtiers: tier %d could not be read: %s", tier, error)
+            logger.warning("kvtiers: tier %d could not be read: %s", tier, safe_str(error))
             return [ReadOutcome.BUSY] * len(items)
         loads.stats.read(tier, sum(sizes), time.perf_counter() - started)
         return outcomes

@@ -13,6 +13,7 @@ from offload.messages.plan import PresenceQuery
 from offload.messages.report import Observed, PresenceReply
 from offload.worker.tier_monitor import TierMonitor
 from offload.worker.tier_writer import TierWriter
+from policies.safe_text import safe_repr
 from tiers.base import SharedTier, Tier
 
 logger = logging.getLogger(__name__)
@@ -57,5 +58,5 @@ class PresenceQueries:
                     bytes(await self._watches[tier].query(asking, len(query.keys)))
                 )
             except Exception as error:  # catch any error, because the query must be answered
-                logger.debug("kvtiers: tier %d could not be queried: %r", tier, error)
+                logger.debug("kvtiers: tier %d could not be queried: %s", tier, safe_repr(error))
                 return PresenceReply(None)

@@ -25,6 +25,7 @@ from offload.worker.executor_limits import ExecutorLimits
 from offload.worker.rank_memory import RankMemory
 from offload.worker.tier_factory import scrub_limits
 from offload.worker.tier_monitor import close_tier
+from policies.safe_text import safe_str
 from tiers.base import KeyColumn, SharedTier, StoredKeys, Tier
 
 if TYPE_CHECKING:
@@ -111,13 +112,13 @@ async def _open_tier(unopened: UnopenedTier, memory: RankMemory) -> RankTier:
         if not unopened.option:
             raise _unavailable(unopened, error) from error
         fix = "Increase it, or remove other data below the path (kvtiers clear)."
-        raise ConfigError([Problem(unopened.option, str(error), fix)]) from error
+        raise ConfigError([Problem(unopened.option, safe_str(error), fix)]) from error
     except Exception as error:  # the tier may be third-party code
         raise _unavailable(unopened, error) from error
 
 
 def _unavailable(unopened: UnopenedTier, error: Exception) -> TierUnavailableError:
-    return TierUnavailableError(f"kvtiers: {unopened.where}: {error}")
+    return TierUnavailableError(f"kvtiers: {unopened.where}: {safe_str(error)}")
 
 
 async def _opened(unopened: UnopenedTier, memory: RankMemory) -> RankTier:

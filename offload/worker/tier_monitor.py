@@ -18,6 +18,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from typing import TypeVar
 
 from offload.messages.report import Observed
+from policies.safe_text import safe_repr
 from tiers.base import Buffer, ReadOutcome, Tier, TierIoError, WriteOutcome
 
 logger = logging.getLogger(__name__)
@@ -205,6 +206,6 @@ async def close_tier(tier: Tier, timeout_s: float) -> None:
             logger.warning("kvtiers: a tier did not close within %g s", timeout_s)
         elif closing.cancelled() or closing.exception() is not None:
             error = None if closing.cancelled() else closing.exception()
-            logger.warning("kvtiers: a tier did not close: %r", error)
+            logger.warning("kvtiers: a tier did not close: %s", safe_repr(error))
     except Exception as error:  # e.g. a call that does not return an awaitable
-        logger.warning("kvtiers: a tier did not close: %r", error)
+        logger.warning("kvtiers: a tier did not close: %s", safe_repr(error))

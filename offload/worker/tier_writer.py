@@ -21,6 +21,7 @@ from offload.messages.report import JobResult
 from offload.telemetry.counters import WorkerStats
 from offload.worker.rank_memory import RankMemory
 from offload.worker.tier_monitor import CallsInFlight, WatchedTier
+from policies.safe_text import safe_repr
 from tiers.base import TierError, WriteOutcome
 
 logger = logging.getLogger(__name__)
@@ -182,4 +183,4 @@ class TierWriter:
         self._stats.tier_failed()
         if not self._reported:
             self._reported = True
-            logger.error("kvtiers: a tier failed; its writes are skipped: %r", error)
+            logger.error("kvtiers: a tier failed; its writes are skipped: %s", safe_repr(error))

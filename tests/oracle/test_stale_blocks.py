@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from vllm.v1.request import RequestStatus
 
+from offload.connector.model.adapters import AdapterBook
 from offload.connector.scheduler.block_tables import BlockTables, ChunkBatches
 from offload.connector.scheduler.scheduler_side import SchedulerSide
 from offload.connector.scheduler.store_progress import StoreProgress
@@ -19,6 +20,7 @@ from tests.oracle.models import MODELS
 from tests.oracle.serving import Conditions, OracleEngine
 from tests.oracle.test_miss_reasons import PROMPT, stored
 from tests.oracle.test_requests_reported import _request
+from tests.unprintable import Unprintable
 
 OTHER = list(range(30, 94))
 
@@ -222,6 +224,22 @@ def test_an_ended_request_holds_no_old_kv(unknown: set[str], tmp_path: Path) -> 
         world.drain()
         cached = world.scheduler.kv_cache_manager.block_pool.cached_block_hash_to_block
         assert len(cached) > 0
+
+
+def test_an_error_without_a_text_does_not_leave_a_hook(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Third-party policies can raise it."""
+
+    def fail(*_: Any) -> None:
+        raise Unprintable
+
+    with OracleEngine(MODELS["full"], Conditions(slots=100), tmp_path, 0) as world:
+        monkeypatch.setattr(AdapterBook, "identity_of", fail)
+        ask(world, "running", PROMPT)
+        world.drain()
+        assert world.finished == 1
+        assert world.connector.faults.by_hook["on_new_request"] == 1
 
 
 def test_a_session_that_is_admitted_late_can_hold_old_kv(unknown: set[str], tmp_path: Path) -> None:

@@ -25,6 +25,7 @@ import asyncio
 import logging
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from dataclasses import replace
+from traceback import TracebackException
 from typing import Any, ClassVar, Generic, TypeVar
 
 from tiers.base import (
@@ -199,7 +200,7 @@ class ReopeningTier(Tier, Generic[Wrapped]):
         try:
             await settled(in_thread(self._keep_epoch, epoch))
         except Exception as error:  # on any error, nothing may be stored under this epoch
-            raise TierIoError(f"epoch {epoch} cannot be recorded: {error}") from error
+            raise TierIoError(f"epoch {epoch} cannot be recorded: {_text_of(error)}") from error
 
     async def _ready(self) -> None:
         """Make sure that a tier is open, or raise its error."""
@@ -222,7 +223,7 @@ class ReopeningTier(Tier, Generic[Wrapped]):
             await self._close_failed()
             await self._open_again()
         except Exception as error:  # on any error, the medium is not back yet
-            self._failure = TierIoError(f"the tier cannot be opened again: {error}")
+            self._failure = TierIoError(f"the tier cannot be opened again: {_text_of(error)}")
             self._failure.__cause__ = error
         finally:
             self._opening = None
@@ -281,6 +282,11 @@ class SharedReopeningTier(ReopeningTier[SharedTier], SharedTier):
 
     async def present(self, keys: Sequence[Key]) -> list[bool]:
         return await self._try(lambda tier: tier.present(keys))
+
+
+def _text_of(error: Exception) -> str:
+    """``str(error)``, or a text that says that this fails: the error may be of third-party code."""
+    return str(TracebackException(type(error), error, None, compact=True))
 
 
 def _as_odd(epoch: int, like: int) -> int:

@@ -31,6 +31,7 @@ from offload.worker.rank_memory import RankMemory, make_memory
 from offload.worker.runtime import UnopenedTier, open_rank
 from offload.worker.tier_factory import TierSpec, make_tier
 from offload.worker.unanswered_jobs import Drained
+from policies.safe_text import safe_repr
 from tiers.slab.slab import HostSlab
 
 if TYPE_CHECKING:
@@ -183,7 +184,7 @@ class WorkerSide:
                 loop.call(executor.aclose(RANK_CLOSE_TIMEOUT_S / 2), RANK_CLOSE_TIMEOUT_S)
                 closed = True
             except Exception as error:  # a tier that hangs must not delay the shutdown
-                logger.warning("kvtiers: the tiers did not close in time: %r", error)
+                logger.warning("kvtiers: the tiers did not close in time: %s", safe_repr(error))
         if loop.stop(0.5) and closed and slab is not None:
             slab.close()  # only when nothing can copy from the slab any more
 

@@ -27,6 +27,7 @@ from tests.offload.small_model import (
 )
 from tests.sim.real_disk import OnThreads
 from tests.sim.virtual_time import run_virtually
+from tests.unprintable import Unprintable
 from tiers.adapters.wrapper import SharedTierWrapper, TierWrapper
 from tiers.base import ReadOutcome, Tier, WriteOutcome
 from tiers.lmdb.tier import LmdbTier
@@ -217,13 +218,23 @@ def test_a_misbehaving_tier_fails_only_that_operation(method: str, way: str) -> 
     run(scenario)
 
 
-def test_a_tier_that_raises_anything_when_opened_is_unavailable() -> None:
+@pytest.mark.parametrize(
+    ("error", "text"),
+    [
+        (KeyError("planted"), "'planted'"),
+        (Unprintable(), r"Unprintable \(its __repr__ raises\)"),
+    ],
+    ids=["any error", "without a text"],
+)
+def test_a_tier_that_raises_anything_when_opened_is_unavailable(
+    error: Exception, text: str
+) -> None:
     class Odd(TierWrapper):
         async def open(self) -> Any:
-            raise KeyError("planted")
+            raise error
 
     async def scenario() -> None:
-        with pytest.raises(TierUnavailableError, match="tier 0: 'planted'"):
+        with pytest.raises(TierUnavailableError, match=f"tier 0: {text}"):
             await open_manager(kv_caches(), [Odd(MemoryTier(1 << 22))])
 
     run(scenario)

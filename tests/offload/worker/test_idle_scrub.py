@@ -24,6 +24,7 @@ from offload.worker.tier_monitor import TierMonitor, WatchedTier
 from tests.offload.planner.simulated_ranks import key_of
 from tests.offload.planner.troubled_tiers import make, recover, report_seen, step
 from tests.sim.virtual_time import run_virtually
+from tests.unprintable import Unprintable
 from tiers.base import Scrubbed, TierClosedError, TierIoError
 from tiers.testing.memory_tier import MemoryTier
 
@@ -129,13 +130,6 @@ def test_a_tier_with_no_record_due_is_checked_from_time_to_time() -> None:
     tier, found = scrubbing(lambda: None, 10 * NOTHING_DUE_S, nothing)
     assert len(tier.at) == 10
     assert found == []
-
-
-class Unprintable(Exception):
-    """An error with a fault in its own text."""
-
-    def __repr__(self) -> str:
-        raise AttributeError("on purpose")
 
 
 @pytest.mark.parametrize("how", ["says so", "raises", "raises without a text"])

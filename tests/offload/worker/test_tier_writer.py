@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import pytest
+
 from offload.messages.plan import StepPlan, WriteThroughJob
+from offload.worker.tier_monitor import close_tier
 from tests.offload.small_model import compute, keys
 from tests.offload.worker.test_executor import KEYS, Rank, load, rank_with, store
+from tests.unprintable import Unprintable
+from tiers.base import TierError
 from tiers.testing.faults import FailingTier, HoldingTier, nth
 from tiers.testing.memory_tier import MemoryTier
 
@@ -107,3 +112,26 @@ async def test_a_key_that_is_written_again_is_not_deleted_later() -> None:
         assert await write_through(rank, 4, [1], [1])
         assert tier.met == 2
         assert sorted(medium.records) == sorted(KEYS[:2])
+
+
+async def test_errors_without_a_text_are_failures_of_the_tier(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """The jobs are answered, and the log says what can be said."""
+
+    class Error(Unprintable, TierError):
+        pass
+
+    class Failing(FailingTier):
+        async def aclose(self) -> None:
+            raise Unprintable
+
+    tier = Failing(MemoryTier(1 << 20), methods={"read", "write"}, error=Error)
+    async with rank_with(tier) as rank:
+        await fill(rank, 0, 1, [0])
+        assert not await write_through(rank, 2, [0], [0])
+        rank.executor.post(StepPlan(loads=(load(3, [1], [5], tier=0),)))
+        assert (await rank.turn()).failed == {"r3"}
+    await close_tier(tier, 1.0)
+    for what in ("writes are skipped: Error", "not be read: Error", "not close: Unprintable"):
+        assert f"{what} (its __repr__ raises)" in caplog.text

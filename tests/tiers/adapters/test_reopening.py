@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.tiers.adapters.unplugged import CAPACITY, KEYS, NEW, SIZE, Disk, opened
+from tests.unprintable import Unprintable
 from tiers.adapters import reopening
 from tiers.adapters.reopening import ReopeningTier, SharedReopeningTier
 from tiers.base import ReadOutcome, Tier, TierClosedError, TierIoError, WriteOutcome
@@ -122,6 +123,23 @@ async def test_nothing_is_stored_under_an_epoch_that_cannot_be_recorded(disk: Di
     disk.notes = True
     await disk.tier.reset(5)
     assert disk.kept == disk.tier.stats()["epoch"] == 5
+
+
+async def test_an_error_without_a_text_is_an_error_of_the_tier(
+    disk: Disk, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """When the epoch is recorded, and when the tier is opened again."""
+
+    def fail(_epoch: int) -> Tier:
+        raise Unprintable
+
+    with monkeypatch.context() as patch:
+        patch.setattr(disk.tier, "_keep_epoch", fail)
+        with pytest.raises(TierIoError, match=r"cannot be recorded: <exception str\(\) failed>"):
+            await disk.tier.reset(5)
+    monkeypatch.setattr(disk.tier, "_make", fail)
+    with pytest.raises(TierIoError, match=r"opened again: <exception str\(\) failed>"):
+        await assert_holds(disk.tier, KEYS, SIZE)
 
 
 async def test_a_removed_folder_is_created_again(disk: Disk) -> None:
