@@ -22,10 +22,12 @@ if __name__ == "__main__":
     processor.pretend()
     model_runner.pretend()  # vLLM must not have been imported yet
 
+import pytest
 import torch
 from torch import nn
 from vllm.v1.request import RequestStatus
 
+from offload.connector import connector
 from tests.oracle.models import MODELS
 from tests.oracle.serving import Conditions, OracleEngine
 
@@ -60,7 +62,10 @@ class SleepingEngine(OracleEngine):
         self.model = Model()
         self._config.model_config.enable_sleep_mode = True
         self._config.compilation_config.static_forward_context = {"layer.0": self.model.layer}
-        super()._start()
+        with pytest.MonkeyPatch.context() as patch:
+            # It would change vLLM's class for all tests that follow. The calls are made here.
+            patch.setattr(connector, "follow_sleep", lambda: None)
+            super()._start()
         self.executor.copy_pause._let_copies_go_on = self._let_copies_go_on
 
     def _let_copies_go_on(self) -> None:

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 from vllm.v1.request import RequestStatus
 
+from offload.connector.compat import worker_sleep
 from offload.connector.scheduler.scheduler_side import SchedulerSide
 from offload.planner.write_through import WriteThrough
 from tests.oracle.models import MODELS
@@ -170,3 +171,9 @@ def test_a_reset_without_a_sleep_fails_loads(tmp_path: Path) -> None:
         serve(world, "after", PROMPT)
         assert world.mismatches == []
         assert len(world.planner.cpu) > 0
+
+
+def test_the_worlds_leave_vllms_worker_as_it_is(tmp_path: Path) -> None:
+    """Otherwise other tests in the same process would depend on their order."""
+    with SleepingEngine(MODELS["full"], Conditions(), tmp_path, 0):
+        assert worker_sleep._FOLLOWED == []

@@ -272,17 +272,23 @@ def test_the_worker_of_032_calls_the_hooks_in_the_order_of_033(
     ]
 
 
-def test_a_worker_calls_the_hooks_itself_or_is_followed_once() -> None:
+def test_a_worker_calls_the_hooks_itself_or_is_followed_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     from vllm.v1.worker.gpu_worker import Worker
 
-    before = vars(Worker)["sleep"], vars(Worker)["wake_up"]
-    calls_itself = "unregister_kv_caches" in before[0].__code__.co_names
-    assert calls_itself == ("restore_kv_caches" in before[1].__code__.co_names)
-    try:
-        compat.follow_sleep()
-        followed = vars(Worker)["sleep"], vars(Worker)["wake_up"]
-        assert (followed == before) == calls_itself
-        compat.follow_sleep()
-        assert (vars(Worker)["sleep"], vars(Worker)["wake_up"]) == followed
-    finally:
-        Worker.sleep, Worker.wake_up = before
+    def methods() -> dict[str, Any]:
+        names = {"sleep", "discard", "wake_up"} & vars(Worker).keys()
+        return {name: vars(Worker)[name] for name in names}
+
+    before = methods()
+    for name, method in before.items():
+        monkeypatch.setattr(Worker, name, method)  # so that it is restored
+    monkeypatch.setattr(worker_sleep, "_FOLLOWED", [])
+    calls_itself = "unregister_kv_caches" in before["sleep"].__code__.co_names
+    assert calls_itself == ("restore_kv_caches" in before["wake_up"].__code__.co_names)
+    compat.follow_sleep()
+    followed = methods()
+    assert (followed == before) == calls_itself
+    compat.follow_sleep()
+    assert methods() == followed
