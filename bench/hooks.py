@@ -39,7 +39,7 @@ million keys the checks would take longer than everything else."""
 SCHEDULER_GOAL_US = 2000.0
 RUNNER_GOAL_US = 100.0
 GOAL_BYTES_PER_KEY = 200.0
-WAITERS, WAITING_CHUNKS = 8, 2048
+WAITERS, WAITING_CHUNKS = 8, 500
 """``WAITERS`` requests wait while another one stores. Each has ``WAITING_CHUNKS`` chunks, or fewer
 if half of the CPU tier cannot hold those of all of them."""
 CHUNKS_PER_STEP = 128
@@ -194,7 +194,8 @@ class Bed:
             clock.time("build plan", lambda: self.side.build_plan(_output()))
             clock.next_step()
         wanted = len(self.planner.cpu.retention.wanted)
-        assert wanted == min(WANTED_CHUNKS_MAX, len(oldest)), (wanted, len(oldest))
+        fitting = WANTED_CHUNKS_MAX // chunks  # requests whose chunks are all wanted
+        assert wanted == chunks * min(WAITERS, fitting) > 0, (wanted, chunks)
         clock.end("wait")
         return requests
 

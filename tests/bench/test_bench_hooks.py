@@ -15,7 +15,7 @@ from bench.__main__ import build
 def test_every_hook_is_measured_and_a_missed_goal_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(hooks, "GOAL_CHUNKS", 1024)
     monkeypatch.setattr(hooks, "SCHEDULER_GOAL_US", 0.0)
-    config = hooks.Config(chunks=(1024,), keys=(1500,), repeats=2)
+    config = hooks.Config(chunks=(1024, 2560), keys=(1500,), repeats=2)
     report = hooks.run(config, Progress(disable=True))
     series = {row.series for row in report.rows}
     for hook in ("lookup", "allocated", "build plan", "take in", "ended"):
