@@ -3,7 +3,7 @@
 The guard watches every call. It replaces a policy permanently by LRU over the same members if the
 policy raises (or calls ``sys.exit``), is slow, names keys that it must not name, or withholds
 victims. The guard logs this once, counts it, and reports it to ``on_fault``. The guard never raises
-because of the policy.
+because of the policy. A smaller guard does the same for admission policies.
 """
 
 from __future__ import annotations
@@ -15,7 +15,15 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from itertools import filterfalse, repeat
 from typing import Any
 
-from policies.base import EntryInfo, EvictionPolicy, Key, RemoveCause, free_among, free_in
+from policies.base import (
+    AdmissionPolicy,
+    EntryInfo,
+    EvictionPolicy,
+    Key,
+    RemoveCause,
+    free_among,
+    free_in,
+)
 from policies.eviction.lru import LruPolicy
 from policies.safe_text import safe_repr
 
@@ -259,6 +267,37 @@ class GuardedPolicy(EvictionPolicy):
         logger.error("kvtiers: policy %s is replaced by LRU: %s", self._name, reason)
         if self._on_fault is not None:
             self._on_fault(reason)
+
+
+class GuardedAdmission(AdmissionPolicy):
+    """Passes calls on to an admission policy. After the policy's first fault it admits every
+    chunk.
+
+    A fault is any exception, also that of ``sys.exit``. It is logged once. Time is not limited.
+    """
+
+    def __init__(self, policy: AdmissionPolicy, tier: str) -> None:
+        self._policy: AdmissionPolicy | None = policy
+        self._name = f"{type(policy).__name__} of tier {tier}"
+
+    def admit(self, key: Key, info: EntryInfo) -> bool:
+        if self._policy is None:
+            return True
+        try:
+            return bool(self._policy.admit(key, info))
+        except (Exception, SystemExit) as error:  # the policy may be third-party code
+            self._policy = None
+            logger.error(
+                "kvtiers: admission policy %s is replaced by one that admits every chunk: admit "
+                "raised %s",
+                self._name,
+                safe_repr(error),
+            )
+            return True
+
+    def use_clock(self, clock: Callable[[], float]) -> None:
+        if self._policy is not None:
+            self._policy.use_clock(clock)
 
 
 def contained(

@@ -25,6 +25,7 @@ from offload.planner.write_through import QueueSettings
 from offload.sizes import DAY_S
 from policies.admission import WriteBudget
 from policies.base import AdmissionPolicy, EntryInfo
+from policies.guarded import GuardedAdmission
 from policies.registry import make_admission, make_policy
 
 logger = logging.getLogger(__name__)
@@ -57,13 +58,15 @@ def make_planner(
     lower = [_lower_index(config, ranks, tier) for tier in range(len(first.tiers))]
     health = TierHealths([index.name for index in lower], _health_limits(config, layouts))
     queue_settings = [
-        QueueSettings(_tier_admissions(config.lower[tier], len(ranks)), config.is_read_only(tier))
-        for tier in range(len(lower))
+        QueueSettings(
+            _tier_admissions(config.lower[tier], index.name, len(ranks)), config.is_read_only(tier)
+        )
+        for tier, index in enumerate(lower)
     ]
     settings = PlannerSettings(
         limits,
         ranks=len(ranks),
-        admission=_admission(config.cpu.admission),
+        admission=_admission(config.cpu.admission, cpu.name),
         queue_settings=queue_settings,
         shared=[tier for tier, state in enumerate(first.tiers) if state.shared],
         shared_limits=SharedLimits(config.lookup_timeout_s, config.remember_s),
@@ -133,10 +136,10 @@ def _recover(
     logger.info("kvtiers: %s: %d chunks recovered", index.name, len(index))
 
 
-def _tier_admissions(tier: TierConfig, ranks: int) -> list[AdmissionPolicy]:
+def _tier_admissions(tier: TierConfig, name: str, ranks: int) -> list[AdmissionPolicy]:
     """The policies that must admit a chunk before it is written. The daily budget is for the
     server; only one rank's share is counted, because every rank writes the same chunks."""
-    chosen = _admission(tier.admission)
+    chosen = _admission(tier.admission, name)
     found = [chosen] if chosen is not None else []
     if tier.write_budget_per_day:
         per_rank = tier.write_budget_per_day / ranks
@@ -144,6 +147,10 @@ def _tier_admissions(tier: TierConfig, ranks: int) -> list[AdmissionPolicy]:
     return found
 
 
-def _admission(policy: PolicyConfig) -> AdmissionPolicy | None:
-    """The configured policy; ``None`` for "all", so that no chunk needs a call."""
-    return None if policy.name == "all" else make_admission(policy.spec)
+def _admission(policy: PolicyConfig, tier: str) -> AdmissionPolicy | None:
+    """The configured policy in a guard; ``None`` for "all", so that no chunk needs a call. Write
+    budgets, which the queue must recognize, need no guard."""
+    if policy.name == "all":
+        return None
+    made = make_admission(policy.spec)
+    return made if isinstance(made, WriteBudget) else GuardedAdmission(made, tier)
