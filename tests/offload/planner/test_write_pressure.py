@@ -147,7 +147,7 @@ def test_stores_wait_for_a_disk_that_lags_only_slightly() -> None:
 
 @pytest.mark.parametrize("rate", [0.0, 0.5, 4.0, 16.0])
 @pytest.mark.parametrize("per_step", [8, 32])
-@pytest.mark.parametrize("chunks", [95, 150])
+@pytest.mark.parametrize("chunks", [95, 150, 300])
 def test_a_long_prompt_does_not_evict_its_own_head(
     rate: float, per_step: int, chunks: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
