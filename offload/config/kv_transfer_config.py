@@ -122,14 +122,16 @@ def field_problems(transfer: Mapping[str, Any]) -> list[Problem]:
 def _has_connector(module: object) -> bool:
     """False if vLLM could not import the connector from this module. A module of another package
     may offer it, too: vLLM imports that one itself."""
-    if module == MODULE:
+    if module in (MODULE, f"{MODULE}.connector"):
         return True
     if not isinstance(module, str) or module.partition(".")[0] == MODULE.partition(".")[0]:
         return False
     try:
         return importlib.util.find_spec(module) is not None
-    except (ImportError, ValueError):
+    except ImportError:
         return False
+    except Exception:  # whatever its package raises; an empty name is a ValueError
+        return bool(module)
 
 
 def role_problems(role: object) -> list[Problem]:

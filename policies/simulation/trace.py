@@ -23,6 +23,7 @@ import contextlib
 import gzip
 import io
 import json
+import logging
 import os
 import zlib
 from collections.abc import Hashable, Iterator, Mapping, Sequence
@@ -30,6 +31,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
 from typing import IO, Any, cast
+
+logger = logging.getLogger(__name__)
 
 
 class TraceError(ValueError):
@@ -118,6 +121,7 @@ def json_lines(path: Path) -> Iterator[tuple[int, Any]]:
             raise
         except (ValueError, OSError, EOFError, zlib.error) as error:  # not text, or damaged
             if isinstance(error, EOFError) and number:
+                logger.warning("%s is not complete: it ends after line %d", path, number)
                 return
             raise TraceError(f"{path}: not JSON lines: {error}") from error
 

@@ -167,7 +167,6 @@ def test_nothing_changes_if_no_request_waits(
     assert found[0] == found[1]
 
 
-
 def test_a_backlog_is_read_while_it_waits(tmp_path: Path) -> None:
     """Every chunk is read once, in the order of the requests, and the whole takes fewer steps."""
     steps = {}

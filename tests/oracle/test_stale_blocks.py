@@ -147,25 +147,6 @@ def test_what_a_running_request_adds_after_a_reset_is_not_hit(
         ask_later(world, [*PROMPT, *running.output_token_ids, *OTHER[:3]])
 
 
-def test_what_hits_old_kv_in_the_step_that_adds_it_is_not_stored(tmp_path: Path) -> None:
-    """A load had ended when the weights changed. When its request begins, vLLM adds the blocks to
-    its cache, and a request that begins in the same step hits them."""
-    conditions = Conditions(slots=100, late=0, batched_tokens=64)
-    with OracleEngine(MODELS["full"], conditions, tmp_path, 0) as world:
-        stored(world)
-        assert world.scheduler.reset_prefix_cache()
-        loading = ask(world, "loading", PROMPT)
-        while "loading" not in world.scheduler.finished_recving_kv_req_ids:
-            world.step()
-        assert loading.status is RequestStatus.WAITING_FOR_REMOTE_KVS
-        ask(world, "beside", PROMPT)
-        assert not change_weights(world)
-        world.drain()
-        wrong = world.mismatches
-        assert any("beside" in each for each in wrong), "it has not hit old blocks"
-        ask_later(world, wrong=len(wrong))
-
-
 def test_a_request_whose_hooks_fail_can_hold_old_kv(unknown: set[str], tmp_path: Path) -> None:
     """Its arrival, its lookup and the allocation of its blocks fail, so it has no state here. vLLM
     computes the rest of it from old KV, and adds the blocks to its own cache."""

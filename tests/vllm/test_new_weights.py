@@ -192,7 +192,7 @@ def trust_holders(llm: Any) -> None:
 
 def heal(llm: Any) -> None:
     side, manager = connector(llm).serving.side, scheduler(llm).kv_cache_manager
-    side.old_kv = OldKv(side.requests, GpuCache().with_pool(manager.block_pool))
+    side.old_kv = OldKv(side.layout, side.requests, GpuCache().with_pool(manager.block_pool))
 
 
 @dataclass

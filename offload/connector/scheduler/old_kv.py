@@ -7,15 +7,18 @@ them, and a tier would keep what is computed from them under the new weights.
 
 So a reset empties vLLM's cache, and so does each step until all requests have ended or restarted
 that hold old KV. A request that hits anything in that cache meanwhile, because it begins in the
-step that has added it, counts as one of them. Later requests load from the tiers instead.
+step that has added it, counts as one of them, unless a request without old KV uses the same blocks.
+Later requests load from the tiers instead.
 """
 
 from __future__ import annotations
 
+from collections.abc import Container
 from typing import TYPE_CHECKING
 
 from offload.connector.scheduler.gpu_cache import GpuCache
 from offload.connector.scheduler.live_requests import LiveRequests
+from offload.layout.groups import ModelLayout
 
 if TYPE_CHECKING:
     from vllm.v1.request import Request
@@ -24,7 +27,8 @@ if TYPE_CHECKING:
 class OldKv:
     """Knows the requests that may hold KV of old weights. None of them stores anything."""
 
-    def __init__(self, requests: LiveRequests, gpu_cache: GpuCache) -> None:
+    def __init__(self, layout: ModelLayout, requests: LiveRequests, gpu_cache: GpuCache) -> None:
+        self._block_tokens = {group.group: group.block_tokens for group in layout.groups}
         self._requests = requests
         self._gpu_cache = gpu_cache
         self._holders: set[str] = set()
@@ -57,8 +61,13 @@ class OldKv:
         began, self._began = self._began, []
         if not self._holders:
             return
-        for request, external_tokens in began:
-            if request.num_computed_tokens > external_tokens:
+        hits = {
+            request.request_id: (request, request.num_computed_tokens - external_tokens)
+            for request, external_tokens in began
+            if request.num_computed_tokens > external_tokens
+        }
+        for request, tokens in hits.values():
+            if not self._are_new(request, tokens, hits):
                 self._hold(request)
         self._gpu_cache.remove_all()
 
@@ -68,6 +77,27 @@ class OldKv:
         if request_id in self._holders:
             self._holders.remove(request_id)
             self._gpu_cache.remove_all()
+
+    def _are_new(self, request: Request, tokens: int, hits: Container[str]) -> bool:
+        """True if requests without old KV use all blocks of these first tokens. Requests that have
+        hits themselves do not count."""
+        tables = self._gpu_cache.tables(request.request_id)
+        if len(tables) != len(self._block_tokens):
+            return False
+        left = {
+            block.block_id
+            for group, block_tokens in self._block_tokens.items()
+            for block in tables[group][: -(-tokens // block_tokens)]
+            if not block.is_null
+        }
+        for other in self._requests.all():
+            name = other.request_id
+            if not left:
+                break
+            if name not in self._holders and name not in hits:
+                for table in self._gpu_cache.tables(name):
+                    left.difference_update(block.block_id for block in table)
+        return not left
 
     def _hold(self, request: Request) -> None:
         self._holders.add(request.request_id)

@@ -101,7 +101,7 @@ class SchedulerSide:
         gpu_cache = gpu_cache or GpuCache()
         self._by_priority = by_priority
         self.uncomputed = UncomputedBlocks(layout, requests, gpu_cache)
-        self.old_kv = OldKv(requests, gpu_cache)
+        self.old_kv = OldKv(layout, requests, gpu_cache)
         computing = self._prefill_rate.left_tokens
         self.lookups = Lookups(matcher, planner, self.log, namespace_differences, computing)
         self._waiting_requests = WaitingRequests(

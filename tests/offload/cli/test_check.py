@@ -185,7 +185,9 @@ def test_a_wrong_module_of_the_connector_is_found(module: object) -> None:
     assert f'{what} Write "offload.connector".' in found.err
 
 
-@pytest.mark.parametrize("module", [None, "offload.connector", "json.decoder"])
+@pytest.mark.parametrize(
+    "module", [None, "offload.connector", "offload.connector.connector", "json.decoder", "__main__"]
+)
 def test_the_module_may_be_left_out_or_that_of_another_package(module: str | None) -> None:
     transfer = transfer_config(GOOD) | {"kv_connector_module_path": module}
     assert kvtiers("check", json.dumps(transfer)).code == 0

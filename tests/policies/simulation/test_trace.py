@@ -176,7 +176,7 @@ def test_a_file_that_is_not_text_has_no_line(tmp_path) -> None:
             list(json_lines(path))
 
 
-def test_the_missing_end_of_a_compressed_file_is_ignored(tmp_path) -> None:
+def test_the_missing_end_of_a_compressed_file_is_reported(tmp_path, caplog) -> None:
     """A trace has no end while its server runs, or permanently if the server was killed."""
     path = tmp_path / "cut.jsonl.gz"
     rows = [{"number": number**9} for number in range(9999)]
@@ -185,6 +185,7 @@ def test_the_missing_end_of_a_compressed_file_is_ignored(tmp_path) -> None:
     found = [row for _, row in json_lines(path)]
     assert 1000 < len(found) < len(rows)
     assert found == rows[: len(found)]
+    assert f"{path} is not complete: it ends after line {len(found)}" in caplog.text
 
 
 def test_an_incomplete_last_line_is_ignored(tmp_path) -> None:

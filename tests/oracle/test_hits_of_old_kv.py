@@ -1,0 +1,78 @@
+"""Requests that hit vLLM's own cache after a reset, while others hold KV of the old weights."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from vllm.v1.request import RequestStatus
+
+from tests.oracle.models import MODELS
+from tests.oracle.serving import Conditions, OracleEngine
+from tests.oracle.test_look_ahead import prompts_of
+from tests.oracle.test_miss_reasons import PROMPT, stored
+from tests.oracle.test_stale_blocks import OTHER, ask, ask_later, change_weights
+
+
+def test_what_hits_old_kv_in_the_step_that_adds_it_is_not_stored(tmp_path: Path) -> None:
+    """A load had ended when the weights changed. When its request begins, vLLM adds the blocks to
+    its cache, and a request that begins in the same step hits them."""
+    conditions = Conditions(slots=100, late=0, batched_tokens=64)
+    with OracleEngine(MODELS["full"], conditions, tmp_path, 0) as world:
+        stored(world)
+        assert world.scheduler.reset_prefix_cache()
+        loading = ask(world, "loading", PROMPT)
+        while "loading" not in world.scheduler.finished_recving_kv_req_ids:
+            world.step()
+        assert loading.status is RequestStatus.WAITING_FOR_REMOTE_KVS
+        ask(world, "beside", PROMPT)
+        assert not change_weights(world)
+        world.drain()
+        wrong = world.mismatches
+        assert any("beside" in each for each in wrong), "it has not hit old blocks"
+        ask_later(world, wrong=len(wrong))
+
+
+def test_what_hits_the_window_of_a_running_request_is_not_stored(tmp_path: Path) -> None:
+    """The last step of a prompt computes a whole window. A request that begins in this step hits
+    it, because it needs no block before the window."""
+    conditions = Conditions(slots=100, late=0, batched_tokens=64, long_prefill=16)
+    with OracleEngine(MODELS["sliding"], conditions, tmp_path, 0) as world:
+        other = ask(world, "other", OTHER[:3])  # vLLM computes 16 tokens only beside others
+        other.max_tokens = 20
+        while not other.num_output_tokens:
+            world.step()
+        running = ask(world, "running", PROMPT)
+        while running.num_computed_tokens < len(PROMPT) - 16:
+            world.step()
+        assert not change_weights(world)
+        longer = [*PROMPT, OTHER[0]]  # so that its window, which is stored, has blocks that it hit
+        ask(world, "beside", longer)
+        world.drain()
+        wrong = world.mismatches
+        assert any("beside" in each for each in wrong), "it has not hit old blocks"
+        ask_later(world, longer, wrong=len(wrong))
+
+
+def test_a_request_that_hits_new_kv_holds_no_old_kv(tmp_path: Path) -> None:
+    """Requests that begin together share a prompt, as the samples of one prompt do, while another
+    holds old KV. New ones begin before these end, so vLLM's cache would give no hits for long."""
+    conditions = Conditions(slots=100, batched_tokens=128, seqs=8)
+    with OracleEngine(MODELS["full"], conditions, tmp_path, 0) as world:
+        holders = world.connector.serving.side.old_kv._holders
+        old = ask(world, "old", OTHER[:8])
+        while not old.num_output_tokens:
+            world.step()
+        assert not change_weights(world)
+        assert holders == {"old"}
+        for number, prompt in enumerate(prompts_of(4, 24)):
+            first, second = (ask(world, f"{at} of {number}", prompt) for at in ("first", "second"))
+            first.max_tokens = second.max_tokens = 20
+            world.step()
+            assert second.num_computed_tokens > 0
+            assert holders <= {"old"}
+            for _ in range(8):
+                world.step()
+        assert old.is_finished()
+        assert not holders
+        world.drain()
+        ask_later(world, prompt)
