@@ -260,7 +260,7 @@ class _TierMaker:
             )
         if self.kind == "lmdb" and self.capacity_bytes < self._known_bytes:
             return (
-                f"--capacity is below the {self._known_bytes} bytes that the folder was created "
+                f"--capacity is below the {self._known_bytes:,} bytes that the folder was created "
                 "with, so records would be dropped"
             )
         if self.kind == "lmdb":

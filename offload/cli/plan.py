@@ -22,6 +22,7 @@ from offload.cli.common import (
 from offload.cli.doctor import PASS_FLAGS_ON, ask_vllm, refused_early
 from offload.cli.numbers import share_text, size_text, speed_text
 from offload.errors import WRONG_USAGE
+from policies.registry import DEFAULT_TIER_POLICY
 
 if TYPE_CHECKING:
     from offload.admin.capacity_plan import CapacityEstimate, Machine, ModelSize, Simulated
@@ -39,6 +40,9 @@ MixText = Annotated[
         help="Simulated requests instead of a trace, e.g. users=200,turns=6. Other names: gap, "
         "hours, system, prompt, answer (the last three in tokens)."
     ),
+]
+DiskPolicy = Annotated[
+    str, typer.Option(help=f"Policy of the disk tier. (default: {DEFAULT_TIER_POLICY})")
 ]
 Prefill = Annotated[
     float, typer.Option(min=0, help="Prompt tokens that the server computes per second.")
@@ -66,7 +70,7 @@ def plan(
     trace: Annotated[Path | None, typer.Option(help="Requests (see kvtiers simulate).")] = None,
     mix: MixText = "",
     policy: Annotated[str, typer.Option(help="Policy of the CPU tier.")] = "adaptive",
-    disk_policy: Annotated[str, typer.Option(help="Policy of the disk tier.")] = "lru",
+    disk_policy: DiskPolicy = "",
     link: Annotated[str, typer.Option(help="Bytes per second to each GPU, e.g. 25GB.")] = "",
     disk_read: Annotated[str, typer.Option(help="Bytes per second of the disk, e.g. 3GB.")] = "",
     prefill_tokens_per_s: Prefill = 0.0,
@@ -93,7 +97,7 @@ def plan(
     if daily and lifetime:
         problems.add("--endurance", "beside --write-budget", "Give one of them.")
     if not disk:
-        _refuse_disk_options(problems, disk_read, write_budget, endurance)
+        _refuse_disk_options(problems, disk_read, write_budget, endurance, disk_policy)
     if gpu_tflops and token_bytes and not parameters:
         problems.add("--gpu-tflops", "needs --parameters", "Give it, for example 8e9.")
     machine = Machine(
@@ -110,10 +114,11 @@ def plan(
     numbers = {"--gpu-tflops": gpu_tflops, "--parameters": parameters, "--years": years}
     _check_finite(problems, numbers)
     requests = _requests(problems, trace, mix)
-    _check_policies(problems, policy, disk_policy)
+    below = disk_policy or DEFAULT_TIER_POLICY
+    _check_policies(problems, policy, below)
     problems.refuse("plan")
     size = _size_of(model, context.args, given_bytes, parameters)
-    found = _work_out(size, machine, requests, policy, disk_policy)
+    found = _work_out(size, machine, requests, policy, below)
     if as_json:
         print_json(found.to_json())
     else:
@@ -140,7 +145,7 @@ def _check(problems: Problems, model: str, given: str, flags: list[str], cpu: st
 
 
 def _refuse_disk_options(problems: Problems, *texts: str) -> None:
-    names = ("--disk-read", "--write-budget", "--endurance")
+    names = ("--disk-read", "--write-budget", "--endurance", "--disk-policy")
     for name, text in zip(names, texts, strict=True):
         if text:
             problems.add(name, "has no effect without a disk tier", "Give --disk.")

@@ -22,6 +22,7 @@ from policies.simulation.jobs import (
     list_jobs,
     list_timed_jobs,
     load,
+    parse_block_bytes,
     parse_part,
     parse_spec,
     rounding_note,
@@ -59,7 +60,7 @@ BlockTokens = Annotated[
     int | None, typer.Option(min=1, help="Tokens of a block, if not the default.")
 ]
 BlockBytes = Annotated[
-    int | None, typer.Option(min=1, help="Bytes of a block, for capacities in bytes.")
+    str, typer.Option(help="Size of a block, e.g. 2MiB, for capacities in bytes.")
 ]
 LowerPolicy = Annotated[
     str, typer.Option(help=f"Policy of the lower tier. (default: {DEFAULT_TIER_POLICY})")
@@ -98,7 +99,7 @@ def simulate(
         str, typer.Option(help="Trace format: auto, kvtiers, mooncake, bailian, kv-events.")
     ] = "auto",
     block_tokens: BlockTokens = None,
-    block_bytes: BlockBytes = None,
+    block_bytes: BlockBytes = "",
     timing: Annotated[str, typer.Option(help=TIMING_HELP)] = "",
     look_ahead: LookAhead = None,
     part: Annotated[str, typer.Option(help="Only this part of each trace, e.g. 0.5:1.")] = "0:1",
@@ -122,13 +123,14 @@ def simulate(
         *_wrong_policies([*(policy or []), below], admission),
     )
     share = LOOK_AHEAD if look_ahead is None else look_ahead
-    options: dict[str, Any] = {"block_bytes": block_bytes or 0, "hints": hints, "lower": lower}
     kind = {"timing": timing, "look_ahead": share} if timing else {"admission": admission}
     try:
+        size = parse_block_bytes(block_bytes)
+        options: dict[str, Any] = {"block_bytes": size, "hints": hints, "lower": lower}
         chosen = (format, block_tokens, parse_part(part))
         sources = [TraceSource(str(trace), *chosen) for trace in traces]
         wanted = _list(sources, policy, capacities, options | kind)
-        notes = _rounded(sources, [*capacities, *filter(None, [lower_capacity])], block_bytes or 0)
+        notes = _rounded(sources, [*capacities, *filter(None, [lower_capacity])], size)
         _check_outputs(csv, plot)
         outcomes = _run(wanted, jobs or os.cpu_count() or 1)
     except PolicyFailedError as error:

@@ -115,6 +115,18 @@ def parse_part(text: str) -> tuple[float, float]:
     return start, stop
 
 
+def parse_block_bytes(text: str) -> int:
+    """Bytes for ``2MiB`` or ``2097152``; 0 for an empty text. Raises ``ValueError``."""
+    if not text:
+        return 0
+    found = _CAPACITY.fullmatch(text.strip() + ("B" if text.strip().isdigit() else ""))
+    unit = found[2].lower() if found else ""
+    exact = float(found[1]) * _UNITS[unit] if found and unit in _UNITS else 0.0
+    if exact < 1 or exact % 1:
+        raise ValueError(f'--block-bytes: must be a size like 2MiB (got "{text}")')
+    return int(exact)
+
+
 def parse_capacity(text: str, unique_blocks: int, block_bytes: int) -> int:
     """Blocks for ``5%`` (of the unique blocks), ``800blocks`` or ``10GiB``. At least 1."""
     return max(1, int(exact_capacity(text, unique_blocks, block_bytes)))

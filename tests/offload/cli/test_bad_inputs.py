@@ -77,6 +77,7 @@ BAD: list[tuple[int, str, str]] = [
     (2, "plan --token-bytes 1KiB --cpu 1GiB --policy lur", "--policy: "),
     (2, "plan --token-bytes 1KiB --cpu 1GiB --disk-read 3GB", "--disk-read: has no effect without"),
     (2, "plan --token-bytes 1KiB --cpu 1GiB --endurance 3TB", "--endurance: has no effect without"),
+    (2, "plan --token-bytes 1KiB --cpu 1GiB --disk-policy lru", "--disk-policy: has no effect"),
     (
         2,
         "plan --token-bytes 1KiB --cpu 1GiB --mix prompt=0,answer=0,system=0",
@@ -91,6 +92,7 @@ BAD: list[tuple[int, str, str]] = [
     (2, "simulate text", "text: not JSON lines, at line 1: "),
     (2, "simulate hashes.jsonl", "line 1: TypeError('hash_ids is not a list of numbers')"),
     (2, "simulate t --block-tokens 0", "(got 0)"),
+    (2, "simulate t --block-bytes 0", '--block-bytes: must be a size like 2MiB (got "0")'),
     (2, "simulate t --jobs 100000", "(got 100000)"),
     (2, "simulate t --look-ahead 0.2", "--look-ahead: has no effect without arrival times"),
     (2, "simulate t --mode write-back", '--mode: is unknown (got "write-back")'),

@@ -14,7 +14,7 @@ from policies.admission import AdmitAll, FrequencyAdmission, SecondUse, WriteBud
 from policies.eviction.lru import LruPolicy
 from policies.eviction.ttl import TtlPolicy
 from policies.simulation.cli import app
-from policies.simulation.jobs import parse_capacity, parse_spec, rounding_note
+from policies.simulation.jobs import parse_block_bytes, parse_capacity, parse_spec, rounding_note
 from policies.simulation.simulator import FlopModel, Infos, SimTier, bound, simulate
 from policies.simulation.trace import Request, Trace, TraceWriter
 from policies.simulation.two_tiers import MODES, simulate_two
@@ -170,6 +170,20 @@ def test_capacities_are_parsed(text: str, blocks: int) -> None:
 )
 def test_a_rounded_capacity_is_reported(text: str, words: str) -> None:
     assert rounding_note(text, 1000, 16384) == words
+
+
+@pytest.mark.parametrize(
+    ("text", "size"),
+    [("", 0), ("1048576", 1 << 20), ("1MiB", 1 << 20), ("1.5 kib", 1536), ("2MB", 2_000_000)],
+)
+def test_the_size_of_a_block(text: str, size: int) -> None:
+    assert parse_block_bytes(text) == size
+
+
+@pytest.mark.parametrize("text", ["0", "-1", "1.5B", "5%", "3blocks", "x", "9" * 400])
+def test_bad_sizes_of_a_block(text: str) -> None:
+    with pytest.raises(ValueError, match="must be a size like 2MiB"):
+        parse_block_bytes(text)
 
 
 @pytest.mark.parametrize("text", ["5", "x%", "5 parsecs", "5G", "9" * 400 + "%"])
