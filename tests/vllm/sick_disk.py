@@ -15,6 +15,7 @@ from dataclasses import replace
 from typing import Any
 
 from offload.planner import load_or_recompute
+from tests.patience import PATIENCE_S
 from tests.vllm.faults import executor
 from tests.vllm.probes import connector
 from tiers.base import Buffer
@@ -23,6 +24,12 @@ from tiers.io.direct_io import DiskIo
 SLOW_S = 0.3
 RETRY_S = (0.2, 1.0)
 """The first and the longest wait of a breaker after ``retry_soon``."""
+SHORT, LONG = (2.0, 0.3), (PATIENCE_S, PATIENCE_S)
+"""Time in seconds that a load and an operation of the disk may take: while the disk fails, and
+while a busy machine must not cause the tier to be left out."""
+SLOWLY, QUICKLY = (1.0,), (2500.0,)
+"""Assumed tokens per second of computing: any disk is faster than the first value, and a disk that
+takes 0.3 s per call is slower than the second."""
 REFUSALS = {"is full": errno.ENOSPC, "is read-only": errno.EROFS}
 """The errors of writes in these states; reads work."""
 
@@ -86,6 +93,12 @@ def compute_at(llm: Any, tokens_per_second: float) -> None:
     prefill = connector(llm).serving.side.planner.health._prefill
     prefill.value = lambda: tokens_per_second
     prefill.observe = lambda tokens, seconds: None
+
+
+def tier_state(llm: Any) -> tuple[bool, bool, float]:
+    """Returns whether the disk is read, whether it is written, and how often its breaker opened."""
+    health = connector(llm).serving.side.planner.health[0]
+    return health.readable, health.writes.closed, health.reads.openings + health.writes.openings
 
 
 def retry_soon(llm: Any) -> None:

@@ -18,7 +18,7 @@ from offload.worker import executor
 from tests.patience import PATIENCE_S
 from tests.vllm import copy_faults, faults, sick_disk
 from tests.vllm.engine import Engine
-from tests.vllm.probes import check, connector, totals
+from tests.vllm.probes import check, totals
 from tests.vllm.protocol import Prompt
 from tests.vllm.restored import (
     HASH,
@@ -32,16 +32,11 @@ from tests.vllm.restored import (
     restore_and_verify,
     settle,
 )
+from tests.vllm.sick_disk import LONG, QUICKLY, SHORT, SLOWLY, tier_state
 
 FAILURES = 3
 STALL_S = 0.5
 """Minimum time for which a process is stopped."""
-SHORT, LONG = (2.0, 0.3), (PATIENCE_S, PATIENCE_S)
-"""Time in seconds that a load and an operation of the disk may take: while the disk fails, and
-while a busy machine must not cause the tier to be left out."""
-SLOWLY, QUICKLY = (1.0,), (2500.0,)
-"""Assumed tokens per second of computing: any disk is faster than the first value, and a disk that
-takes 0.3 s per call is slower than the second."""
 
 
 @pytest.fixture(scope="module")
@@ -64,12 +59,6 @@ def engine(llama: Path, reference: Reference, root: Path) -> Iterator[Engine]:
         fill(found, reference)
         store_again(found, reference)
         yield found
-
-
-def tier_state(llm: Any) -> tuple[bool, bool, float]:
-    """Returns whether the disk is read, whether it is written, and how often its breaker opened."""
-    health = connector(llm).serving.side.planner.health[0]
-    return health.readable, health.writes.closed, health.reads.openings + health.writes.openings
 
 
 def on_disk(engine: Engine, function: Any, *args: Any) -> Any:
