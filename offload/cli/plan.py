@@ -114,11 +114,10 @@ def plan(
     numbers = {"--gpu-tflops": gpu_tflops, "--parameters": parameters, "--years": years}
     _check_finite(problems, numbers)
     requests = _requests(problems, trace, mix)
-    below = disk_policy or DEFAULT_TIER_POLICY
-    _check_policies(problems, policy, below)
+    policies = _policies(problems, policy, disk_policy or DEFAULT_TIER_POLICY)
     problems.refuse("plan")
     size = _size_of(model, context.args, given_bytes, parameters)
-    found = _work_out(size, machine, requests, policy, below)
+    found = _work_out(size, machine, requests, *policies)
     if as_json:
         print_json(found.to_json())
     else:
@@ -176,7 +175,8 @@ def _parameters() -> list[Any]:
     return list(typer.main.get_command(app).params)
 
 
-def _check_policies(problems: Problems, *texts: str) -> None:
+def _policies(problems: Problems, *texts: str) -> tuple[str, ...]:
+    """The given policies of the CPU tier and the disk tier; checks them."""
     from policies.registry import make_policy
     from policies.simulation.jobs import parse_spec
 
@@ -185,6 +185,7 @@ def _check_policies(problems: Problems, *texts: str) -> None:
             make_policy(parse_spec(text))
         except ValueError as error:
             problems.add(where, str(error))
+    return texts
 
 
 def _requests(problems: Problems, trace: Path | None, mix: str) -> Trace | str | None:

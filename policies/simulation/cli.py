@@ -127,8 +127,7 @@ def simulate(
     try:
         size = parse_block_bytes(block_bytes)
         options: dict[str, Any] = {"block_bytes": size, "hints": hints, "lower": lower}
-        chosen = (format, block_tokens, parse_part(part))
-        sources = [TraceSource(str(trace), *chosen) for trace in traces]
+        sources = [TraceSource(str(one), format, block_tokens, parse_part(part)) for one in traces]
         wanted = _list(sources, policy, capacities, options | kind)
         notes = _rounded(sources, [*capacities, *filter(None, [lower_capacity])], size)
         _check_outputs(csv, plot)
