@@ -35,7 +35,7 @@ from offload.connector import secondary_tier
 from offload.connector.secondary_tier import LmdbSecondaryTier, _folder_and_namespace
 from offload.errors import TierUnavailableError
 from offload.namespaces import wait_for_owners
-from tests.offload.connector.model.tiny_configs import config_of, make_model
+from tests.offload.connector.model.tiny_configs import change_later, config_of, make_model
 from tests.patience import PATIENCE_S
 from tests.threads import no_thread_is_left
 from tiers.base import TierIoError
@@ -241,7 +241,7 @@ def test_weights_that_change_during_a_start_are_for_this_start(tmp_path: Path) -
 
     def start(weights: bytes) -> tuple[Path, bytes]:
         config = config_of(model, engine="one name")
-        (model / "model.safetensors").write_bytes(weights)
+        change_later(model / "model.safetensors", lambda file: file.write_bytes(weights))
         found = placed(tmp_path / "kv", config)
         config.kv_transfer_config = None  # so that the next start does not find it
         return found

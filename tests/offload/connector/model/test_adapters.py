@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -20,6 +21,7 @@ from vllm.v1.request import Request
 from offload.connector.model.adapters import ASKS_MAX, AdapterBook, AdapterWatch, joined
 from offload.requests.miss_reasons import Reason
 from offload.requests.request_log import LoggedRequest
+from tests.offload.connector.model.tiny_configs import change_later
 from tests.oracle.models import MODELS
 from tests.oracle.serving import Conditions, OracleEngine
 
@@ -63,7 +65,8 @@ def test_adapters_differ_by_content_and_not_by_path(tmp_path: Path) -> None:
 def test_files_that_change_while_they_are_loaded_have_no_known_content(tmp_path: Path) -> None:
     request = make_adapter(tmp_path / "one", b"one")
     weights = tmp_path / "one" / "adapter_model.safetensors"
-    assert digest(request, lambda: weights.write_bytes(b"two")) == b""
+    rewrite = partial(change_later, weights, lambda file: file.write_bytes(b"two"))
+    assert digest(request, rewrite) == b""
     assert digest(request) != b""
 
 

@@ -25,6 +25,7 @@ from offload.connector.plugin import register
 from offload.namespaces.manifest import Namespace
 from tests.models.configs import LLAMA4
 from tests.offload.connector.model.tiny_configs import (
+    change_later,
     config_of,
     differing,
     make_model,
@@ -94,6 +95,11 @@ def link_weights(model: Path, other: Path) -> None:
     (model / "model.safetensors").symlink_to(other / "model.safetensors")
 
 
+def edit_the_configuration(model: Path, other: Path) -> None:
+    edited = (model / "config.json").read_text().replace("10000.0", "20000.0")
+    change_later(model / "config.json", lambda file: file.write_text(edited))
+
+
 @pytest.mark.parametrize(
     "change",
     [
@@ -103,9 +109,7 @@ def link_weights(model: Path, other: Path) -> None:
         remove_weights,
         link_weights,
         lambda model, other: rewrite(model / "model.safetensors"),
-        lambda model, other: (model / "config.json").write_text(
-            (model / "config.json").read_text().replace("10000.0", "20000.0")
-        ),
+        edit_the_configuration,
     ],
     ids=["folder", "configuration", "added", "removed", "linked", "rewritten", "edited"],
 )
@@ -323,7 +327,7 @@ def test_the_log_says_if_only_the_inode_has_changed(
 
     def logged(change: Callable[[Path], Any]) -> str:
         running = config_of(model)
-        change(model / "model.safetensors")
+        change_later(model / "model.safetensors", change)
         caplog.clear()
         stored = namespace_of(running if is_recorded else without_record(running))
         assert kind(stored) == "changed"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +41,14 @@ def make_model(folder: Path, **changes: Any) -> Path:
     weights.write_bytes(bytes(range(256)) * (WEIGHT_BYTES // 256))
     os.utime(weights, ns=(10**18, 10**18))
     return folder
+
+
+def change_later(file: Path, change: Callable[[Path], Any]) -> None:
+    """Change a file. Again, until its change time differs: the clock of the file system has gone
+    on."""
+    last = file.stat().st_ctime_ns
+    while file.stat().st_ctime_ns == last:
+        change(file)
 
 
 def config_of(model: Path | str, **changes: Any) -> VllmConfig:
