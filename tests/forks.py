@@ -51,15 +51,16 @@ def child_of_killed(script: str, *arguments: object) -> Iterator[None]:
     child = int(killed.stdout)
     try:
         yield
-        assert _is_alive(child), "the block waited for the end of the child"
+        assert is_alive(child), "the block waited for the end of the child"
     finally:
         with contextlib.suppress(ProcessLookupError):
             os.kill(child, signal.SIGKILL)
 
 
-def _is_alive(pid: int) -> bool:
+def is_alive(pid: int) -> bool:
+    """Return whether a process exists and has not ended."""
     try:
         text = Path(f"/proc/{pid}/stat").read_text()
-    except FileNotFoundError:
+    except (FileNotFoundError, ProcessLookupError):
         return False
     return text.rpartition(")")[2].split()[0] != "Z"

