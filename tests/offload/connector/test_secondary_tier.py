@@ -275,11 +275,11 @@ def test_a_failed_reset_disables_the_tier(
             raise TierIoError("no space left")
         await asyncio.Event().wait()
 
-    monkeypatch.setattr(secondary_tier, "RESET_TIMEOUT_S", 0.2)
     with world_at(tmp_path / "kv") as world:
         for number in range(6):
             world.store(KEYS[number], number + 1)
         with monkeypatch.context() as patched:
+            patched.setattr(secondary_tier, "RESET_TIMEOUT_S", 0.2)
             patched.setattr(LmdbTier, "reset", reset)
             world.reset()
             assert "delete" in caplog.text

@@ -34,6 +34,7 @@ from offload.namespaces.folders import (
     replica_folder,
 )
 from offload.namespaces.manifest import MANIFEST_NAME, Namespace, read_manifest
+from tests.patience import PATIENCE_S
 from tiers.folders.folder import OwnerLock
 
 ONE = Namespace.of({"model": "a", "tp": 1})
@@ -156,12 +157,14 @@ while True:
 def test_two_concurrent_bumps_never_return_the_same_epoch(tmp_path: Path) -> None:
     code = """
 import sys
+from offload.namespaces import claims
 from offload.namespaces.epoch_file import bump_epoch
+claims.LOCK_WAIT_S = float(sys.argv[2])
 print(*[bump_epoch(sys.argv[1]) for _ in range(20)])
 """
     with claim(tmp_path):
         replica = replica_folder(tmp_path, ONE)
-    args = [sys.executable, "-c", code, str(replica)]
+    args = [sys.executable, "-c", code, str(replica), str(PATIENCE_S)]
     processes = [subprocess.Popen(args, stdout=subprocess.PIPE, text=True) for _ in range(2)]
     epochs = [int(word) for p in processes for word in p.communicate()[0].split()]
     assert sorted(epochs) == list(range(1, 81, 2))
@@ -356,7 +359,7 @@ def test_other_namespaces_report_which_field_differs_with_both_values(tmp_path: 
 
 def _fill(root: Path, namespace: Namespace, size: int, used: float) -> None:
     with claim(root, namespace) as claimed:
-        (claimed.folder / "data").write_bytes(b"x" * size)
+        (claimed.folder / "data").write_bytes(os.urandom(size))  # which no file system compresses
     for path in [root / namespace.name, *(root / namespace.name).rglob("*")]:
         os.utime(path, (used, used))
 

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.patience import PATIENCE_S
 from tests.tiers.adapters.unplugged import CAPACITY, KEYS, NEW, SIZE, Disk, opened
 from tests.unprintable import Unprintable
 from tiers.adapters import reopening
@@ -18,6 +19,11 @@ from tiers.files.shared_folder import SharedFolder
 from tiers.files.shared_tier import SharedFileTier
 from tiers.lmdb.tier import LmdbTier
 from tiers.testing import TierContract, all_keys, assert_holds, assert_misses, key_of, put
+
+
+@pytest.fixture(autouse=True)
+def _patient(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(reopening, "CLOSE_WAIT_S", PATIENCE_S)
 
 
 @pytest.fixture

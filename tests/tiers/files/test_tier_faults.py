@@ -166,6 +166,7 @@ async def test_a_missing_folder_is_reopened(
 ) -> None:
     """No record of another disk is returned, even before the tier has noticed the exchange."""
     monkeypatch.setattr(reopening, "RETRY_S", 0.0)
+    monkeypatch.setattr(reopening, "CLOSE_WAIT_S", PATIENCE_S)
     path, losses = tmp_path / "tier", []
     other = await reopened(tmp_path / "other")
     await other.write(KEYS, [payload_of(key, SIZE, version=1) for key in KEYS])

@@ -4,13 +4,18 @@ from __future__ import annotations
 
 import os
 import signal
+import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import pytest
 
 from demo import mooncake
+from tests.patience import PATIENCE_S
+from tiers.base import TierIoError
+from tiers.io import timed_calls
+from tiers.io.timed_calls import ANSWER_TIMEOUT_S
 from tiers.mooncake import client as mooncake_client
 from tiers.mooncake.client import MooncakeSettings
 
@@ -90,6 +95,23 @@ def replaceable_stores(monkeypatch: pytest.MonkeyPatch) -> list[ReplaceableStore
 
     monkeypatch.setattr(mooncake_client, "join_store", joined)
     return made
+
+
+def time_out_soon(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let calls end soon if the master hangs. On a busy machine, a healthy master may need longer
+    to answer, so clients try to join it until it does."""
+    monkeypatch.setenv("MC_RPC_TIMEOUT_MS", "300")
+    monkeypatch.setattr(timed_calls, "ANSWER_TIMEOUT_S", ANSWER_TIMEOUT_S)
+    join = mooncake_client.join_store
+
+    def joined(settings: MooncakeSettings) -> Any:
+        deadline = time.monotonic() + PATIENCE_S
+        while time.monotonic() < deadline:
+            with suppress(TierIoError):
+                return join(settings)
+        raise AssertionError("the master never answers in time")
+
+    monkeypatch.setattr(mooncake_client, "join_store", joined)
 
 
 def record_name(key: bytes, *, namespace: bytes, rank: int = 0) -> str:

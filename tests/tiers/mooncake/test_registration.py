@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from tests.tiers.mooncake.real_store import Master, skip_without_mooncake
+from tests.tiers.mooncake.real_store import Master, skip_without_mooncake, time_out_soon
 from tiers.base import ReadOutcome, TierIoError
 from tiers.mooncake import client as mooncake_client
 from tiers.mooncake.client import MooncakeClient, MooncakeSettings
@@ -76,7 +76,7 @@ async def test_a_tier_that_opens_waits_for_the_metadata_server(
 async def test_a_metadata_server_that_never_answers_is_named(
     master: Master, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("MC_RPC_TIMEOUT_MS", "300")
+    time_out_soon(monkeypatch)
     monkeypatch.setattr(mooncake_client, "REGISTER_TIMEOUT_S", 0.0)
     stop_when_joined(master, monkeypatch)
     words = f"metadata server at {master.metadata} does not answer.*P2PHANDSHAKE"

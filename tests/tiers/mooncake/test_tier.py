@@ -26,6 +26,7 @@ from tests.tiers.mooncake.real_store import (
     record_name,
     replaceable_stores,
     skip_without_mooncake,
+    time_out_soon,
 )
 from tiers.base import ReadOutcome, TierIoError, WriteOutcome
 from tiers.mooncake import bounce_buffers as bounce_buffers
@@ -458,7 +459,7 @@ async def test_a_master_that_stalls_under_load(
     """At random moments of reads and writes, the master accepts connections but does not respond;
     then it continues. No call waits for it for long, none returns a wrong result, and closing the
     tier during a stall takes a bounded time."""
-    monkeypatch.setenv("MC_RPC_TIMEOUT_MS", "300")
+    time_out_soon(monkeypatch)
     rng = random.Random(1)
     load = Load()
     with Master(tmp_path / "log") as master:

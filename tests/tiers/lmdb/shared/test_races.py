@@ -193,6 +193,7 @@ async def test_a_repeated_reset_removes_the_old_records_for_all(
     """The reset's transaction fails, and with it the tier, which is reopened for the next
     attempt."""
     monkeypatch.setattr(reopening, "RETRY_S", 0.0)
+    monkeypatch.setattr(reopening, "CLOSE_WAIT_S", PATIENCE_S)
     folder = tmp_path / "tier"
 
     def make(epoch: int = 0) -> SharedLmdbTier:
