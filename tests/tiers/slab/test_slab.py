@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import os
 import re
 import resource
 import subprocess
@@ -114,6 +115,7 @@ def test_an_address_space_limit_is_refused_with_the_numbers() -> None:
         text=True,
         timeout=PATIENCE_S,
         check=True,
+        env={**os.environ, "OPENBLAS_NUM_THREADS": "1"},  # its threads take address space
     )
     assert "needs 2,147,483,648 bytes of memory and the kernel refused" in run.stdout
     assert "ulimit -v" in run.stdout
