@@ -15,7 +15,6 @@ from typing import Any
 import pytest
 
 from offload.worker import executor
-from tests.patience import PATIENCE_S
 from tests.vllm import copy_faults, faults, sick_disk
 from tests.vllm.engine import Engine
 from tests.vllm.probes import check, totals
