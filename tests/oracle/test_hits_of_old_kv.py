@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
 from vllm.v1.request import RequestStatus
 
 from tests.oracle.models import MODELS
@@ -15,7 +16,7 @@ from tests.oracle.test_stale_blocks import OTHER, ask, ask_later, change_weights
 
 def test_what_hits_old_kv_in_the_step_that_adds_it_is_not_stored(tmp_path: Path) -> None:
     """A load had ended when the weights changed. When its request begins, vLLM adds the blocks to
-    its cache, and a request that begins in the same step hits them."""
+    its cache, and two requests that begin in the same step hit them."""
     conditions = Conditions(slots=100, late=0, batched_tokens=64)
     with OracleEngine(MODELS["full"], conditions, tmp_path, 0) as world:
         stored(world)
@@ -25,10 +26,12 @@ def test_what_hits_old_kv_in_the_step_that_adds_it_is_not_stored(tmp_path: Path)
             world.step()
         assert loading.status is RequestStatus.WAITING_FOR_REMOTE_KVS
         ask(world, "beside", PROMPT)
+        ask(world, "too", PROMPT)
         assert not change_weights(world)
         world.drain()
         wrong = world.mismatches
-        assert any("beside" in each for each in wrong), "it has not hit old blocks"
+        for name in ("beside", "too"):
+            assert any(f"request {name} " in each for each in wrong), "it has not hit old blocks"
         ask_later(world, wrong=len(wrong))
 
 
@@ -55,7 +58,8 @@ def test_what_hits_the_window_of_a_running_request_is_not_stored(tmp_path: Path)
 
 def test_a_request_that_hits_new_kv_holds_no_old_kv(tmp_path: Path) -> None:
     """Requests that begin together share a prompt, as the samples of one prompt do, while another
-    holds old KV. New ones begin before these end, so vLLM's cache would give no hits for long."""
+    holds old KV. The third hits what the second computes after its own hit. New ones begin before
+    these end, so vLLM's cache would give no hits for long."""
     conditions = Conditions(slots=100, batched_tokens=128, seqs=8)
     with OracleEngine(MODELS["full"], conditions, tmp_path, 0) as world:
         holders = world.connector.serving.side.old_kv._holders
@@ -65,10 +69,12 @@ def test_a_request_that_hits_new_kv_holds_no_old_kv(tmp_path: Path) -> None:
         assert not change_weights(world)
         assert holders == {"old"}
         for number, prompt in enumerate(prompts_of(4, 24)):
-            first, second = (ask(world, f"{at} of {number}", prompt) for at in ("first", "second"))
-            first.max_tokens = second.max_tokens = 20
+            lengths = {"first": 12, "second": 20, "third": 24}
+            asked = [ask(world, f"{at} of {number}", prompt[:n]) for at, n in lengths.items()]
+            for each in asked:
+                each.max_tokens = 12
             world.step()
-            assert second.num_computed_tokens > 0
+            assert asked[2].num_computed_tokens == 24
             assert holders <= {"old"}
             for _ in range(8):
                 world.step()
@@ -76,3 +82,31 @@ def test_a_request_that_hits_new_kv_holds_no_old_kv(tmp_path: Path) -> None:
         assert not holders
         world.drain()
         ask_later(world, prompt)
+
+
+@pytest.mark.parametrize(("seed", "hits_itself"), [(0, False), (2, True)])
+def test_the_last_holder_leaves_no_old_kv_when_it_restarts(
+    seed: int, tmp_path: Path, *, hits_itself: bool
+) -> None:
+    """With asynchronous scheduling and drafts, vLLM adds a block between two steps. It restarts the
+    only holder then, but keeps its cache because a step is in flight. The request hits the block if
+    it is its first one. If not, a later request hits it when the blocks before it are there."""
+    conditions = Conditions(slots=100, batched_tokens=16, asynchronous=True, vllm_errs=True)
+    with OracleEngine(MODELS["full_ngram"], conditions, tmp_path, seed) as world:
+        cached = world.scheduler.kv_cache_manager.block_pool.cached_block_hash_to_block
+        running = ask(world, "running", PROMPT[:2])
+        running.max_tokens = 40
+        while not running.num_computed_tokens:
+            world.step()
+        assert not change_weights(world)
+        while not (len(cached) and world._queue):
+            assert not running.is_finished()
+            world.step()
+        with pytest.raises(RuntimeError, match="Failed to reset KV cache"):
+            world.scheduler.reset_prefix_cache(reset_running_requests=True)
+        world.step()
+        assert bool(world.connector.serving.side.old_kv._holders) == hits_itself
+        world.drain()
+        assert (world.events()["vllm_errors"] > 0) == hits_itself
+        assert (len(cached) == 0) == hits_itself
+        ask_later(world, [*running.all_token_ids, *OTHER[:3]])

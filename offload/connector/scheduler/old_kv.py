@@ -32,6 +32,7 @@ class OldKv:
         self._requests = requests
         self._gpu_cache = gpu_cache
         self._holders: set[str] = set()
+        self._has_old = False  # from the first holder until a step without one has ended
         self._began: list[tuple[Request, int]] = []
 
     def reset(self) -> None:
@@ -50,7 +51,7 @@ class OldKv:
     def allocated(self, request: Request, external_tokens: int) -> None:
         """Record that vLLM has given blocks to a request, also for this many tokens that a
         connector loads. vLLM calls again when the load has ended, but this adds no hit."""
-        if self._holders and request.num_computed_tokens == 0:
+        if self._has_old and request.num_computed_tokens == 0:
             self._began.append((request, external_tokens))
         elif request.request_id in self._holders:  # perhaps kvtiers did not know it until now
             self._began.append((request, 0))
@@ -59,17 +60,20 @@ class OldKv:
         """Empty vLLM's own cache after it has scheduled a step, and find the requests that have hit
         it. This must precede the stores of the step."""
         began, self._began = self._began, []
-        if not self._holders:
+        if not self._has_old:
             return
         hits = {
             request.request_id: (request, request.num_computed_tokens - external_tokens)
             for request, external_tokens in began
             if request.num_computed_tokens > external_tokens
         }
-        for request, tokens in hits.values():
-            if not self._are_new(request, tokens, hits):
+        for name, (request, tokens) in list(hits.items()):
+            if self._are_new(request, tokens, hits):
+                del hits[name]
+            else:
                 self._hold(request)
         self._gpu_cache.remove_all()
+        self._has_old = bool(self._holders)
 
     def ended(self, request_id: str) -> None:
         """Empty vLLM's own cache after a request that holds old KV, because vLLM has added its last
@@ -77,10 +81,11 @@ class OldKv:
         if request_id in self._holders:
             self._holders.remove(request_id)
             self._gpu_cache.remove_all()
+            self._has_old = bool(self._holders)
 
     def _are_new(self, request: Request, tokens: int, hits: Container[str]) -> bool:
         """True if requests without old KV use all blocks of these first tokens. Requests that have
-        hits themselves do not count."""
+        hits themselves count only when these are known to be new."""
         tables = self._gpu_cache.tables(request.request_id)
         if len(tables) != len(self._block_tokens):
             return False
@@ -101,6 +106,7 @@ class OldKv:
 
     def _hold(self, request: Request) -> None:
         self._holders.add(request.request_id)
+        self._has_old = True
         self._set_stale(request, stale=True)
 
     def _set_stale(self, request: Request, *, stale: bool) -> None:
