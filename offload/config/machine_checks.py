@@ -137,9 +137,12 @@ def check_machine(
         _check_extras(tier, where, problems)
     warnings.extend(_huge_pages_off(config, huge_pages))
     problems.extend(_recordings(config))
-    if config.wait_for_reads != "never" and not config.look_ahead:
-        what = f'"{config.wait_for_reads}" has no effect, because look_ahead is 0'
-        warnings.append(Problem("$.wait_for_reads", what, "Leave it out, or raise look_ahead."))
+    if config.wait_for_reads != "never" and not (config.look_ahead and config.tiers):
+        why, fix = "look_ahead is 0", "raise look_ahead"
+        if not config.tiers:
+            why, fix = "there is no lower tier", "add one to $.tiers"
+        what = f'"{config.wait_for_reads}" has no effect, because {why}'
+        warnings.append(Problem("$.wait_for_reads", what, f"Leave it out, or {fix}."))
     return Findings(tuple(problems), tuple(warnings))
 
 

@@ -67,7 +67,7 @@ def _columns_of(
 class LoadSources:
     """The tiers as sources of loads. Owned by the planner; used on its thread.
 
-    ``promoting`` maps each chunk that a load is reading into the CPU tier to the job of that load.
+    ``promoting`` maps each chunk that is being read into the CPU tier to the tier it comes from.
     """
 
     def __init__(self, context: PlannerContext) -> None:
@@ -134,7 +134,7 @@ class LoadSources:
         return self.tokens(counts)
 
     def take(
-        self, job: int, batches: Sequence[ChunkBatch], read: frozenset[int] | None, *, later: bool
+        self, batches: Sequence[ChunkBatch], read: frozenset[int] | None, *, later: bool
     ) -> PlannedPart | None:
         """Pin these chunks until the job has ended, and reserve slots for chunks of lower tiers, as
         far as slots are free. Does nothing and returns ``None`` if one of the chunks is in no tier,
@@ -148,7 +148,7 @@ class LoadSources:
         if IN_SLAB in used and (IN_SLAB, STAGED) in zip(tiers, slots, strict=True):
             return None
         pins = self._pin(keys, slots, tiers)
-        promoted = self._promote(job, batches, tiers)
+        promoted = self._promote(batches, tiers)
         if len(promoted.slots) == len(keys):
             slots = list(promoted.slots.values())
         elif promoted.slots:
@@ -203,12 +203,13 @@ class LoadSources:
     def _joins(self, key: bytes, source: int) -> bool:
         """True if a load should wait for another load's read of this chunk.
 
-        It should not wait if that read may come from an unreadable tier while ``source`` is a
-        readable tier that holds the chunk as well.
+        It should not wait if that read is from an unreadable tier while ``source`` is a readable
+        tier that holds the chunk as well.
         """
-        if key not in self.promoting:
+        origin = self.promoting.get(key)
+        if origin is None:
             return False
-        if all(health.readable for health in self._health.tiers):
+        if self._health[origin].readable:
             return True
         return source == IN_SLAB or not self._health[source].readable
 
@@ -225,27 +226,32 @@ class LoadSources:
             pins.append((tier, mine))
         return pins
 
-    def _promote(self, job: int, batches: Sequence[ChunkBatch], tiers: Sequence[int]) -> _Promotion:
+    def _promote(self, batches: Sequence[ChunkBatch], tiers: Sequence[int]) -> _Promotion:
         """Reserve slots for chunks of lower tiers, as long as slots are available."""
         if tiers.count(IN_SLAB) == len(tiers):
             return _NOTHING_PROMOTED
         keys: list[bytes] = []
+        origins: list[int] = []
         parts: list[Sequence[EntryInfo]] = []
         at = 0
         for batch in batches:
-            below = batch.chosen(list(map(IN_SLAB.__ne__, tiers[at : at + len(batch)])))
+            mine = tiers[at : at + len(batch)]
             at += len(batch)
+            below = batch.chosen(list(map(IN_SLAB.__ne__, mine)))
+            lower = list(filter(IN_SLAB.__ne__, mine))
             # A request that may not read the CPU tier may need chunks that are in it.
             if not self._cpu.are_absent(below.keys):
-                below = below.chosen(list(map(self._cpu.is_absent, below.keys)))
+                absent = list(map(self._cpu.is_absent, below.keys))
+                below, lower = below.chosen(absent), list(compress(lower, absent))
             keys += below.keys
+            origins += lower
             parts.append(self._groups[batch.group].entries(below, 1))
         infos = joined(parts)
         grant = self._cpu.reserve(keys, infos, self._cpu.unwritten.evict_for_reads)
         if grant.evicted:
             self._stats.evicted(CPU, grant.evicted)
         slots = dict(zip(keys, grant.locations, strict=False))
-        self.begin_promotion(slots, job)
+        self.begin_promotion(slots, origins)
         return _Promotion(slots, infos[: len(slots)], len(grant.evicted))
 
     def release(
@@ -286,9 +292,9 @@ class LoadSources:
             self._removals.note(keys)
         filled(keys)
 
-    def begin_promotion(self, keys: Iterable[bytes], job: int) -> None:
-        """Record that this job reads these chunks into the CPU tier."""
-        self.promoting.update(zip(keys, repeat(job)))
+    def begin_promotion(self, keys: Iterable[bytes], tiers: Iterable[int]) -> None:
+        """Record that these chunks are being read into the CPU tier, each from its tier."""
+        self.promoting.update(zip(keys, tiers, strict=False))  # only the first have slots
 
     def end_promotions(self, keys: Collection[bytes]) -> None:
         """Let no further load join the reads of these chunks into the CPU tier."""

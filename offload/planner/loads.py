@@ -259,7 +259,7 @@ class LoadPlanner:
         later = self.held.holds(load.job)
         if not load.rest:
             self.held.release(load.job)
-        part = self._sources.take(load.job, batches, load.read, later=later)
+        part = self._sources.take(batches, load.read, later=later)
         if part is None:
             self._allowance.take(chunks_max)
             self._cut(load, MISSING_CHUNK)

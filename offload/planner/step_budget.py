@@ -60,9 +60,6 @@ AHEAD_WANTED_REQUESTS_MAX = 2
 """Number of requests whose chunks become wanted at a time: a long prompt has thousands."""
 AHEAD_HEIRS_MAX = 8
 """Number of next requests that may take over what was read for one that has left."""
-AHEAD_REQUEST_CHUNKS_MAX = 2048
-"""Number of chunks of one waiting request that look-ahead reads and protects: adding them takes a
-quarter of a millisecond."""
 
 # -- lookups, keys and stores, in chunks
 

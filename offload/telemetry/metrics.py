@@ -88,7 +88,7 @@ MOVED = {
         "Lookups whose hit was shortened because computing its tail is faster than loading it."
     ),
     "ahead_read_bytes": Metric(
-        "Bytes read from lower tiers while their requests waited (look_ahead)."
+        "Bytes that were to be read from lower tiers while their requests waited (look_ahead)."
     ),
     "ahead_used_bytes": Metric("Of these, bytes loaded by the requests they were read for."),
     "ahead_late_bytes": Metric(

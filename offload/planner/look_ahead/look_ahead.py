@@ -14,7 +14,7 @@ from bisect import insort
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from itertools import chain
+from itertools import chain, repeat
 from operator import not_
 from typing import Any
 
@@ -43,7 +43,6 @@ from offload.planner.look_ahead.ahead_use import (
 from offload.planner.look_ahead.wanted_soon import WantedSoon
 from offload.planner.step_budget import (
     AHEAD_OPEN_REQUESTS_MAX,
-    AHEAD_REQUEST_CHUNKS_MAX,
     EVICT_COST,
     LEFT_BY_AHEAD_SHARE,
 )
@@ -174,8 +173,7 @@ class LookAhead:
 
     def _enter(self, request: str, order: tuple[Any, ...], batches: Sequence[ChunkBatch]) -> None:
         chunks = sum(map(len, batches))
-        chunks_max = min(AHEAD_REQUEST_CHUNKS_MAX, self._wanted.chunks_max)
-        chunks_max = max(1, chunks_max // max(1, len(batches)))
+        chunks_max = max(1, self._wanted.chunks_max // max(1, len(batches)))
         batches = [batch.part(0, chunks_max) for batch in batches]
         keys = frozenset(chain.from_iterable(batch.keys for batch in batches))
         waiting = self._requests.get(request)
@@ -349,7 +347,7 @@ class LookAhead:
         context.lower[tier].pin(keys)
         pins, infos = ((tier, keys),), infos[: len(keys)]
         context.jobs.open(Job(job, JobKind.AHEAD, fills=keys, pins=pins, infos=infos))
-        self._sources.begin_promotion(keys, job)
+        self._sources.begin_promotion(keys, repeat(tier))
         rows = zip(keys, grant.locations, strict=True)
         items = [LoadItem(key, chunks.group, (), slot, tier) for key, slot in rows]
         self.planned.append(LoadJob(job, "", items, is_ahead=True))

@@ -13,8 +13,8 @@ from offload.planner.step_budget import AHEAD_WANTED_REQUESTS_MAX
 WANTED_SHARE = 0.5
 """Maximum share of the CPU tier that wanted chunks, which are evicted last, may take."""
 WANTED_CHUNKS_MAX = 2000
-"""Maximum number of wanted chunks. An eviction may have to test all of them: with 4,096 a step took
-up to 2.7 ms, with 16,384 up to 4 ms."""
+"""Maximum number of wanted chunks, and of chunks of one request that are read ahead. An eviction
+may have to test all of them: with 4,096 a step took up to 2.7 ms, with 16,384 up to 4 ms."""
 
 
 class WantedSoon:

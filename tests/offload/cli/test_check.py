@@ -147,10 +147,17 @@ def test_a_name_that_no_file_system_allows(tmp_path: Path) -> None:
     assert "$.tiers[0].path: has a name of 256 bytes; file systems allow 255." in found.err
 
 
-def test_an_option_without_effect_is_a_warning() -> None:
-    found = kvtiers("check", json.dumps(GOOD | {"look_ahead": 0, "wait_for_reads": "auto"}))
+@pytest.mark.parametrize(
+    ("tiers", "look_ahead", "why"),
+    [(1, 0, "look_ahead is 0"), (0, 0.25, "there is no lower tier"), (0, 0, "there is no lower")],
+)
+def test_an_option_without_effect_is_a_warning(
+    tiers: int, look_ahead: float, why: str, tmp_path: Path
+) -> None:
+    extra = (disk(tmp_path) if tiers else GOOD) | {"look_ahead": look_ahead}
+    found = kvtiers("check", json.dumps(extra | {"wait_for_reads": "auto"}))
     assert found.code == 0
-    assert 'warning: $.wait_for_reads: "auto" has no effect, because look_ahead is 0.' in found.out
+    assert f'warning: $.wait_for_reads: "auto" has no effect, because {why}' in found.out
     assert found.out.endswith("the configuration fits this machine, with 1 warning\n")
 
 

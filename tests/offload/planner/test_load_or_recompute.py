@@ -277,6 +277,15 @@ def test_for_a_request_that_waits_anyway_the_queue_of_the_disk_does_not_matter()
     assert break_even.part(500, None) == (0, ShortenReason.SHORT)
 
 
+def test_without_other_loads_a_tier_is_still_measured_after_computing_has_become_faster() -> None:
+    prefill = prefill_of(1000)
+    break_even = LoadOrRecompute(prefill)
+    load_at(break_even, 1250)
+    for _ in range(SAMPLES_KEPT):
+        prefill.observe(TOKENS, TOKENS / 4000)
+    assert break_even.part(TOKENS, 0) == (TOKENS, ShortenReason.NOTHING)
+
+
 def test_a_hit_is_looked_at_only_if_something_could_cut_it() -> None:
     break_even = LoadOrRecompute(prefill_of(1000), timeout_s=10.0)
     assert not break_even.may_cut(10**9), "the tier was not measured yet"

@@ -220,6 +220,16 @@ def test_a_chunk_on_its_way_is_shared_while_its_tier_is_available() -> None:
     assert (second.items[0].tier, second.items[0].slot) == (IN_SLAB, first.items[0].slot)
 
 
+def test_a_chunk_on_its_way_is_shared_although_another_tier_is_unavailable() -> None:
+    planner = make(tiers=2)
+    recover(planner, 1, tier=0)
+    break_reads(planner, 1)
+    planner.loads.plan("a", [wanted(1)])
+    planner.loads.plan("b", [wanted(1, block=9)])
+    first, second = step(planner, 0.0).loads
+    assert (second.items[0].tier, second.items[0].slot) == (IN_SLAB, first.items[0].slot)
+
+
 def test_a_hung_load_returns_its_budget_when_its_request_has_ended() -> None:
     planner = make(load_blocks=4)
     recover(planner, *range(6))

@@ -14,7 +14,7 @@ from offload.index.tier_index import TierIndex
 from offload.layout.keys import group_suffix
 from offload.messages.plan import LoadJob
 from offload.messages.report import JobResult, StepReport
-from offload.planner.look_ahead import ahead_requests, look_ahead
+from offload.planner.look_ahead import ahead_requests, look_ahead, wanted_soon
 from offload.planner.look_ahead.ahead_use import NOT_READ_AHEAD, AheadCounts, AheadUse
 from offload.planner.planner import Planner, PlannerSettings
 from offload.planner.tier_health import TierHealths
@@ -442,7 +442,7 @@ def test_an_error_ends_look_ahead_and_not_the_steps_after_it(
 
 
 def test_a_long_prompt_enters_with_its_head_only(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(look_ahead, "AHEAD_REQUEST_CHUNKS_MAX", 4)
+    monkeypatch.setattr(wanted_soon, "WANTED_CHUNKS_MAX", 4)
     queue = Queue()
     queue.wait("one", range(10), 1)
     assert queue.step() == [0, 1, 2, 3]

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from offload.index.request_options import Controls
+from offload.messages.plan import IN_SLAB
 from offload.messages.report import Observed, StepReport
 from offload.planner.circuit_breaker import BreakerState
 from offload.planner.load_or_recompute import RETRY_S, SAMPLES_MIN
-from offload.planner.look_ahead import look_ahead
-from tests.offload.planner.look_ahead.test_look_ahead import Queue, fill
+from offload.planner.look_ahead import look_ahead, wanted_soon
+from tests.offload.planner.look_ahead.test_look_ahead import Queue, batch, fill
 from tests.offload.planner.simulated_ranks import key_of
 
 
@@ -142,8 +145,20 @@ def test_a_slow_tier_is_probed_while_nothing_is_read_ahead_from_it() -> None:
 def test_a_slow_tier_is_read_only_for_prompts_of_which_the_share_holds_all(
     chunks: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(look_ahead, "AHEAD_REQUEST_CHUNKS_MAX", 5)
+    monkeypatch.setattr(wanted_soon, "WANTED_CHUNKS_MAX", 5)
     queue = Queue(slots=40)
     slower_than_computing(queue)
     queue.wait("one", range(chunks), 1)
     assert queue.step() == (list(range(5)) if chunks == 20 else [])
+
+
+def test_a_load_joins_reads_ahead_although_another_tier_is_unavailable() -> None:
+    queue = Queue(tiers=2)
+    queue.disks[1].drop([key_of(n) for n in range(100)])
+    queue.planner.complete(StepReport(tiers={(1, 0): Observed(reads_failed=3)}))
+    assert not queue.planner.health[1].readable
+    queue.wait("one", range(3), 1)
+    assert queue.step() == [0, 1, 2]
+    queue.planner.loads.plan("one", [replace(batch(range(3)), blocks=range(3))])
+    (load,) = [job for job in queue.planner.step().loads if not job.is_ahead]
+    assert {item.tier for item in load.items} == {IN_SLAB}
