@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from offload.layout.keys import CPU
 from offload.planner.load_or_recompute import SAMPLES_MIN, LoadOrRecompute
 from offload.requests.request_log import LoggedRequest
 from tests.oracle.models import MODELS
@@ -126,6 +127,30 @@ def test_more_waits_than_the_cpu_tier_holds(
             served.check_idle()
     longer = [ahead / none - 1 for ahead, none in zip(ended[0.25], ended[0.0], strict=True)]
     assert max(longer) <= later, ended
+
+
+@pytest.mark.parametrize("tokens", [TOKENS, 41])
+def test_new_prompts_between_them_evict_nothing_that_was_read(tokens: int, tmp_path: Path) -> None:
+    """Every other prompt is new: it is stored while chunks that were read for others wait. Short
+    prompts are read for more requests than those whose chunks are wanted soon."""
+    with world(tmp_path, 0.5) as served:
+        known, new = prompts_of(12, tokens), prompts_of(12, TOKENS, seed=1)
+        served.store(known)
+        served.reads_per_step = 12
+        served.answer_tokens = served.answer_tokens_again
+        for number in range(12):
+            served.ask(f"again{number}", known[number])
+            served.ask(f"new{number}", new[number])
+        measure(served, 12)
+        while served.scheduler.requests:
+            served.step()
+            held = served.planner.look_ahead._held
+            assert not any(map(served.planner.cpu.is_absent, held))
+        served.drain()
+        counts = served.counts()
+        assert (counts["wasted"], counts["used"] > 0) == (0, True)
+        assert served.planner.stats.tier(CPU).evicted_chunks > 0
+        served.check_idle()
 
 
 @pytest.mark.parametrize("measured", [True, False])
