@@ -50,6 +50,13 @@ class LongBacklog(Backlog):
             if request.num_output_tokens:
                 self.first.setdefault(name, self.steps)
 
+    def serve_all(self) -> None:
+        """Answer all requests; what was read ahead must stay until its request has loaded it."""
+        while self.scheduler.requests:
+            self.step()
+            assert not any(map(self.planner.cpu.is_absent, self.planner.look_ahead._held))
+        self.drain()
+
 
 def world(folder: Path, look_ahead: float) -> LongBacklog:
     conditions = Conditions(
@@ -111,11 +118,7 @@ def test_more_waits_than_the_cpu_tier_holds(
             served.begin(prompts_of(PROMPTS, TOKENS), reads_per_step)
             if measured:
                 measure(served, reads_per_step)
-            while served.scheduler.requests:
-                served.step()
-                held = served.planner.look_ahead._held
-                assert not any(map(served.planner.cpu.is_absent, held))
-            served.drain()
+            served.serve_all()
             loaded = served.loaded()
             assert len(served.disk.order) * 4 == loaded["file"] + loaded["cpu"]
             counts = served.counts()
@@ -142,11 +145,7 @@ def test_new_prompts_between_them_evict_nothing_that_was_read(tokens: int, tmp_p
             served.ask(f"again{number}", known[number])
             served.ask(f"new{number}", new[number])
         measure(served, 12)
-        while served.scheduler.requests:
-            served.step()
-            held = served.planner.look_ahead._held
-            assert not any(map(served.planner.cpu.is_absent, held))
-        served.drain()
+        served.serve_all()
         counts = served.counts()
         assert (counts["wasted"], counts["used"] > 0) == (0, True)
         assert served.planner.stats.tier(CPU).evicted_chunks > 0
